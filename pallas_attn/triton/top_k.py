@@ -28,8 +28,9 @@ SEGMENT = 8192
 """Scores of a segment, if that is at least four times as many as are wanted of it."""
 PER_THREAD = 32
 
-LEAST_SHARED = 8192
-"""Scores of a row that several programs share, at least."""
+LEAST_SHARED, MOST_SHARED_ROWS = 16384, 32
+"""Scores of a row that several programs share, at least, and such rows, at most. By one program each, as many rows as
+there are multiprocessors take no longer than one."""
 MOST_SHARED = 2**21
 """Scores of all rows that are shared, at most."""
 SHARES = 256
@@ -38,7 +39,7 @@ SHARES = 256
 
 def is_shared(num_rows: int, width: int) -> bool:
     """Whether several programs choose of each row."""
-    return width >= LEAST_SHARED and num_rows * width <= MOST_SHARED
+    return width >= LEAST_SHARED and num_rows <= MOST_SHARED_ROWS and num_rows * width <= MOST_SHARED
 
 
 def shared_sizes(num_rows: int, width: int) -> dict[str, int]:

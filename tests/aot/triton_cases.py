@@ -566,7 +566,11 @@ SPARSE = {
             tensor_cores=False,
         )
         for name, num_rows, width in (
-            *(("select-top-k", 256, 32768), ("select-top-k-shared", 8, 32768), ("select-top-k-shared-64", 64, 32768)),
+            *(
+                ("select-top-k", 256, 32768),
+                ("select-top-k-shared", 8, 32768),
+                ("select-top-k-shared-wide", 16, 131072),
+            ),
             *(("select-top-k-shared-16", 16, 32768), ("select-top-k-shared-32", 32, 32768)),
         )
     },
