@@ -19,11 +19,11 @@ from jaxtyping import Array, Float32, Int32
 
 from pallas_attn import device
 from pallas_attn.portable.index_tiles import IndexCall
-from pallas_attn.portable.quantise import float16_queries
+from pallas_attn.portable.quantise import QUERY_SCALE, float16_queries
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.flash import work_of
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import columns, tensor_core_operand
+from pallas_attn.triton.pieces import columns, count_scores, ordered_score, tensor_core_operand
 
 MOST_SHARED = 1024
 """Sequences, at most, of which a program finds by sums where its share begins."""
@@ -40,14 +40,16 @@ def refuse(call: IndexCall) -> None:
     caches.refuse_width(call.q.shape[-1])
 
 
-def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"], Int32[Array, "T"]]:
+def paged_scores(
+    call: IndexCall, *, fill: bool, bins: Int32[Array, "T bins"] | None = None
+) -> tuple[Float32[Array, "T K"], Int32[Array, "T"], Int32[Array, "T bins"] | None]:
     """Scores of every token over all K = P·ps positions of its sequence, and how many of them are up to its own.
 
     Args:
       fill: whether positions past a token's own are -inf, as those of absent pages are, or undefined.
+      bins: zeros, to which scores up to each token's own are added by their leading bits, as the third result.
     """
-    q, factor = (call.q, 1.0) if call.index.scale is None else float16_queries(call.q)
-    num_tokens, num_heads, dim = q.shape
+    num_tokens, num_heads, dim = call.q.shape
     num_sequences, table_pages = call.block_tables.shape
     num_pages, page_size, _ = call.index.keys.shape
     card, width = device.triton_card(), table_pages * page_size
@@ -55,22 +57,27 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
     tile = tiles.index_tile(card, num_tokens, num_sequences, num_heads, dim, **options)
     steps = -(-width // tile.tokens)
     in_shares = tile.queries == 1 and num_sequences <= MOST_SHARED
+    q, factor = (call.q, 1.0) if call.index.scale is None or in_shares else float16_queries(call.q)
+    converts = call.index.scale is not None and q.dtype != jnp.float16
     if in_shares:
         grid = (max(1, min(num_tokens * steps, tile.programs_side_by_side(card))), 1)
     else:
         num_tiles = num_tokens // tile.queries + num_sequences + 2
         grid = (num_tiles, max(1, min(steps, -(-tile.programs_of_tiles(card) // -(-num_tokens // tile.queries)))))
-    scores, counts = launch(
+    scores, counts, *counted = launch(
         _score,
         *(q, call.weights, call.index.keys, call.index.scale),
-        *(call.block_tables, call.cu_q_lens, call.kv_lens, call.draft_mask),
+        *(call.block_tables, call.cu_q_lens, call.kv_lens, call.draft_mask, bins),
         *(num_tokens, num_sequences, table_pages, num_pages),
         outputs=[
             jax.ShapeDtypeStruct((num_tokens, width), jnp.float32),
             jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
+            *([] if bins is None else [bins]),
         ],
         grid=grid,
-        constants={
+        aliases={} if bins is None else {8: 2},
+        constants=({"bins_ptr": None} if bins is None else {})
+        | {
             "HEADS": num_heads,
             "D": dim,
             "WIDTH": width,
@@ -83,7 +90,8 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
             "GROUPS": tiles.power_of_two(num_sequences + 2) if in_shares else 0,
             "SEARCH_STEPS": (num_sequences + 1).bit_length(),
             "DRAFTS": 0 if call.draft_mask is None else call.draft_mask.shape[1],
-            "SCALE": call.scale / factor,
+            "SCALE": call.scale / (QUERY_SCALE if converts else factor),
+            "Q_SCALE": QUERY_SCALE if converts else None,
             "FILL": fill,
             "NATIVE": tiles.has_e4m3(card),
         },
@@ -92,7 +100,7 @@ def paged_scores(call: IndexCall, *, fill: bool) -> tuple[Float32[Array, "T K"],
         max_registers=tile.max_registers,
         flops=2 * num_tokens * num_heads * dim * width,
     )
-    return scores, counts
+    return scores, counts, counted[0] if counted else None
 
 
 @kernel
@@ -105,12 +113,14 @@ def _score(
     cu_q_lens_ptr,  # [S + 1]
     kv_lens_ptr,  # [S]
     mask_ptr,  # [T, DRAFTS] or None
+    _bins_ptr,
     num_tokens,
     num_sequences,
     table_pages,
     pool_pages,
     out_ptr,  # [T, WIDTH]
     counts_ptr,  # [T]
+    bins_ptr,  # [T, BINS] or None
     HEADS: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -124,6 +134,7 @@ def _score(
     SEARCH_STEPS: tl.constexpr,
     DRAFTS: tl.constexpr,
     SCALE: tl.constexpr,
+    Q_SCALE: tl.constexpr,
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -146,9 +157,9 @@ def _score(
             last = tl.minimum(first + stop - at, steps)
             query = within // steps
             _score_tile(
-                *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr),
+                *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr, bins_ptr),
                 *(this - 1, begin + query, 1, kv_len - q_len + query, first, last, 1, table_pages, pool_pages),
-                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, FILL, NATIVE),
+                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, Q_SCALE, FILL, NATIVE),
             )
             at += last - first
     else:  # every n-th step of a tile, of n programs
@@ -162,10 +173,10 @@ def _score(
             queries = tl.minimum(QUERIES, q_len - first)
             steps = _steps_of(kv_len, WIDTH, TOKENS, FILL)
             _score_tile(
-                *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr),
+                *(q_ptr, weights_ptr, keys_ptr, scale_ptr, tables_ptr, mask_ptr, out_ptr, counts_ptr, bins_ptr),
                 *(sequence, first_token + first, queries, kv_len - q_len + first),
                 *(tl.program_id(1), steps, tl.num_programs(1), table_pages, pool_pages),
-                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, FILL, NATIVE),
+                *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, Q_SCALE, FILL, NATIVE),
             )
 
 
@@ -197,6 +208,7 @@ def _score_tile(
     mask_ptr,
     out_ptr,
     counts_ptr,
+    bins_ptr,
     sequence,
     row,
     queries,
@@ -217,11 +229,12 @@ def _score_tile(
     COLUMNS: tl.constexpr,
     DRAFTS: tl.constexpr,
     SCALE: tl.constexpr,
+    Q_SCALE: tl.constexpr,
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """Scores of neighbouring queries of a sequence, from `row` on, over every stride-th step from `first` to `last`."""
-    q_dtype: tl.constexpr = q_ptr.dtype.element_ty
+    q_dtype: tl.constexpr = q_ptr.dtype.element_ty if Q_SCALE is None else tl.float16
     WHOLE: tl.constexpr = PAGE % TOKENS == 0  # a step lies in one page
     end = tl.maximum(first_position + queries, 0)
     row = row.to(tl.int64)
@@ -238,7 +251,7 @@ def _score_tile(
     q, weights = (), ()  # of a single query, by block of heads
     if QUERIES == 1:
         for block in tl.static_range(BLOCKS):
-            q += (_queries(q_ptr, row, block, HEADS, D, BLOCK, COLUMNS),)
+            q += (_queries(q_ptr, row, block, HEADS, D, BLOCK, COLUMNS, Q_SCALE),)
             weights += (_weights(weights_ptr, row, block, HEADS, BLOCK),)
     for step in range(first, walked, stride):
         key = step * TOKENS + token
@@ -263,16 +276,17 @@ def _score_tile(
             for block in tl.static_range(BLOCKS):
                 score += _weighted(k, q[block], weights[block])
             shown = seen & _shown(mask_ptr, row, key, first_position, DRAFTS)
-            _store_scores(out_ptr + row * WIDTH, score * k_scale, key, shown, first_position, WIDTH, FILL)
+            at = out_ptr + row * WIDTH
+            _store_scores(at, bins_ptr, row, score * k_scale, key, shown, first_position, WIDTH, FILL)
         else:
             for i in range(queries):
                 score = tl.zeros([TOKENS], tl.float32)
                 for block in tl.static_range(BLOCKS):
-                    q_i = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS)
+                    q_i = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS, Q_SCALE)
                     score += _weighted(k, q_i, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
                 at = out_ptr + (row + i) * WIDTH
                 shown = seen & _shown(mask_ptr, row + i, key, first_position + i, DRAFTS)
-                _store_scores(at, score * k_scale, key, shown, first_position + i, WIDTH, FILL)
+                _store_scores(at, bins_ptr, row + i, score * k_scale, key, shown, first_position + i, WIDTH, FILL)
     if FILL:  # what no step has
         done = (tl.maximum(walked - first, 0) + stride - 1) // stride
         for step in range(first + done * stride, last, stride):
@@ -283,10 +297,22 @@ def _score_tile(
 
 
 @kernel
-def _queries(q_ptr, row, block, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """A token's queries [D, heads] of a block of index heads."""
+def _queries(
+    q_ptr,
+    row,
+    block,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    Q_SCALE: tl.constexpr,
+):
+    """A token's queries [D, heads] of a block of index heads; in float16, times Q_SCALE, if that is not None."""
     head = block * BLOCK + tl.arange(0, BLOCK)
-    return tl.trans(columns(q_ptr + row * (HEADS * D), head * D, 0, head < HEADS, D, COLUMNS))
+    q = columns(q_ptr + row * (HEADS * D), head * D, 0, head < HEADS, D, COLUMNS)
+    if Q_SCALE is not None:
+        q = tl.clamp(q.to(tl.float32) * Q_SCALE, -65504.0, 65504.0, tl.PropagateNan.ALL).to(tl.float16)
+    return tl.trans(q)
 
 
 @kernel
@@ -316,7 +342,9 @@ def _shown(mask_ptr, row, key, position, DRAFTS: tl.constexpr):
 
 
 @kernel
-def _store_scores(at, score, key, seen, position, WIDTH: tl.constexpr, FILL: tl.constexpr):
-    """Writes scores of keys; -inf for those that the query does not see, where they are wanted."""
+def _store_scores(at, bins_ptr, row, score, key, seen, position, WIDTH: tl.constexpr, FILL: tl.constexpr):
+    """Writes scores of keys, and counts them; -inf for those that the query does not see, where they are wanted."""
     score = tl.where(seen & (key <= position), score + 0.0, float("-inf"))
     tl.store(at + key, score, mask=key < WIDTH if FILL else key <= position)
+    if bins_ptr is not None:
+        count_scores(bins_ptr, row, ordered_score(score))

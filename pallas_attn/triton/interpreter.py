@@ -6,7 +6,8 @@ casts to that and to float8, and breaks on numpy 2.5. Importing this module mend
 
 - loads and stores outside the arrays of the launch, or of another width;
 - an element that two programs store, or one store twice;
-- loads of what no program has written, or of what another one has.
+- loads of what no program has written, or of what another one has;
+- atomic additions to what a program stores or loads otherwise, or to what nobody has written.
 
 It does not see races inside a program, shared memory, or precision that a card would drop.
 """
@@ -70,11 +71,11 @@ class HostArray:
         return tuple(stride // self.array.itemsize for stride in self.array.strides)
 
 
-NOBODY, CALLER, FIRST_PROGRAM = 0, 1, 2
+ATOMIC, NOBODY, CALLER, FIRST_PROGRAM = -1, 0, 1, 2
 
 
 class LaunchMemory:
-    """The arrays of a launch, and who wrote each element: nobody, the caller, or a program.
+    """The arrays of a launch, and who wrote each element: nobody, the caller, a program, or any by atomic additions.
 
     Args:
       inputs: arrays that programs may read.
@@ -90,6 +91,7 @@ class LaunchMemory:
         self.writer = {
             id(a): np.full(a.array.size, CALLER if id(a) in written else NOBODY, np.int32) for a in self.arrays
         }
+        self.loaded = {id(a): np.zeros(a.array.size, bool) for a in self.arrays}
 
     def located(self, addresses: np.ndarray, itemsize: int, what: str) -> list[tuple[HostArray, np.ndarray]]:
         """The arrays that addresses lie in, with the elements there."""
@@ -115,8 +117,9 @@ class LaunchMemory:
             writer = self.writer[id(array)][element]
             if (writer == NOBODY).any():
                 raise KernelFlawError(f"load of {array.name} before it is written")
-            if ((writer >= FIRST_PROGRAM) & (writer != program)).any():
+            if (((writer >= FIRST_PROGRAM) & (writer != program)) | (writer == ATOMIC)).any():
                 raise KernelFlawError(f"race: load of {array.name} that another program wrote")
+            self.loaded[id(array)][element] = True
 
     def store(self, addresses: np.ndarray, itemsize: int, program: int) -> None:
         for array, element in self.located(addresses, itemsize, "store"):
@@ -125,9 +128,22 @@ class LaunchMemory:
             if np.unique(element).size != element.size:
                 raise KernelFlawError(f"one store writes an element of {array.name} twice")
             writer = self.writer[id(array)]
-            if ((writer[element] >= FIRST_PROGRAM) & (writer[element] != program)).any():
+            others = (writer[element] >= FIRST_PROGRAM) & (writer[element] != program)
+            if (others | (writer[element] == ATOMIC)).any():
                 raise KernelFlawError(f"race: two programs store to {array.name}")
             writer[element] = program
+
+    def add(self, addresses: np.ndarray, itemsize: int) -> None:
+        """Atomic additions, whose order does not matter as long as nobody else touches the element."""
+        for array, element in self.located(np.unique(addresses), itemsize, "addition"):
+            if id(array) not in self.outputs:
+                raise KernelFlawError(f"addition to the input {array.name}")
+            writer = self.writer[id(array)]
+            if (writer[element] == NOBODY).any():
+                raise KernelFlawError(f"addition to {array.name} before it is written")
+            if (writer[element] >= FIRST_PROGRAM).any() or self.loaded[id(array)][element].any():
+                raise KernelFlawError(f"race: addition to {array.name}, which a program loads or stores")
+            writer[element] = ATOMIC
 
 
 def launch(
@@ -212,6 +228,7 @@ _lock = threading.Lock()  # the interpreter keeps its place in the grid in one g
 
 _Builder: Any = interpreter.InterpreterBuilder
 _load, _store = _Builder.create_masked_load, _Builder.create_masked_store
+_atomic = _Builder.create_atomic_rmw
 _cast, _dot = _Builder.cast_impl, _Builder.create_dot
 _patch_tensor, _reduce = interpreter._patch_lang_tensor, interpreter.ReduceOps.min_max
 
@@ -245,6 +262,14 @@ def _checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> A
     if _memory is not None:
         _memory.store(*_touched(ptrs, mask), _program(self))
     return _store(self, ptrs, value, mask, *rest)
+
+
+@functools.wraps(_atomic)
+def _checked_atomic(self: Any, operation: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    mask = _as_bool(mask)
+    if _memory is not None:
+        _memory.add(*_touched(ptrs, mask))
+    return _atomic(self, operation, ptrs, value, mask, *rest)
 
 
 def _values(handle: Any) -> np.ndarray:
@@ -299,5 +324,6 @@ interpreter._patch_lang_tensor = _patch_index
 interpreter.InterpretedFunction.__call__ = _call_device_function
 interpreter.ReduceOps.min_max = _min_max
 _Builder.create_masked_load, _Builder.create_masked_store = _checked_load, _checked_store
+_Builder.create_atomic_rmw = _checked_atomic
 _Builder.cast_impl, _Builder.create_fp_to_fp, _Builder.create_dot = _rounding_cast, _rounding_cast, _dot_of_values
 _Builder.create_fma = _fused_multiply_add

@@ -1,4 +1,5 @@
-"""Device functions that Triton kernels share: what a query sees, where tokens lie, softmax, 8-bit numbers, plans.
+"""Device functions that Triton kernels share: what a query sees, where tokens lie, softmax, the order of scores, 8-bit
+numbers, plans.
 
 Softmax is in base 2: weights are 2**(score * BASE - top), one multiply-add and one instruction each. Times log2(e), a
 score of 5e5 is rounded by up to 1/32; only `top` is, by which all weights of a row are divided, and so is their sum.
@@ -161,6 +162,34 @@ def soft_capped(scores, CAP: tl.constexpr):
     small = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     large = 1 - 2 / (1 + tl.exp2(x * (2 * LOG2E)))
     return CAP * tl.where(square < 0.0625, small, large)
+
+
+# --- scores in order
+
+
+@triton.jit
+def ordered_score(score):
+    """Scores as unsigned integers in their order, zeros of either sign being equal and NaN as +inf; 0 for -inf."""
+    score = tl.where(score == score, score, float("inf"))
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    number = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+    return tl.where(score > float("-inf"), number, 0).to(tl.uint32)
+
+
+SCORE_BINS, BIN_SHIFT = tl.constexpr(4096), tl.constexpr(20)
+"""Values of the leading bits of a score, and the bits that follow."""
+
+
+@triton.jit
+def score_bin(number):
+    """Leading bits of an ordered score."""
+    return (number >> BIN_SHIFT).to(tl.int32)
+
+
+@triton.jit
+def count_scores(bins_ptr, row, number):
+    """Counts ordered scores of a row by their leading bits, but for -inf."""
+    tl.atomic_add(bins_ptr + row * SCORE_BINS + score_bin(number), 1, mask=number > 0, sem="relaxed")
 
 
 # --- 8-bit numbers: kernels get float8_e4m3fn as bytes, uint8

@@ -184,14 +184,15 @@ def index_tile(
     wide = power_of_two(dim) > 128
     timed = card.capability == (9, 0) and not wide
     few = queries == 1 or wide or by_integers or (num_heads > 64 and (quantised or not timed))
+    programs = 2 if not timed or num_heads > 64 else 4 if quantised and queries == 1 else 3
     return IndexTile(
         queries,
         heads=min(32 if queries == 1 and (num_heads > 64 or (wide and by_integers)) else 64, power_of_two(num_heads)),
         tokens=64 if few else 128,
         warps=8 if wide else 4,
         stages=3 if queries == 1 and not wide else 2,
-        programs=3 if timed and num_heads <= 64 else 2,
-        max_registers=None if timed and not (tree and queries > 1) else 255,
+        programs=programs,
+        max_registers=120 if programs == 4 else None if timed and not (tree and queries > 1) else 255,
     )
 
 

@@ -6,6 +6,8 @@ early where exactly as many are, as is usual once about as many bits are known a
 writes the positions of what is above, and of as many of the lowest one's equals as are wanted, in order.
 
 Rows longer than registers hold go through rounds: the highest of each of their segments are the candidates of the next.
+
+Of few long rows, several programs share each (`pallas_attn.triton.shared_top_k`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Float32, Int32
 
+from pallas_attn.triton import shared_top_k
 from pallas_attn.triton.launch import kernel, launch
+from pallas_attn.triton.pieces import ordered_score
 from pallas_attn.triton.tiles import power_of_two
 
 MOST_HELD = 32768
@@ -24,20 +28,50 @@ SEGMENT = 8192
 """Scores of a segment, if that is at least four times as many as are wanted of it."""
 PER_THREAD = 32
 
+LEAST_SHARED, MOST_SHARED_ROWS = 16384, 32
+"""Scores of a row that several programs share, at least, and such rows, at most. By one program each, as many rows as
+there are multiprocessors take no longer than one."""
+MOST_SHARED = 2**21
+"""Scores of all rows that are shared, at most."""
+SHARES = 256
+"""Programs among which they are, about: two for each multiprocessor of a large card."""
 
-def refuse(width: int, top_k: int) -> None:
+
+def is_shared(num_rows: int, width: int) -> bool:
+    """Whether several programs choose of each row."""
+    return width >= LEAST_SHARED and num_rows <= MOST_SHARED_ROWS and num_rows * width <= MOST_SHARED
+
+
+def shared_sizes(num_rows: int, width: int) -> dict[str, int]:
+    """Scores of a program, and its warps, where several share a row."""
+    segment = min(8192, power_of_two(-(-num_rows * width // SHARES), 1024))
+    return {"segment": segment, "warps": max(8, segment // 512)}
+
+
+def refuse(num_rows: int, width: int, top_k: int) -> None:
     """Raise NotImplementedError for rows of which rounds would not get through enough."""
-    if width > MOST_HELD and 4 * top_k > MOST_HELD:
+    if width > MOST_HELD and 4 * top_k > MOST_HELD and not is_shared(num_rows, width):
         raise NotImplementedError(f"chooses up to {MOST_HELD // 4} of more than {MOST_HELD} scores, got {top_k}")
 
 
-def highest(scores: Float32[Array, "T K"], counts: Int32[Array, "T"] | None, top_k: int) -> Int32[Array, "T top_k"]:
+def highest(
+    scores: Float32[Array, "T K"],
+    counts: Int32[Array, "T"] | None,
+    top_k: int,
+    bins: Int32[Array, "T bins"] | None = None,
+) -> Int32[Array, "T top_k"]:
     """Positions of each row's highest scores, as `select_top_k` gives them.
 
     Args:
       counts: of each row, how many scores it has, the others being undefined; None for all.
+      bins: of rows that programs share, counts of scores by their leading bits, if there are.
     """
     num_rows, row_width = scores.shape
+    if is_shared(num_rows, row_width):
+        sizes = shared_sizes(num_rows, row_width)
+        if bins is None:
+            bins = shared_top_k.counted(scores, counts, **sizes)
+        return shared_top_k.highest(scores, counts, top_k, bins=bins, **sizes)
     candidates, width = None, row_width
     while True:
         segment = width if width <= MOST_HELD else max(SEGMENT, 4 * power_of_two(top_k))
@@ -128,7 +162,4 @@ def _numbers(row_ptr, candidates_ptr, place, end):
         position = tl.load(candidates_ptr + place, mask=held, other=-1)
         held = position >= 0
     score = tl.load(row_ptr + position, mask=held, other=float("-inf"))
-    score = tl.where(score == score, score, float("inf"))
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # zeros of either sign are equal
-    number = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
-    return position, tl.where(score > float("-inf"), number, 0).to(tl.uint32)
+    return position, ordered_score(score)

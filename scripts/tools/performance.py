@@ -300,6 +300,34 @@ def sparse_layer(*sources: Cases) -> Callable[[str], str]:
     return write
 
 
+def sparse_choice(stem: str) -> Callable[[str], str]:
+    """Microseconds of the parts of a layer's sparse attention, and the share of choosing, before and now."""
+
+    def write(document: str) -> str:
+        rows = []
+        for case in read(stem)["cases"]:
+            before, now = case["results"]["before"], case["results"]["now"]
+            parts = now["parts_us"]
+            rows.append(
+                [
+                    f"{case['arguments']['batch']} x {case['arguments']['context'] // 1024}k",
+                    case["arguments"]["cache"],
+                    f"{microseconds(parts['scores'])} ({now['scores_of_copy']:.0%})",
+                    microseconds(before["parts_us"]["choice"]),
+                    microseconds(parts["choice"]),
+                    microseconds(parts["attention"]),
+                    microseconds(before["median_us"]),
+                    microseconds(now["median_us"]),
+                    f"{parts['choice'] / now['median_us']:.0%}",
+                ]
+            )
+        headings = ["sequences x context", "caches", "scores, µs", "choice before, µs", "choice, µs", "attention, µs"]
+        headings += ["step before, µs", "step, µs", "choice / step"]
+        return table(headings, rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
+
+    return write
+
+
 def sparse_engine(*stems: str) -> Callable[[str], str]:
     """Decode tokens a second of the engine with sparse attention and without, by sequences, context and cache."""
 
@@ -470,6 +498,7 @@ TABLES: dict[str, Callable[[str], str]] = {
         Cases("mla_sparse_prefill_beside_flash_mla_nvidia_h100"),
     ),
     "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_nvidia_h100", " 4096 ")),
+    "sparse-choice": sparse_choice("sparse_layer_choice_nvidia_h200"),
     "cache-costs-latents": cache_costs("cache_costs", "latents"),
     "cache-costs-kv": cache_costs("cache_costs", "keys and values"),
     "engine-head-windows": head_windows(

@@ -558,11 +558,22 @@ SPARSE = {
     },
     "index-scores-bf16": indexed(pallas_attn.index_scores),
     "index-scores-fp8-64": indexed(pallas_attn.index_scores, "fp8", num_tokens=64),
-    "select-top-k": TritonCase(
-        functools.partial(pallas_attn.select_top_k, top_k=2048, implementation="triton"),
-        {"scores": shape(64, 32768, dtype=jnp.float32)},
-        tensor_cores=False,
-    ),
+    # Rows that programs share, by segments of each size, and one program a row.
+    **{
+        name: TritonCase(
+            functools.partial(pallas_attn.select_top_k, top_k=2048, implementation="triton"),
+            {"scores": shape(num_rows, width, dtype=jnp.float32)},
+            tensor_cores=False,
+        )
+        for name, num_rows, width in (
+            *(
+                ("select-top-k", 256, 32768),
+                ("select-top-k-shared", 8, 32768),
+                ("select-top-k-shared-wide", 16, 131072),
+            ),
+            *(("select-top-k-shared-16", 16, 32768), ("select-top-k-shared-32", 32, 32768)),
+        )
+    },
     **{
         f"write-index-keys-{cache}": TritonCase(
             functools.partial(pallas_attn.write_index_keys, implementation="triton"),

@@ -119,6 +119,13 @@ def _flawed(x_ptr, out_ptr, other_ptr, FLAW: tl.constexpr):
         x = tl.load(other_ptr + at)
     else:
         x = tl.load(x_ptr + at)
+    if FLAW == "added":
+        tl.atomic_add(out_ptr + at, x)
+    elif FLAW == "added, input":
+        tl.atomic_add(x_ptr + at, x)
+    elif FLAW == "added, stored":
+        tl.store(out_ptr + at, x)
+        tl.atomic_add(out_ptr + tl.arange(0, 4), x)
     if FLAW == "race":
         at = at % 4
     elif FLAW == "twice":
@@ -140,6 +147,9 @@ FLAWS = {
     "twice": "one store writes an element of out_ptr twice",
     "input": "store to the input x_ptr",
     "other": "load of other_ptr that another program wrote",
+    "added": "addition to out_ptr before it is written",
+    "added, input": "addition to the input x_ptr",
+    "added, stored": "race: addition to out_ptr, which a program loads or stores",
 }
 
 
@@ -147,6 +157,35 @@ FLAWS = {
 def test_a_flaw_is_found(flaw: str) -> None:
     with pytest.raises(KernelFlawError, match=FLAWS[flaw]):
         run(_flawed, [np.arange(8, dtype=np.float32)], [shape(8), shape(8)], (2,), {"FLAW": flaw})
+
+
+@kernel
+def _counted(x_ptr, held_ptr, counts_ptr, FLAW: tl.constexpr):
+    at = tl.load(x_ptr + tl.program_id(0) * 4 + tl.arange(0, 4))
+    if FLAW == "loaded before":
+        tl.load(counts_ptr + at)
+    tl.atomic_add(counts_ptr + at, 1, mask=at >= 0)
+    if FLAW == "loaded":
+        tl.load(counts_ptr + tl.arange(0, 2))
+    elif FLAW == "stored":
+        tl.store(counts_ptr + 1, 0)
+
+
+def test_atomic_additions() -> None:
+    """Several programs and lanes may add to an element, as long as nobody loads or stores it besides."""
+
+    def count(flaw: str) -> Any:
+        x, zeros = np.array([0, 1, 1, 3, 3, 3, 0, 1], np.int32), np.zeros(4, np.int32)
+        return run(_counted, [x, zeros], [shape(4, dtype=np.int32)], (2,), {"FLAW": flaw}, {1: 0})
+
+    assert count("")[0].tolist() == [2, 3, 0, 3]
+    for flaw, message in (
+        ("loaded before", "addition to counts_ptr, which a program loads"),
+        ("loaded", "load of counts_ptr that another program wrote"),
+        ("stored", "two programs store to counts_ptr"),
+    ):
+        with pytest.raises(KernelFlawError, match=message):
+            count(flaw)
 
 
 @pytest.mark.parametrize("mask", ["", ", mask"])

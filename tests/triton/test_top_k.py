@@ -1,4 +1,4 @@
-"""The choice of the highest scores in Triton, of rows that go through rounds and of calls that go through portions."""
+"""The choice of the highest scores in Triton: rows that programs share or that go through rounds, calls in portions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.ops import harness
 
 def test_rows_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rounds, whose candidates are of many equal scores and of few."""
+    monkeypatch.setattr(top_k, "MOST_SHARED", 0)
     monkeypatch.setattr(top_k, "MOST_HELD", 64)
     monkeypatch.setattr(top_k, "SEGMENT", 64)
     rng = harness.fresh_rng()
@@ -26,9 +27,48 @@ def test_rows_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> Non
     np.testing.assert_array_equal(got, best(scores, 11))
 
 
-def test_too_many_of_a_long_row_are_refused() -> None:
+def rows(kind: str) -> np.ndarray:
+    rng = harness.fresh_rng()
+    scores = rng.normal(size=(3, 5000)).astype(np.float32)
+    match kind:
+        case "few values":
+            scores = rng.integers(-2, 3, scores.shape).astype(np.float32)
+        case "one value":
+            scores[:] = -0.5
+        case "a bin":  # more candidates than registers hold
+            scores = (1 + 0.1 * rng.random(scores.shape)).astype(np.float32)
+        case "few and none":
+            scores[0], scores[1, 5:], scores[2, 7:4000] = -np.inf, -np.inf, -np.inf
+        case "ends":
+            scores[:, ::3], scores[:, 1::3] = -np.finfo(np.float32).max, np.inf
+    return scores
+
+
+@pytest.mark.parametrize("top_k_wanted", [1, 100, 4999, 6000])
+@pytest.mark.parametrize("kind", ["ordinary", "few values", "one value", "a bin", "few and none", "ends"])
+def test_rows_that_programs_share(kind: str, top_k_wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top_k, "LEAST_SHARED", 5000)
+    scores = rows(kind)
+    chosen = select_top_k(jnp.asarray(scores), top_k=top_k_wanted, implementation="triton")
+    np.testing.assert_array_equal(chosen, best(scores, top_k_wanted))
+
+
+@pytest.mark.parametrize("kind", ["decode", "chunk"])
+def test_shared_rows_of_index_scores(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores past a token's own are undefined, and the kernel of scores makes the counts' zeros."""
+    monkeypatch.setattr(top_k, "LEAST_SHARED", 1)
+    q_lens = (0, 1, 1, 1) if kind == "decode" else (0, 1, 6, 4)
+    case = IndexCase(kv_lens=(0, 9, 40, 30), q_lens=q_lens, padding=2, pages_per_row=5, exact=True)
+    inputs = IndexInputs.draw(case, harness.fresh_rng(), "bfloat16")
+    arrays = jax.tree.map(jnp.asarray, inputs.arguments())
+    choose = jax.jit(lambda arrays: index_top_k(**arrays, sm_scale=SM_SCALE, top_k=7, implementation="triton"))
+    np.testing.assert_array_equal(choose(arrays), best(inputs.scores(), 7))
+
+
+def test_too_many_of_long_rows_are_refused() -> None:
+    """Rows that programs share have no such limit."""
     with pytest.raises(NotImplementedError, match="chooses up to 8192 of more than 32768 scores, got 8193"):
-        select_top_k(jnp.zeros((1, 32769)), top_k=8193, implementation="triton")
+        select_top_k(jnp.zeros((200, 32769)), top_k=8193, implementation="triton")
 
 
 def test_tokens_go_through_the_workspace_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:

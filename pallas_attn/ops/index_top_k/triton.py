@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_attn.ops.index_top_k.call import IndexTopKCall
-from pallas_attn.triton import index_keys, top_k
+from pallas_attn.triton import index_keys, shared_top_k, top_k
 
 MOST_SCORES = 2**24
 """Scores that are held at a time: those of 128 tokens over 128k keys, 64 MiB."""
@@ -21,12 +21,12 @@ MOST_SCORES = 2**24
 def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
     num_tokens, width = call.q.shape[0], call.block_tables.shape[1] * call.index.page_size
     index_keys.refuse(call)
-    top_k.refuse(width, call.top_k)
     room = max(1, MOST_SCORES // width)
     portions = -(-num_tokens // room)
+    size = -(-num_tokens // portions)
+    top_k.refuse(size, width, call.top_k)
     if portions == 1:
         return _chosen(call)
-    size = -(-num_tokens // portions)
     padding = portions * size - num_tokens
     call = dataclasses.replace(
         call,
@@ -40,8 +40,10 @@ def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
 
 
 def _chosen(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
-    scores, counts = index_keys.paged_scores(call, fill=False)
-    return top_k.highest(scores, counts, call.top_k)
+    shared = top_k.is_shared(call.q.shape[0], call.block_tables.shape[1] * call.index.page_size)
+    bins = shared_top_k.empty_bins(call.q.shape[0]) if shared else None
+    scores, counts, bins = index_keys.paged_scores(call, fill=False, bins=bins)
+    return top_k.highest(scores, counts, call.top_k, bins)
 
 
 def _portion(call: IndexTopKCall, first: Int32[Array, ""], size: int) -> IndexTopKCall:

@@ -126,6 +126,10 @@ BENCH = Bench(
                 (128, 16), ("bf16", "fp8"), ((64, 8192), (64, 32768), (16, 131072), (64, 4096), (1, 131072))
             )
         ],
+        "choice": [
+            SparseLayerCase(batch, context, cache=cache)
+            for cache, context, batch in itertools.product(("bf16", "fp8"), (8192, 32768, 131072), (8, 16, 64, 128))
+        ],
         "small": [SparseLayerCase(2, 64, 3, cache, 16, 16) for cache in ("f32", "fp8")],
     },
     contenders={"sparse": sparse, "dense": dense},
