@@ -66,7 +66,7 @@ def test_a_report_of_a_small_model(tmp_path: Path, capsys):
 def test_latent_decode_over_split_contexts_is_timed():
     stopwatch = Stopwatch(samples=1, sample_seconds=0.001)
     found = [*several_devices.decode_over_contexts(SplitDecode(2, 256, 8, 16, 2), stopwatch)]
-    assert [result["devices"] for result in found] == [1, jax.device_count()]
+    assert [result["devices"] for result in found] == [1, 2, 4, 8]
     assert all(np.isfinite(result["us"]) for result in found)
 
 
@@ -115,8 +115,7 @@ def test_two_processes_measure_one_model(tmp_path: Path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     command = [sys.executable, bench_mesh.__file__, *options]
     both = [
-        subprocess.Popen([*command, f"--process-id={i}"], env=environment, text=True, stdout=subprocess.PIPE)
-        for i in (0, 1)
+        subprocess.Popen([*command, f"--process-id={i}"], env=environment, stdout=subprocess.DEVNULL) for i in (0, 1)
     ]
     assert [process.wait(timeout=240) for process in both] == [0, 0]
     report = json.loads(out.read_text())
