@@ -275,9 +275,11 @@ def test_halves_help_where_programs_would_be_idle():
 
 def test_pairs_know_who_shares_their_expert():
     pairs = row_product.Pairs.of(jnp.asarray([5, 2, 9, 5, 2, 5, 0], jnp.int32), 9)
-    assert pairs.count.tolist() == [3]
-    assert pairs.first[:3].tolist() == [0, 1, 6]
-    assert [pairs.next.tolist()[pair] for pair in (0, 1, 3, 4, 5, 6)] == [3, 4, 5, 7, 7, 7]
+    expert, first, count, following = (np.asarray(array) for array in pairs)
+    assert count.tolist() == [3]
+    assert first[:3].tolist() == [0, 1, 6]
+    assert expert.tolist() == [5, 2, 9, 5, 2, 5, 0]
+    assert [following.tolist()[pair] for pair in (0, 1, 3, 4, 5, 6)] == [3, 4, 5, 7, 7, 7]
 
 
 def test_products_of_few_rows_refuse_what_they_cannot_take():
