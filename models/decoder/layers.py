@@ -12,6 +12,10 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_attn import capability
 
+FEW_ROWS = 8
+"""Rows up to which a GPU multiplies float32 weights as they are: cutting them into parts would take longer. One row is
+multiplied as so many, since matrix units compute no fewer."""
+
 
 def project(
     x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None = None
@@ -19,17 +23,24 @@ def project(
     """x @ weight, accumulated in float32; in x's dtype unless `out_dtype` is given, with float32 weights in float32.
 
     Whoever asks for float32 weights means them: without HIGHEST, GPUs would round both operands to TF32. 16-bit
-    operands are not affected. A GPU is given two rows for one: XLA multiplies a vector elementwise, and writes the
-    products to memory before it adds them up.
+    operands are not affected. A GPU is given eight equal rows for one: XLA multiplies a vector elementwise, and writes
+    the products to memory before it adds them up, or fuses them with what comes next, in each of whose programs the
+    whole product is computed.
     """
-    on_gpu = capability().platform == "gpu"
-    if math.prod(x.shape[:-1]) == 1 and on_gpu:
-        two = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
-        return project(two, weight, out_dtype)[0].reshape(*x.shape[:-1], -1)
+    on_gpu, num_rows = capability().platform == "gpu", math.prod(x.shape[:-1])
     if weight.dtype == jnp.float32:
-        if on_gpu and x.dtype == jnp.bfloat16:
+        if on_gpu and x.dtype == jnp.bfloat16 and num_rows > FEW_ROWS:
             return project_by_parts(x, weight).astype(out_dtype or jnp.float32)
         x = x.astype(jnp.float32)
+    if on_gpu and num_rows == 1:
+        rows = jax.lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (FEW_ROWS, x.shape[-1])))
+        return _product(rows, weight, out_dtype)[0].reshape(*x.shape[:-1], -1)
+    return _product(x, weight, out_dtype)
+
+
+def _product(
+    x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None
+) -> Float[Array, "*rows F"]:
     return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype or x.dtype)
 
 

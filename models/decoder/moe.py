@@ -54,11 +54,34 @@ class Router(nnx.Module):
             choice = scores + self.e_score_correction_bias[...][None, :]
         if config.topk_method != "greedy" and config.topk_group < config.n_group:
             choice = _keep_best_groups(choice, config)
-        experts = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        experts, weights = best_experts(choice, scores, config.num_experts_per_tok)
         if config.norm_topk_prob:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return experts, weights * config.routed_scaling_factor
+
+
+RANKED_ROWS = 64
+"""Up to this many rows choose experts by counting instead of sorting."""
+
+
+def best_experts(
+    choice: Float32[Array, "T E"], scores: Float32[Array, "T E"], count: int
+) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+    """Chooses the `count` experts with the largest `choice`, the first of equals first, and takes their scores.
+
+    Few rows are ranked by counting: two kernels, where XLA's sort takes one between two copies, and the scores another.
+    A row with a NaN chooses any experts.
+    """
+    if choice.shape[0] > RANKED_ROWS:
+        experts = jax.lax.top_k(choice, count)[1]
+        return experts, jnp.take_along_axis(scores, experts, axis=-1)
+    number = jnp.arange(choice.shape[1], dtype=jnp.int32)
+    one, other = choice[:, :, None], choice[:, None]
+    comes_after = (other > one) | ((other == one) & (number[None] < number[:, None])[None])
+    rank = jnp.sum(comes_after, axis=2, dtype=jnp.int32)
+    is_chosen = rank[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :, None]  # [T, k, E]
+    experts = jnp.sum(jnp.where(is_chosen, number[None, None], 0), axis=2)
+    return jnp.minimum(experts, len(number) - 1), jnp.sum(jnp.where(is_chosen, scores[:, None], 0), axis=2)
 
 
 def _keep_best_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> Float32[Array, "T E"]:
@@ -279,7 +302,7 @@ def apply_experts(
     has_expert = None if expected is None else chosen < num_experts
     multiply_rows = way_of_few_rows(num_pairs, experts)
     if multiply_rows is not None:
-        y = multiply_rows(x, experts, chosen.reshape(-1))
+        y = multiply_rows(x, experts, chosen.reshape(-1), are_distinct=x.shape[0] == 1 and has_expert is None)
         return _weighted_sum(y, weights, x.dtype, has_expert)
     groups = ExpertGroups.of(chosen.reshape(-1), num_experts)
     multiply = hopper_groups if hopper_takes(experts) else block_groups
@@ -352,9 +375,7 @@ def _weighted_sum(
     return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
 
 
-def way_of_few_rows(
-    num_pairs: int, experts: Experts
-) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
+def way_of_few_rows(num_pairs: int, experts: Experts) -> Callable[..., Float[Array, "M D"]] | None:
     """Product of so few pairs that reading weights is all, without sorting them; None if they are many, or the
     call is not compiled for a GPU. On an H100, V2-Lite's experts take 163 us for 30 pairs by the kernel and 196 row by
     row, and 301 for 96 where the ragged product takes 392 (benchmarks/log/072).
@@ -369,8 +390,11 @@ def way_of_few_rows(
     return row_by_row if num_pairs <= experts.gate_up.shape[0] else None
 
 
-def row_by_row(x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
-    """Applies each pair's expert to its row, M / T of them a row. XLA reads weights in place, in the loop that sums."""
+def row_by_row(
+    x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"], *, are_distinct: bool = False
+) -> Float[Array, "M D"]:
+    """Applies each pair's expert to its row, M / T of them a row, distinct or not. XLA reads weights in place, in the
+    loop that sums."""
     rows = jnp.repeat(x, expert.shape[0] // x.shape[0], axis=0)
     expert = jnp.minimum(expert, experts.gate_up.shape[0] - 1)
 
@@ -391,16 +415,19 @@ def hopper_takes(experts: Experts) -> bool:
     return capability().compute_capability == (9, 0) and experts.gate_up.dtype.itemsize == 2 and tiled
 
 
-def hopper_rows(x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
-    """Applies each pair's expert to its row, M / T pairs a row, by a kernel for Hopper that reads each expert once."""
+def hopper_rows(
+    x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"], *, are_distinct: bool = False
+) -> Float[Array, "M D"]:
+    """Applies each pair's expert to its row, M / T pairs a row, by a kernel for Hopper that reads each expert once.
+    `are_distinct` says that every pair has an expert of its own, as the pairs of one row have."""
     from models.decoder.row_product import Pairs, RowProduct, padded_rows, row_product
 
     num_pairs, copies = expert.shape[0], expert.shape[0] // x.shape[0]
-    pairs = Pairs.of(expert, experts.gate_up.shape[0])
+    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, experts.gate_up.shape[0])
     gated = experts.activation is swiglu and experts.gate_up_bias is None
 
-    def multiply(rows: Array, weight: Array, copies: int, gated: bool) -> Array:
-        return run_kept(row_product, RowProduct(rows, weight, pairs, copies, gated))
+    def multiply(rows: Array, weight: Array, copies: int, gated: bool, halved: bool = False) -> Array:
+        return run_kept(row_product, RowProduct(rows, weight, pairs, copies, gated, halved))
 
     def biased(y: Array, bias: Array | None) -> Array:
         return y if bias is None else y.at[:num_pairs].add(bias[expert])
@@ -408,7 +435,24 @@ def hopper_rows(x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "
     x = jnp.pad(x, ((0, padded_rows(x.shape[0]) - x.shape[0]), (0, 0)))
     hidden = biased(multiply(x, experts.gate_up, copies, gated), experts.gate_up_bias)
     hidden = hidden if gated else experts.activation(hidden)
-    return biased(multiply(hidden, experts.down, 1, False), experts.down_bias)[:num_pairs]
+    if halves_help(num_pairs, experts.down.shape[1:], are_distinct):
+        halves = multiply(hidden, experts.down, 1, False, halved=True)
+        y = (halves[0] + halves[1]).astype(x.dtype)
+    else:
+        y = multiply(hidden, experts.down, 1, False)
+    return biased(y, experts.down_bias)[:num_pairs]
+
+
+def halves_help(num_pairs: int, shape: tuple[int, ...], are_distinct: bool) -> bool:
+    """Whether programs that take 64 columns and half of K are done before those that take 128 columns and all of it,
+    where each of so many experts is read: the one with the most work decides."""
+    from models.decoder.row_product import COLUMNS, DEPTH, PROGRAMS
+
+    depth, columns = shape
+    if not are_distinct or depth % (2 * DEPTH) or columns % (2 * COLUMNS):
+        return False
+    items = num_pairs * (columns // (2 * COLUMNS))
+    return -(-4 * items // PROGRAMS) < 4 * -(-items // PROGRAMS)
 
 
 FEW_ROWS = 64

@@ -51,12 +51,14 @@ class Pairs(NamedTuple):
       first: the first pair of each expert that has any, in the order of the pairs.
       count: number of those, in an array of one.
       next: for each pair the next one with its expert; the number of pairs for the last.
+
+    The last three are None where every pair has an expert of its own.
     """
 
     expert: Int32[Array, "P"]
-    first: Int32[Array, "P"]
-    count: Int32[Array, "1"]
-    next: Int32[Array, "P"]
+    first: Int32[Array, "P"] | None = None
+    count: Int32[Array, "1"] | None = None
+    next: Int32[Array, "P"] | None = None
 
     @staticmethod
     def of(expert: Int32[Array, "P"], num_experts: int) -> Pairs:
@@ -79,6 +81,8 @@ class RowProduct(NamedTuple):
       pairs: `Pairs.of(...)`.
       copies: pairs of each row: pair p takes row p // copies.
       gated: silu(left half of the columns) · right half is wanted, N / 2 columns; else all N columns.
+      halved: a program takes 64 columns and half of K, for a better balance where all pairs are few. Both halves'
+        products are returned, to be added up.
     """
 
     x: Float[Array, "M K"]
@@ -86,6 +90,7 @@ class RowProduct(NamedTuple):
     pairs: Pairs
     copies: int
     gated: bool
+    halved: bool = False
 
 
 def padded_rows(num_rows: int) -> int:
@@ -106,21 +111,23 @@ def column_parts(columns: int, *, gated: bool) -> int:
     raise NotImplementedError(f"takes columns that are a multiple of {128 if gated else 64}, got {columns}")
 
 
-def row_product(call: RowProduct) -> Float[Array, "P_padded N_out"]:
+def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
     """Multiplies each pair's row with its expert's weights, in float32.
 
     Returns:
-      Products in the order of the pairs and of `call.x`'s dtype. Those of pairs without an expert, and of padding, hold
-      anything.
+      Products in the order of the pairs and of `call.x`'s dtype; if halved, [2, P_padded, N_out] of float32. Those of
+      pairs without an expert, and of padding, hold anything.
 
     Raises:
       NotImplementedError: columns that a program's do not divide, or more than `MOST_ROWS` rows.
     """
-    x, weights, pairs, copies, gated = call
+    x, weights, pairs, copies, gated, halved = call
     num_rows, columns = x.shape[0], weights.shape[2]
     if num_rows > MOST_ROWS:
         raise NotImplementedError(f"takes {MOST_ROWS} rows at most, got {num_rows}")
-    parts = column_parts(columns, gated=gated)
+    if halved and (gated or weights.shape[1] % (2 * DEPTH)):
+        raise NotImplementedError(f"halved: takes no gates and a K that is a multiple of 128, got {weights.shape[1]}")
+    parts = 1 if halved else column_parts(columns, gated=gated)
     stages = min(MOST_STAGES, OPERAND_BYTES // ((parts * COLUMNS + num_rows) * DEPTH * x.dtype.itemsize))
 
     operand = functools.partial(operand_type, dtype=x.dtype)
@@ -131,9 +138,10 @@ def row_product(call: RowProduct) -> Float[Array, "P_padded N_out"]:
         free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     )
     shape = (padded_rows(pairs.expert.shape[0]), columns // 2 if gated else columns)
+    out_type = jax.ShapeDtypeStruct((2, *shape), jnp.float32) if halved else jax.ShapeDtypeStruct(shape, x.dtype)
     return plgpu.kernel(
         functools.partial(_kernel, copies, gated),
-        out_type=jax.ShapeDtypeStruct(shape, x.dtype),
+        out_type=out_type,
         grid=(PROGRAMS,),
         grid_names=("program",),
         num_threads=2,
@@ -154,15 +162,23 @@ class RowScratch(NamedTuple):
 
 def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: Any, scratch: RowScratch) -> None:
     program, (stages, parts) = lax.axis_index("program"), scratch.weights.shape[:2]
-    steps, num_pairs = weights.shape[1] // DEPTH, pairs.expert.shape[0]
-    tiles = out.shape[1] // (COLUMNS if gated else parts * COLUMNS)
-    own_items = lax.div(jnp.maximum(pairs.count[0] * tiles - program + (PROGRAMS - 1), 0), PROGRAMS)
+    halves, num_pairs = len(out.shape) - 1, pairs.expert.shape[0]
+    steps = weights.shape[1] // DEPTH // halves
+    tiles = out.shape[-1] // (COLUMNS if gated else parts * COLUMNS)
+    count = num_pairs if pairs.count is None else pairs.count[0]
+    own_items = lax.div(jnp.maximum(count * tiles * halves - program + (PROGRAMS - 1), 0), PROGRAMS)
+
+    def half_of(number: Any) -> Any:
+        """Which part of K an item is of."""
+        return lax.rem(program + number * PROGRAMS, halves)
 
     def item(number: Any) -> tuple[Any, Any]:
         """First pair of its expert, and first column of the result."""
-        index = program + number * PROGRAMS
+        index = lax.div(program + number * PROGRAMS, halves)
         width = COLUMNS if gated else parts * COLUMNS
-        return pairs.first[lax.div(index, tiles)], lax.rem(index, tiles) * width
+        number_of_expert = lax.div(index, tiles)
+        pair = number_of_expert if pairs.first is None else pairs.first[number_of_expert]
+        return pair, lax.rem(index, tiles) * width
 
     def slot_of(number: Any, step: Any) -> Any:
         return lax.rem(number * steps + step, stages)
@@ -171,10 +187,10 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
         def copy_item(number: Any, _: None) -> None:
             pair, column = item(number)
             expert = pairs.expert[pair]
-            firsts = [column + part * (out.shape[1] if gated else COLUMNS) for part in range(parts)]
+            firsts = [column + part * (out.shape[-1] if gated else COLUMNS) for part in range(parts)]
 
             def copy(step: Any, _: None) -> None:
-                slot, depth = slot_of(number, step), pl.ds(step * DEPTH, DEPTH)
+                slot, depth = slot_of(number, step), pl.ds((half_of(number) * steps + step) * DEPTH, DEPTH)
 
                 @pl.when(number * steps + step >= stages)
                 def _wait() -> None:
@@ -216,6 +232,7 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
                 plgpu.wgmma_wait(0)
                 return [total[...] for total in sums]
 
+            target = out.at[half_of(number)] if halves == 2 else out
             results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, x.shape[0]))] * parts)
             plgpu.barrier_arrive(scratch.free.at[slot_of(number, steps - 1)])
             if gated:
@@ -227,10 +244,13 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
                 own = row == lax.div(pair, copies)
                 for part, result in enumerate(results):
                     values = jnp.sum(jnp.where(own, result, jnp.zeros_like(result)), axis=1)
-                    out[pair, pl.ds(column + part * COLUMNS, COLUMNS)] = values.astype(out.dtype)
-                return pairs.next[pair]
+                    target[pair, pl.ds(column + part * COLUMNS, COLUMNS)] = values.astype(out.dtype)
+                return None if pairs.next is None else pairs.next[pair]
 
-            lax.while_loop(lambda pair: pair < num_pairs, store, pair)
+            if pairs.next is None:
+                store(pair)
+            else:
+                lax.while_loop(lambda pair: pair < num_pairs, store, pair)
 
         lax.fori_loop(0, own_items, multiply_item, None)
 

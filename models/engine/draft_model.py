@@ -13,7 +13,7 @@ from models.config import HeadWindows, ModelConfig, cache_groups
 from models.decoder import Caches, Decoder, GroupTables, StepMetadata, split_model
 from models.decoder.mesh import bytes_on_device
 from models.engine.proposer import DraftRows, ObservedStep, Proposer, ProposerSizes
-from models.engine.sampler import sample
+from models.engine.sampler import draw
 
 
 class DraftModelProposer(Proposer):
@@ -62,7 +62,7 @@ class DraftModelProposer(Proposer):
             else:
                 logits, state = self._newest(weights, state, rows)
             sampling = dataclasses.replace(rows.sampling, position=rows.sampling.position + ahead)
-            drafts.append(jnp.maximum(sample(logits, sampling)[0], 0))
+            drafts.append(jnp.maximum(draw(logits, sampling), 0))
         return jnp.stack(drafts, axis=1), state
 
     def observe(self, weights: Any, state: Caches, step: ObservedStep) -> Caches:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 from models.decoder import Caches
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.packed_step import PackedStep
-from models.engine.sampler import sample
+from models.engine.sampler import draw
 
 
 def run_step(
@@ -64,7 +64,7 @@ def sample_rows(
     Returns:
       Sampled tokens, logits of the prefill tokens if the bucket has them, and the last sampled tokens.
     """
-    chosen, _ = sample(logits[sampling] if bucket.all_logits else logits, step.sampling_rows())
+    chosen = draw(logits[sampling] if bucket.all_logits else logits, step.sampling_rows())
     slots = jnp.concatenate([step.decode_slots, step.prefill_slots])
     slots = jnp.where(slots < 0, last_tokens.shape[0], slots)  # .at[-1] would wrap; one past the end is dropped
     # A request without finite logits ends, but may have a step more under way, which needs some token.

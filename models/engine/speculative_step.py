@@ -32,7 +32,7 @@ from models.engine.proposer import (
     query_lens,
     tree_lens,
 )
-from models.engine.sampler import SamplingRows, sample
+from models.engine.sampler import SamplingRows, draw
 from models.engine.step_plan import RowTokens
 from pallas_attn import FULL, slot_mapping
 
@@ -224,7 +224,7 @@ def run_speculative_step(
     logits, caches, *hidden = model_step(of_target, tokens, caches, metadata, **extra)
 
     places = query_lens(kv_lens, q_lens, queries) if reach is None else tree_lens(kv_lens, q_lens, reach)
-    chosen, _ = sample(logits[sampling] if bucket.all_logits else logits, _sampling_rows(step, places, queries))
+    chosen = draw(logits[sampling] if bucket.all_logits else logits, _sampling_rows(step, places, queries))
     of_rows = chosen[: num_rows * queries].reshape(num_rows, queries)
     if tree is None or reach is None:
         verified, depth = _verify(of_rows, drafts, num_drafts, rows.lens), num_drafts

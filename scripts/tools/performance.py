@@ -225,6 +225,28 @@ def engine(*stems: str) -> Callable[[str], str]:
     return write
 
 
+def engine_beside_vllm(stem: str) -> Callable[[str], str]:
+    """Tokens a second of the engine and of vLLM's, by sequences and context."""
+
+    def write(document: str) -> str:
+        vllm = read(stem)["vllm"]
+        theirs = {(case["batch"], case["context"]): case for case in vllm["cases"]}
+        rows = []
+        for case in sorted(read(stem)["results"][0]["cases"], key=lambda c: (c["context"], c["batch"])):
+            cells = []
+            for kind in ("prefill", "decode"):
+                own, other = (c[f"{kind}_tokens_per_s"] for c in (case, theirs[case["batch"], case["context"]]))
+                cells += [f"{own:,.0f}", f"{other:,.0f}", f"{own / other:.2f}"]
+            rows.append([f"{case['batch']} x {case['context'] // 1024}k", *cells])
+        headings = ["sequences x context"] + [
+            name for kind in ("prefill", "decode") for name in (f"{kind} tokens/s", "vLLM", "ratio")
+        ]
+        note = f"- vLLM {vllm['versions']['vllm']} in the same job; copies {vllm['rates']['copy'] / 1e12:.2f} TB/s."
+        return "\n".join([table(headings, rows), provenance(stem, ["mosaic"], document), note, ""])
+
+    return write
+
+
 def milliseconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
@@ -485,6 +507,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_decode": plans("plan_decode_varied_nvidia_h200"),
     "engine": engine("engine_v2_lite_nvidia_h200"),
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
+    "engine-vllm": engine_beside_vllm("engine_v2_lite_beside_vllm_nvidia_h200"),
+    "engine-vllm-h100": engine_beside_vllm("engine_v2_lite_beside_vllm_nvidia_h100"),
     "engine-sparse": sparse_engine("engine_v32_filled_nvidia_h100", "engine_v32_filled_8_bits_nvidia_h100"),
     "cascade": operation(Cases("cascade_decode_large_nvidia_h100"), Cases("cascade_decode_found_nvidia_h100")),
     "mixed": operation(Cases("ragged_paged_attention_nvidia_h100"), Cases("ragged_paged_attention_varied_nvidia_h100")),

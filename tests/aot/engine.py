@@ -164,6 +164,7 @@ DECODE, MIXED = Bucket(64, 0), Bucket(64, 2048)
 DRAFTS, NGRAM, TREE = Bucket(64, 0, num_drafts=4), Speculation(NGramProposer(), 4), Speculation(Forking(), 4)
 ENGINE = {
     "engine-decode": step(V2_LITE, DECODE),
+    "engine-one-row": step(V2_LITE, Bucket(1, 0)),
     "engine-mixed": step(V2_LITE, MIXED),
     "engine-piece": first_piece(V2_LITE, MIXED, 2),
     "engine-gpt-oss-piece": first_piece(GPT_OSS, MIXED, 2),

@@ -255,11 +255,31 @@ def test_hopper_reads_the_experts_of_few_rows(rng, monkeypatch, tokens: int, cop
     np.testing.assert_allclose(out[has_expert].astype(jnp.float32), want[has_expert], atol=0.06 if biased else 0.03)
 
 
+@pytest.mark.parametrize("halved", [False, True])
+def test_hopper_is_told_that_experts_are_distinct(rng, monkeypatch, halved: bool):
+    """The kernel, interpreted, finds the pairs of one row by itself, and may add up two halves of a product."""
+    monkeypatch.setattr(row_product, "PROGRAMS", 4)
+    monkeypatch.setattr(moe, "halves_help", lambda pairs, shape, are_distinct: halved and are_distinct)
+    experts = moe.Experts(*draw_experts(rng, 128, 128, jnp.bfloat16))
+    x, chosen = jnp.asarray(rng.standard_normal((1, 128)), jnp.bfloat16), jnp.asarray([2, 0, 3], jnp.int32)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        out, want = (moe.hopper_rows(x, experts, chosen, are_distinct=told) for told in (True, False))
+    np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=0.01 * halved)
+
+
+def test_halves_help_where_programs_would_be_idle():
+    assert moe.halves_help(6, (1408, 2048), True)  # 96 items for 132 programs
+    assert not moe.halves_help(6, (1408, 2048), False)
+    assert not moe.halves_help(33, (1408, 512), True)  # 132 items
+
+
 def test_pairs_know_who_shares_their_expert():
     pairs = row_product.Pairs.of(jnp.asarray([5, 2, 9, 5, 2, 5, 0], jnp.int32), 9)
-    assert pairs.count.tolist() == [3]
-    assert pairs.first[:3].tolist() == [0, 1, 6]
-    assert [pairs.next.tolist()[pair] for pair in (0, 1, 3, 4, 5, 6)] == [3, 4, 5, 7, 7, 7]
+    expert, first, count, following = (np.asarray(array) for array in pairs)
+    assert count.tolist() == [3]
+    assert first[:3].tolist() == [0, 1, 6]
+    assert expert.tolist() == [5, 2, 9, 5, 2, 5, 0]
+    assert [following.tolist()[pair] for pair in (0, 1, 3, 4, 5, 6)] == [3, 4, 5, 7, 7, 7]
 
 
 def test_products_of_few_rows_refuse_what_they_cannot_take():
@@ -269,6 +289,22 @@ def test_products_of_few_rows_refuse_what_they_cannot_take():
         row_product.row_product(row_product.RowProduct(zeros((136, 64)), zeros((1, 64, 128)), pairs, 1, False))
     with pytest.raises(NotImplementedError, match="columns that are a multiple of 128, got 192"):
         row_product.column_parts(192, gated=True)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_few_rows_choose_the_experts_that_many_rows_choose(rng, monkeypatch, ties: bool):
+    scores = jnp.asarray(rng.integers(0, 9, (7, 24)) / 8 if ties else rng.random((7, 24)), jnp.float32)
+    choice = scores + 1
+    few = moe.best_experts(choice, scores, 5)
+    monkeypatch.setattr(moe, "RANKED_ROWS", 6)
+    many = moe.best_experts(choice, scores, 5)
+    for one, other in zip(few, many, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_row_that_is_not_a_number_chooses_experts_that_there_are():
+    experts, _ = moe.best_experts(jnp.full((2, 8), jnp.nan), jnp.full((2, 8), jnp.nan), 3)
+    assert ((experts >= 0) & (experts < 8)).all()
 
 
 @pytest.mark.parametrize("counted", [0, 1000])
