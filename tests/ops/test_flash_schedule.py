@@ -20,6 +20,7 @@ import pytest
 from pallas_attn import FULL, HeadWindow, checks, ragged_attention
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.flash import schedule
+from pallas_attn.mosaic.flash.head_packing import HeadPacking
 from pallas_attn.mosaic.flash.schedule import (
     Blocking,
     FlashWorkTile,
@@ -30,7 +31,6 @@ from pallas_attn.mosaic.flash.schedule import (
 )
 from pallas_attn.mosaic.flash.split import KvSplits
 from pallas_attn.mosaic.sm90.flash import kernel
-from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention.config import l2_head_group
 from tests.aot.device import MULTIPROCESSOR_REGISTERS
 from tests.aot.report import WARPGROUP
@@ -247,4 +247,4 @@ def test_heads_that_run_together_fit_the_cache() -> None:
     ids=str,
 )
 def test_as_many_heads_share_a_block_as_keep_it_full(group: int, queries: int, packing: tuple[int, int]) -> None:
-    assert paged_config.packing(group, queries, 128, 8) == packing
+    assert HeadPacking.choose(group, queries, 128, 8) == packing

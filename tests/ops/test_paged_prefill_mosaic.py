@@ -17,7 +17,7 @@ import pytest
 
 from pallas_attn import FULL, paged_prefill
 from pallas_attn.mosaic.flash.config import FlashConfig
-from pallas_attn.ops.paged_prefill import config
+from pallas_attn.mosaic.flash.head_packing import HeadPacking
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.ops import harness
 from tests.ops.harness import Variant
@@ -85,7 +85,7 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
 def test_heads_that_share_a_block(group: int, heads: int) -> None:
     """One head, two, seven with 16 queries each, and half of a group with 24."""
     case = replace(WIDE, q_heads=2 * group, kv_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=16)
-    with mock.patch.object(config, "packing", return_value=config.HeadPacking.of(heads, 128)):
+    with mock.patch.object(HeadPacking, "choose", return_value=HeadPacking.of(heads, 128)):
         check(replace(case, sinks="mixed", q_lens=(3, 30), tokens=37), TWO_CONSUMERS)
 
 

@@ -1,8 +1,9 @@
 """`ragged_attention`: a front end of the prefill kernel (`flash.pipeline`) for packed keys and values.
 
-Copies begin at multiples of 8 rows, sequences anywhere: the first and last rows of a block of queries, or of a tile of
-keys, may belong to neighbouring sequences and hold anything. Queries of neighbours are computed but not written; keys
-of neighbours are masked, and their values zeroed. Rows past the last one are copied as zeros.
+Heads of a group share blocks of queries (`flash.head_packing`). Copies begin at multiples of 8 rows, sequences
+anywhere: the first and last rows of a block of queries, or of a tile of keys, may belong to neighbouring sequences and
+hold anything. Queries of neighbours are computed but not written; keys of neighbours are masked, and their values
+zeroed. Rows past the last one are copied as zeros.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,7 +21,8 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import refusals
 from pallas_attn.mosaic.bulk_copies import copy_rows, zero_rows_past_end
-from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
+from pallas_attn.mosaic.flash.head_packing import BlockRows, HeadPacking
 from pallas_attn.mosaic.flash.pipeline import (
     BlockConsumer,
     FlashStatic,
@@ -84,6 +85,8 @@ def attend(
       tile_rows, rows: see `FlashStatic`.
     """
     (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = call.q.shape, call.v.shape
+    group, queries = num_heads // num_kv_heads, num_tokens // call.num_sequences
+    packing = HeadPacking.choose(group, queries, tile_rows * settings.consumers, tile_rows // ALIGNMENT)
     static = FlashStatic(
         key_dim,
         value_dim,
@@ -95,17 +98,19 @@ def attend(
         tile_rows=tile_rows,
         rows=rows,
         soft_cap=call.soft_cap,
+        query_copies=packing.copies(tile_rows),
     )
-    blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal)
+    blocking = Blocking(num_tokens, packing.queries, static.tile_keys, call.causal)
     lengths = SequenceLengths(call.cu_q_lens, call.cu_kv_lens)
     most_tiles = static.most_tiles(num_keys, call.window)
-    splits = KvSplits.of(heads=num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
+    num_blocks, blocked_heads = blocking.num_blocks(lengths), num_heads // packing.heads
+    splits = KvSplits.of(heads=blocked_heads, num_blocks=num_blocks, most_tiles=most_tiles)
     work = list_blocks(blocking, lengths, splits)
     q = zero_rows_past_end(call.q, tile_rows)
     k, v = (zero_rows_past_end(x, static.tile_keys) for x in (call.k, call.v))
     kv_bytes = num_keys * (key_dim + value_dim) * k.dtype.itemsize
-    l2_head_group = config.l2_head_group(num_heads, num_kv_heads, kv_bytes=kv_bytes)
-    front = RaggedFrontEnd(static, num_tokens, num_heads, l2_head_group, call.causal, call.window)
+    l2_head_group = config.l2_head_group(blocked_heads, num_kv_heads, kv_bytes=kv_bytes)
+    front = RaggedFrontEnd(static, packing, num_tokens, num_heads, l2_head_group, call.causal, call.window)
     inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks if splits.most == 1 else None)
     shape = num_tokens, num_heads
     return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
@@ -122,17 +127,27 @@ def refuse(call: RaggedAttentionCall) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedFrontEnd:
-    """The `FrontEnd` of packed keys and values."""
+    """The `FrontEnd` of packed keys and values.
+
+    Attributes:
+      packing: heads of a group that share a block, and its queries of each.
+    """
 
     static: FlashStatic
+    packing: HeadPacking
     num_tokens: int
-    num_heads: int
+    num_q_heads: int
     l2_head_group: int
     causal: bool
     window: int | None
 
     kernel_name = "ragged_attention"
     compiler_params = plgpu.CompilerParams(approx_math=True)
+
+    @property
+    def num_heads(self) -> int:
+        """Sets of heads that share blocks."""
+        return self.num_q_heads // self.packing.heads
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> None:
         """Return None: a tile needs no scratch memory of its own."""
@@ -175,6 +190,12 @@ class RaggedTile(NamedTuple):
     def block(self) -> QueryBlock:
         return self.work.block
 
+    @property
+    def rows(self) -> BlockRows:
+        """Rows of the block."""
+        front, static = self.front, self.static
+        return BlockRows(self.work, front.packing, static.tile_rows, static.rows, front.num_tokens, front.num_q_heads)
+
     def first_row(self, i: Any) -> Any:
         """Row where copies of the i-th tile begin."""
         return align_down(self.block.first_key) + (self.first_tile + i) * self.static.tile_keys
@@ -183,7 +204,7 @@ class RaggedTile(NamedTuple):
 
     def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
         x, static, rings, block = self.x, self.static, producer.rings, self.block
-        kv_head = lax.div(self.work.head, x.q.shape[1] // x.k.shape[1])
+        kv_head = lax.div(self.rows.first_head, x.q.shape[1] // x.k.shape[1])
 
         def keys(i: Any) -> None:
             producer.load_keys(kv_tile + i, functools.partial(copy_rows, x.k, self.first_row(i), kv_head))
@@ -200,7 +221,7 @@ class RaggedTile(NamedTuple):
 
         def queries() -> None:
             for i in range(static.consumers):
-                copy_rows(x.q, block.start + i * static.tile_rows, self.work.head, rings.q.at[i], rings.q_landed)
+                self.rows.copy(x.q, i, rings.q.at[i], rings.q_landed)
 
         load_later_queries = producer.load_queries(again, queries)
 
@@ -214,49 +235,31 @@ class RaggedTile(NamedTuple):
     # Consumer
 
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: OutputRows | RowState) -> None:
-        tile_rows, rows = self.static.tile_rows, self.static.rows
-        start = self.block.start + consumer.number * tile_rows
-        diagonal = self.block.end_key - self.block.end_row + 1
-        transform = ScoreTransform(functools.partial(self.limits, start, diagonal))
-        state = consumer.attend(kv_tile, self.kv_tiles, transform)
-        row = start + rows.iota(tile_rows)
-        ours = (row >= self.block.first_row) & (row < self.block.end_row)
-        num_heads = self.front.num_heads
-        row = jnp.where(ours, self.work.output_row(row, self.front.num_tokens) * num_heads + self.work.head, -1)
-        consumer.store(result, row, state, RowOptions(self.sinks()))
+        number = consumer.number
+        state = consumer.attend(kv_tile, self.kv_tiles, ScoreTransform(functools.partial(self.limits, number)))
+        row = self.rows.output_row(self.rows.queries(number), number)
+        consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row)))
 
-    def sinks(self) -> jax.Array | None:
-        """[tile_rows]: learned logit of the head, for each row."""
-        return None if self.x.sinks is None else self.filled(self.x.sinks[self.work.head])
-
-    def filled(self, value: Any) -> jax.Array:
-        """[tile_rows]: one value for each row."""
-        return self.static.rows.filled(value, self.static.tile_rows)
-
-    def limits(self, first: Any, diagonal: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
+    def limits(self, number: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
         """Limits that hide keys of neighbouring sequences in the i-th tile, and keys that causal rows do not see or
-        that a window hides; see `ScoreTransform`.
-
-        Args:
-          first: the first row.
-          diagonal: a causal row sees the keys before number row + diagonal.
+        that a window hides, for the rows of a consumer; see `ScoreTransform`.
         """
-        static, causal, window = self.static, self.front.causal, self.front.window
-        start = self.first_row(i)
-        low = jnp.maximum(start, self.block.first_key)
-        end = jnp.minimum(self.block.end_key, first + diagonal) if causal else self.block.end_key
+        static, causal, window, block = self.static, self.front.causal, self.front.window, self.block
+        start, rows = self.first_row(i), self.rows
+        first, last = rows.query_range(number)
+        diagonal = block.end_key - block.end_row + 1  # a causal query sees the keys before number query + diagonal
+        low = jnp.maximum(start, block.first_key)
+        end = jnp.minimum(block.end_key, first + diagonal) if causal else block.end_key
 
         def limits() -> Limits:
             # Causal rows of the next sequence see too much. They are not written.
-            high = self.filled((first + diagonal if causal else end) - start)
-            high = high + static.rows.iota(static.tile_rows) if causal else high
-            in_window = self.filled(low - start)
+            high = rows.queries(number) + (diagonal - start) if causal else rows.filled(end - start)
+            in_window = rows.filled(low - start)
             if window is not None:
-                oldest = self.filled(first + diagonal - window - start) + static.rows.iota(static.tile_rows)
-                in_window = jnp.maximum(in_window, oldest)
+                in_window = jnp.maximum(in_window, rows.queries(number) + (diagonal - window - start))
             return Limits(in_window, high)
 
         sees_all = (low == start) & (start + static.tile_keys <= end)
         if window is not None:
-            sees_all &= first + static.tile_rows - 1 + diagonal - window <= start
+            sees_all &= last + diagonal - window <= start
         return sees_all, limits
