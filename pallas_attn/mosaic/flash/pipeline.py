@@ -8,8 +8,8 @@ turns a work tile into a `FrontTile`, which knows where the queries, keys and va
 Barriers of the rings:
 
     barrier                    arrivals           who waits
-    q_landed                   the copies         before the first product of a block
-    q_free                     readers            producer, before the queries of its next block go to the same buffer
+    q_landed[consumer]         the copies         before the first product of a consumer's rows of a block
+    q_free[consumer]           their reader       producer, before the queries of its next block go to the same buffer
     k_landed[slot]             the copies         before S
     k_free[slot]               readers            producer, before it fills the slot again
     v_landed, v_free           as for keys        as for keys
@@ -116,20 +116,20 @@ class Rings(NamedTuple):
         """Scratch types.
 
         Args:
-          readers: arrivals that free a slot.
+          readers: arrivals that free a slot of keys or values.
           orders_tensor_core: of barriers that no copy arrives at.
         """
-        stages, keys, queries = static.stages, static.tile_keys, static.consumers * static.query_terms
+        stages, keys, consumers, terms = static.stages, static.tile_keys, static.consumers, static.query_terms
         copies = 1 if static.dequantizes else arrivals(static.copies)
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
         landed = signal if static.dequantizes else plgpu.Barrier
         free = signal(num_barriers=stages, num_arrivals=readers)
         return Rings(
-            q=tiles.operand((queries, static.tile_rows, static.key_dim), dtype),
+            q=tiles.operand((consumers * terms, static.tile_rows, static.key_dim), dtype),
             k=tiles.operand((stages, keys, static.key_dim), dtype),
             v=tiles.operand((stages, keys, static.value_dim), dtype),
-            q_landed=plgpu.Barrier(num_arrivals=queries * arrivals(static.query_copies)),
-            q_free=signal(num_arrivals=readers),
+            q_landed=plgpu.Barrier(num_barriers=consumers, num_arrivals=terms * arrivals(static.query_copies)),
+            q_free=signal(num_barriers=consumers),
             k_landed=landed(num_barriers=stages, num_arrivals=copies),
             k_free=free,
             v_landed=landed(num_barriers=stages + 1, num_arrivals=copies),
@@ -389,20 +389,25 @@ class Producer:
             for _ in range(arrivals(self.static.copies)):
                 plgpu.barrier_arrive(rings.v_landed.at[slot])
 
-    def load_queries(self, again: Any, copy: Callable[[], None]) -> Callable[[Any], None]:
+    def load_queries(self, again: Any, copy: Callable[[int, Ref], None]) -> Callable[[Any], None]:
         """Starts the copies of a block's queries: at once for the program's first block. Later ones go where the
         queries before them are, which are needed longer than the slots that the block's first tiles of keys go to.
+
+        Args:
+          copy: copy(consumer, barrier) starts those of a consumer's queries.
 
         Returns:
           a function to be called after the copies of each tile of values, with the tile's number in the block.
         """
 
-        def load() -> None:
-            plgpu.barrier_wait(self.rings.q_free)
-            copy()
+        def load(*, await_free: bool) -> None:
+            for consumer in range(self.static.consumers):
+                if await_free:
+                    plgpu.barrier_wait(self.rings.q_free.at[consumer])
+                copy(consumer, self.rings.q_landed.at[consumer])
 
-        pl.when(~again)(copy)
-        return lambda i: pl.when(again & (i == 0))(load)
+        pl.when(~again)(lambda: load(await_free=False))
+        return lambda i: pl.when(again & (i == 0))(lambda: load(await_free=True))
 
     def drain(self, kv_tiles: Any, any_work: Any) -> None:
         """Waits for the last phases of all barriers, after this number of tiles."""
@@ -413,7 +418,8 @@ class Producer:
             plgpu.barrier_wait(self.rings.v_free.at[slot])
 
         lax.fori_loop(0, jnp.minimum(kv_tiles, self.static.stages), wait, None)
-        wait_if(any_work, self.rings.q_free)
+        for consumer in range(self.static.consumers):
+            wait_if(any_work, self.rings.q_free.at[consumer])
 
 
 def produce(front: FrontEnd, x: Any, work_tiles: WorkTiles, rings: Rings, front_scratch: Any) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -364,17 +363,17 @@ class PagedTile(NamedTuple):
     # Producer
 
     def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
-        load_later_queries = producer.load_queries(again, lambda: self.copy_queries(producer.rings))
+        load_later_queries = producer.load_queries(again, functools.partial(self.copy_queries, producer.rings))
         if self.scratch.staged is None:
             self.load_tiles(producer, kv_tile, load_later_queries)
         else:
             dequantizer = Dequantizer(self.static, producer.rings, self.scratch.staged)
             self.dequantize_tiles(dequantizer, kv_tile, load_later_queries)
 
-    def copy_queries(self, rings: Rings) -> None:
-        terms = enumerate(self.x.q)
-        for i, (term, q) in itertools.product(range(self.static.consumers), terms):
-            self.rows.copy(q, i, rings.q.at[i * len(self.x.q) + term], rings.q_landed)
+    def copy_queries(self, rings: Rings, consumer: int, landed: Ref) -> None:
+        terms = len(self.x.q)
+        for i, term in enumerate(self.x.q):
+            self.rows.copy(term, consumer, rings.q.at[consumer * terms + i], landed)
 
     def load_tiles(self, producer: Producer, kv_tile: Any, load_later_queries: Callable[[Any], None]) -> None:
         """Copies the keys and values to the rings, from tile number `kv_tile` on."""

@@ -219,11 +219,9 @@ class RaggedTile(NamedTuple):
                 live_mask=lambda token: (token >= low - start) & (token < block.end_key - start),
             )
 
-        def queries() -> None:
-            for i in range(static.consumers):
-                self.rows.copy(x.q, i, rings.q.at[i], rings.q_landed)
-
-        load_later_queries = producer.load_queries(again, queries)
+        load_later_queries = producer.load_queries(
+            again, lambda i, landed: self.rows.copy(x.q, i, rings.q.at[i], landed)
+        )
 
         def load(i: Any, _: None) -> None:
             pl.when(i + 1 < self.kv_tiles)(lambda: keys(i + 1))
