@@ -294,7 +294,7 @@ def launch(
     tile_counter = TileQueue.counter(work.zero, programs, work_tiles)
     scratch_types = (
         kernel.scratch,
-        *TileQueue.scratch_types(tile_counter, kernel.queue_slots, orders_tensor_core=kernel.orders_tensor_core),
+        TileQueue.scratch_types(tile_counter, kernel.queue_slots, orders_tensor_core=kernel.orders_tensor_core),
         front.scratch_types(orders_tensor_core=kernel.orders_tensor_core),
     )
     _require_shared_memory(front, scratch_types)
@@ -338,12 +338,11 @@ def _kernel(
     tile_counter: Ref | None,
     result: OutputRows | RowState,
     scratch: Any,
-    next_tile: Ref | None,
-    next_tile_landed: Ref | None,
+    queue_scratch: Any,
     front_scratch: Any,
 ) -> None:
     def work_tiles() -> WorkTiles:
-        queue = None if tile_counter is None else TileQueue(programs, tile_counter, next_tile, next_tile_landed)
+        queue = None if tile_counter is None else TileQueue(programs, tile_counter, *queue_scratch)
         return WorkTiles.of(x.blocks, x.counts, front.num_heads, front.l2_head_group, queue)
 
     kernel.body(front, x, work_tiles, result, scratch, front_scratch)

@@ -356,22 +356,14 @@ class WorkTiles(NamedTuple):
         Returns:
           the number of work tiles, and of tiles of keys.
         """
-        return self._each(work, TileQueue.fetch)
+        return self._each(work, lambda queue, i, before: queue.fetch(i, before, self._published))
 
     def consume(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> None:
         """`produce` in other warpgroups, for the work tiles that the producer has fetched."""
-        self._each(work, TileQueue.receive)
+        self._each(work, lambda queue, i, _: queue.receive(i))
 
     def _each(self, work: Callable[..., Any], number_of: Callable[[TileQueue, Any, Any], Any]) -> tuple[Any, Any]:
-        queue, of_head = self.queue, self.num_blocks if self.num_splits is None else self.num_blocks * self.num_splits
-        work_tiles = of_head * self.num_heads
-
-        def do(number: Any, again: Any, kv_tile: Any) -> Any:
-            group, rest = divide(number, of_head * self.l2_head_group)
-            row, head = divide(rest, self.l2_head_group)
-            row, split = (row, None) if self.num_splits is None else divide(row, self.num_splits)
-            block = QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
-            return work(again, kv_tile, FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits))
+        queue, work_tiles = self.queue, self._blocks_of_head * self.num_heads
 
         def number(i: Any, before: Any) -> Any:
             """Number of the program's i-th work tile; `before` is that of the one before it, if there is one."""
@@ -381,34 +373,63 @@ class WorkTiles(NamedTuple):
 
         def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             i, work_tile, kv_tile = state
-            kv_tile += do(work_tile, i > 0, kv_tile)
+            described = self._work_tile(work_tile) if queue is None else self._received(queue, i)
+            kv_tile += work(i > 0, kv_tile, described)
             return i + 1, number(i + 1, work_tile), kv_tile
 
         first = (jnp.int32(0), number(jnp.int32(0), None), jnp.int32(0))
         i, _, kv_tiles = lax.while_loop(lambda state: state[1] < work_tiles, step, first)
         return i, kv_tiles
 
+    @property
+    def _blocks_of_head(self) -> Any:
+        """Number of the blocks of a head, or of their splits."""
+        return self.num_blocks if self.num_splits is None else self.num_blocks * self.num_splits
+
+    def _work_tile(self, number: Any) -> FlashWorkTile:
+        """The work tile of a number, from the list."""
+        group, rest = divide(number, self._blocks_of_head * self.l2_head_group)
+        row, head = divide(rest, self.l2_head_group)
+        row, split = (row, None) if self.num_splits is None else divide(row, self.num_splits)
+        block = QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
+        return FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits)
+
+    def _published(self, number: Any) -> list[Any]:
+        """What the queue passes on of a work tile; arbitrary beyond the last."""
+        last = self._blocks_of_head * self.num_heads - 1
+        tile = self._work_tile(jnp.minimum(number, last))
+        return [*tile.block, tile.head, 0 if tile.split is None else tile.split]
+
+    def _received(self, queue: TileQueue, i: Any) -> FlashWorkTile:
+        """The program's i-th work tile, as published."""
+        *block, head, split = queue.published(i)
+        block = QueryBlock(*block)
+        return FlashWorkTile(block, head, None if self.num_splits is None else split, self.num_splits)
+
 
 class TileQueue(NamedTuple):
     """A counter in global memory that hands out the numbers of work tiles to programs as they become free.
 
     A program begins with the work tile of its own number. Its producer fetches the next number when the last copies for
-    the current work tile are under way, so that no warpgroup waits for it, and passes it on to the others in shared
-    memory. On Hopper that has two slots: one is overwritten when the queries of the work tile after it have been
-    copied, which was no sooner than all consumers had begun with it. Where consumers do not free the queries themselves
-    there is a slot more than there are stages: the values that the producer copied last took the place of those that
-    are `stages` tiles older, after whose probabilities all consumers had begun with a work tile that recent.
+    the current work tile are under way, so that no warpgroup waits for it. It looks up the work tile, which takes as
+    long as global memory does, and passes it on to the others in shared memory. On Hopper that has two slots: one is
+    overwritten when the queries of the work tile after it have been copied, which was no sooner than all consumers had
+    begun with it. Where consumers do not free the queries themselves there is a slot more than there are stages: the
+    values that the producer copied last took the place of those that are `stages` tiles older, after whose
+    probabilities all consumers had begun with a work tile that recent.
 
     Attributes:
       programs: number of programs.
       tile_counter: int32 [1] in global memory, 0 to begin with: work tiles fetched after the first ones.
-      next_tile: int32 [slots, 1] in shared memory.
+      next_tile: int32 [slots, 1 + what is published of a work tile] in shared memory, each with a number first.
+      fetched: a barrier at which the producer waits for itself.
       landed: a barrier for each slot.
     """
 
     programs: int
     tile_counter: Ref
     next_tile: Ref
+    fetched: Ref
     landed: Ref
 
     @staticmethod
@@ -417,18 +438,23 @@ class TileQueue(NamedTuple):
         return basics.alias_in_place(zero) if programs < work_tiles else None
 
     @staticmethod
-    def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> tuple[Any, Any]:
-        """Scratch for `next_tile` and `landed`."""
+    def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> Any:
+        """Scratch for `next_tile`, `fetched` and `landed`; None without a counter."""
         if tile_counter is None:
-            return None, None
+            return None
         landed = plgpu.Barrier(num_barriers=slots, orders_tensor_core=orders_tensor_core)
-        return plgpu.SMEM((slots, 1), jnp.int32), landed
+        fields = 1 + len(QueryBlock._fields) + 2  # the block, its head and the split
+        return plgpu.SMEM((slots, fields), jnp.int32), plgpu.Barrier(), landed
 
     def slot(self, i: Any) -> Any:
         return ring_slot(i, self.next_tile.shape[0])
 
-    def fetch(self, i: Any, before: Any) -> Any:
-        """Number of a producer's i-th work tile, after that of number `before`; beyond the last if none is left."""
+    def fetch(self, i: Any, before: Any, published: Callable[[Any], list[Any]]) -> Any:
+        """Number of a producer's i-th work tile, after that of number `before`; beyond the last if none is left.
+
+        Args:
+          published: published(number) is what others are told of a work tile.
+        """
         slot = self.slot(i)
         if before is None:
             self.next_tile[slot, 0] = lax.axis_index("program")
@@ -436,8 +462,12 @@ class TileQueue(NamedTuple):
             self.next_tile[slot, 0] = before + self.programs
         else:
             self._increment(slot)
+            plgpu.barrier_arrive(self.fetched)
+            plgpu.barrier_wait(self.fetched)
+        for field, value in enumerate(published(self.next_tile[slot, 0]), 1):
+            self.next_tile[slot, field] = value
         plgpu.barrier_arrive(self.landed.at[slot])
-        return self.receive(i, before)
+        return self.receive(i)
 
     def _increment(self, slot: Any) -> None:
         """Writes to a slot what the counter was, plus the number of programs, and counts it up."""
@@ -455,11 +485,15 @@ class TileQueue(NamedTuple):
 
         increment(self.tile_counter, self.next_tile.at[slot])
 
-    def receive(self, i: Any, _: Any) -> Any:
-        """Number of a consumer's i-th work tile."""
+    def receive(self, i: Any) -> Any:
+        """Number of the i-th work tile, when it is there."""
         slot = self.slot(i)
         plgpu.barrier_wait(self.landed.at[slot])
         return self.next_tile[slot, 0]
+
+    def published(self, i: Any) -> list[Any]:
+        """What is published of the i-th work tile, which is there."""
+        return [self.next_tile[self.slot(i), field] for field in range(1, self.next_tile.shape[1])]
 
 
 # --- arithmetic
