@@ -60,7 +60,7 @@ from pallas_attn.mosaic.flash.pipeline import (
 )
 from pallas_attn.mosaic.flash.schedule import WorkList, WorkTiles, ring_slot
 from pallas_attn.mosaic.flash.split import KvSplits, RowState
-from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.row_layout import RowLayout, store_results
 from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.tiles import PER_COLUMN, over_columns, over_tokens
@@ -82,6 +82,12 @@ class ResultRows(RowLayout):
     @property
     def tile(self) -> Any:
         return TILE
+
+    def store(self, ref: Ref, row: jax.Array, column: int, values: jax.Array) -> None:
+        if jnp.dtype(values.dtype).itemsize == 2:
+            store_results(TILE, ref, row, column, values)
+        else:
+            super().store(ref, row, column, values)
 
 
 ROWS = ResultRows(threads=4, vector=2)
