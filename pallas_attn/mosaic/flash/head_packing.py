@@ -99,14 +99,12 @@ class BlockRows(NamedTuple):
             return start + row
         return start + lax.div(row, jnp.int32(heads * ALIGNMENT)) * ALIGNMENT + (row & (ALIGNMENT - 1))
 
-    def query_range(self, number: Any) -> tuple[Any, Any]:
-        """First and last query that a consumer has rows of."""
+    def first_query(self, number: Any) -> Any:
+        """The first query that a consumer has rows of; no other is `tile_rows` after it or more."""
         first = number * self.tile_rows
-        last = first + self.tile_rows - 1
         if (heads := self.packing.heads) > 1:
-            first, last = (lax.div(row, jnp.int32(heads * ALIGNMENT)) * ALIGNMENT for row in (first, last))
-            last += ALIGNMENT - 1
-        return self.work.block.start + first, self.work.block.start + last
+            first = lax.div(first, jnp.int32(heads * ALIGNMENT)) * ALIGNMENT
+        return self.work.block.start + first
 
     def output_row(self, query: jax.Array, number: Any) -> jax.Array:
         """[tile_rows]: row of the output [T · Hq, Dv] for each row of a consumer, given its query; -1 for none."""

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import refusals
+from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.bulk_copies import copy_rows, zero_rows_past_end
 from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
 from pallas_attn.mosaic.flash.head_packing import BlockRows, HeadPacking
@@ -233,8 +233,9 @@ class RaggedTile(NamedTuple):
     # Consumer
 
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: OutputRows | RowState) -> None:
-        number = consumer.number
-        state = consumer.attend(kv_tile, self.kv_tiles, ScoreTransform(functools.partial(self.limits, number)))
+        transform = ScoreTransform(functools.partial(self.limits, consumer.number))
+        state = consumer.attend(kv_tile, self.kv_tiles, transform)
+        number = consumer.number + basics.unknown_zero()  # or what the next two have in common is kept meanwhile
         row = self.rows.output_row(self.rows.queries(number), number)
         consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row)))
 
@@ -244,7 +245,7 @@ class RaggedTile(NamedTuple):
         """
         static, causal, window, block = self.static, self.front.causal, self.front.window, self.block
         start, rows = self.first_row(i), self.rows
-        first, last = rows.query_range(number)
+        first = rows.first_query(number)
         diagonal = block.end_key - block.end_row + 1  # a causal query sees the keys before number query + diagonal
         low = jnp.maximum(start, block.first_key)
         end = jnp.minimum(block.end_key, first + diagonal) if causal else block.end_key
@@ -259,5 +260,5 @@ class RaggedTile(NamedTuple):
 
         sees_all = (low == start) & (start + static.tile_keys <= end)
         if window is not None:
-            sees_all &= last + diagonal - window <= start
+            sees_all &= first + static.tile_rows - 1 + diagonal - window <= start
         return sees_all, limits

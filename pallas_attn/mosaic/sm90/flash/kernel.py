@@ -177,7 +177,7 @@ class Consumer:
         def step(i: Any, state: SoftmaxState) -> SoftmaxState:
             return self._step(begin + i, state, i + 1 < kv_tiles, functools.partial(self._scores, transform, i))
 
-        plgpu.barrier_wait(self.rings.q_landed.at[self.number])
+        plgpu.barrier_wait(self._of_own(self.rings.q_landed))
         state = self._first(begin, kv_tiles > 1, functools.partial(self._scores, transform, jnp.int32(0)))
         state = lax.fori_loop(1, kv_tiles, step, state)
         return RowState(self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1))
@@ -236,7 +236,11 @@ class Consumer:
     def _release_keys(self, slot: Any, more: Any) -> None:
         """Frees keys after their products; the consumer's queries, too, if these were the block's last."""
         plgpu.barrier_arrive(self.rings.k_free.at[slot])
-        pl.when(~more)(lambda: plgpu.barrier_arrive(self.rings.q_free.at[self.number]))
+        pl.when(~more)(lambda: plgpu.barrier_arrive(self._of_own(self.rings.q_free)))
+
+    def _of_own(self, barriers: Any) -> Any:
+        """The consumer's own barrier, of those of all, whose address is not kept in a register."""
+        return barriers.at[self.number + basics.unknown_zero()]
 
     def _await_keys(self, kv_tile: Any, more: Any) -> None:
         wait_if(more, self.rings.k_landed.at[ring_slot(kv_tile, self.static.stages)])
