@@ -26,7 +26,8 @@ arrives, order the tensor core.
                             and O are ready       block before written out
     o_done[consumer]        P V is finished       the consumer, before it rescales or reads O; the issuing thread,
                                                   before it starts an S over that P
-    next_tile_landed[slot]  the producer          all, before their next work tile (`TileQueue`)
+    fetched                 the producer          itself, before it looks up a work tile (`TileQueue`)
+    next_tile_landed[slot]  the producer          all, before their next work tile
 
 The kernel cannot deadlock: all warpgroups go through the same work tiles and tiles of keys, in this order. The issuing
 thread waits for tiles that the producer brings in the order in which they are used, for P of a tile whose S it has

@@ -19,7 +19,8 @@ Barriers, beside those of the rings, which n consumers free:
     barrier                    arrivals           who waits
     schedule_barrier[consumer] the consumer       consumer, before it starts its products
                                before it
-    next_tile_landed[slot]     the producer       consumers, before their next work tile (`TileQueue`)
+    fetched                    the producer       itself, before it looks up a work tile (`TileQueue`)
+    next_tile_landed[slot]     the producer       consumers, before their next work tile
 
 The kernel cannot deadlock. All warpgroups go through the same work tiles and tiles of keys. The producer waits for
 slots that every consumer frees one product after it used them, and for the buffer of the queries, which is free after
