@@ -1,7 +1,7 @@
 """Scheduling of the prefill kernel: blocks of queries are listed on the device, and programs fetch them from a queue.
 
-A sequence's queries are cut into blocks of neighbouring rows; rows after the last sequence and before the first are two
-segments more, which see no keys. A work tile is a block for one head (or for a few heads that share the block), against
+A sequence's queries are cut into blocks of neighbouring ones; rows after the last sequence and before the first are two
+segments more, which see no keys. A work tile is a block for one head (or for a few heads that share blocks), against
 all keys that the block sees or against one of several splits of them (`flash.split`).
 
 1. `list_blocks`, a short kernel before attention, lists the blocks, those that see the most tiles of keys first: the
@@ -51,11 +51,12 @@ MOST_LISTED = 48 * 1024
 
 
 class QueryBlock(NamedTuple):
-    """A row of the list: neighbouring query rows of one sequence, and the keys of that sequence.
+    """A row of the list: neighbouring queries of one sequence, and the keys of that sequence.
 
     Attributes:
       sequence: index of the sequence; the last one for rows of none.
-      start: first row of the block, a multiple of 8.
+      start: first query of the block, a multiple of 8.
+      skipped_heads: of the heads that share blocks, those whose 8 queries from `start` on end the block before.
       first_row, end_row: rows of the sequence.
       first_key, end_key: keys of the sequence; none for rows of no sequence.
       kv_tiles: tiles of keys that the block sees at most, counted from the row where copies of `first_key` begin; at
@@ -64,6 +65,7 @@ class QueryBlock(NamedTuple):
 
     sequence: Any
     start: Any
+    skipped_heads: Any
     first_row: Any
     end_row: Any
     first_key: Any
@@ -129,27 +131,34 @@ class SequenceLengths(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Blocking:
-    """Sizes of the blocks that query rows are cut into.
+    """Sizes of the blocks that queries are cut into.
 
     Attributes:
-      num_rows: number of query rows.
-      block_rows: rows of a block.
+      num_rows: number of query rows of a head.
+      block_rows: rows of a block, a multiple of 8.
       tile_keys: keys of a tile.
       causal: whether the keys of a block end with its last query's.
+      heads: heads that share blocks (`flash.head_packing`), at most as many as a block has groups of 8 rows.
     """
 
     num_rows: int
     block_rows: int
     tile_keys: int
     causal: bool
+    heads: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Groups of 8 rows of a block."""
+        return self.block_rows // ALIGNMENT
 
     def num_blocks(self, lengths: SequenceLengths) -> tuple[int, int]:
         """The least and the largest number of blocks, whatever the lengths. Rows of no sequence may need blocks
-        of their own, and up to 7 rows before a sequence's first may fill the beginning of its first block.
+        of their own, and up to 7 rows before a sequence's first and after its last are part of its groups of 8.
         """
         segments = lengths.segments
-        most = (self.num_rows + (ALIGNMENT - 1) * segments) // self.block_rows + segments
-        return pl.cdiv(self.num_rows, self.block_rows), min(self.num_rows, most)
+        most = (self.num_rows + 2 * (ALIGNMENT - 1) * segments) * self.heads // self.block_rows + segments
+        return pl.cdiv(self.num_rows * self.heads, self.block_rows), min(self.num_rows, most)
 
 
 class WorkList(NamedTuple):
@@ -258,7 +267,8 @@ def _list_kernel(
 def _count_blocks(blocking: Blocking, x: SequenceLengths, scratch: ListScratch, segment: Any, before: Any) -> Any:
     """Writes where the blocks of each segment end, on top of the number `before`; returns that of all so far."""
     first_row, end_row = _query_rows(blocking, x, jnp.minimum(segment, x.segments - 1))
-    blocks = ratio(end_row - _align_each_down(first_row) + (blocking.block_rows - 1), blocking.block_rows)
+    eights = ratio(end_row - _align_each_down(first_row) + (ALIGNMENT - 1), ALIGNMENT)
+    blocks = ratio(eights * blocking.heads + (blocking.groups - 1), blocking.groups)
     blocks = jnp.where((segment < x.segments) & (end_row > first_row), blocks, 0)
     return scratch.lanes.append(scratch.ends, segment, blocks, before)
 
@@ -272,13 +282,17 @@ def _describe(
     segment = jnp.minimum(segment_of(scratch.ends, x.segments, number), x.segments - 1)
     first_row, end_row = _query_rows(blocking, x, segment)
     first_key, end_key = _key_rows(x, segment)
-    start = _align_each_down(first_row) + (number - exclusive_sum(scratch.ends, segment)) * blocking.block_rows
+    group = (number - exclusive_sum(scratch.ends, segment)) * blocking.groups
+    eight, end_eight = ratio(group, blocking.heads), ratio(group + (blocking.groups - 1), blocking.heads) + 1
+    start, end = (_align_each_down(first_row) + ALIGNMENT * x for x in (eight, end_eight))
     seen = end_key - _align_each_down(first_key)
     if blocking.causal:
-        seen -= jnp.maximum(end_row - (start + blocking.block_rows), 0)  # keys of the queries that follow the block's
+        seen -= jnp.maximum(end_row - end, 0)  # keys of the queries that follow the block's
     kv_tiles = ratio(jnp.maximum(seen, 1) + (blocking.tile_keys - 1), blocking.tile_keys)
     sequence = jnp.minimum(segment, x.sequences - 1)
-    block = QueryBlock(sequence, start, first_row, end_row, first_key, end_key, kv_tiles)
+    block = QueryBlock(
+        sequence, start, group - eight * blocking.heads, first_row, end_row, first_key, end_key, kv_tiles
+    )
     sort_key = order_key(kv_tiles, number, 1 << blocking.num_blocks(x)[1].bit_length())
     return block, jnp.where(number < count, sort_key, -1).astype(jnp.float32)
 

@@ -31,8 +31,8 @@ from pallas_attn.mosaic.bulk_copies import (
     present_pages,
     zero_rows_past_end,
 )
-from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
-from pallas_attn.mosaic.flash.head_packing import BlockRows, HeadPacking
+from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.flash.head_packing import BlockRows, query_copies, shared_heads
 from pallas_attn.mosaic.flash.pipeline import (
     TOKENS,
     BlockConsumer,
@@ -117,7 +117,9 @@ def attend(
     kv = call.kv
     terms, query_scale = dequantise.plain_query_terms(call.q[None], kv)
     front = PagedFrontEnd.of(call, settings, tile_rows, rows, terms=len(terms), score_scale=call.scale / query_scale)
-    blocking = Blocking(call.num_tokens, front.packing.queries, front.static.tile_keys, call.causal)
+    blocking = Blocking(
+        call.num_tokens, front.static.block_rows, front.static.tile_keys, call.causal, front.block_heads
+    )
     head_window = call.window if isinstance(call.window, HeadWindow) else None
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
     most_tiles = front.static.most_tiles(call.block_tables.shape[-1] * call.page_size, front.window)
@@ -178,7 +180,7 @@ class PagedFrontEnd:
 
     Attributes:
       num_tokens: T.
-      packing: heads of a group that share a block, and its queries of each.
+      block_heads: heads of a group that share blocks.
       group: query heads of a KV head.
       causal: whether a query sees keys up to its own position, instead of all keys of its sequence.
       window: window of all heads, if there is no `HeadWindow`.
@@ -188,7 +190,7 @@ class PagedFrontEnd:
 
     static: FlashStatic
     num_tokens: int
-    packing: HeadPacking
+    block_heads: int
     group: int
     num_kv_heads: int
     page_size: int
@@ -222,8 +224,7 @@ class PagedFrontEnd:
         if settings.tile_keys % page_size and page_size % settings.tile_keys:
             got = f"{settings.tile_keys} keys of pages of {page_size}"
             raise NotImplementedError(f"takes tiles of whole pages, or of a part of one, got {got}")
-        queries = call.num_tokens // call.num_sequences
-        packing = HeadPacking.choose(call.group, queries, tile_rows * settings.consumers, tile_rows // ALIGNMENT)
+        block_heads = shared_heads(call.group, tile_rows)
         scales = dequantise.scale_layout(kv)
         static = FlashStatic(
             head_dim,
@@ -237,13 +238,13 @@ class PagedFrontEnd:
             rows=rows,
             soft_cap=call.soft_cap,
             query_terms=terms,
-            query_copies=packing.copies(tile_rows),
+            query_copies=query_copies(block_heads, tile_rows),
             dequantizes=scales is not None,
         )
         return PagedFrontEnd(
             static,
             num_tokens=call.num_tokens,
-            packing=packing,
+            block_heads=block_heads,
             group=call.group,
             num_kv_heads=call.num_kv_heads,
             page_size=page_size,
@@ -261,12 +262,18 @@ class PagedFrontEnd:
     @property
     def num_heads(self) -> int:
         """Groups of heads that share a block."""
-        return self.num_q_heads // self.packing.heads
+        return self.num_q_heads // self.block_heads
 
     @property
     def l2_head_group(self) -> int:
         """Groups of heads of one KV head."""
-        return self.group // self.packing.heads
+        return self.group // self.block_heads
+
+    def rows(self, work: FlashWorkTile) -> BlockRows:
+        """Rows of the block of a work tile."""
+        static = self.static
+        layout = static.tile_rows, static.rows, static.block_rows
+        return BlockRows(work, self.block_heads, *layout, self.num_tokens, self.num_q_heads)
 
     @property
     def scale_groups(self) -> int:
@@ -317,11 +324,11 @@ class PagedTile(NamedTuple):
 
     @staticmethod
     def of(front: PagedFrontEnd, x: PrefillInputs, scratch: PrefillScratch, work: FlashWorkTile) -> PagedTile:
-        block, kv_head = work.block, lax.div(work.head * front.packing.heads, front.group)
+        block, kv_head = work.block, lax.div(work.head * front.block_heads, front.group)
         tile_keys = front.static.tile_keys
         offset = block.end_key - block.end_row
         first = jnp.maximum(jnp.maximum(block.start, block.first_row) + offset, 0)
-        end = jnp.maximum(jnp.minimum(block.start + front.packing.queries, block.end_row) + offset, 0)
+        end = jnp.maximum(jnp.minimum(front.rows(work).end_query, block.end_row) + offset, 0)
         if not front.causal:
             first, end = jnp.maximum(block.end_key - 1, 0), block.end_key
         window, sink_tokens = front.window, jnp.int32(0)
@@ -353,8 +360,7 @@ class PagedTile(NamedTuple):
     @property
     def rows(self) -> BlockRows:
         """Rows of the block."""
-        front, static = self.front, self.static
-        return BlockRows(self.work, front.packing, static.tile_rows, static.rows, front.num_tokens, front.num_q_heads)
+        return self.front.rows(self.work)
 
     def position(self, query: jax.Array) -> jax.Array:
         """[tile_rows]: the position of each query."""

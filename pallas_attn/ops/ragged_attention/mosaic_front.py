@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.bulk_copies import copy_rows, zero_rows_past_end
-from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
-from pallas_attn.mosaic.flash.head_packing import BlockRows, HeadPacking
+from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.flash.head_packing import BlockRows, query_copies, shared_heads
 from pallas_attn.mosaic.flash.pipeline import (
     BlockConsumer,
     FlashStatic,
@@ -85,8 +85,7 @@ def attend(
       tile_rows, rows: see `FlashStatic`.
     """
     (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = call.q.shape, call.v.shape
-    group, queries = num_heads // num_kv_heads, num_tokens // call.num_sequences
-    packing = HeadPacking.choose(group, queries, tile_rows * settings.consumers, tile_rows // ALIGNMENT)
+    block_heads = shared_heads(num_heads // num_kv_heads, tile_rows)
     static = FlashStatic(
         key_dim,
         value_dim,
@@ -98,19 +97,19 @@ def attend(
         tile_rows=tile_rows,
         rows=rows,
         soft_cap=call.soft_cap,
-        query_copies=packing.copies(tile_rows),
+        query_copies=query_copies(block_heads, tile_rows),
     )
-    blocking = Blocking(num_tokens, packing.queries, static.tile_keys, call.causal)
+    blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal, block_heads)
     lengths = SequenceLengths(call.cu_q_lens, call.cu_kv_lens)
     most_tiles = static.most_tiles(num_keys, call.window)
-    num_blocks, blocked_heads = blocking.num_blocks(lengths), num_heads // packing.heads
-    splits = KvSplits.of(heads=blocked_heads, num_blocks=num_blocks, most_tiles=most_tiles)
+    num_blocks, sets = blocking.num_blocks(lengths), num_heads // block_heads
+    splits = KvSplits.of(heads=sets, num_blocks=num_blocks, most_tiles=most_tiles)
     work = list_blocks(blocking, lengths, splits)
     q = zero_rows_past_end(call.q, tile_rows)
     k, v = (zero_rows_past_end(x, static.tile_keys) for x in (call.k, call.v))
     kv_bytes = num_keys * (key_dim + value_dim) * k.dtype.itemsize
-    l2_head_group = config.l2_head_group(blocked_heads, num_kv_heads, kv_bytes=kv_bytes)
-    front = RaggedFrontEnd(static, packing, num_tokens, num_heads, l2_head_group, call.causal, call.window)
+    l2_head_group = config.l2_head_group(sets, num_kv_heads, kv_bytes=kv_bytes)
+    front = RaggedFrontEnd(static, block_heads, num_tokens, num_heads, l2_head_group, call.causal, call.window)
     inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks if splits.most == 1 else None)
     shape = num_tokens, num_heads
     return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
@@ -130,11 +129,11 @@ class RaggedFrontEnd:
     """The `FrontEnd` of packed keys and values.
 
     Attributes:
-      packing: heads of a group that share a block, and its queries of each.
+      block_heads: heads of a group that share blocks.
     """
 
     static: FlashStatic
-    packing: HeadPacking
+    block_heads: int
     num_tokens: int
     num_q_heads: int
     l2_head_group: int
@@ -147,7 +146,13 @@ class RaggedFrontEnd:
     @property
     def num_heads(self) -> int:
         """Sets of heads that share blocks."""
-        return self.num_q_heads // self.packing.heads
+        return self.num_q_heads // self.block_heads
+
+    def rows(self, work: FlashWorkTile) -> BlockRows:
+        """Rows of the block of a work tile."""
+        static = self.static
+        layout = static.tile_rows, static.rows, static.block_rows
+        return BlockRows(work, self.block_heads, *layout, self.num_tokens, self.num_q_heads)
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> None:
         """Return None: a tile needs no scratch memory of its own."""
@@ -193,8 +198,7 @@ class RaggedTile(NamedTuple):
     @property
     def rows(self) -> BlockRows:
         """Rows of the block."""
-        front, static = self.front, self.static
-        return BlockRows(self.work, front.packing, static.tile_rows, static.rows, front.num_tokens, front.num_q_heads)
+        return self.front.rows(self.work)
 
     def first_row(self, i: Any) -> Any:
         """Row where copies of the i-th tile begin."""
@@ -252,10 +256,11 @@ class RaggedTile(NamedTuple):
 
         def limits() -> Limits:
             # Causal rows of the next sequence see too much. They are not written.
-            high = rows.queries(number) + (diagonal - start) if causal else rows.filled(end - start)
+            newest = rows.queries(number) + (diagonal - start) if causal else None
+            high = rows.filled(end - start) if newest is None else newest
             in_window = rows.filled(low - start)
             if window is not None:
-                in_window = jnp.maximum(in_window, rows.queries(number) + (diagonal - window - start))
+                in_window = jnp.maximum(in_window, newest - window)
             return Limits(in_window, high)
 
         sees_all = (low == start) & (start + static.tile_keys <= end)
