@@ -283,7 +283,8 @@ def _describe(
     first_row, end_row = _query_rows(blocking, x, segment)
     first_key, end_key = _key_rows(x, segment)
     group = (number - exclusive_sum(scratch.ends, segment)) * blocking.groups
-    eight, end_eight = ratio(group, blocking.heads), ratio(group + (blocking.groups - 1), blocking.heads) + 1
+    eight, skipped_heads = _divide_each(group, blocking.heads)
+    end_eight = _divide_each(group + (blocking.groups - 1), blocking.heads)[0] + 1
     start, end = (_align_each_down(first_row) + ALIGNMENT * x for x in (eight, end_eight))
     seen = end_key - _align_each_down(first_key)
     if blocking.causal:
@@ -291,7 +292,7 @@ def _describe(
     kv_tiles = ratio(jnp.maximum(seen, 1) + (blocking.tile_keys - 1), blocking.tile_keys)
     sequence = jnp.minimum(segment, x.sequences - 1)
     block = QueryBlock(
-        sequence, start, group - eight * blocking.heads, first_row, end_row, first_key, end_key, kv_tiles
+        sequence, start, skipped_heads, first_row, end_row, first_key, end_key, kv_tiles
     )
     sort_key = order_key(kv_tiles, number, 1 << blocking.num_blocks(x)[1].bit_length())
     return block, jnp.where(number < count, sort_key, -1).astype(jnp.float32)
@@ -521,6 +522,16 @@ def ring_slot(number: Any, slots: int) -> Any:
 def divide(x: Any, y: Any) -> tuple[Any, Any]:
     """Quotient and remainder of numbers that are not negative."""
     return lax.div(x, y), lax.rem(x, y)
+
+
+def _divide_each(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
+    """`divide` of each of several numbers [128]. A division by 1 is left out, of which Mosaic's compiler makes nothing
+    that it can lower.
+    """
+    if y == 1:
+        return x, PER_THREAD.filled(jnp.int32(0), THREADS)
+    quotient = ratio(x, y)
+    return quotient, x - quotient * y
 
 
 def align_down(row: Any) -> Any:

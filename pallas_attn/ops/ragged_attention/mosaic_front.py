@@ -255,12 +255,14 @@ class RaggedTile(NamedTuple):
         end = jnp.minimum(block.end_key, first + diagonal) if causal else block.end_key
 
         def limits() -> Limits:
-            # Causal rows of the next sequence see too much. They are not written.
-            newest = rows.queries(number) + (diagonal - start) if causal else None
-            high = rows.filled(end - start) if newest is None else newest
             in_window = rows.filled(low - start)
+            if not causal:
+                return Limits(in_window, rows.filled(end - start))
+            # Queries are found for each masked tile: between tiles they would take registers. Those of the next
+            # sequence see too much. They are not written.
+            high = rows.queries(number + basics.unknown_zero()) + (diagonal - start)
             if window is not None:
-                in_window = jnp.maximum(in_window, newest - window)
+                in_window = jnp.maximum(in_window, high - window)
             return Limits(in_window, high)
 
         sees_all = (low == start) & (start + static.tile_keys <= end)
