@@ -291,9 +291,7 @@ def _describe(
         seen -= jnp.maximum(end_row - end, 0)  # keys of the queries that follow the block's
     kv_tiles = ratio(jnp.maximum(seen, 1) + (blocking.tile_keys - 1), blocking.tile_keys)
     sequence = jnp.minimum(segment, x.sequences - 1)
-    block = QueryBlock(
-        sequence, start, skipped_heads, first_row, end_row, first_key, end_key, kv_tiles
-    )
+    block = QueryBlock(sequence, start, skipped_heads, first_row, end_row, first_key, end_key, kv_tiles)
     sort_key = order_key(kv_tiles, number, 1 << blocking.num_blocks(x)[1].bit_length())
     return block, jnp.where(number < count, sort_key, -1).astype(jnp.float32)
 
