@@ -21,7 +21,7 @@ import pytest
 from pallas_attn import FULL, HeadWindow, checks, ragged_attention
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.flash import schedule
-from pallas_attn.mosaic.flash.head_packing import shared_heads
+from pallas_attn.mosaic.flash.pipeline import shared_heads
 from pallas_attn.mosaic.flash.schedule import (
     Blocking,
     FlashWorkTile,

@@ -138,7 +138,7 @@ class Blocking:
       block_rows: rows of a block, a multiple of 8.
       tile_keys: keys of a tile.
       causal: whether the keys of a block end with its last query's.
-      heads: heads that share blocks (`flash.head_packing`), at most as many as a block has groups of 8 rows.
+      heads: heads that share blocks (`flash.pipeline.BlockRows`), at most as many as a block has groups of 8 rows.
     """
 
     num_rows: int
@@ -408,7 +408,7 @@ class WorkTiles(NamedTuple):
         return FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits)
 
     def _published(self, number: Any) -> list[Any]:
-        """What the queue passes on of a work tile; arbitrary beyond the last."""
+        """Fields of a work tile that the queue passes on; arbitrary beyond the last."""
         last = self._blocks_of_head * self.num_heads - 1
         tile = self._work_tile(jnp.minimum(number, last))
         return [*tile.block, tile.head, 0 if tile.split is None else tile.split]
@@ -434,7 +434,7 @@ class TileQueue(NamedTuple):
     Attributes:
       programs: number of programs.
       tile_counter: int32 [1] in global memory, 0 to begin with: work tiles fetched after the first ones.
-      next_tile: int32 [slots, 1 + what is published of a work tile] in shared memory, each with a number first.
+      next_tile: int32 [slots, fields] in shared memory: the number of a work tile, and what is published of it.
       fetched: a barrier at which the producer waits for itself.
       landed: a barrier for each slot.
     """
@@ -466,7 +466,7 @@ class TileQueue(NamedTuple):
         """Number of a producer's i-th work tile, after that of number `before`; beyond the last if none is left.
 
         Args:
-          published: published(number) is what others are told of a work tile.
+          published: published(number) makes the fields of a work tile that others are told.
         """
         slot = self.slot(i)
         if before is None:
@@ -505,7 +505,7 @@ class TileQueue(NamedTuple):
         return self.next_tile[slot, 0]
 
     def published(self, i: Any) -> list[Any]:
-        """What is published of the i-th work tile, which is there."""
+        """Published fields of the i-th work tile, which is there."""
         return [self.next_tile[self.slot(i), field] for field in range(1, self.next_tile.shape[1])]
 
 

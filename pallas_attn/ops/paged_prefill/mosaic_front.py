@@ -1,6 +1,6 @@
 """`paged_prefill`: a front end of the prefill kernel (`flash.pipeline`) for keys and values in pages.
 
-Heads of a group share blocks of queries (`flash.head_packing`). A tile of keys is a range of positions: several pages,
+Heads of a group share blocks of queries (`BlockRows`). A tile of keys is a range of positions: several pages,
 or part of one. Tiles with a visible key are walked like the pages of decode, those of sink tokens first. Pages that no
 row of a block sees, or that are absent, are not copied: their tokens are masked and their values zeroed. With each tile
 the producer publishes where it begins, which of its pages are present, and whether all rows see all of it, which saves
@@ -32,16 +32,17 @@ from pallas_attn.mosaic.bulk_copies import (
     zero_rows_past_end,
 )
 from pallas_attn.mosaic.flash.config import FlashConfig
-from pallas_attn.mosaic.flash.head_packing import BlockRows, query_copies, shared_heads
 from pallas_attn.mosaic.flash.pipeline import (
     TOKENS,
     BlockConsumer,
+    BlockRows,
     FlashStatic,
     OutputRows,
     Producer,
     Rings,
     RowOptions,
     ScoreTransform,
+    shared_heads,
 )
 from pallas_attn.mosaic.flash.schedule import (
     Blocking,
@@ -118,7 +119,7 @@ def attend(
     terms, query_scale = dequantise.plain_query_terms(call.q[None], kv)
     front = PagedFrontEnd.of(call, settings, tile_rows, rows, terms=len(terms), score_scale=call.scale / query_scale)
     blocking = Blocking(
-        call.num_tokens, front.static.block_rows, front.static.tile_keys, call.causal, front.block_heads
+        call.num_tokens, front.static.block_rows, front.static.tile_keys, call.causal, front.static.block_heads
     )
     head_window = call.window if isinstance(call.window, HeadWindow) else None
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
@@ -180,7 +181,6 @@ class PagedFrontEnd:
 
     Attributes:
       num_tokens: T.
-      block_heads: heads of a group that share blocks.
       group: query heads of a KV head.
       causal: whether a query sees keys up to its own position, instead of all keys of its sequence.
       window: window of all heads, if there is no `HeadWindow`.
@@ -190,7 +190,6 @@ class PagedFrontEnd:
 
     static: FlashStatic
     num_tokens: int
-    block_heads: int
     group: int
     num_kv_heads: int
     page_size: int
@@ -224,7 +223,6 @@ class PagedFrontEnd:
         if settings.tile_keys % page_size and page_size % settings.tile_keys:
             got = f"{settings.tile_keys} keys of pages of {page_size}"
             raise NotImplementedError(f"takes tiles of whole pages, or of a part of one, got {got}")
-        block_heads = shared_heads(call.group, tile_rows)
         scales = dequantise.scale_layout(kv)
         static = FlashStatic(
             head_dim,
@@ -238,13 +236,12 @@ class PagedFrontEnd:
             rows=rows,
             soft_cap=call.soft_cap,
             query_terms=terms,
-            query_copies=query_copies(block_heads, tile_rows),
+            block_heads=shared_heads(call.group, tile_rows),
             dequantizes=scales is not None,
         )
         return PagedFrontEnd(
             static,
             num_tokens=call.num_tokens,
-            block_heads=block_heads,
             group=call.group,
             num_kv_heads=call.num_kv_heads,
             page_size=page_size,
@@ -262,18 +259,16 @@ class PagedFrontEnd:
     @property
     def num_heads(self) -> int:
         """Groups of heads that share a block."""
-        return self.num_q_heads // self.block_heads
+        return self.num_q_heads // self.static.block_heads
 
     @property
     def l2_head_group(self) -> int:
         """Groups of heads of one KV head."""
-        return self.group // self.block_heads
+        return self.group // self.static.block_heads
 
     def rows(self, work: FlashWorkTile) -> BlockRows:
         """Rows of the block of a work tile."""
-        static = self.static
-        layout = static.tile_rows, static.rows, static.block_rows
-        return BlockRows(work, self.block_heads, *layout, self.num_tokens, self.num_q_heads)
+        return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)
 
     @property
     def scale_groups(self) -> int:
@@ -324,7 +319,7 @@ class PagedTile(NamedTuple):
 
     @staticmethod
     def of(front: PagedFrontEnd, x: PrefillInputs, scratch: PrefillScratch, work: FlashWorkTile) -> PagedTile:
-        block, kv_head = work.block, lax.div(work.head * front.block_heads, front.group)
+        block, kv_head = work.block, lax.div(work.head * front.static.block_heads, front.group)
         tile_keys = front.static.tile_keys
         offset = block.end_key - block.end_row
         first = jnp.maximum(jnp.maximum(block.start, block.first_row) + offset, 0)

@@ -1,6 +1,6 @@
 """`ragged_attention`: a front end of the prefill kernel (`flash.pipeline`) for packed keys and values.
 
-Heads of a group share blocks of queries (`flash.head_packing`). Copies begin at multiples of 8 rows, sequences
+Heads of a group share blocks of queries (`BlockRows`). Copies begin at multiples of 8 rows, sequences
 anywhere: the first and last rows of a block of queries, or of a tile of keys, may belong to neighbouring sequences and
 hold anything. Queries of neighbours are computed but not written; keys of neighbours are masked, and their values
 zeroed. Rows past the last one are copied as zeros.
@@ -22,14 +22,15 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.bulk_copies import copy_rows, zero_rows_past_end
 from pallas_attn.mosaic.flash.config import FlashConfig
-from pallas_attn.mosaic.flash.head_packing import BlockRows, query_copies, shared_heads
 from pallas_attn.mosaic.flash.pipeline import (
     BlockConsumer,
+    BlockRows,
     FlashStatic,
     OutputRows,
     Producer,
     RowOptions,
     ScoreTransform,
+    shared_heads,
 )
 from pallas_attn.mosaic.flash.schedule import (
     Blocking,
@@ -85,7 +86,6 @@ def attend(
       tile_rows, rows: see `FlashStatic`.
     """
     (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = call.q.shape, call.v.shape
-    block_heads = shared_heads(num_heads // num_kv_heads, tile_rows)
     static = FlashStatic(
         key_dim,
         value_dim,
@@ -97,19 +97,19 @@ def attend(
         tile_rows=tile_rows,
         rows=rows,
         soft_cap=call.soft_cap,
-        query_copies=query_copies(block_heads, tile_rows),
+        block_heads=shared_heads(num_heads // num_kv_heads, tile_rows),
     )
-    blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal, block_heads)
+    blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal, static.block_heads)
     lengths = SequenceLengths(call.cu_q_lens, call.cu_kv_lens)
     most_tiles = static.most_tiles(num_keys, call.window)
-    num_blocks, sets = blocking.num_blocks(lengths), num_heads // block_heads
+    num_blocks, sets = blocking.num_blocks(lengths), num_heads // static.block_heads
     splits = KvSplits.of(heads=sets, num_blocks=num_blocks, most_tiles=most_tiles)
     work = list_blocks(blocking, lengths, splits)
     q = zero_rows_past_end(call.q, tile_rows)
     k, v = (zero_rows_past_end(x, static.tile_keys) for x in (call.k, call.v))
     kv_bytes = num_keys * (key_dim + value_dim) * k.dtype.itemsize
     l2_head_group = config.l2_head_group(sets, num_kv_heads, kv_bytes=kv_bytes)
-    front = RaggedFrontEnd(static, block_heads, num_tokens, num_heads, l2_head_group, call.causal, call.window)
+    front = RaggedFrontEnd(static, num_tokens, num_heads, l2_head_group, call.causal, call.window)
     inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks if splits.most == 1 else None)
     shape = num_tokens, num_heads
     return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
@@ -126,14 +126,9 @@ def refuse(call: RaggedAttentionCall) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedFrontEnd:
-    """The `FrontEnd` of packed keys and values.
-
-    Attributes:
-      block_heads: heads of a group that share blocks.
-    """
+    """The `FrontEnd` of packed keys and values."""
 
     static: FlashStatic
-    block_heads: int
     num_tokens: int
     num_q_heads: int
     l2_head_group: int
@@ -146,13 +141,11 @@ class RaggedFrontEnd:
     @property
     def num_heads(self) -> int:
         """Sets of heads that share blocks."""
-        return self.num_q_heads // self.block_heads
+        return self.num_q_heads // self.static.block_heads
 
     def rows(self, work: FlashWorkTile) -> BlockRows:
         """Rows of the block of a work tile."""
-        static = self.static
-        layout = static.tile_rows, static.rows, static.block_rows
-        return BlockRows(work, self.block_heads, *layout, self.num_tokens, self.num_q_heads)
+        return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> None:
         """Return None: a tile needs no scratch memory of its own."""
