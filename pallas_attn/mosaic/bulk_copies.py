@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax._src.pallas.mosaic_gpu import lowering  # nothing public tells a barrier's address
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -162,7 +163,7 @@ def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref) -> Non
     start(source, jnp.asarray(first, jnp.int32), jnp.asarray(head, jnp.int32), tile, _address(landed))
 
 
-def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: int, tile: Ref, landed: Ref) -> None:
+def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, tile: Ref, landed: Ref) -> None:
     """Copy groups of 8 neighbouring rows to a tile in shared memory: those of one head, the same rows of the next, and
     after `heads` heads the next 8 rows; rows past the last one as zeros.
 
@@ -176,24 +177,25 @@ def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: int
     groups = tile.shape[0] // GROUP
     if interpreted():
         for i in range(groups):
-            eights, of_head = divmod(skipped + i, heads)
+            eights, of_head = (divide(skipped + i, jnp.int32(heads)) for divide in (lax.div, lax.rem))
             start_row = _in_padding(first + eights * GROUP, source.shape[0], GROUP)
             rows = source.at[pl.ds(start_row, GROUP), head + of_head]
             plgpu.copy_gmem_to_smem(rows, tile.at[pl.ds(i * GROUP, GROUP)], landed)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, _tile_ref(tile), SCALAR))
-    def start(ctx: Any, source: ir.Value, first: Any, head: Any, tile: ir.Value, address: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, _tile_ref(tile), SCALAR))
+    def start(ctx: Any, source: ir.Value, first: Any, head: Any, skipped: Any, tile: ir.Value, address: Any) -> None:
         share = groups * GROUP * _row_bytes(source) // THREADS
         copies = _Copies.announced(ctx, address, _number(share))
-        first, head = _here(first.registers.item()), _here(head.registers.item())
+        first, head, skipped = (_here(x.registers.item()) for x in (first, head, skipped))
         for group in copies.shared_by_warps(groups):
-            number = arith.addi(group, _number(skipped))
+            number = arith.addi(group, skipped)
             eights, of_head = (divide(number, _number(heads)) for divide in (arith.divui, arith.remui))
             start_row = arith.addi(first, arith.muli(eights, _number(GROUP)))
             copies.start_group(source, start_row, _index(arith.addi(head, of_head)), tile, group)
 
-    start(source, jnp.asarray(first, jnp.int32), jnp.asarray(head, jnp.int32), tile, _address(landed))
+    scalars = (jnp.asarray(x, jnp.int32) for x in (first, head, skipped))
+    start(source, *scalars, tile, _address(landed))
 
 
 def _in_padding(first: Any, rows: int, count: int) -> Any:

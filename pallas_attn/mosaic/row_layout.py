@@ -226,6 +226,60 @@ def copy_rows(layout: RowLayout, source: Ref, source_row: jax.Array, target: Ref
         layout.store(target, target_row, column, values)
 
 
+# --- results of products
+
+
+def store_results(tile: Any, ref: Ref, row: jax.Array, column: int, values: jax.Array) -> None:
+    """Store values[i] to ref[row[i], column : column + columns] for each i where row[i] is not negative, 64 bytes of a
+    row at a time.
+
+    Of 8 columns each of the four threads of a row holds two, which are stored 16 bytes of a row at a time: half a
+    sector. So the four trade columns first, until each has 8 neighbouring ones.
+
+    Args:
+      tile: layout of wgmma's results.
+      row: [64 · n], in layout `tile.reduce(1)`.
+      values: 16-bit [64 · n, a multiple of 32], in layout `tile`.
+    """
+    if interpreted():
+        _interpreted_store(ref, row, (pl.ds(column, values.shape[1]),), values)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.reduce(1), tile))
+    def store(_: Any, ref: ir.Value, row: Any, values: Any) -> None:
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        width, element = ir.MemRefType(ref.type).shape[1], ir.MemRefType(ref.type).element_type
+        thread = arith.andi(mgpu.utils.thread_idx(), mgpu.c(3, i32))
+        own_column = arith.addi(arith.muli(arith.extui(i64, thread), mgpu.c(8, i64)), mgpu.c(column, i64))
+        for block, half in np.ndindex(row.registers.shape[0], 2):
+            number = vector.extract(row.registers[block, 0, half, 0, 0], [], [0])
+            start = arith.addi(arith.muli(_offset(number), mgpu.c(width, i64)), own_column)
+            words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers[block, :, 0, 0, half].flat]
+            for first in range(0, len(words), 4):
+                traded = vector.from_elements(ir.VectorType.get((4,), i32), _traded(words[first : first + 4], thread))
+                pointer = _pointer(ref, arith.addi(start, mgpu.c(8 * first, i64)), element)
+                _store_if(_is_given(number), traded, pointer)
+
+    store(ref, row, values)
+
+
+def _traded(words: list[ir.Value], thread: ir.Value) -> list[ir.Value]:
+    """Transpose 4 words of each of 4 neighbouring threads: thread t gets word t of each, in the order of threads.
+
+    Args:
+      thread: the number of a thread among the four.
+    """
+    for bit in (1, 2):
+        mask = mgpu.c(bit, thread.type)
+        upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, mask), mgpu.c(0, thread.type))
+        for i in (i for i in range(4) if not i & bit):
+            low, high = words[i], words[i | bit]
+            kept = arith.select(upper, high, low)
+            got = mgpu.utils.shfl_bfly(arith.select(upper, low, high), bit)
+            words[i], words[i | bit] = arith.select(upper, got, kept), arith.select(upper, kept, got)
+    return words
+
+
 # --- interpreted on the CPU
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ import pytest
 from pallas_attn import FULL, HeadWindow, checks, ragged_attention
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.flash import schedule
+from pallas_attn.mosaic.flash.pipeline import shared_heads
 from pallas_attn.mosaic.flash.schedule import (
     Blocking,
     FlashWorkTile,
@@ -30,7 +32,6 @@ from pallas_attn.mosaic.flash.schedule import (
 )
 from pallas_attn.mosaic.flash.split import KvSplits
 from pallas_attn.mosaic.sm90.flash import kernel
-from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention.config import l2_head_group
 from tests.aot.device import MULTIPROCESSOR_REGISTERS
 from tests.aot.report import WARPGROUP
@@ -87,15 +88,27 @@ class Case(NamedTuple):
         found, begin, first_key = [], 0, 0
         for sequence, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             end, end_key = begin + q_len, first_key + kv_len
-            for start in range(begin // 8 * 8, end if q_len else 0, blocking.block_rows):
-                unseen = max(end - (start + blocking.block_rows), 0) if blocking.causal else 0
+            for rows in _blocks_of(blocking, begin, end):
+                start, skipped, last_query = *rows[0], rows[-1][0] + 7
+                unseen = max(end - last_query - 1, 0) if blocking.causal else 0
                 tiles = max(1, -(-(end_key - unseen - first_key // 8 * 8) // blocking.tile_keys))
-                found.append(QueryBlock(sequence, start, begin, end, first_key, end_key, tiles))
+                found.append(QueryBlock(sequence, start, skipped, begin, end, first_key, end_key, tiles))
             begin, first_key = end, end_key if self.packed_keys else 0
-        last = len(self.q_lens) - 1
-        starts = range(begin // 8 * 8, blocking.num_rows if begin < blocking.num_rows else 0, blocking.block_rows)
-        found += [QueryBlock(last, start, begin, blocking.num_rows, first_key, first_key, 1) for start in starts]
+        last, num_rows = len(self.q_lens) - 1, blocking.num_rows
+        found += [
+            QueryBlock(last, *rows[0], begin, num_rows, first_key, first_key, 1)
+            for rows in _blocks_of(blocking, begin, num_rows)
+        ]
         return sorted(found, key=lambda block: -block.kv_tiles)
+
+
+def _blocks_of(blocking: Blocking, begin: int, end: int) -> list[list[tuple[int, int]]]:
+    """Groups of 8 rows of each block of these queries: the first query, and which of the heads."""
+    heads, size = blocking.heads, blocking.block_rows // 8
+    first = begin // 8 * 8
+    blocks = -(-(-(-(end - first) // 8) * heads) // size) if begin < end else 0
+    groups = [(first + group // heads * 8, group % heads) for group in range(blocks * size)]
+    return [groups[i : i + size] for i in range(0, len(groups), size)]
 
 
 def check(case: Case, blocking: Blocking, splits: KvSplits = UNCUT) -> WorkList:
@@ -104,23 +117,27 @@ def check(case: Case, blocking: Blocking, splits: KvSplits = UNCUT) -> WorkList:
     assert listed.counts[0] == len(want)
     np.testing.assert_array_equal(listed.blocks[: len(want)], np.asarray(want).reshape(-1, len(QueryBlock._fields)))
     np.testing.assert_array_equal(listed.zero, [0])
-    rows: list[int] = []
+    rows: list[tuple[int, int]] = []
     for block in (QueryBlock(*fields) for fields in listed.blocks[: len(want)]):
         assert block.start % 8 == 0, "where no copy may begin"
-        rows += range(max(block.start, block.first_row), min(block.start + blocking.block_rows, block.end_row))
-    assert sorted(rows) == list(range(blocking.num_rows)), "each of them once"
+        for group in range(block.skipped_heads, block.skipped_heads + blocking.block_rows // 8):
+            eight, head = divmod(group, blocking.heads)
+            first = block.start + 8 * eight
+            rows += ((row, head) for row in range(max(first, block.first_row), min(first + 8, block.end_row)))
+    assert sorted(rows) == list(itertools.product(range(blocking.num_rows), range(blocking.heads))), "each once"
     return listed
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_blocks_are_listed_by_what_they_see(causal: bool, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Check packed keys, and pages with blocks of few queries, as many heads in a block have."""
+    """Check packed keys, pages, and heads that share blocks."""
     rng, blocking = harness.fresh_rng(), replace(RAGGED, causal=causal)
     with running(mode, capsys):
         for _ in range(4):
             check(Case.draw(rng, 300, 5), blocking)
-        check(Case.draw(rng, 300, 5, packed_keys=False), replace(blocking, block_rows=8))
+        check(Case.draw(rng, 300, 5, packed_keys=False), replace(blocking, block_rows=128, heads=7))
+        check(Case.draw(rng, 300, 5), replace(blocking, heads=5))
 
 
 EDGES = {
@@ -219,7 +236,7 @@ def test_a_window_leaves_less_to_cut(mode: str, capsys: pytest.CaptureFixture[st
 def test_splits_have_every_tile_once(tiles: int, splits: int) -> None:
     walked = []
     for split in range(splits):
-        work = FlashWorkTile(QueryBlock(*[0] * 7), head=0, split=jnp.int32(split), num_splits=jnp.int32(splits))
+        work = FlashWorkTile(QueryBlock(*[0] * 8), head=0, split=jnp.int32(split), num_splits=jnp.int32(splits))
         first, count = map(int, work.kv_range(jnp.int32(tiles)))
         assert count >= 1
         walked += range(first, first + count)
@@ -233,18 +250,6 @@ def test_heads_that_run_together_fit_the_cache() -> None:
     assert l2_head_group(128, 128, kv_bytes=2**30) == 1
 
 
-@pytest.mark.parametrize(
-    ("group", "queries", "packing"),
-    [
-        (1, 10, (1, 128)),
-        (4, 10, (4, 32)),
-        (4, 10_000, (4, 32)),
-        (5, 200, (5, 24)),
-        (7, 100, (7, 16)),
-        (7, 2000, (1, 128)),
-        (16, 10, (8, 16)),
-    ],
-    ids=str,
-)
-def test_as_many_heads_share_a_block_as_keep_it_full(group: int, queries: int, packing: tuple[int, int]) -> None:
-    assert paged_config.packing(group, queries, 128, 8) == packing
+@pytest.mark.parametrize(("group", "heads"), [(1, 1), (4, 4), (5, 5), (7, 7), (14, 7), (16, 8)])
+def test_as_many_heads_share_blocks_as_a_consumer_has_room_for(group: int, heads: int) -> None:
+    assert shared_heads(group, 64) == heads

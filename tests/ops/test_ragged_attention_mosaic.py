@@ -62,6 +62,16 @@ def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
     harness.assert_attention_close(got, inputs.expected(), variant.tolerance(case.dtype))
 
 
+@pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.slow), 7, 10])
+def test_heads_that_share_a_block(group: int) -> None:
+    """Two heads, seven, and half of a group, with blocks that end among the heads of 8 queries; windows and sinks, rows
+    of no sequence.
+    """
+    case = replace(BASE, q_heads=2 * group, kv_heads=2, q_lens=(3, 0, 30), kv_lens=(70, 9, 150), tokens=37)
+    check(replace(case, sinks=True))
+    check(replace(case, window=40))
+
+
 @pytest.mark.parametrize(
     ("multiprocessors", "stages"), [(16, 2), (512, 3)], ids=["drawn from a queue", "a program each"]
 )
@@ -95,7 +105,7 @@ def test_a_window_leaves_the_tiles_that_it_reaches_into(splits: int) -> None:
         rows = np.arange(max(start, 13), min(start + 64, 113))
         newest = 77 + 3000 - 113 + rows
         end_tile = (newest[-1] - 72) // 64 + 1
-        block = QueryBlock(*(jnp.int32(x) for x in (0, start, 13, 113, 77, 3077, end_tile)))
+        block = QueryBlock(*(jnp.int32(x) for x in (0, start, 0, 13, 113, 77, 3077, end_tile)))
         walked: list[int] = []
         for split in range(splits):
             work = (

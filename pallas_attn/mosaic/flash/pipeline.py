@@ -8,8 +8,8 @@ turns a work tile into a `FrontTile`, which knows where the queries, keys and va
 Barriers of the rings:
 
     barrier                    arrivals           who waits
-    q_landed                   the copies         before the first product of a block
-    q_free                     readers            producer, before the queries of its next block go to the same buffer
+    q_landed[consumer]         the copies         before the first product of a consumer's rows of a block
+    q_free[consumer]           their reader       producer, before the queries of its next block go to the same buffer
     k_landed[slot]             the copies         before S
     k_free[slot]               readers            producer, before it fills the slot again
     v_landed, v_free           as for keys        as for keys
@@ -33,7 +33,8 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, shared_memory, tiles
 from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.bulk_copies import arrivals
+from pallas_attn.mosaic.bulk_copies import arrivals, copy_row_groups, copy_rows
+from pallas_attn.mosaic.flash.config import ALIGNMENT
 from pallas_attn.mosaic.flash.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles, ring_slot
 from pallas_attn.mosaic.flash.split import KvSplits, RowState, merge_splits
 from pallas_attn.mosaic.row_layout import RowLayout
@@ -64,7 +65,7 @@ class FlashStatic:
       tile_rows: query rows of a consumer, M of a product.
       rows: layout of a consumer's rows in registers.
       query_terms: 16-bit numbers whose sum a query is.
-      query_copies: number of copies that bring a term of a consumer's queries, started together.
+      block_heads: heads of a group that share blocks (`BlockRows`).
       dequantizes: whether keys and values come as 8 bits, of which the producer makes 16.
     """
 
@@ -79,12 +80,17 @@ class FlashStatic:
     rows: RowLayout
     soft_cap: float | None = None
     query_terms: int = 1
-    query_copies: int = 1
+    block_heads: int = 1
     dequantizes: bool = False
 
     @property
     def block_rows(self) -> int:
         return self.tile_rows * self.consumers
+
+    @property
+    def query_copies(self) -> int:
+        """Number of copies that bring a term of a consumer's queries, started together."""
+        return 1 if self.block_heads == 1 else self.tile_rows // ALIGNMENT
 
     def most_tiles(self, most_keys: int, window: int | None) -> int:
         """Most tiles that a block sees of a sequence that can have so many keys."""
@@ -116,25 +122,128 @@ class Rings(NamedTuple):
         """Scratch types.
 
         Args:
-          readers: arrivals that free a slot.
+          readers: arrivals that free a slot of keys or values.
           orders_tensor_core: of barriers that no copy arrives at.
         """
-        stages, keys, queries = static.stages, static.tile_keys, static.consumers * static.query_terms
+        stages, keys, consumers, terms = static.stages, static.tile_keys, static.consumers, static.query_terms
         copies = 1 if static.dequantizes else arrivals(static.copies)
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
         landed = signal if static.dequantizes else plgpu.Barrier
         free = signal(num_barriers=stages, num_arrivals=readers)
         return Rings(
-            q=tiles.operand((queries, static.tile_rows, static.key_dim), dtype),
+            q=tiles.operand((consumers * terms, static.tile_rows, static.key_dim), dtype),
             k=tiles.operand((stages, keys, static.key_dim), dtype),
             v=tiles.operand((stages, keys, static.value_dim), dtype),
-            q_landed=plgpu.Barrier(num_arrivals=queries * arrivals(static.query_copies)),
-            q_free=signal(num_arrivals=readers),
+            q_landed=plgpu.Barrier(num_barriers=consumers, num_arrivals=terms * arrivals(static.query_copies)),
+            q_free=signal(num_barriers=consumers),
             k_landed=landed(num_barriers=stages, num_arrivals=copies),
             k_free=free,
             v_landed=landed(num_barriers=stages + 1, num_arrivals=copies),
             v_free=free,
         )
+
+
+# --- rows of a block
+
+
+def shared_heads(group: int, tile_rows: int) -> int:
+    """Number of heads, of the `group` of a KV head, that share blocks: as many as divide the group and leave room for 8
+    queries of each in a consumer's `tile_rows` rows.
+    """
+    return max(heads for heads in range(1, tile_rows // ALIGNMENT + 1) if group % heads == 0)
+
+
+class BlockRows(NamedTuple):
+    """Rows of a work tile's block.
+
+    The rows of a sequence that heads share are those of 8 neighbouring queries of the first head, the same 8 queries of
+    the next, and after the last head the next 8 queries. Blocks are cut from these rows wherever they are full, so a
+    sequence has one block at most that is not, and keys are read once for all heads in a block. Each group of 8 rows is
+    brought by a copy of its own from where the queries lie.
+
+    Attributes:
+      work: the work tile, whose `head` counts sets of heads that share blocks.
+      num_tokens, num_q_heads: T and Hq.
+    """
+
+    static: FlashStatic
+    work: FlashWorkTile
+    num_tokens: int
+    num_q_heads: int
+
+    @property
+    def heads(self) -> int:
+        return self.static.block_heads
+
+    @property
+    def first_head(self) -> Any:
+        """The first of the heads that share blocks."""
+        return self.work.head * self.heads
+
+    @property
+    def end_query(self) -> Any:
+        """One past the last query that the block has rows of, which may be of the next sequence."""
+        last_group = self.work.block.skipped_heads + self.static.block_rows // ALIGNMENT - 1
+        return self.work.block.start + (lax.div(last_group, jnp.int32(self.heads)) + 1) * ALIGNMENT
+
+    def filled(self, value: Any) -> jax.Array:
+        """[tile_rows]: one value for each row of a consumer."""
+        return self.static.rows.filled(value, self.static.tile_rows)
+
+    def queries(self, number: Any) -> jax.Array:
+        """[tile_rows]: the query that each row of consumer `number` is of."""
+        row, start = self.static.rows.iota(self.static.tile_rows), self.work.block.start
+        if self.heads == 1:
+            return start + (number * self.static.tile_rows + row)
+        eight = lax.div(self._groups(number, row), jnp.int32(self.heads))
+        return start + eight * ALIGNMENT + (row & (ALIGNMENT - 1))
+
+    def _groups(self, number: Any, row: jax.Array) -> jax.Array:
+        """[tile_rows]: the group of 8 rows of each row of a consumer, counted from that of the first head at the
+        block's first query.
+        """
+        return self._first_group(number) + lax.div(row, jnp.int32(ALIGNMENT))
+
+    def _first_group(self, number: Any) -> Any:
+        return self.work.block.skipped_heads + number * (self.static.tile_rows // ALIGNMENT)
+
+    def first_query(self, number: Any) -> Any:
+        """The first query that a consumer has rows of; no other is `tile_rows` after it or more."""
+        if self.heads == 1:
+            return self.work.block.start + number * self.static.tile_rows
+        return self.work.block.start + lax.div(self._first_group(number), jnp.int32(self.heads)) * ALIGNMENT
+
+    def output_row(self, query: jax.Array, number: Any) -> jax.Array:
+        """[tile_rows]: row of the output [T · Hq, Dv] for each row of a consumer, given its query; -1 for none."""
+        block = self.work.block
+        ours = (query >= block.first_row) & (query < block.end_row)
+        head = self.filled(self.first_head)
+        if self.heads > 1:
+            head += lax.rem(self._groups(number, self.static.rows.iota(self.static.tile_rows)), jnp.int32(self.heads))
+        return jnp.where(ours, self.work.output_row(query, self.num_tokens) * self.num_q_heads + head, -1)
+
+    def sinks(self, sinks: Ref | None, output_row: jax.Array) -> jax.Array | None:
+        """[tile_rows]: learned logits [Hq] of the heads of such rows of the output."""
+        if sinks is None:
+            return None
+        if self.heads == 1:
+            return self.filled(sinks[self.first_head])
+        head = lax.rem(jnp.maximum(output_row, 0), jnp.int32(self.num_q_heads))
+        return self.static.rows.take(sinks, head)
+
+    def copy(self, q: Ref, number: int, tile: Ref, landed: Ref) -> None:
+        """Start the copies of the queries of consumer `number`.
+
+        Args:
+          q: [T, Hq, Dk] in global memory, of `zero_rows_past_end`.
+          tile: `tiles.operand` [tile_rows, Dk].
+          landed: barrier, with `arrivals(static.query_copies)` for these copies.
+        """
+        start = self.work.block.start
+        if self.heads == 1:
+            copy_rows(q, start + number * self.static.tile_rows, self.first_head, tile, landed)
+        else:
+            copy_row_groups(q, start, self.first_head, self.heads, self._first_group(number), tile, landed)
 
 
 # --- front ends
@@ -294,7 +403,7 @@ def launch(
     tile_counter = TileQueue.counter(work.zero, programs, work_tiles)
     scratch_types = (
         kernel.scratch,
-        *TileQueue.scratch_types(tile_counter, kernel.queue_slots, orders_tensor_core=kernel.orders_tensor_core),
+        TileQueue.scratch_types(tile_counter, kernel.queue_slots, orders_tensor_core=kernel.orders_tensor_core),
         front.scratch_types(orders_tensor_core=kernel.orders_tensor_core),
     )
     _require_shared_memory(front, scratch_types)
@@ -338,12 +447,11 @@ def _kernel(
     tile_counter: Ref | None,
     result: OutputRows | RowState,
     scratch: Any,
-    next_tile: Ref | None,
-    next_tile_landed: Ref | None,
+    queue_scratch: Any,
     front_scratch: Any,
 ) -> None:
     def work_tiles() -> WorkTiles:
-        queue = None if tile_counter is None else TileQueue(programs, tile_counter, next_tile, next_tile_landed)
+        queue = None if tile_counter is None else TileQueue(programs, tile_counter, *queue_scratch)
         return WorkTiles.of(x.blocks, x.counts, front.num_heads, front.l2_head_group, queue)
 
     kernel.body(front, x, work_tiles, result, scratch, front_scratch)
@@ -389,20 +497,25 @@ class Producer:
             for _ in range(arrivals(self.static.copies)):
                 plgpu.barrier_arrive(rings.v_landed.at[slot])
 
-    def load_queries(self, again: Any, copy: Callable[[], None]) -> Callable[[Any], None]:
+    def load_queries(self, again: Any, copy: Callable[[int, Ref], None]) -> Callable[[Any], None]:
         """Starts the copies of a block's queries: at once for the program's first block. Later ones go where the
         queries before them are, which are needed longer than the slots that the block's first tiles of keys go to.
+
+        Args:
+          copy: copy(consumer, barrier) starts those of a consumer's queries.
 
         Returns:
           a function to be called after the copies of each tile of values, with the tile's number in the block.
         """
 
-        def load() -> None:
-            plgpu.barrier_wait(self.rings.q_free)
-            copy()
+        def load(*, await_free: bool) -> None:
+            for consumer in range(self.static.consumers):
+                if await_free:
+                    plgpu.barrier_wait(self.rings.q_free.at[consumer])
+                copy(consumer, self.rings.q_landed.at[consumer])
 
-        pl.when(~again)(copy)
-        return lambda i: pl.when(again & (i == 0))(load)
+        pl.when(~again)(lambda: load(await_free=False))
+        return lambda i: pl.when(again & (i == 0))(lambda: load(await_free=True))
 
     def drain(self, kv_tiles: Any, any_work: Any) -> None:
         """Waits for the last phases of all barriers, after this number of tiles."""
@@ -413,7 +526,8 @@ class Producer:
             plgpu.barrier_wait(self.rings.v_free.at[slot])
 
         lax.fori_loop(0, jnp.minimum(kv_tiles, self.static.stages), wait, None)
-        wait_if(any_work, self.rings.q_free)
+        for consumer in range(self.static.consumers):
+            wait_if(any_work, self.rings.q_free.at[consumer])
 
 
 def produce(front: FrontEnd, x: Any, work_tiles: WorkTiles, rings: Rings, front_scratch: Any) -> None:

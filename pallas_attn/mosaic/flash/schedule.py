@@ -1,7 +1,7 @@
 """Scheduling of the prefill kernel: blocks of queries are listed on the device, and programs fetch them from a queue.
 
-A sequence's queries are cut into blocks of neighbouring rows; rows after the last sequence and before the first are two
-segments more, which see no keys. A work tile is a block for one head (or for a few heads that share the block), against
+A sequence's queries are cut into blocks of neighbouring ones; rows after the last sequence and before the first are two
+segments more, which see no keys. A work tile is a block for one head (or for a few heads that share blocks), against
 all keys that the block sees or against one of several splits of them (`flash.split`).
 
 1. `list_blocks`, a short kernel before attention, lists the blocks, those that see the most tiles of keys first: the
@@ -51,11 +51,12 @@ MOST_LISTED = 48 * 1024
 
 
 class QueryBlock(NamedTuple):
-    """A row of the list: neighbouring query rows of one sequence, and the keys of that sequence.
+    """A row of the list: neighbouring queries of one sequence, and the keys of that sequence.
 
     Attributes:
       sequence: index of the sequence; the last one for rows of none.
-      start: first row of the block, a multiple of 8.
+      start: first query of the block, a multiple of 8.
+      skipped_heads: of the heads that share blocks, those whose 8 queries from `start` on end the block before.
       first_row, end_row: rows of the sequence.
       first_key, end_key: keys of the sequence; none for rows of no sequence.
       kv_tiles: tiles of keys that the block sees at most, counted from the row where copies of `first_key` begin; at
@@ -64,6 +65,7 @@ class QueryBlock(NamedTuple):
 
     sequence: Any
     start: Any
+    skipped_heads: Any
     first_row: Any
     end_row: Any
     first_key: Any
@@ -129,27 +131,34 @@ class SequenceLengths(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Blocking:
-    """Sizes of the blocks that query rows are cut into.
+    """Sizes of the blocks that queries are cut into.
 
     Attributes:
-      num_rows: number of query rows.
-      block_rows: rows of a block.
+      num_rows: number of query rows of a head.
+      block_rows: rows of a block, a multiple of 8.
       tile_keys: keys of a tile.
       causal: whether the keys of a block end with its last query's.
+      heads: heads that share blocks (`flash.pipeline.BlockRows`), at most as many as a block has groups of 8 rows.
     """
 
     num_rows: int
     block_rows: int
     tile_keys: int
     causal: bool
+    heads: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Groups of 8 rows of a block."""
+        return self.block_rows // ALIGNMENT
 
     def num_blocks(self, lengths: SequenceLengths) -> tuple[int, int]:
         """The least and the largest number of blocks, whatever the lengths. Rows of no sequence may need blocks
-        of their own, and up to 7 rows before a sequence's first may fill the beginning of its first block.
+        of their own, and up to 7 rows before a sequence's first and after its last are part of its groups of 8.
         """
         segments = lengths.segments
-        most = (self.num_rows + (ALIGNMENT - 1) * segments) // self.block_rows + segments
-        return pl.cdiv(self.num_rows, self.block_rows), min(self.num_rows, most)
+        most = (self.num_rows + 2 * (ALIGNMENT - 1) * segments) * self.heads // self.block_rows + segments
+        return pl.cdiv(self.num_rows * self.heads, self.block_rows), min(self.num_rows, most)
 
 
 class WorkList(NamedTuple):
@@ -258,7 +267,8 @@ def _list_kernel(
 def _count_blocks(blocking: Blocking, x: SequenceLengths, scratch: ListScratch, segment: Any, before: Any) -> Any:
     """Writes where the blocks of each segment end, on top of the number `before`; returns that of all so far."""
     first_row, end_row = _query_rows(blocking, x, jnp.minimum(segment, x.segments - 1))
-    blocks = ratio(end_row - _align_each_down(first_row) + (blocking.block_rows - 1), blocking.block_rows)
+    eights = ratio(end_row - _align_each_down(first_row) + (ALIGNMENT - 1), ALIGNMENT)
+    blocks = ratio(eights * blocking.heads + (blocking.groups - 1), blocking.groups)
     blocks = jnp.where((segment < x.segments) & (end_row > first_row), blocks, 0)
     return scratch.lanes.append(scratch.ends, segment, blocks, before)
 
@@ -272,13 +282,16 @@ def _describe(
     segment = jnp.minimum(segment_of(scratch.ends, x.segments, number), x.segments - 1)
     first_row, end_row = _query_rows(blocking, x, segment)
     first_key, end_key = _key_rows(x, segment)
-    start = _align_each_down(first_row) + (number - exclusive_sum(scratch.ends, segment)) * blocking.block_rows
+    group = (number - exclusive_sum(scratch.ends, segment)) * blocking.groups
+    eight, skipped_heads = _divide_each(group, blocking.heads)
+    end_eight = _divide_each(group + (blocking.groups - 1), blocking.heads)[0] + 1
+    start, end = (_align_each_down(first_row) + ALIGNMENT * x for x in (eight, end_eight))
     seen = end_key - _align_each_down(first_key)
     if blocking.causal:
-        seen -= jnp.maximum(end_row - (start + blocking.block_rows), 0)  # keys of the queries that follow the block's
+        seen -= jnp.maximum(end_row - end, 0)  # keys of the queries that follow the block's
     kv_tiles = ratio(jnp.maximum(seen, 1) + (blocking.tile_keys - 1), blocking.tile_keys)
     sequence = jnp.minimum(segment, x.sequences - 1)
-    block = QueryBlock(sequence, start, first_row, end_row, first_key, end_key, kv_tiles)
+    block = QueryBlock(sequence, start, skipped_heads, first_row, end_row, first_key, end_key, kv_tiles)
     sort_key = order_key(kv_tiles, number, 1 << blocking.num_blocks(x)[1].bit_length())
     return block, jnp.where(number < count, sort_key, -1).astype(jnp.float32)
 
@@ -356,22 +369,14 @@ class WorkTiles(NamedTuple):
         Returns:
           the number of work tiles, and of tiles of keys.
         """
-        return self._each(work, TileQueue.fetch)
+        return self._each(work, lambda queue, i, before: queue.fetch(i, before, self._published))
 
     def consume(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> None:
         """`produce` in other warpgroups, for the work tiles that the producer has fetched."""
-        self._each(work, TileQueue.receive)
+        self._each(work, lambda queue, i, _: queue.receive(i))
 
     def _each(self, work: Callable[..., Any], number_of: Callable[[TileQueue, Any, Any], Any]) -> tuple[Any, Any]:
-        queue, of_head = self.queue, self.num_blocks if self.num_splits is None else self.num_blocks * self.num_splits
-        work_tiles = of_head * self.num_heads
-
-        def do(number: Any, again: Any, kv_tile: Any) -> Any:
-            group, rest = divide(number, of_head * self.l2_head_group)
-            row, head = divide(rest, self.l2_head_group)
-            row, split = (row, None) if self.num_splits is None else divide(row, self.num_splits)
-            block = QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
-            return work(again, kv_tile, FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits))
+        queue, work_tiles = self.queue, self._blocks_of_head * self.num_heads
 
         def number(i: Any, before: Any) -> Any:
             """Number of the program's i-th work tile; `before` is that of the one before it, if there is one."""
@@ -381,34 +386,63 @@ class WorkTiles(NamedTuple):
 
         def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             i, work_tile, kv_tile = state
-            kv_tile += do(work_tile, i > 0, kv_tile)
+            described = self._work_tile(work_tile) if queue is None else self._received(queue, i)
+            kv_tile += work(i > 0, kv_tile, described)
             return i + 1, number(i + 1, work_tile), kv_tile
 
         first = (jnp.int32(0), number(jnp.int32(0), None), jnp.int32(0))
         i, _, kv_tiles = lax.while_loop(lambda state: state[1] < work_tiles, step, first)
         return i, kv_tiles
 
+    @property
+    def _blocks_of_head(self) -> Any:
+        """Number of the blocks of a head, or of their splits."""
+        return self.num_blocks if self.num_splits is None else self.num_blocks * self.num_splits
+
+    def _work_tile(self, number: Any) -> FlashWorkTile:
+        """The work tile of a number, from the list."""
+        group, rest = divide(number, self._blocks_of_head * self.l2_head_group)
+        row, head = divide(rest, self.l2_head_group)
+        row, split = (row, None) if self.num_splits is None else divide(row, self.num_splits)
+        block = QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
+        return FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits)
+
+    def _published(self, number: Any) -> list[Any]:
+        """Fields of a work tile that the queue passes on; arbitrary beyond the last."""
+        last = self._blocks_of_head * self.num_heads - 1
+        tile = self._work_tile(jnp.minimum(number, last))
+        return [*tile.block, tile.head, 0 if tile.split is None else tile.split]
+
+    def _received(self, queue: TileQueue, i: Any) -> FlashWorkTile:
+        """The program's i-th work tile, as published."""
+        *block, head, split = queue.published(i)
+        block = QueryBlock(*block)
+        return FlashWorkTile(block, head, None if self.num_splits is None else split, self.num_splits)
+
 
 class TileQueue(NamedTuple):
     """A counter in global memory that hands out the numbers of work tiles to programs as they become free.
 
     A program begins with the work tile of its own number. Its producer fetches the next number when the last copies for
-    the current work tile are under way, so that no warpgroup waits for it, and passes it on to the others in shared
-    memory. On Hopper that has two slots: one is overwritten when the queries of the work tile after it have been
-    copied, which was no sooner than all consumers had begun with it. Where consumers do not free the queries themselves
-    there is a slot more than there are stages: the values that the producer copied last took the place of those that
-    are `stages` tiles older, after whose probabilities all consumers had begun with a work tile that recent.
+    the current work tile are under way, so that no warpgroup waits for it. It looks up the work tile, which takes as
+    long as global memory does, and passes it on to the others in shared memory. On Hopper that has two slots: one is
+    overwritten when the queries of the work tile after it have been copied, which was no sooner than all consumers had
+    begun with it. Where consumers do not free the queries themselves there is a slot more than there are stages: the
+    values that the producer copied last took the place of those that are `stages` tiles older, after whose
+    probabilities all consumers had begun with a work tile that recent.
 
     Attributes:
       programs: number of programs.
       tile_counter: int32 [1] in global memory, 0 to begin with: work tiles fetched after the first ones.
-      next_tile: int32 [slots, 1] in shared memory.
+      next_tile: int32 [slots, fields] in shared memory: the number of a work tile, and what is published of it.
+      fetched: a barrier at which the producer waits for itself.
       landed: a barrier for each slot.
     """
 
     programs: int
     tile_counter: Ref
     next_tile: Ref
+    fetched: Ref
     landed: Ref
 
     @staticmethod
@@ -417,18 +451,23 @@ class TileQueue(NamedTuple):
         return basics.alias_in_place(zero) if programs < work_tiles else None
 
     @staticmethod
-    def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> tuple[Any, Any]:
-        """Scratch for `next_tile` and `landed`."""
+    def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> Any:
+        """Scratch for `next_tile`, `fetched` and `landed`; None without a counter."""
         if tile_counter is None:
-            return None, None
+            return None
         landed = plgpu.Barrier(num_barriers=slots, orders_tensor_core=orders_tensor_core)
-        return plgpu.SMEM((slots, 1), jnp.int32), landed
+        fields = 1 + len(QueryBlock._fields) + 2  # the block, its head and the split
+        return plgpu.SMEM((slots, fields), jnp.int32), plgpu.Barrier(), landed
 
     def slot(self, i: Any) -> Any:
         return ring_slot(i, self.next_tile.shape[0])
 
-    def fetch(self, i: Any, before: Any) -> Any:
-        """Number of a producer's i-th work tile, after that of number `before`; beyond the last if none is left."""
+    def fetch(self, i: Any, before: Any, published: Callable[[Any], list[Any]]) -> Any:
+        """Number of a producer's i-th work tile, after that of number `before`; beyond the last if none is left.
+
+        Args:
+          published: published(number) makes the fields of a work tile that others are told.
+        """
         slot = self.slot(i)
         if before is None:
             self.next_tile[slot, 0] = lax.axis_index("program")
@@ -436,8 +475,12 @@ class TileQueue(NamedTuple):
             self.next_tile[slot, 0] = before + self.programs
         else:
             self._increment(slot)
+            plgpu.barrier_arrive(self.fetched)
+            plgpu.barrier_wait(self.fetched)
+        for field, value in enumerate(published(self.next_tile[slot, 0]), 1):
+            self.next_tile[slot, field] = value
         plgpu.barrier_arrive(self.landed.at[slot])
-        return self.receive(i, before)
+        return self.receive(i)
 
     def _increment(self, slot: Any) -> None:
         """Writes to a slot what the counter was, plus the number of programs, and counts it up."""
@@ -455,11 +498,15 @@ class TileQueue(NamedTuple):
 
         increment(self.tile_counter, self.next_tile.at[slot])
 
-    def receive(self, i: Any, _: Any) -> Any:
-        """Number of a consumer's i-th work tile."""
+    def receive(self, i: Any) -> Any:
+        """Number of the i-th work tile, when it is there."""
         slot = self.slot(i)
         plgpu.barrier_wait(self.landed.at[slot])
         return self.next_tile[slot, 0]
+
+    def published(self, i: Any) -> list[Any]:
+        """Published fields of the i-th work tile, which is there."""
+        return [self.next_tile[self.slot(i), field] for field in range(1, self.next_tile.shape[1])]
 
 
 # --- arithmetic
@@ -473,6 +520,16 @@ def ring_slot(number: Any, slots: int) -> Any:
 def divide(x: Any, y: Any) -> tuple[Any, Any]:
     """Quotient and remainder of numbers that are not negative."""
     return lax.div(x, y), lax.rem(x, y)
+
+
+def _divide_each(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
+    """`divide` of each of several numbers [128]. A division by 1 is left out, of which Mosaic's compiler makes nothing
+    that it can lower.
+    """
+    if y == 1:
+        return x, PER_THREAD.filled(jnp.int32(0), THREADS)
+    quotient = ratio(x, y)
+    return quotient, x - quotient * y
 
 
 def align_down(row: Any) -> Any:

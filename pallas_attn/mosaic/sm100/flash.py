@@ -26,7 +26,8 @@ arrives, order the tensor core.
                             and O are ready       block before written out
     o_done[consumer]        P V is finished       the consumer, before it rescales or reads O; the issuing thread,
                                                   before it starts an S over that P
-    next_tile_landed[slot]  the producer          all, before their next work tile (`TileQueue`)
+    fetched                 the producer          itself, before it looks up a work tile (`TileQueue`)
+    next_tile_landed[slot]  the producer          all, before their next work tile
 
 The kernel cannot deadlock: all warpgroups go through the same work tiles and tiles of keys, in this order. The issuing
 thread waits for tiles that the producer brings in the order in which they are used, for P of a tile whose S it has
@@ -239,7 +240,8 @@ class Issuer:
 
     def attend(self, begin: Any, kv_tiles: Any) -> None:
         """Products with some tiles, at least one, from the program's tile number `begin` on."""
-        plgpu.barrier_wait(self.scratch.rings.q_landed)
+        for consumer in range(self.static.consumers):
+            plgpu.barrier_wait(self.scratch.rings.q_landed.at[consumer])
         (self._by_turns if self.static.consumers == 1 else self._side_by_side)(begin, kv_tiles)
 
     def _side_by_side(self, begin: Any, kv_tiles: Any) -> None:
@@ -317,7 +319,11 @@ class Issuer:
         """Frees keys after their products; the queries, too, if these were the block's last."""
         rings = self.scratch.rings
         plgpu.tcgen05_commit_arrive(rings.k_free.at[ring_slot(kv_tile, self.static.stages)])
-        pl.when(is_last)(lambda: plgpu.tcgen05_commit_arrive(rings.q_free))
+
+        @pl.when(is_last)
+        def _release_queries() -> None:
+            for consumer in range(self.static.consumers):
+                plgpu.tcgen05_commit_arrive(rings.q_free.at[consumer])
 
     def _release_values(self, kv_tile: Any) -> None:
         plgpu.tcgen05_commit_arrive(self.scratch.rings.v_free.at[ring_slot(kv_tile, self.static.stages)])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 from pallas_attn import tuning
 from pallas_attn.device import Device
-from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
+from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
 from pallas_attn.triton.tiles import MOST_ROWS, FlashTile, flash_tile, power_of_two
 
@@ -90,42 +89,3 @@ def triton_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> F
     key = {"head_dim": head_dim, "rows": min(MOST_ROWS, power_of_two(rows)), "demanding": demanding}
     make = functools.partial(flash_tile, card, rows, head_dim, demanding=demanding)
     return tuning.lookup("paged_prefill/triton", key, FlashTile, make)
-
-
-class HeadPacking(NamedTuple):
-    """Heads of a group that share a block.
-
-    Attributes:
-      heads: number of heads in a block.
-      queries: queries of each that a block has, a multiple of 8.
-    """
-
-    heads: int
-    queries: int
-
-    @staticmethod
-    def of(heads: int, block_rows: int) -> HeadPacking:
-        """Take as many queries of so many heads as a block has room for."""
-        return HeadPacking(heads, block_rows // ALIGNMENT // heads * ALIGNMENT)
-
-
-def packing(group: int, queries: int, block_rows: int, most_heads: int) -> HeadPacking:
-    """The packing with the fewest rows of blocks; among equals that with the most heads. The more heads share a block,
-    the fewer queries of each it has, and the less of a sequence's last block is empty.
-
-    Args:
-      group: query heads of a KV head.
-      queries: queries of a sequence, on average.
-      block_rows: rows of a block.
-      most_heads: heads of a block at most, for each of which it has room for 8 queries.
-    """
-
-    def rows(packing: HeadPacking) -> float:
-        """Estimate rows that a head takes: its queries begin anywhere, so some rows before them and some after, in
-        the last block, are empty.
-        """
-        empty = (ALIGNMENT - 1) / 2 + packing.queries - 1
-        return block_rows / packing.heads / packing.queries * (queries + empty)
-
-    divisors = [heads for heads in range(min(group, most_heads), 0, -1) if group % heads == 0]
-    return min((HeadPacking.of(heads, block_rows) for heads in divisors), key=rows)

@@ -1,20 +1,17 @@
 """`paged_prefill`: a front end of the prefill kernel (`flash.pipeline`) for keys and values in pages.
 
-A block holds neighbouring queries of a few heads of a group, 8 queries of one head, then the same 8 of the next, each
-brought by a copy of its own: so blocks are nearly full where queries are few, and keys are read once for all heads in a
-block. A tile of keys is a range of positions: several pages, or part of one. Tiles with a visible key are walked like
-the pages of decode, those of sink tokens first. Pages that no row of a block sees, or that are absent, are not copied:
-their tokens are masked and their values zeroed. With each tile the producer publishes where it begins, which of its
-pages are present, and whether all rows see all of it, which saves the consumers registers. Consumers that wait for
-products, and not for keys, have a barrier that tells them (`tile_meta_landed`). Where the cache has 8 bits, tiles go to
-the rings by way of `mosaic_dequantize`.
+Heads of a group share blocks of queries (`BlockRows`). A tile of keys is a range of positions: several pages,
+or part of one. Tiles with a visible key are walked like the pages of decode, those of sink tokens first. Pages that no
+row of a block sees, or that are absent, are not copied: their tokens are masked and their values zeroed. With each tile
+the producer publishes where it begins, which of its pages are present, and whether all rows see all of it, which saves
+the consumers registers. Consumers that wait for products, and not for keys, have a barrier that tells them
+(`tile_meta_landed`). Where the cache has 8 bits, tiles go to the rings by way of `mosaic_dequantize`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,22 +27,22 @@ from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.bulk_copies import (
     LANES,
     copy_pages,
-    copy_row_groups,
-    copy_rows,
     lane_iota,
     present_pages,
     zero_rows_past_end,
 )
-from pallas_attn.mosaic.flash.config import ALIGNMENT, FlashConfig
+from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.mosaic.flash.pipeline import (
     TOKENS,
     BlockConsumer,
+    BlockRows,
     FlashStatic,
     OutputRows,
     Producer,
     Rings,
     RowOptions,
     ScoreTransform,
+    shared_heads,
 )
 from pallas_attn.mosaic.flash.schedule import (
     Blocking,
@@ -121,7 +118,9 @@ def attend(
     kv = call.kv
     terms, query_scale = dequantise.plain_query_terms(call.q[None], kv)
     front = PagedFrontEnd.of(call, settings, tile_rows, rows, terms=len(terms), score_scale=call.scale / query_scale)
-    blocking = Blocking(call.num_tokens, front.block_queries, front.static.tile_keys, call.causal)
+    blocking = Blocking(
+        call.num_tokens, front.static.block_rows, front.static.tile_keys, call.causal, front.static.block_heads
+    )
     head_window = call.window if isinstance(call.window, HeadWindow) else None
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
     most_tiles = front.static.most_tiles(call.block_tables.shape[-1] * call.page_size, front.window)
@@ -182,8 +181,6 @@ class PagedFrontEnd:
 
     Attributes:
       num_tokens: T.
-      block_queries: queries of a block, for each of its heads.
-      block_heads: heads of a group that share a block.
       group: query heads of a KV head.
       causal: whether a query sees keys up to its own position, instead of all keys of its sequence.
       window: window of all heads, if there is no `HeadWindow`.
@@ -193,8 +190,6 @@ class PagedFrontEnd:
 
     static: FlashStatic
     num_tokens: int
-    block_queries: int
-    block_heads: int
     group: int
     num_kv_heads: int
     page_size: int
@@ -228,8 +223,6 @@ class PagedFrontEnd:
         if settings.tile_keys % page_size and page_size % settings.tile_keys:
             got = f"{settings.tile_keys} keys of pages of {page_size}"
             raise NotImplementedError(f"takes tiles of whole pages, or of a part of one, got {got}")
-        queries = call.num_tokens // call.num_sequences
-        packing = config.packing(call.group, queries, tile_rows * settings.consumers, tile_rows // ALIGNMENT)
         scales = dequantise.scale_layout(kv)
         static = FlashStatic(
             head_dim,
@@ -243,14 +236,12 @@ class PagedFrontEnd:
             rows=rows,
             soft_cap=call.soft_cap,
             query_terms=terms,
-            query_copies=1 if packing.heads == 1 else tile_rows // ALIGNMENT,
+            block_heads=shared_heads(call.group, tile_rows),
             dequantizes=scales is not None,
         )
         return PagedFrontEnd(
             static,
             num_tokens=call.num_tokens,
-            block_queries=packing.queries,
-            block_heads=packing.heads,
             group=call.group,
             num_kv_heads=call.num_kv_heads,
             page_size=page_size,
@@ -268,12 +259,16 @@ class PagedFrontEnd:
     @property
     def num_heads(self) -> int:
         """Groups of heads that share a block."""
-        return self.num_q_heads // self.block_heads
+        return self.num_q_heads // self.static.block_heads
 
     @property
     def l2_head_group(self) -> int:
         """Groups of heads of one KV head."""
-        return self.group // self.block_heads
+        return self.group // self.static.block_heads
+
+    def rows(self, work: FlashWorkTile) -> BlockRows:
+        """Rows of the block of a work tile."""
+        return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)
 
     @property
     def scale_groups(self) -> int:
@@ -324,11 +319,11 @@ class PagedTile(NamedTuple):
 
     @staticmethod
     def of(front: PagedFrontEnd, x: PrefillInputs, scratch: PrefillScratch, work: FlashWorkTile) -> PagedTile:
-        block, kv_head = work.block, lax.div(work.head * front.block_heads, front.group)
+        block, kv_head = work.block, lax.div(work.head * front.static.block_heads, front.group)
         tile_keys = front.static.tile_keys
         offset = block.end_key - block.end_row
         first = jnp.maximum(jnp.maximum(block.start, block.first_row) + offset, 0)
-        end = jnp.maximum(jnp.minimum(block.start + front.block_queries, block.end_row) + offset, 0)
+        end = jnp.maximum(jnp.minimum(front.rows(work).end_query, block.end_row) + offset, 0)
         if not front.causal:
             first, end = jnp.maximum(block.end_key - 1, 0), block.end_key
         window, sink_tokens = front.window, jnp.int32(0)
@@ -357,61 +352,29 @@ class PagedTile(NamedTuple):
         """Position and pages that are published of tile number `kv_tile` of the rings."""
         return self.scratch.tile_meta.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])]
 
-    # Rows of the block: 8 queries of one head after another, then the next 8 queries
-
     @property
-    def first_head(self) -> Any:
-        """The first of the heads that share the block."""
-        return self.work.head * self.front.block_heads
-
-    def filled(self, value: Any) -> jax.Array:
-        """[tile_rows]: one value for each row of a consumer."""
-        return self.static.rows.filled(value, self.static.tile_rows)
-
-    def row_iota(self, number: Any) -> jax.Array:
-        """[tile_rows]: index in the block of each row of a consumer."""
-        return number * self.static.tile_rows + self.static.rows.iota(self.static.tile_rows)
-
-    def queries(self, number: Any) -> jax.Array:
-        """[tile_rows]: the query that each row of a consumer is of."""
-        row, heads = self.row_iota(number), self.front.block_heads
-        if heads == 1:
-            return self.block.start + row
-        return self.block.start + lax.div(row, jnp.int32(heads * ALIGNMENT)) * ALIGNMENT + (row & (ALIGNMENT - 1))
+    def rows(self) -> BlockRows:
+        """Rows of the block."""
+        return self.front.rows(self.work)
 
     def position(self, query: jax.Array) -> jax.Array:
         """[tile_rows]: the position of each query."""
-        return query + self.position_offset if self.front.causal else self.filled(self.block.end_key - 1)
-
-    def output_row(self, query: jax.Array, number: Any) -> jax.Array:
-        """[tile_rows]: row of the output for each row of a consumer, or -1."""
-        front = self.front
-        end = jnp.minimum(self.block.start + front.block_queries, self.block.end_row)
-        ours = (query >= self.block.first_row) & (query < end)
-        head = self.filled(self.first_head)
-        if front.block_heads > 1:
-            head += lax.rem(lax.div(self.row_iota(number), jnp.int32(ALIGNMENT)), jnp.int32(front.block_heads))
-        return jnp.where(ours, self.work.output_row(query, front.num_tokens) * front.num_q_heads + head, -1)
+        return query + self.position_offset if self.front.causal else self.rows.filled(self.block.end_key - 1)
 
     # Producer
 
     def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
-        load_later_queries = producer.load_queries(again, lambda: self.copy_queries(producer.rings))
+        load_later_queries = producer.load_queries(again, functools.partial(self.copy_queries, producer.rings))
         if self.scratch.staged is None:
             self.load_tiles(producer, kv_tile, load_later_queries)
         else:
             dequantizer = Dequantizer(self.static, producer.rings, self.scratch.staged)
             self.dequantize_tiles(dequantizer, kv_tile, load_later_queries)
 
-    def copy_queries(self, rings: Rings) -> None:
-        static, heads = self.static, self.front.block_heads
-        for i, (term, q) in itertools.product(range(static.consumers), enumerate(self.x.q)):
-            tile = rings.q.at[i * len(self.x.q) + term]
-            if heads == 1:
-                copy_rows(q, self.block.start + i * static.tile_rows, self.first_head, tile, rings.q_landed)
-                continue
-            before = i * static.query_copies
-            copy_row_groups(q, self.block.start, self.first_head, heads, before, tile, rings.q_landed)
+    def copy_queries(self, rings: Rings, consumer: int, landed: Ref) -> None:
+        terms = len(self.x.q)
+        for i, term in enumerate(self.x.q):
+            self.rows.copy(term, consumer, rings.q.at[consumer * terms + i], landed)
 
     def load_tiles(self, producer: Producer, kv_tile: Any, load_later_queries: Callable[[Any], None]) -> None:
         """Copies the keys and values to the rings, from tile number `kv_tile` on."""
@@ -583,8 +546,8 @@ class PagedTile(NamedTuple):
         number = consumer.number
         if self.static.dequantizes:  # whose consumers have no register for the part of this that all work tiles share
             number += basics.unknown_zero()
-        query = self.queries(number)
-        position, row = self.position(query), self.output_row(query, number)
+        query = self.rows.queries(number)
+        position, row = self.position(query), self.rows.output_row(query, number)
         if self.work.split is not None:  # Before keys are walked: they take fewer registers than what they are made of.
             position, row = lax.optimization_barrier((position, row))
         transform = ScoreTransform(functools.partial(self.limits, position, kv_tile))
@@ -594,25 +557,20 @@ class PagedTile(NamedTuple):
             transform = transform._replace(await_tile=lambda i: self.await_tile_meta(kv_tile + i))
         state = consumer.attend(kv_tile, self.kv_tiles, transform)
         scale = None if scales is None else scales.output_scale(self.kv_head)
-        consumer.store(result, row, state, RowOptions(self.sinks(row), scale))
+        consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row), scale))
 
     def limits(self, position: jax.Array, kv_tile: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
         """Limits of the i-th tile, number kv_tile + i of the rings, for rows at these positions (`ScoreTransform`)."""
         meta = self.tile_meta(kv_tile + i)
         present, start = meta[0], meta[1]
 
+        filled = self.rows.filled
+
         def limits() -> Limits:
-            low, sink = self.filled(jnp.int32(0)), None
+            low, sink = filled(jnp.int32(0)), None
             if self.window is not None:
                 low = jnp.maximum(jnp.maximum(position, 0) - self.window + 1, 0) - start
-                sink = self.filled(jnp.minimum(self.sink_tokens, start + self.static.tile_keys) - start)
-            return Limits(low, position + 1 - start, sink, self.filled(present), self.part_tokens)
+                sink = filled(jnp.minimum(self.sink_tokens, start + self.static.tile_keys) - start)
+            return Limits(low, position + 1 - start, sink, filled(present), self.part_tokens)
 
         return present == FULL_TILE, limits
-
-    def sinks(self, output_row: jax.Array) -> jax.Array | None:
-        """[tile_rows]: learned logits of the heads of such rows of the output."""
-        if self.x.sinks is None:
-            return None
-        head = lax.rem(jnp.maximum(output_row, 0), jnp.int32(self.front.num_q_heads))
-        return self.static.rows.take(self.x.sinks, head)

@@ -1,8 +1,9 @@
 """`ragged_attention`: a front end of the prefill kernel (`flash.pipeline`) for packed keys and values.
 
-Copies begin at multiples of 8 rows, sequences anywhere: the first and last rows of a block of queries, or of a tile of
-keys, may belong to neighbouring sequences and hold anything. Queries of neighbours are computed but not written; keys
-of neighbours are masked, and their values zeroed. Rows past the last one are copied as zeros.
+Heads of a group share blocks of queries (`BlockRows`). Copies begin at multiples of 8 rows, sequences
+anywhere: the first and last rows of a block of queries, or of a tile of keys, may belong to neighbouring sequences and
+hold anything. Queries of neighbours are computed but not written; keys of neighbours are masked, and their values
+zeroed. Rows past the last one are copied as zeros.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import refusals
+from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.bulk_copies import copy_rows, zero_rows_past_end
 from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.mosaic.flash.pipeline import (
     BlockConsumer,
+    BlockRows,
     FlashStatic,
     OutputRows,
     Producer,
     RowOptions,
     ScoreTransform,
+    shared_heads,
 )
 from pallas_attn.mosaic.flash.schedule import (
     Blocking,
@@ -95,16 +97,18 @@ def attend(
         tile_rows=tile_rows,
         rows=rows,
         soft_cap=call.soft_cap,
+        block_heads=shared_heads(num_heads // num_kv_heads, tile_rows),
     )
-    blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal)
+    blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal, static.block_heads)
     lengths = SequenceLengths(call.cu_q_lens, call.cu_kv_lens)
     most_tiles = static.most_tiles(num_keys, call.window)
-    splits = KvSplits.of(heads=num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
+    num_blocks, sets = blocking.num_blocks(lengths), num_heads // static.block_heads
+    splits = KvSplits.of(heads=sets, num_blocks=num_blocks, most_tiles=most_tiles)
     work = list_blocks(blocking, lengths, splits)
     q = zero_rows_past_end(call.q, tile_rows)
     k, v = (zero_rows_past_end(x, static.tile_keys) for x in (call.k, call.v))
     kv_bytes = num_keys * (key_dim + value_dim) * k.dtype.itemsize
-    l2_head_group = config.l2_head_group(num_heads, num_kv_heads, kv_bytes=kv_bytes)
+    l2_head_group = config.l2_head_group(sets, num_kv_heads, kv_bytes=kv_bytes)
     front = RaggedFrontEnd(static, num_tokens, num_heads, l2_head_group, call.causal, call.window)
     inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks if splits.most == 1 else None)
     shape = num_tokens, num_heads
@@ -126,13 +130,22 @@ class RaggedFrontEnd:
 
     static: FlashStatic
     num_tokens: int
-    num_heads: int
+    num_q_heads: int
     l2_head_group: int
     causal: bool
     window: int | None
 
     kernel_name = "ragged_attention"
     compiler_params = plgpu.CompilerParams(approx_math=True)
+
+    @property
+    def num_heads(self) -> int:
+        """Sets of heads that share blocks."""
+        return self.num_q_heads // self.static.block_heads
+
+    def rows(self, work: FlashWorkTile) -> BlockRows:
+        """Rows of the block of a work tile."""
+        return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> None:
         """Return None: a tile needs no scratch memory of its own."""
@@ -175,6 +188,11 @@ class RaggedTile(NamedTuple):
     def block(self) -> QueryBlock:
         return self.work.block
 
+    @property
+    def rows(self) -> BlockRows:
+        """Rows of the block."""
+        return self.front.rows(self.work)
+
     def first_row(self, i: Any) -> Any:
         """Row where copies of the i-th tile begin."""
         return align_down(self.block.first_key) + (self.first_tile + i) * self.static.tile_keys
@@ -183,7 +201,7 @@ class RaggedTile(NamedTuple):
 
     def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
         x, static, rings, block = self.x, self.static, producer.rings, self.block
-        kv_head = lax.div(self.work.head, x.q.shape[1] // x.k.shape[1])
+        kv_head = lax.div(self.rows.first_head, x.q.shape[1] // x.k.shape[1])
 
         def keys(i: Any) -> None:
             producer.load_keys(kv_tile + i, functools.partial(copy_rows, x.k, self.first_row(i), kv_head))
@@ -198,11 +216,9 @@ class RaggedTile(NamedTuple):
                 live_mask=lambda token: (token >= low - start) & (token < block.end_key - start),
             )
 
-        def queries() -> None:
-            for i in range(static.consumers):
-                copy_rows(x.q, block.start + i * static.tile_rows, self.work.head, rings.q.at[i], rings.q_landed)
-
-        load_later_queries = producer.load_queries(again, queries)
+        load_later_queries = producer.load_queries(
+            again, lambda i, landed: self.rows.copy(x.q, i, rings.q.at[i], landed)
+        )
 
         def load(i: Any, _: None) -> None:
             pl.when(i + 1 < self.kv_tiles)(lambda: keys(i + 1))
@@ -214,46 +230,32 @@ class RaggedTile(NamedTuple):
     # Consumer
 
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: OutputRows | RowState) -> None:
-        tile_rows, rows = self.static.tile_rows, self.static.rows
-        start = self.block.start + consumer.number * tile_rows
-        diagonal = self.block.end_key - self.block.end_row + 1
-        transform = ScoreTransform(functools.partial(self.limits, start, diagonal))
+        transform = ScoreTransform(functools.partial(self.limits, consumer.number))
         state = consumer.attend(kv_tile, self.kv_tiles, transform)
-        row = start + rows.iota(tile_rows)
-        ours = (row >= self.block.first_row) & (row < self.block.end_row)
-        num_heads = self.front.num_heads
-        row = jnp.where(ours, self.work.output_row(row, self.front.num_tokens) * num_heads + self.work.head, -1)
-        consumer.store(result, row, state, RowOptions(self.sinks()))
+        number = consumer.number + basics.unknown_zero()  # or what the next two have in common is kept meanwhile
+        row = self.rows.output_row(self.rows.queries(number), number)
+        consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row)))
 
-    def sinks(self) -> jax.Array | None:
-        """[tile_rows]: learned logit of the head, for each row."""
-        return None if self.x.sinks is None else self.filled(self.x.sinks[self.work.head])
-
-    def filled(self, value: Any) -> jax.Array:
-        """[tile_rows]: one value for each row."""
-        return self.static.rows.filled(value, self.static.tile_rows)
-
-    def limits(self, first: Any, diagonal: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
+    def limits(self, number: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
         """Limits that hide keys of neighbouring sequences in the i-th tile, and keys that causal rows do not see or
-        that a window hides; see `ScoreTransform`.
-
-        Args:
-          first: the first row.
-          diagonal: a causal row sees the keys before number row + diagonal.
+        that a window hides, for the rows of a consumer; see `ScoreTransform`.
         """
-        static, causal, window = self.static, self.front.causal, self.front.window
-        start = self.first_row(i)
-        low = jnp.maximum(start, self.block.first_key)
-        end = jnp.minimum(self.block.end_key, first + diagonal) if causal else self.block.end_key
+        static, causal, window, block = self.static, self.front.causal, self.front.window, self.block
+        start, rows = self.first_row(i), self.rows
+        first = rows.first_query(number)
+        diagonal = block.end_key - block.end_row + 1  # a causal query sees the keys before number query + diagonal
+        low = jnp.maximum(start, block.first_key)
+        end = jnp.minimum(block.end_key, first + diagonal) if causal else block.end_key
 
         def limits() -> Limits:
-            # Causal rows of the next sequence see too much. They are not written.
-            high = self.filled((first + diagonal if causal else end) - start)
-            high = high + static.rows.iota(static.tile_rows) if causal else high
-            in_window = self.filled(low - start)
+            in_window = rows.filled(low - start)
+            if not causal:
+                return Limits(in_window, rows.filled(end - start))
+            # Queries are found for each masked tile: between tiles they would take registers. Those of the next
+            # sequence see too much. They are not written.
+            high = rows.queries(number + basics.unknown_zero()) + (diagonal - start)
             if window is not None:
-                oldest = self.filled(first + diagonal - window - start) + static.rows.iota(static.tile_rows)
-                in_window = jnp.maximum(in_window, oldest)
+                in_window = jnp.maximum(in_window, high - window)
             return Limits(in_window, high)
 
         sees_all = (low == start) & (start + static.tile_keys <= end)

@@ -19,7 +19,8 @@ Barriers, beside those of the rings, which n consumers free:
     barrier                    arrivals           who waits
     schedule_barrier[consumer] the consumer       consumer, before it starts its products
                                before it
-    next_tile_landed[slot]     the producer       consumers, before their next work tile (`TileQueue`)
+    fetched                    the producer       itself, before it looks up a work tile (`TileQueue`)
+    next_tile_landed[slot]     the producer       consumers, before their next work tile
 
 The kernel cannot deadlock. All warpgroups go through the same work tiles and tiles of keys. The producer waits for
 slots that every consumer frees one product after it used them, and for the buffer of the queries, which is free after
@@ -60,7 +61,7 @@ from pallas_attn.mosaic.flash.pipeline import (
 )
 from pallas_attn.mosaic.flash.schedule import WorkList, WorkTiles, ring_slot
 from pallas_attn.mosaic.flash.split import KvSplits, RowState
-from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.row_layout import RowLayout, store_results
 from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.tiles import PER_COLUMN, over_columns, over_tokens
@@ -82,6 +83,12 @@ class ResultRows(RowLayout):
     @property
     def tile(self) -> Any:
         return TILE
+
+    def store(self, ref: Ref, row: jax.Array, column: int, values: jax.Array) -> None:
+        if jnp.dtype(values.dtype).itemsize == 2:
+            store_results(TILE, ref, row, column, values)
+        else:
+            super().store(ref, row, column, values)
 
 
 ROWS = ResultRows(threads=4, vector=2)
@@ -171,7 +178,7 @@ class Consumer:
         def step(i: Any, state: SoftmaxState) -> SoftmaxState:
             return self._step(begin + i, state, i + 1 < kv_tiles, functools.partial(self._scores, transform, i))
 
-        plgpu.barrier_wait(self.rings.q_landed)
+        plgpu.barrier_wait(self._of_own(self.rings.q_landed))
         state = self._first(begin, kv_tiles > 1, functools.partial(self._scores, transform, jnp.int32(0)))
         state = lax.fori_loop(1, kv_tiles, step, state)
         return RowState(self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1))
@@ -228,9 +235,13 @@ class Consumer:
         return [self.rings.q.at[self.number * terms + unknown + i] for i in range(terms)]
 
     def _release_keys(self, slot: Any, more: Any) -> None:
-        """Frees keys after their products; the queries, too, if these were the block's last."""
+        """Frees keys after their products; the consumer's queries, too, if these were the block's last."""
         plgpu.barrier_arrive(self.rings.k_free.at[slot])
-        pl.when(~more)(lambda: plgpu.barrier_arrive(self.rings.q_free))
+        pl.when(~more)(lambda: plgpu.barrier_arrive(self._of_own(self.rings.q_free)))
+
+    def _of_own(self, barriers: Any) -> Any:
+        """The consumer's own barrier, of those of all, whose address is not kept in a register."""
+        return barriers.at[self.number + basics.unknown_zero()]
 
     def _await_keys(self, kv_tile: Any, more: Any) -> None:
         wait_if(more, self.rings.k_landed.at[ring_slot(kv_tile, self.static.stages)])
