@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
 from pallas_attn.mosaic import shared_memory
+from pallas_attn.ops.mla_sparse.mosaic_raw import RawScratch, RawStatic
 from pallas_attn.ops.mla_sparse.mosaic_sm90 import SparseScratch, SparseStatic
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
@@ -65,31 +66,22 @@ class Configuration:
         }
 
     @property
-    def sharers(self) -> int:
-        """Programs that share what they gather."""
-        return 2 if self.quantised and self.heads % 128 == 0 and self.latent_dim % 256 == 0 else 1
-
-    @property
     def tile(self) -> Tile:
         """Tile of `TOKENS` latents for one block of rows."""
         numbers = self.latent_dim + 2 * 64 + self.latent_dim // LATENT_GROUP * 4
         num_bytes = TOKENS * (numbers if self.quantised else 2 * (self.latent_dim + 64))
-        return Tile(num_bytes // self.sharers, TOKENS * (2 * self.latent_dim + 64) * ROWS)
+        return Tile(num_bytes, TOKENS * (2 * self.latent_dim + 64) * ROWS)
 
     @property
     def scratch_bytes(self) -> int:
         """Shared memory of the kernel."""
-        static = SparseStatic(
-            latent_dim=self.latent_dim,
-            top_k=TOP_K,
-            heads=self.heads,
-            sharers=self.sharers,
-            splits=1,
-            sm_scale=0.1,
-            quantised=self.quantised,
-        )
+        facts = {"latent_dim": self.latent_dim, "top_k": TOP_K, "heads": self.heads, "splits": 1}
+        if self.quantised:
+            facts["heads"] = -(-self.heads // 8) * 8
+            return shared_memory.block_bytes(RawScratch.types(RawStatic(**facts, score_scale=0.1), self.dtype))
         reductions = plgpu.CompilerParams().reduction_scratch_bytes
-        return shared_memory.block_bytes(SparseScratch.types(static, self.dtype), reduction_bytes=reductions)
+        types = SparseScratch.types(SparseStatic(**facts, sm_scale=0.1), self.dtype)
+        return shared_memory.block_bytes(types, reduction_bytes=reductions)
 
     @deferred
     def case(self) -> Case:

@@ -1,0 +1,510 @@
+"""Products with latents in 8 bits as they lie in shared memory: converted to float16 in registers, wgmma's left operand.
+
+Tokens are the rows of scores, and query heads the columns; of values, channels are the rows, in the order of
+`dequantise.as_values`. What a token's scales do:
+
+    S = (... (q_rope Rᵀ / s_0 + C_0 q_0ᵀ) s_0 / s_1 + C_1 q_1ᵀ) s_1 / s_2 + ...      (groups of channels), times the last s
+    O_g += (C_g s_g / s)ᵀ P, with s the largest scale of the token, which is multiplied into P through the exponent
+
+So scores are sums of exact latents, in one accumulator; values are rounded to float16, relative to their token's
+largest scale, which neither overflows nor loses what matters beside it.
+
+A piece is 32 channels of 64 tokens, or 32 tokens of 64 channels: two instructions. While one is multiplied, threads
+convert the next. The interpreter has neither.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from pallas_attn.mosaic.basics import Ref, interpreted
+from pallas_attn.mosaic.dequantise import (
+    QUANTISED_REF,
+    SMALLEST_SCALE,
+    ChunkPointers,
+    conversion,
+    converted,
+    i8,
+    i32,
+    masked,
+    plus,
+    shifted,
+    times,
+    warp_and_lane,
+)
+from pallas_attn.mosaic.sm90 import wgmma
+from pallas_attn.mosaic.sm90.dequantise import as_keys, as_values, load_matrices
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
+from pallas_attn.mosaic.tiles import PER_COLUMN, operand_ref, over_tokens
+from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
+
+TOKENS = 64
+"""Tokens of a tile."""
+
+PIECE = 32
+"""Channels of keys, or tokens of values, that are converted at a time."""
+
+BLOCK = 64
+"""Channels of values that are one wgmma's rows."""
+
+SPLAT = plgpu.Layout.WG_SPLAT(())
+
+
+# --- products
+
+
+def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref) -> jax.Array:
+    """Compute (rotated + the sum over groups of scale · latent @ qᵀ) / the last group's scale, in float32.
+
+    Args:
+      rotated: [TOKENS, N], a product that may be in flight.
+      latent: e4m3 tile [TOKENS, L].
+      qs: float16 [N, columns], the columns of queries one after the other, in the order of `as_keys`.
+      scales: float32 [TOKENS · groups] in shared memory; raised to SMALLEST_SCALE at least.
+    """
+    channels, shape = latent.shape[1], rotated.shape
+    begins = list(itertools.accumulate((q.shape[1] for q in qs), initial=0))
+    groups = channels // LATENT_GROUP
+    if interpreted():
+        each = jnp.maximum(scales[...].reshape(TOKENS, groups).T, SMALLEST_SCALE)
+        factors = [1 / each[0], *(before / after for before, after in itertools.pairwise(each))]
+        left, total = as_keys(latent[...].astype(jnp.float16)), rotated
+        right = jnp.concatenate([q[...] for q in qs], axis=1).T
+        for i, factor in enumerate(factors):
+            group = slice(i * LATENT_GROUP, (i + 1) * LATENT_GROUP)
+            product = jnp.dot(left[:, group], right[group], preferred_element_type=jnp.float32)
+            total = total * over_tokens(factor, shape) + product
+        plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
+        return total
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, QUANTISED_REF, plgpu.RefType(), *[operand_ref()] * len(qs)),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE),
+    )
+    def add(_: Any, total: Any, latent: ir.Value, scales: ir.Value, *qs: ir.Value) -> Any:
+        warp, lane = warp_and_lane()
+        token = plus(times(warp, 16), masked(lane, 15))
+        chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
+        total, rights = total.to_layout(wgmma.ACCUMULATOR), iter(qs)
+        row = plus(times(warp, 16), shifted(lane, 2))
+        own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [times(row, groups)], ir.F32Type.get())
+        before: list[ir.Value] = [mgpu.c(1.0, ir.F32Type.get())] * 2
+        left = _keys(chunks, 0)
+        for first in range(0, channels, PIECE):
+            if first in begins:
+                right = wgmma.RightOperand(next(rights))
+            if first % LATENT_GROUP == 0:
+                _await(0)
+                total = fragmented_array.optimization_barrier(total)
+                after = [_scale(own, 8 * i * groups + first // LATENT_GROUP) for i in range(2)]
+                factors = [_quotient(a, b) for a, b in zip(before, after, strict=True)]
+                before = after
+                sums = [
+                    arith.mulf(register, vector.broadcast(register.type, factors[i // 2 % 2]))
+                    for i, register in enumerate(total.registers.flat)
+                ]
+            nvvm.wgmma_fence_aligned()
+            sums = right.add(sums, left)
+            wgmma.commit()
+            if first % LATENT_GROUP:
+                _await(1)
+            if first + PIECE < channels:
+                left = _keys(chunks, first + PIECE)
+            total = wgmma.fragments(sums, shape)
+        _await(0)
+        return fragmented_array.optimization_barrier(total).to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return add(rotated, latent, scales, *qs)
+
+
+def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -> jax.Array:
+    """Compute total + (latent · ratio)ᵀ @ pᵀ for as many channels as it has, in float32, rows in the order of
+    `as_values`.
+
+    Args:
+      total: [K, N].
+      latent: e4m3 tile [TOKENS, L].
+      first: its first channel; a multiple of 64.
+      p: float16 [N, TOKENS].
+      ratios: float16 [groups of channels, TOKENS] in shared memory.
+    """
+    (channels, columns), all_channels = total.shape, latent.shape[1]
+    if interpreted():
+        scaled = latent[...].astype(jnp.float32) * jnp.repeat(ratios[...].T.astype(jnp.float32), LATENT_GROUP, axis=1)
+        left = as_values(scaled[:, first : first + channels].T).astype(jnp.float16)
+        added = total + jnp.dot(left, p[...].T, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
+        return added
+
+    @plgpu.inline_mgpu(
+        arg_types=(QUANTISED_REF, TILE, operand_ref(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
+    )
+    def add(_: Any, latent: ir.Value, total: Any, p: ir.Value, ratios: ir.Value) -> Any:
+        warp, lane = warp_and_lane()
+        chunks = ChunkPointers(latent, all_channels, lane, warp)
+        own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ratios), [times(masked(lane, 3), 4)], i8())
+        total = fragmented_array.optimization_barrier(total.to_layout(wgmma.ACCUMULATOR))
+        pieces = list(itertools.product(range(channels // BLOCK), range(0, TOKENS, PIECE)))
+        blocks = [list(registers) for registers in total.registers.reshape(channels // BLOCK, -1)]
+        factors: dict[int, list[ir.Value]] = {}
+
+        def piece(i: int) -> list[list[ir.Value]]:
+            block, tokens = pieces[i]
+            group = (first + block * BLOCK) // LATENT_GROUP
+            if group not in factors:
+                factors.clear()
+                factors[group] = [_load_word(own, 2 * (group * TOKENS + 8 * k)) for k in range(TOKENS // 8)]
+            eights = factors[group][tokens // 8 : (tokens + PIECE) // 8]
+            return _values(chunks, tokens, (first + block * BLOCK) // 16, eights)
+
+        left = piece(0)
+        for i, (block, tokens) in enumerate(pieces):
+            if tokens == 0:
+                right = wgmma.RightOperand(p)
+            nvvm.wgmma_fence_aligned()
+            blocks[block] = right.add(blocks[block], left)
+            wgmma.commit()
+            if i:
+                _await(1)
+            if i + 1 < len(pieces):
+                left = piece(i + 1)
+        _await(0)
+        done = wgmma.fragments([register for block in blocks for register in block], (channels, columns))
+        return fragmented_array.optimization_barrier(done).to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return add(latent, total, p, ratios)
+
+
+def _await(under_way: int) -> None:
+    wgmma.assembly(f"wgmma.wait_group.sync.aligned {under_way};")
+
+
+def _keys(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
+    """Registers of two instructions' left operands: 64 tokens, 16 channels each from `first` on."""
+    assembly = conversion(LATENT_8BIT, (0, 1, 2, 3))
+    words = [converted(word, assembly) for word in load_matrices(chunks.pointer(0, first // 16), rows=True)]
+    return [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in (words[:2], words[2:])]
+
+
+def _values(chunks: ChunkPointers, tokens: int, chunk: int, factors: Sequence[ir.Value]) -> list[list[ir.Value]]:
+    """Registers of two instructions' left operands: 64 channels from a chunk on, 16 tokens each from `tokens` on.
+
+    Args:
+      factors: pairs of float16 of each eight tokens.
+    """
+    assembly = conversion(LATENT_8BIT, (0, 2, 1, 3))
+    eights = [
+        [_multiplied(pair, factor) for pair in converted(word, assembly)]
+        for word, factor in zip(load_matrices(chunks.pointer(tokens, chunk), rows=False), factors, strict=True)
+    ]
+    return [[*eights[i], *eights[i + 1]] for i in (0, 2)]
+
+
+def _multiplied(pair: ir.Value, factor: ir.Value) -> ir.Value:
+    product: Any = llvm.inline_asm(i32(), [pair, factor], "mul.rn.f16x2 $0, $1, $2;", "=r,r,r")
+    return product
+
+
+def _scale(own: ir.Value, offset: int) -> ir.Value:
+    """A token's scale of a group, at least SMALLEST_SCALE."""
+    number = ir.F32Type.get()
+    loaded = llvm.load(number, mgpu.utils.getelementptr(own, [offset], number), alignment=4)
+    scale: Any = arith.maximumf(loaded, mgpu.c(SMALLEST_SCALE, number))
+    return scale
+
+
+def _quotient(a: ir.Value, b: ir.Value) -> ir.Value:
+    quotient: Any = llvm.inline_asm(ir.F32Type.get(), [a, b], "div.approx.f32 $0, $1, $2;", "=f,f,f")
+    return quotient
+
+
+def _load_word(base: ir.Value, offset: int) -> ir.Value:
+    pointer = mgpu.utils.getelementptr(base, [offset], i8())
+    word: Any = llvm.load(i32(), pointer, alignment=4)
+    return word
+
+
+# --- columns of scores: maxima, sums, factors
+
+
+def exceeds(x: jax.Array, limit: float) -> jax.Array:
+    """Whether any of x [TOKENS, N] exceeds a limit: int32, 1 or 0, for all threads of the warpgroup, which wait for
+    each other.
+    """
+    if interpreted():
+        plgpu.commit_smem()
+        return (x > limit).any().astype(jnp.int32)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT))
+    def vote(_: Any, x: Any) -> Any:
+        numbers = [vector.extract(register, [], [i]) for register in x.registers.flat for i in range(2)]
+        while len(numbers) > 1:
+            rest = numbers[len(numbers) & -2 :]
+            numbers = [arith.maximumf(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=False)] + rest
+        bound: Any = mgpu.c(limit, ir.F32Type.get())
+        barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
+        any_: Any = llvm.inline_asm(i32(), [numbers[0], bound, barrier], VOTE, "=r,f,f,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(any_, (), is_signed=True)
+
+    return vote(x)
+
+
+VOTE = """
+{
+.reg .pred own, all;
+setp.gt.f32 own, $1, $2;
+barrier.cta.red.or.pred.aligned all, $3, 128, own;
+selp.b32 $0, 1, 0, all;
+}
+"""
+
+
+def reduce_rows(x: jax.Array, scratch: Ref, kind: Literal["max", "sum"]) -> jax.Array:
+    """Largest, or sum, of each column of x [TOKENS, N]: float32 [N] in layout `PER_COLUMN`. Also of what threads have
+    of an array [N] in that layout.
+
+    Args:
+      scratch: float32 [4 warps, N] of this warpgroup alone, whose threads wait for each other.
+    """
+    is_tile, columns = x.ndim == 2, x.shape[-1]
+    if interpreted():
+        plgpu.commit_smem()
+        return (x.max(axis=0) if kind == "max" else x.sum(axis=0)) if is_tile else x
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE if is_tile else PER_COLUMN, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN),
+    )
+    def reduce(_: Any, x: Any, scratch: ir.Value) -> Any:
+        combine: Any = arith.maximumf if kind == "max" else arith.addf
+        registers = list(x.registers.flat)
+        if is_tile:
+            registers = [combine(a, b) for a, b in zip(registers[::2], registers[1::2], strict=True)]
+        numbers = [vector.extract(register, [], [i]) for register in registers for i in range(2)]
+        all_lanes: Any = mgpu.c(0xFFFFFFFF, i32())
+        for distance in (4, 8, 16):
+            bits, clamp = (mgpu.c(number, i32()) for number in (distance, 31))
+            numbers = [
+                combine(x, nvvm.shfl_sync(all_lanes, x, bits, clamp, nvvm.ShflKind.bfly)) for x in numbers
+            ]
+        warp, lane = warp_and_lane()
+        number, pair = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
+        base = mgpu.utils.memref_ptr(scratch)
+        quarter = times(masked(lane, 3), 2)
+        mgpu.utils.warpgroup_barrier()  # nobody reads what an earlier call wrote any more
+        own = mgpu.utils.getelementptr(base, [plus(times(warp, columns), quarter)], number)
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, lane, mgpu.c(4, i32()))):
+            for j in range(columns // 8):
+                both = vector.from_elements(pair, numbers[2 * j : 2 * j + 2])
+                llvm.store(both, mgpu.utils.getelementptr(own, [8 * j], number), alignment=8)
+        mgpu.utils.warpgroup_barrier()
+        first = mgpu.utils.getelementptr(base, [quarter], number)
+        results = []
+        for j in range(columns // 8):
+            of_warps = [
+                llvm.load(pair, mgpu.utils.getelementptr(first, [w * columns + 8 * j], number), alignment=8)
+                for w in range(4)
+            ]
+            results.append(combine(combine(of_warps[0], of_warps[1]), combine(of_warps[2], of_warps[3])))
+        return _per_column(results, columns)
+
+    return reduce(x, scratch)
+
+
+def add_weights(sums: jax.Array, p: jax.Array, factor: jax.Array) -> jax.Array:
+    """Add p [TOKENS, N], times a factor [TOKENS], to sums [N] in layout `PER_COLUMN`, of which each thread has those of
+    its own numbers: `reduce_rows` adds them up.
+    """
+    columns = p.shape[1]
+    if interpreted():
+        return sums + (p * over_tokens(factor, p.shape)).sum(axis=0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(PER_COLUMN, TILE, PER_TOKEN),
+        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN),
+    )
+    def add(_: Any, sums: Any, p: Any, factor: Any) -> Any:
+        number = ir.F32Type.get()
+        rows = [vector.extract(register, [], [0]) for register in factor.registers.flat]
+        registers = iter(p.registers.flat)
+        results = []
+        for held in sums.registers.flat:
+            both = [vector.extract(held, [], [i]) for i in range(2)]
+            for row in rows:
+                pair = next(registers)
+                for i in range(2):
+                    product: Any = llvm.intr_fma(vector.extract(pair, [], [i]), row, both[i])
+                    both[i] = product
+            results.append(vector.from_elements(ir.VectorType.get((2,), number), both))
+        return _per_column(results, columns)
+
+    return add(sums, p, factor)
+
+
+def rescale_columns(total: jax.Array, sums: jax.Array, changed: Any, factors: Ref) -> tuple[jax.Array, jax.Array]:
+    """Multiply the columns of total [K, N] and of sums [N] with factors, unless `changed` is 0.
+
+    Args:
+      sums: of `add_weights`.
+      factors: float32 [N] in shared memory.
+    """
+    columns = total.shape[1]
+    if interpreted():
+        factor = jnp.where(changed != 0, factors[...], 1.0)
+        plgpu.commit_smem()
+        return total * factor[None], sums * factor
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, PER_COLUMN, SPLAT, plgpu.RefType()),
+        return_type=[
+            plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
+            plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN),
+        ],
+    )
+    def multiply(_: Any, total: Any, sums: Any, changed: Any, factors: ir.Value) -> Any:
+        _, lane = warp_and_lane()
+        total = total.to_layout(wgmma.ACCUMULATOR)
+        number = ir.VectorType.get((1,), ir.F32Type.get())
+        halves = [
+            vector.broadcast(number, vector.extract(register, [], [i]))
+            for register in sums.registers.flat
+            for i in range(2)
+        ]
+        given = [*total.registers.flat, *halves]
+        own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(factors), [times(masked(lane, 3), 8)], i8())
+        address = llvm.ptrtoint(i32(), own)
+        count, slots = len(given), columns // 4
+        of_register = [i // 4 % (columns // 8) * 2 + i % 2 for i in range(total.registers.size)] + list(range(slots))
+        flag, place = f"${2 * count}", f"${2 * count + 1}"
+        loads = "".join(
+            f"ld.shared.v2.f32 {{f{2 * j}, f{2 * j + 1}}}, [{place} + {32 * j}]; " for j in range(columns // 8)
+        )
+        products = "".join(f"mul.f32 ${i}, ${i}, f{slot}; " for i, slot in enumerate(of_register))
+        text = (
+            f"{{ .reg .pred kept; .reg .f32 f<{slots}>; setp.eq.s32 kept, {flag}, 0; @kept bra.uni done; "
+            f"{loads}{products}done: }}"
+        )
+        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r", "r"]
+        results = wgmma.floats(count, text, constraints, [*given, changed.registers.item(), address])
+        summed = [vector.extract(x, [], [0]) for x in results[total.registers.size :]]
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        pairs = [vector.from_elements(pair, summed[2 * j : 2 * j + 2]) for j in range(columns // 8)]
+        scaled = wgmma.fragments(results[: total.registers.size], total.shape)
+        return scaled.to_layout(fragmented_array.WGMMA_LAYOUT), _per_column(pairs, columns)
+
+    scaled = multiply(total, sums, changed, factors)
+    return scaled[0], scaled[1]
+
+
+def _per_column(registers: Sequence[ir.Value], columns: int) -> Any:
+    """Array [columns] in layout `PER_COLUMN` of pairs of neighbouring columns."""
+    layout = PER_COLUMN.to_mgpu()
+    array = np.empty(layout.registers_shape((columns,)), dtype=object)
+    array.reshape(-1)[:] = registers
+    return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
+
+
+def publish(p: jax.Array, to: Ref, ratios: Sequence[jax.Array], ratios_to: Ref) -> None:
+    """Write float16 p [TOKENS, N] to shared memory [N, TOKENS], for tensor cores, and ratios [TOKENS] of each group, for
+    threads of any warpgroup. Nothing reads what was there any more.
+
+    Also makes what threads have stored before visible, as `plgpu.commit_smem`.
+    """
+    if interpreted():
+        to[...] = p.T
+        for i, ratio in enumerate(ratios):
+            ratios_to[i] = ratio
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu(arg_types=(TILE, operand_ref(), plgpu.RefType(), *[PER_TOKEN] * len(ratios)))
+    def write(_: Any, p: Any, to: ir.Value, ratios_to: ir.Value, *ratios: Any) -> None:
+        p.store_tiled(mgpu.memref_transpose(to, (1, 0, 3, 2)), swizzle=128)
+        for i, ratio in enumerate(ratios):
+            ratio.store_untiled(mgpu.utils.memref_slice(ratios_to, (i,)), optimized=False)
+        mgpu.commit_shared()
+
+    write(p, to, ratios_to, *ratios)
+
+
+# --- results
+
+
+def store_heads(total: jax.Array, to: Ref) -> None:
+    """Write total [K, N], channels in the order of `as_values`, to [N, K] in global memory, channels in order.
+
+    A thread has two neighbouring channels of a head, and eight threads 16: 32 bytes of 16-bit numbers.
+    """
+    if interpreted():
+        rows, columns = total.shape
+        to[...] = total.reshape(rows // 16, 2, 8, columns).swapaxes(1, 2).reshape(rows, columns).T.astype(to.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
+    def write(_: Any, total: Any, to: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        strides, _ = ir.MemRefType(to.type).get_strides_and_offset()
+        own = plus(times(masked(lane, 3), 2 * strides[0]), plus(times(warp, 16), times(shifted(lane, 2), 2)))
+        number = ir.MemRefType(to.type).element_type
+        first = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(to), [own], number)
+        for (block, j, c), pair in _channel_pairs(total):
+            value = vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), pair)
+            if not isinstance(number, ir.F32Type):
+                value = arith.truncf(ir.VectorType.get((2,), number), value)
+            place = mgpu.utils.getelementptr(first, [(8 * j + c) * strides[0] + BLOCK * block], number)
+            llvm.store(value, place, alignment=4)
+
+    write(total, to)
+
+
+def store_fragments(total: jax.Array, to: Ref) -> None:
+    """Write total [K, N], channels in the order of `as_values`, as `split_states.store_fragments` writes [64, K].
+
+    Rows of heads after the last are not written.
+    """
+    if interpreted():
+        rows, columns = total.shape
+        heads = total.reshape(rows // 16, 2, 8, columns).swapaxes(1, 2).reshape(rows, columns).T
+        heads = jnp.pad(heads, ((0, 64 - columns), (0, 0)))
+        to[...] = heads.reshape(64, rows // 8, 8).swapaxes(0, 1).reshape(to.shape)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
+    def write(_: Any, total: Any, to: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        number = ir.F32Type.get()
+        group = shifted(lane, 2)  # of two channels
+        fragment = plus(times(warp, 2), shifted(group, 2))
+        thread = plus(times(masked(lane, 3), 8), masked(group, 3))
+        own = plus(times(fragment, 512), times(thread, 4))
+        first = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(to), [own], number)
+        for (block, j, c), pair in _channel_pairs(total):
+            offset = 8 * block * 512 + (32 * (j // 2) + 4 * c) * 4 + 2 * (j % 2)
+            value = vector.from_elements(ir.VectorType.get((2,), number), pair)
+            llvm.store(value, mgpu.utils.getelementptr(first, [offset], number), alignment=8)
+
+    write(total, to)
+
+
+def _channel_pairs(total: Any) -> list[tuple[tuple[int, int, int], list[ir.Value]]]:
+    """A thread's pairs of neighbouring channels: block of 64 channels, block of 8 heads and which of two, and the
+    numbers.
+    """
+    channels, columns = total.shape
+    registers = total.registers.reshape(channels // BLOCK, columns // 8, 2)
+    return [
+        ((block, j, c), [vector.extract(registers[block, j, half], [], [c]) for half in range(2)])
+        for block, j, c in np.ndindex(channels // BLOCK, columns // 8, 2)
+    ]
