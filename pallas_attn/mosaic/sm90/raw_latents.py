@@ -16,8 +16,8 @@ convert the next. The interpreter has neither.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from pallas_attn.mosaic import tiles
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.dequantise import (
     QUANTISED_REF,
@@ -41,7 +42,6 @@ from pallas_attn.mosaic.dequantise import (
     plus,
     shifted,
     times,
-    warp_and_lane,
 )
 from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.dequantise import as_keys, as_values, load_matrices
@@ -59,6 +59,14 @@ BLOCK = 64
 """Channels of values that are one wgmma's rows."""
 
 SPLAT = plgpu.Layout.WG_SPLAT(())
+
+
+def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    """Warp of a thread in its warpgroup, and lane in its warp, as if they could change: what is computed of them is not
+    kept in registers from one tile to the next.
+    """
+    thread: Any = llvm.inline_asm(i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+    return masked(shifted(thread, 5), 3), masked(thread, 31)
 
 
 # --- products
@@ -93,7 +101,7 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref) 
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE),
     )
     def add(_: Any, total: Any, latent: ir.Value, scales: ir.Value, *qs: ir.Value) -> Any:
-        warp, lane = warp_and_lane()
+        warp, lane = _warp_and_lane()
         token = plus(times(warp, 16), masked(lane, 15))
         chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
         total, rights = total.to_layout(wgmma.ACCUMULATOR), iter(qs)
@@ -152,7 +160,7 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
         return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
     )
     def add(_: Any, latent: ir.Value, total: Any, p: ir.Value, ratios: ir.Value) -> Any:
-        warp, lane = warp_and_lane()
+        warp, lane = _warp_and_lane()
         chunks = ChunkPointers(latent, all_channels, lane, warp)
         own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ratios), [times(masked(lane, 3), 4)], i8())
         total = fragmented_array.optimization_barrier(total.to_layout(wgmma.ACCUMULATOR))
@@ -271,61 +279,86 @@ selp.b32 $0, 1, 0, all;
 """
 
 
-def reduce_rows(x: jax.Array, scratch: Ref, kind: Literal["max", "sum"]) -> jax.Array:
-    """Largest, or sum, of each column of x [TOKENS, N]: float32 [N] in layout `PER_COLUMN`. Also of what threads have
-    of an array [N] in that layout.
+def largest_of_rows(x: jax.Array, scratch: Ref) -> jax.Array:
+    """Largest of each column of x [TOKENS, N]: float32 [N] in layout `PER_COLUMN`.
 
     Args:
       scratch: float32 [4 warps, N] of this warpgroup alone, whose threads wait for each other.
     """
-    is_tile, columns = x.ndim == 2, x.shape[-1]
+    columns = x.shape[1]
     if interpreted():
         plgpu.commit_smem()
-        return (x.max(axis=0) if kind == "max" else x.sum(axis=0)) if is_tile else x
+        return x.max(axis=0)
 
     @plgpu.inline_mgpu(
-        arg_types=(TILE if is_tile else PER_COLUMN, plgpu.RefType()),
+        arg_types=(TILE, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN),
     )
     def reduce(_: Any, x: Any, scratch: ir.Value) -> Any:
-        combine: Any = arith.maximumf if kind == "max" else arith.addf
         registers = list(x.registers.flat)
-        if is_tile:
-            registers = [combine(a, b) for a, b in zip(registers[::2], registers[1::2], strict=True)]
+        registers = [arith.maximumf(a, b) for a, b in zip(registers[::2], registers[1::2], strict=True)]
         numbers = [vector.extract(register, [], [i]) for register in registers for i in range(2)]
-        all_lanes: Any = mgpu.c(0xFFFFFFFF, i32())
         for distance in (4, 8, 16):
-            bits, clamp = (mgpu.c(number, i32()) for number in (distance, 31))
-            numbers = [
-                combine(x, nvvm.shfl_sync(all_lanes, x, bits, clamp, nvvm.ShflKind.bfly)) for x in numbers
-            ]
-        warp, lane = warp_and_lane()
-        number, pair = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
-        base = mgpu.utils.memref_ptr(scratch)
-        quarter = times(masked(lane, 3), 2)
-        mgpu.utils.warpgroup_barrier()  # nobody reads what an earlier call wrote any more
-        own = mgpu.utils.getelementptr(base, [plus(times(warp, columns), quarter)], number)
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, lane, mgpu.c(4, i32()))):
-            for j in range(columns // 8):
-                both = vector.from_elements(pair, numbers[2 * j : 2 * j + 2])
-                llvm.store(both, mgpu.utils.getelementptr(own, [8 * j], number), alignment=8)
-        mgpu.utils.warpgroup_barrier()
-        first = mgpu.utils.getelementptr(base, [quarter], number)
-        results = []
-        for j in range(columns // 8):
-            of_warps = [
-                llvm.load(pair, mgpu.utils.getelementptr(first, [w * columns + 8 * j], number), alignment=8)
-                for w in range(4)
-            ]
-            results.append(combine(combine(of_warps[0], of_warps[1]), combine(of_warps[2], of_warps[3])))
-        return _per_column(results, columns)
+            numbers = [arith.maximumf(x, _from_lane(x, distance)) for x in numbers]
+        return _over_warps(dict(enumerate(numbers)), 4, columns, scratch, arith.maximumf)
 
     return reduce(x, scratch)
 
 
+def _from_lane(x: ir.Value, distance: int) -> ir.Value:
+    all_lanes, bits, clamp = (mgpu.c(number, i32()) for number in (0xFFFFFFFF, distance, 31))
+    return nvvm.shfl_sync(all_lanes, x, bits, clamp, nvvm.ShflKind.bfly)
+
+
+def _over_warps(
+    numbers: Mapping[int | ir.Value, ir.Value], lanes: int, columns: int, scratch: ir.Value, combine: Callable[..., Any]
+) -> Any:
+    """Combine numbers of a thread's columns over warps: array [columns] in layout `PER_COLUMN`.
+
+    Args:
+      numbers: by index of a thread's columns, in pairs of neighbouring ones; of a pair the first one's index counts.
+      lanes: the first of each warp, which have them all.
+    """
+    warp, lane = _warp_and_lane()
+    number, pair = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
+    base, quarter = mgpu.utils.memref_ptr(scratch), times(masked(lane, 3), 2)
+    mgpu.utils.warpgroup_barrier()  # nobody reads what an earlier call wrote any more
+    own = mgpu.utils.getelementptr(base, [plus(times(warp, columns), quarter)], number)
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, lane, mgpu.c(lanes, i32()))):
+        places = list(numbers)
+        for first, second in zip(places[::2], places[1::2], strict=True):
+            both = vector.from_elements(pair, [numbers[first], numbers[second]])
+            place = 4 * first if isinstance(first, int) else times(first, 4)
+            llvm.store(both, mgpu.utils.getelementptr(own, [place], number), alignment=8)
+    mgpu.utils.warpgroup_barrier()
+    first = mgpu.utils.getelementptr(base, [quarter], number)
+    results = []
+    for j in range(columns // 8):
+        of_warps = [
+            llvm.load(pair, mgpu.utils.getelementptr(first, [w * columns + 8 * j], number), alignment=8)
+            for w in range(4)
+        ]
+        results.append(combine(combine(of_warps[0], of_warps[1]), combine(of_warps[2], of_warps[3])))
+    return _per_column(results, columns)
+
+
+def halvings(columns: int) -> int:
+    """How often threads halve the columns of which they keep sums, by trading with another lane: twice where there are
+    many, lest sums take registers from products.
+    """
+    return 2 if columns % 32 == 0 else 0
+
+
+def empty_sums(columns: int) -> jax.Array:
+    """Sums of no weights of so many columns, as `add_weights` takes them."""
+    return tiles.filled(0.0, (columns if interpreted() else columns >> halvings(columns),), PER_COLUMN)
+
+
 def add_weights(sums: jax.Array, p: jax.Array, factor: jax.Array) -> jax.Array:
-    """Add p [TOKENS, N], times a factor [TOKENS], to sums [N] in layout `PER_COLUMN`, of which each thread has those of
-    its own numbers: `reduce_rows` adds them up.
+    """Add p [TOKENS, N], times a factor [TOKENS], to sums of columns.
+
+    Args:
+      sums: of `empty_sums`. Each thread has those of its own rows, or of several lanes'; `total_weights` adds them up.
     """
     columns = p.shape[1]
     if interpreted():
@@ -333,28 +366,72 @@ def add_weights(sums: jax.Array, p: jax.Array, factor: jax.Array) -> jax.Array:
 
     @plgpu.inline_mgpu(
         arg_types=(PER_COLUMN, TILE, PER_TOKEN),
-        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN),
+        return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=PER_COLUMN),
     )
     def add(_: Any, sums: Any, p: Any, factor: Any) -> Any:
-        number = ir.F32Type.get()
         rows = [vector.extract(register, [], [0]) for register in factor.registers.flat]
-        registers = iter(p.registers.flat)
-        results = []
-        for held in sums.registers.flat:
-            both = [vector.extract(held, [], [i]) for i in range(2)]
-            for row in rows:
-                pair = next(registers)
-                for i in range(2):
-                    product: Any = llvm.intr_fma(vector.extract(pair, [], [i]), row, both[i])
-                    both[i] = product
-            results.append(vector.from_elements(ir.VectorType.get((2,), number), both))
-        return _per_column(results, columns)
+        numbers = []
+        for upper, lower in p.registers.reshape(-1, 2):
+            for i in range(2):
+                product = arith.mulf(vector.extract(upper, [], [i]), rows[0])
+                numbers.append(llvm.intr_fma(vector.extract(lower, [], [i]), rows[1], product))
+        for distance in (4, 8)[: halvings(columns)]:
+            half, is_upper = len(numbers) // 2, _bit(distance)
+            low, high = numbers[:half], numbers[half:]
+            kept = [arith.select(is_upper, b, a) for a, b in zip(low, high, strict=True)]
+            given = [arith.select(is_upper, a, b) for a, b in zip(low, high, strict=True)]
+            numbers = [arith.addf(a, _from_lane(b, distance)) for a, b in zip(kept, given, strict=True)]
+        before = [vector.extract(register, [], [i]) for register in sums.registers.flat for i in range(2)]
+        return _pairs_per_column([arith.addf(a, b) for a, b in zip(before, numbers, strict=True)])
 
     return add(sums, p, factor)
 
 
+def total_weights(sums: jax.Array, columns: int, scratch: Ref) -> jax.Array:
+    """Add up what threads have of sums of columns: float32 [N] in layout `PER_COLUMN`.
+
+    Args:
+      scratch: as in `largest_of_rows`.
+    """
+    if interpreted():
+        plgpu.commit_smem()
+        return sums
+
+    @plgpu.inline_mgpu(
+        arg_types=(PER_COLUMN, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN),
+    )
+    def add(_: Any, sums: Any, scratch: ir.Value) -> Any:
+        numbers = [vector.extract(register, [], [i]) for register in sums.registers.flat for i in range(2)]
+        count = halvings(columns)
+        for distance in (4, 8, 16)[count:]:
+            numbers = [arith.addf(x, _from_lane(x, distance)) for x in numbers]
+        if not count:
+            return _over_warps(dict(enumerate(numbers)), 4, columns, scratch, arith.addf)
+        first = _first_column(columns)
+        by_place = {plus(first, mgpu.c(i, i32())): number for i, number in enumerate(numbers)}
+        return _over_warps(by_place, 16, columns, scratch, arith.addf)
+
+    return add(sums, scratch)
+
+
+def _bit(distance: int) -> ir.Value:
+    """Whether a lane's index has the bit of a distance."""
+    _, lane = _warp_and_lane()
+    none: Any = mgpu.c(0, i32())
+    return arith.cmpi(arith.CmpIPredicate.ne, masked(lane, distance), none)
+
+
+def _first_column(columns: int) -> ir.Value:
+    """Index of the first of a thread's columns of which it keeps sums, after two halvings."""
+    _, lane = _warp_and_lane()
+    all_of_thread = columns // 4
+    upper, later = masked(shifted(lane, 2), 1), masked(shifted(lane, 3), 1)
+    return plus(times(upper, all_of_thread // 2), times(later, all_of_thread // 4))
+
+
 def rescale_columns(total: jax.Array, sums: jax.Array, changed: Any, factors: Ref) -> tuple[jax.Array, jax.Array]:
-    """Multiply the columns of total [K, N] and of sums [N] with factors, unless `changed` is 0.
+    """Multiply the columns of total [K, N] and sums of columns with factors, unless `changed` is 0.
 
     Args:
       sums: of `add_weights`.
@@ -370,11 +447,11 @@ def rescale_columns(total: jax.Array, sums: jax.Array, changed: Any, factors: Re
         arg_types=(TILE, PER_COLUMN, SPLAT, plgpu.RefType()),
         return_type=[
             plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
-            plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN),
+            plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=PER_COLUMN),
         ],
     )
     def multiply(_: Any, total: Any, sums: Any, changed: Any, factors: ir.Value) -> Any:
-        _, lane = warp_and_lane()
+        _, lane = _warp_and_lane()
         total = total.to_layout(wgmma.ACCUMULATOR)
         number = ir.VectorType.get((1,), ir.F32Type.get())
         halves = [
@@ -385,27 +462,39 @@ def rescale_columns(total: jax.Array, sums: jax.Array, changed: Any, factors: Re
         given = [*total.registers.flat, *halves]
         own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(factors), [times(masked(lane, 3), 8)], i8())
         address = llvm.ptrtoint(i32(), own)
+        of_sums = address
+        if halvings(columns):
+            of_sums = plus(address, times(_first_column(columns), 16))
         count, slots = len(given), columns // 4
-        of_register = [i // 4 % (columns // 8) * 2 + i % 2 for i in range(total.registers.size)] + list(range(slots))
-        flag, place = f"${2 * count}", f"${2 * count + 1}"
-        loads = "".join(
-            f"ld.shared.v2.f32 {{f{2 * j}, f{2 * j + 1}}}, [{place} + {32 * j}]; " for j in range(columns // 8)
-        )
-        products = "".join(f"mul.f32 ${i}, ${i}, f{slot}; " for i, slot in enumerate(of_register))
-        text = (
-            f"{{ .reg .pred kept; .reg .f32 f<{slots}>; setp.eq.s32 kept, {flag}, 0; @kept bra.uni done; "
-            f"{loads}{products}done: }}"
-        )
-        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r", "r"]
-        results = wgmma.floats(count, text, constraints, [*given, changed.registers.item(), address])
+        flag, place, sums_place = (f"${2 * count + i}" for i in range(3))
+        text = "{ .reg .pred kept; .reg .f32 f<2>; "
+        text += f"setp.eq.s32 kept, {flag}, 0; @kept bra.uni done; "
+        for j in range(columns // 8):
+            text += f"ld.shared.v2.f32 {{f0, f1}}, [{place} + {32 * j}]; "
+            text += "".join(
+                f"mul.f32 ${i}, ${i}, f{i % 2}; "
+                for i in range(total.registers.size)
+                if i // 4 % (columns // 8) == j
+            )
+        for j in range(len(halves) // 2):
+            text += f"ld.shared.v2.f32 {{f0, f1}}, [{sums_place} + {32 * j}]; "
+            text += "".join(f"mul.f32 ${i}, ${i}, f{i % 2}; " for i in range(count - len(halves) + 2 * j, count)[:2])
+        text += "done: }"
+        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r", "r", "r"]
+        results = wgmma.floats(count, text, constraints, [*given, changed.registers.item(), address, of_sums])
         summed = [vector.extract(x, [], [0]) for x in results[total.registers.size :]]
-        pair = ir.VectorType.get((2,), ir.F32Type.get())
-        pairs = [vector.from_elements(pair, summed[2 * j : 2 * j + 2]) for j in range(columns // 8)]
         scaled = wgmma.fragments(results[: total.registers.size], total.shape)
-        return scaled.to_layout(fragmented_array.WGMMA_LAYOUT), _per_column(pairs, columns)
+        return scaled.to_layout(fragmented_array.WGMMA_LAYOUT), _pairs_per_column(summed)
 
     scaled = multiply(total, sums, changed, factors)
     return scaled[0], scaled[1]
+
+
+def _pairs_per_column(numbers: Sequence[ir.Value]) -> Any:
+    """Array in layout `PER_COLUMN` of a thread's columns."""
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    pairs = [vector.from_elements(pair, numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
+    return _per_column(pairs, 4 * len(numbers))
 
 
 def _per_column(registers: Sequence[ir.Value], columns: int) -> Any:
@@ -454,7 +543,7 @@ def store_heads(total: jax.Array, to: Ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
     def write(_: Any, total: Any, to: ir.Value) -> None:
-        warp, lane = warp_and_lane()
+        warp, lane = _warp_and_lane()
         strides, _ = ir.MemRefType(to.type).get_strides_and_offset()
         own = plus(times(masked(lane, 3), 2 * strides[0]), plus(times(warp, 16), times(shifted(lane, 2), 2)))
         number = ir.MemRefType(to.type).element_type
@@ -483,7 +572,7 @@ def store_fragments(total: jax.Array, to: Ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
     def write(_: Any, total: Any, to: ir.Value) -> None:
-        warp, lane = warp_and_lane()
+        warp, lane = _warp_and_lane()
         number = ir.F32Type.get()
         group = shifted(lane, 2)  # of two channels
         fragment = plus(times(warp, 2), shifted(group, 2))

@@ -303,7 +303,7 @@ class RawConsumer:
                 plgpu.commit_smem()
             columns = self.static.widths[self.half]
             state = RawState(
-                tiles.filled(0.0, (self.static.rows,), PER_COLUMN),
+                raw_latents.empty_sums(self.static.rows),
                 tiles.filled(0.0, (columns, self.static.rows), BY_64.tile),
             )
             state = lax.fori_loop(0, item.count, lambda i, state: self.attend_pair(item.pair + i, state), state)
@@ -341,11 +341,16 @@ class RawConsumer:
         queries = [q.at[zero] for q in mem.q]
         return raw_latents.add_scores(rotated, mem.k.at[slot], queries, mem.scales.at[slot, 0])
 
+    def scales(self, slot: Any) -> list[jax.Array]:
+        """Scales of a tile's tokens, for each group of columns."""
+        groups = self.static.groups
+        loaded = dequantise.load_group_scales(self.mem.scales.at[slot], TOKENS, groups, TOKENS, BY_64)
+        return [jnp.maximum(scale, dequantise.SMALLEST_SCALE) for scale in loaded]
+
     def publish(self, slot: Any, s: Any, state: RawState) -> RawState:
         """Publish the probabilities of this warpgroup's tile, and add up their weights."""
         mem, half, shape = self.mem, self.half, s.shape
-        loaded = dequantise.load_group_scales(mem.scales.at[slot], TOKENS, self.static.groups, TOKENS, BY_64)
-        scales = [jnp.maximum(scale, dequantise.SMALLEST_SCALE) for scale in loaded]
+        scales = self.scales(slot)
         largest = functools.reduce(jnp.maximum, scales)
         x = s * over_tokens(scales[-1] * (self.static.score_scale * LOG2E), shape)
         x = x + over_tokens(jnp.log2(largest), shape)
@@ -364,14 +369,14 @@ class RawConsumer:
         @pl.when(changed == 1)
         def _raise_max() -> None:
             m = basics.load(mem.stats.at[MAX], PER_COLUMN)
-            highest = raw_latents.reduce_rows(x, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)], "max")
+            highest = raw_latents.largest_of_rows(x, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)])
             raised = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
             mem.stats[FACTORS + half] = jnp.exp2(m - raised)
             mem.stats[MAX] = raised
 
         mem.notes[FLAGS, half] = changed
         p = jnp.exp2(x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape))
-        ratios = [(scale / largest).astype(jnp.float16) for scale in scales]
+        ratios = [(scale / largest).astype(jnp.float16) for scale in self.scales(slot + basics.unknown_zero())]
         raw_latents.publish(p.astype(jnp.float16), mem.p.at[half], ratios, mem.ratios.at[half])
         acc, l = raw_latents.rescale_columns(state.acc, state.l, changed, mem.stats.at[FACTORS + half])  # noqa: E741
         return RawState(raw_latents.add_weights(l, p, 1 / largest), acc)
@@ -395,7 +400,7 @@ class RawConsumer:
         static, mem, half = self.static, self.mem, self.half
         plgpu.barrier_arrive(mem.q_free)
         scratch = mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)]
-        own = raw_latents.reduce_rows(state.l, scratch, "sum")
+        own = raw_latents.total_weights(state.l, static.rows, scratch)
         mem.stats[SUMS + half] = own
         plgpu.commit_smem()
         plgpu.barrier_arrive(mem.sums)
