@@ -78,7 +78,7 @@ class Configuration:
         facts = {"latent_dim": self.latent_dim, "top_k": TOP_K, "heads": self.heads, "splits": 1}
         if self.quantised:
             facts["heads"] = -(-self.heads // 8) * 8
-            return shared_memory.block_bytes(RawScratch.types(RawStatic(**facts, score_scale=0.1), self.dtype))
+            return shared_memory.block_bytes(RawScratch.types(RawStatic(**facts, sm_scale=0.1), self.dtype))
         reductions = plgpu.CompilerParams().reduction_scratch_bytes
         types = SparseScratch.types(SparseStatic(**facts, sm_scale=0.1), self.dtype)
         return shared_memory.block_bytes(types, reduction_bytes=reductions)

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -46,7 +47,8 @@ from pallas_attn.mosaic.dequantise import (
 from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.dequantise import as_keys, as_values, load_matrices
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
-from pallas_attn.mosaic.tiles import PER_COLUMN, operand_ref, over_tokens
+from pallas_attn.mosaic.tiles import PER_COLUMN, ROW_BYTES, operand_ref, over_tokens
+from pallas_attn.portable.quantise import QUERY_SCALE, float16_queries
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 
 TOKENS = 64
@@ -72,13 +74,79 @@ def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
 # --- products
 
 
+def convert_queries(q: Ref) -> None:
+    """Convert bfloat16 queries [N, columns] in shared memory, in place, to QUERY_SCALE times them in float16, with columns
+    in the order of `as_keys`.
+
+    Threads of the warpgroup do not wait for each other: a `plgpu.commit_smem` has to follow.
+    """
+    rows, columns = q.shape
+    if interpreted():
+        converted_q = as_keys(float16_queries(q[...])[0])
+        q[...] = lax.bitcast_convert_type(converted_q, q.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(operand_ref(),))
+    def convert(_: Any, q: ir.Value) -> None:
+        warp, lane = _warp_and_lane()
+        thread, in_row = plus(times(warp, 32), lane), columns // 16
+        (row_tile, column_tile, *_), _ = ir.MemRefType(q.type).get_strides_and_offset()
+        four = ir.VectorType.get((4,), i32())
+        base = mgpu.utils.memref_ptr(q)
+        for first in range(0, rows * in_row, 128):
+            index = plus(thread, mgpu.c(first, i32()))
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, mgpu.c(rows * in_row, i32()))):
+                row, group = (f(index, mgpu.c(in_row, i32())) for f in (arith.divui, arith.remui))
+                begin = plus(times(shifted(row, 3), 2 * row_tile), times(shifted(group, 2), 2 * column_tile))
+                begin = plus(begin, times(masked(row, 7), ROW_BYTES))
+                chunk, pointers = times(masked(group, 3), 2), []
+                for i in range(2):
+                    at = times(arith.xori(plus(chunk, mgpu.c(i, i32())), masked(row, 7)), 16)
+                    pointers.append(mgpu.utils.getelementptr(base, [plus(begin, at)], i8()))
+                words = [llvm.load(four, pointer, alignment=16) for pointer in pointers]
+                pairs = [_float16_query(vector.extract(word, [], [i])) for word in words for i in range(4)]
+                for pointer, ordered in zip(pointers, (pairs[::2], pairs[1::2]), strict=True):
+                    llvm.store(vector.from_elements(four, ordered), pointer, alignment=16)
+
+    convert(q)
+
+
+def _float16_query(pair: ir.Value) -> ir.Value:
+    """Two bfloat16 queries as float16."""
+    converted_pair: Any = llvm.inline_asm(i32(), [pair], BF16_TO_F16_QUERIES, "=r,r")
+    return converted_pair
+
+
+BF16_TO_F16_QUERIES = """
+{
+.reg .b32 low, high;
+.reg .f32 a, b, scale, most, least;
+shl.b32 low, $1, 16;
+and.b32 high, $1, 0xffff0000;
+mov.b32 a, low;
+mov.b32 b, high;
+mov.f32 scale, 0f3D800000;
+mov.f32 most, 0f477FE000;
+mov.f32 least, 0fC77FE000;
+mul.f32 a, a, scale;
+mul.f32 b, b, scale;
+min.NaN.f32 a, a, most;
+min.NaN.f32 b, b, most;
+max.NaN.f32 a, a, least;
+max.NaN.f32 b, b, least;
+cvt.rn.f16x2.f32 $0, b, a;
+}
+"""
+"""QUERY_SCALE is 2**-4, and the largest float16 is 65504."""
+
+
 def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref) -> jax.Array:
-    """Compute (rotated + the sum over groups of scale · latent @ qᵀ) / the last group's scale, in float32.
+    """Compute (rotated · QUERY_SCALE + the sum over groups of scale · latent @ qᵀ) / the last group's scale, in float32.
 
     Args:
       rotated: [TOKENS, N], a product that may be in flight.
       latent: e4m3 tile [TOKENS, L].
-      qs: float16 [N, columns], the columns of queries one after the other, in the order of `as_keys`.
+      qs: [N, columns], the columns of queries one after the other, of `convert_queries`.
       scales: float32 [TOKENS · groups] in shared memory; raised to SMALLEST_SCALE at least.
     """
     channels, shape = latent.shape[1], rotated.shape
@@ -86,9 +154,9 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref) 
     groups = channels // LATENT_GROUP
     if interpreted():
         each = jnp.maximum(scales[...].reshape(TOKENS, groups).T, SMALLEST_SCALE)
-        factors = [1 / each[0], *(before / after for before, after in itertools.pairwise(each))]
+        factors = [QUERY_SCALE / each[0], *(before / after for before, after in itertools.pairwise(each))]
         left, total = as_keys(latent[...].astype(jnp.float16)), rotated
-        right = jnp.concatenate([q[...] for q in qs], axis=1).T
+        right = jnp.concatenate([lax.bitcast_convert_type(q[...], jnp.float16) for q in qs], axis=1).T
         for i, factor in enumerate(factors):
             group = slice(i * LATENT_GROUP, (i + 1) * LATENT_GROUP)
             product = jnp.dot(left[:, group], right[group], preferred_element_type=jnp.float32)
@@ -107,11 +175,11 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref) 
         total, rights = total.to_layout(wgmma.ACCUMULATOR), iter(qs)
         row = plus(times(warp, 16), shifted(lane, 2))
         own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [times(row, groups)], ir.F32Type.get())
-        before: list[ir.Value] = [mgpu.c(1.0, ir.F32Type.get())] * 2
+        before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2
         left = _keys(chunks, 0)
         for first in range(0, channels, PIECE):
             if first in begins:
-                right = wgmma.RightOperand(next(rights))
+                right = wgmma.RightOperand(next(rights), dtype="f16")
             if first % LATENT_GROUP == 0:
                 _await(0)
                 total = fragmented_array.optimization_barrier(total)

@@ -24,7 +24,7 @@ No wait can last. Below, "waits for x" means that x was asked for and does not i
   arrives after its scores, for which it waits for copies, for ready[0] of the same pair and for taken[1].
 - taken[i]: the other warpgroup than that of ready[i], once at the start, and after each use of what was published.
   Warpgroup i waits for one phase before it publishes, and for the last one before it ends.
-- sums, q_free: as in `mla_decode`'s kernel.
+- sums, q_converted: both warpgroups, as often as there are items. q_free: as in `mla_decode`'s kernel.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     SparseResults,
     for_each_item,
 )
+from pallas_attn.portable.quantise import QUERY_SCALE
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 
 COMPUTE_REGISTERS, GATHER_REGISTERS = 232, 40
@@ -80,10 +81,10 @@ class RawStatic(SparseFacts):
     """Compile-time facts of the kernel.
 
     Attributes:
-      score_scale: multiplies the scores.
+      sm_scale: multiplies the scores.
     """
 
-    score_scale: float
+    sm_scale: float
 
     @property
     def groups(self) -> int:
@@ -104,7 +105,7 @@ class RawScratch(NamedTuple):
     """Shared memory and barriers of a program.
 
     Attributes:
-      q: float16 [1, rows, columns], those of either half, in the order of `sm90.dequantise.as_keys`.
+      q: [1, rows, columns], those of either half; once they are there, converted by `raw_latents.convert_queries`.
       q_rope: [1, rows, R].
       k: e4m3 [SLOTS, TOKENS, L].
       rope: [SLOTS, TOKENS, R].
@@ -118,7 +119,7 @@ class RawScratch(NamedTuple):
       q_landed, landed [SLOTS]: a query, a tile, is there.
       free: [SLOTS], a tile may be overwritten.
       ready, taken: [2], what belongs to either tile of a pair is published, and may be overwritten.
-      sums, q_free: sums of both warpgroups are in `stats`; the query may be overwritten.
+      sums, q_converted, q_free: sums of both warpgroups are in `stats`; the query is converted, and may be overwritten.
     """
 
     q: Any
@@ -136,14 +137,15 @@ class RawScratch(NamedTuple):
     ready: Any
     taken: Any
     sums: Any
+    q_converted: Any
     q_free: Any
 
     @staticmethod
     def types(static: RawStatic, dtype: jax.typing.DTypeLike) -> RawScratch:
-        """Scratch types of the kernel, for rotated keys of a dtype."""
+        """Scratch types of the kernel, for queries of a dtype."""
         rows = static.rows
         return RawScratch(
-            q=tuple(tiles.operand((1, rows, width), jnp.float16) for width in static.widths),
+            q=tuple(tiles.operand((1, rows, width), dtype) for width in static.widths),
             q_rope=tiles.operand((1, rows, TOKENS), dtype),
             k=tiles.operand((SLOTS, TOKENS, static.latent_dim), LATENT_8BIT),
             rope=tiles.operand((SLOTS, TOKENS, TOKENS), dtype),
@@ -158,6 +160,7 @@ class RawScratch(NamedTuple):
             ready=plgpu.Barrier(num_barriers=2),
             taken=plgpu.Barrier(num_barriers=2),
             sums=plgpu.Barrier(num_arrivals=2),
+            q_converted=plgpu.Barrier(num_arrivals=2),
             q_free=plgpu.Barrier(num_arrivals=2),
         )
 
@@ -298,6 +301,10 @@ class RawConsumer:
 
         def attend(item: SparseItem) -> None:
             plgpu.barrier_wait(mem.q_landed)
+            raw_latents.convert_queries(mem.q[self.half].at[0])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(mem.q_converted)
+            plgpu.barrier_wait(mem.q_converted)
             if self.half == 0:
                 mem.stats[MAX] = tiles.filled(INITIAL_MAX, (self.static.rows,), PER_COLUMN)
                 plgpu.commit_smem()
@@ -352,7 +359,7 @@ class RawConsumer:
         mem, half, shape = self.mem, self.half, s.shape
         scales = self.scales(slot)
         largest = functools.reduce(jnp.maximum, scales)
-        x = s * over_tokens(scales[-1] * (self.static.score_scale * LOG2E), shape)
+        x = s * over_tokens(scales[-1] * (self.static.sm_scale / QUERY_SCALE * LOG2E), shape)
         x = x + over_tokens(jnp.log2(largest), shape)
         given = mem.notes.at[GIVEN, pl.ds(4 * slot, 4)]
         full = (given[0] & given[1] & given[2] & given[3]) == 1

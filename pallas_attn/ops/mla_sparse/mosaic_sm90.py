@@ -79,8 +79,6 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     for_each_item,
     merge_splits,
 )
-from pallas_attn.mosaic.dequantise import latent_queries
-from pallas_attn.mosaic.sm90.dequantise import as_keys
 from pallas_attn.types import LATENT_GROUP
 
 EIGHT_ROWS = 8
@@ -120,15 +118,14 @@ def _raw(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T H
     unit = EIGHT_ROWS if num_heads <= ROWS else ROWS
     heads = -(-num_heads // unit) * unit
     blocks, pairs = -(-heads // ROWS), -(-top_k // PAIR_TOKENS)
-    q_latent, q_rope, factor = latent_queries(call.q_latent, call.q_rope)
     raw = mosaic_raw.RawStatic(
         latent_dim=latent_dim,
         top_k=top_k,
         heads=heads,
         splits=config.num_splits(num_tokens * blocks, pairs, basics.multiprocessors()),
-        score_scale=call.sm_scale / factor,
+        sm_scale=call.sm_scale,
     )
-    inputs = SparseInputs.of(dataclasses.replace(call, q_latent=as_keys(q_latent), q_rope=q_rope), heads)
+    inputs = SparseInputs.of(call, heads)
     if raw.splits == 1:
         out, lse = mosaic_raw.attend(inputs, raw, call.output_dtype)
     else:
