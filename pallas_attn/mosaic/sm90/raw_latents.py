@@ -140,20 +140,23 @@ cvt.rn.f16x2.f32 $0, b, a;
 """QUERY_SCALE is 2**-4, and the largest float16 is 65504."""
 
 
-def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref) -> jax.Array:
+def add_scores(
+    rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, page_tokens: int
+) -> jax.Array:
     """Compute (rotated · QUERY_SCALE + the sum over groups of scale · latent @ qᵀ) / the last group's scale, in float32.
 
     Args:
       rotated: [TOKENS, N], a product that may be in flight.
       latent: e4m3 tile [TOKENS, L].
       qs: [N, columns], the columns of queries one after the other, of `convert_queries`.
-      scales: float32 [TOKENS · groups] in shared memory; raised to SMALLEST_SCALE at least.
+      scales: float32 [pages, at least page_tokens · groups] in shared memory; raised to SMALLEST_SCALE at least.
     """
     channels, shape = latent.shape[1], rotated.shape
     begins = list(itertools.accumulate((q.shape[1] for q in qs), initial=0))
     groups = channels // LATENT_GROUP
     if interpreted():
-        each = jnp.maximum(scales[...].reshape(TOKENS, groups).T, SMALLEST_SCALE)
+        loaded = scales[...][:, : page_tokens * groups].reshape(TOKENS, groups)
+        each = jnp.maximum(loaded.T, SMALLEST_SCALE)
         factors = [QUERY_SCALE / each[0], *(before / after for before, after in itertools.pairwise(each))]
         left, total = as_keys(latent[...].astype(jnp.float16)), rotated
         right = jnp.concatenate([lax.bitcast_convert_type(q[...], jnp.float16) for q in qs], axis=1).T
@@ -174,7 +177,9 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref) 
         chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
         total, rights = total.to_layout(wgmma.ACCUMULATOR), iter(qs)
         row = plus(times(warp, 16), shifted(lane, 2))
-        own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [times(row, groups)], ir.F32Type.get())
+        in_page, page = masked(row, page_tokens - 1), shifted(row, page_tokens.bit_length() - 1)
+        place = plus(times(in_page, groups), times(page, ir.MemRefType(scales.type).shape[1]))
+        own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [place], ir.F32Type.get())
         before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2
         left = _keys(chunks, 0)
         for first in range(0, channels, PIECE):
