@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -177,9 +178,7 @@ def add_scores(
         chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
         total, rights = total.to_layout(wgmma.ACCUMULATOR), iter(qs)
         row = plus(times(warp, 16), shifted(lane, 2))
-        in_page, page = masked(row, page_tokens - 1), shifted(row, page_tokens.bit_length() - 1)
-        place = plus(times(in_page, groups), times(page, ir.MemRefType(scales.type).shape[1]))
-        own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [place], ir.F32Type.get())
+        own = _scales_of(scales, row, page_tokens, groups)
         before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2
         left = _keys(chunks, 0)
         for first in range(0, channels, PIECE):
@@ -317,6 +316,42 @@ def _load_word(base: ir.Value, offset: int) -> ir.Value:
     return word
 
 
+def clear_scales(scales: Ref, live_mask: jax.Array, page_tokens: int, latent_dim: int) -> None:
+    """Set all scales of tokens to 1 in shared memory where live_mask [TOKENS], in layout `PER_TOKEN`, is false.
+
+    Args:
+      scales: as in `add_scores`.
+    """
+    groups = latent_dim // LATENT_GROUP
+    if interpreted():
+        count = page_tokens * groups
+        kept = jnp.where(live_mask[:, None], scales[...][:, :count].reshape(TOKENS, groups), 1.0)
+        scales[:, pl.ds(0, count)] = kept.reshape(-1, count)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_TOKEN))
+    def write_ones(_: Any, scales: ir.Value, live_mask: Any) -> None:
+        warp, lane = _warp_and_lane()
+        row = plus(times(warp, 16), shifted(lane, 2))
+        number, one = ir.F32Type.get(), mgpu.c(1.0, ir.F32Type.get())
+        own = _scales_of(scales, row, page_tokens, groups)
+        none: Any = mgpu.c(0, i32())
+        for i, register in enumerate(live_mask.registers.flat):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, vector.extract(register, [], [0]), none)):
+                for group in range(groups):
+                    place = mgpu.utils.getelementptr(own, [8 * i * groups + group], number)
+                    llvm.store(one, place, alignment=4)
+
+    write_ones(scales, jnp.where(live_mask, 1, 0))
+
+
+def _scales_of(scales: ir.Value, row: ir.Value, page_tokens: int, groups: int) -> ir.Value:
+    """Pointer to the scales of a token; those of the eight next ones follow."""
+    in_page, page = masked(row, page_tokens - 1), shifted(row, page_tokens.bit_length() - 1)
+    place = plus(times(in_page, groups), times(page, ir.MemRefType(scales.type).shape[1]))
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [place], ir.F32Type.get())
+
+
 # --- columns of scores: maxima, sums, factors
 
 
@@ -416,51 +451,75 @@ def _over_warps(
 
 
 def halvings(columns: int) -> int:
-    """How often threads halve the columns of which they keep sums, by trading with another lane: twice where there are
-    many, lest sums take registers from products.
-    """
-    return 2 if columns % 32 == 0 else 0
+    """How often threads halve the columns of which they keep sums, by trading with another lane."""
+    return 3 if columns % 64 == 0 else 2 if columns % 32 == 0 else 0
 
 
-def empty_sums(columns: int) -> jax.Array:
-    """Sums of no weights of so many columns, as `add_weights` takes them."""
-    return tiles.filled(0.0, (columns if interpreted() else columns >> halvings(columns),), PER_COLUMN)
+def sums_type(columns: int) -> Any:
+    """Scratch type of sums of columns of either warpgroup: float32 [2, 128 threads · numbers]."""
+    return plgpu.SMEM((2, 32 * columns >> halvings(columns)), jnp.float32)
 
 
-def add_weights(sums: jax.Array, p: jax.Array, factor: jax.Array) -> jax.Array:
-    """Add p [TOKENS, N], times a factor [TOKENS], to sums of columns.
+def clear_sums(sums: Ref, columns: int) -> None:
+    """Set sums of columns to 0.
 
     Args:
-      sums: of `empty_sums`. Each thread has those of its own rows, or of several lanes'; `total_weights` adds them up.
+      sums: of a warpgroup, one of `sums_type`. A thread's numbers are its own; `total_weights` adds them up.
     """
+    if interpreted():
+        sums[...] = jnp.zeros(sums.shape, sums.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def clear(_: Any, sums: ir.Value) -> None:
+        zeros = vector.broadcast(ir.VectorType.get((2,), ir.F32Type.get()), mgpu.c(0.0, ir.F32Type.get()))
+        for pointer in _own_sums(sums):
+            llvm.store(zeros, pointer, alignment=8)
+
+    clear(sums)
+
+
+def _own_sums(sums: ir.Value) -> list[ir.Value]:
+    """Pointers to a thread's pairs of sums."""
+    warp, lane = _warp_and_lane()
+    number = ir.F32Type.get()
+    thread = plus(times(warp, 32), lane)
+    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(sums), [times(thread, 2)], number)
+    (size,) = ir.MemRefType(sums.type).shape
+    return [mgpu.utils.getelementptr(own, [first], number) for first in range(0, size, 256)]
+
+
+def add_weights(sums: Ref, p: jax.Array, factor: jax.Array) -> None:
+    """Add p [TOKENS, N], times a factor [TOKENS], to sums of columns, as in `clear_sums`."""
     columns = p.shape[1]
     if interpreted():
-        return sums + (p * over_tokens(factor, p.shape)).sum(axis=0)
+        of_columns = pl.ds(0, columns)
+        sums[of_columns] = sums[of_columns] + (p * over_tokens(factor, p.shape)).sum(axis=0)
+        return
 
-    @plgpu.inline_mgpu(
-        arg_types=(PER_COLUMN, TILE, PER_TOKEN),
-        return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=PER_COLUMN),
-    )
-    def add(_: Any, sums: Any, p: Any, factor: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, PER_TOKEN))
+    def add(_: Any, sums: ir.Value, p: Any, factor: Any) -> None:
         rows = [vector.extract(register, [], [0]) for register in factor.registers.flat]
         numbers = []
         for upper, lower in p.registers.reshape(-1, 2):
             for i in range(2):
                 product = arith.mulf(vector.extract(upper, [], [i]), rows[0])
                 numbers.append(llvm.intr_fma(vector.extract(lower, [], [i]), rows[1], product))
-        for distance in (4, 8)[: halvings(columns)]:
+        for distance in (4, 8, 16)[: halvings(columns)]:
             half, is_upper = len(numbers) // 2, _bit(distance)
             low, high = numbers[:half], numbers[half:]
             kept = [arith.select(is_upper, b, a) for a, b in zip(low, high, strict=True)]
             given = [arith.select(is_upper, a, b) for a, b in zip(low, high, strict=True)]
             numbers = [arith.addf(a, _from_lane(b, distance)) for a, b in zip(kept, given, strict=True)]
-        before = [vector.extract(register, [], [i]) for register in sums.registers.flat for i in range(2)]
-        return _pairs_per_column([arith.addf(a, b) for a, b in zip(before, numbers, strict=True)])
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        for j, pointer in enumerate(_own_sums(sums)):
+            more = vector.from_elements(pair, numbers[2 * j : 2 * j + 2])
+            llvm.store(arith.addf(llvm.load(pair, pointer, alignment=8), more), pointer, alignment=8)
 
-    return add(sums, p, factor)
+    add(sums, p, factor)
 
 
-def total_weights(sums: jax.Array, columns: int, scratch: Ref) -> jax.Array:
+def total_weights(sums: Ref, columns: int, scratch: Ref) -> jax.Array:
     """Add up what threads have of sums of columns: float32 [N] in layout `PER_COLUMN`.
 
     Args:
@@ -468,22 +527,23 @@ def total_weights(sums: jax.Array, columns: int, scratch: Ref) -> jax.Array:
     """
     if interpreted():
         plgpu.commit_smem()
-        return sums
+        return sums[pl.ds(0, columns)]
 
     @plgpu.inline_mgpu(
-        arg_types=(PER_COLUMN, plgpu.RefType()),
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN),
     )
-    def add(_: Any, sums: Any, scratch: ir.Value) -> Any:
-        numbers = [vector.extract(register, [], [i]) for register in sums.registers.flat for i in range(2)]
-        count = halvings(columns)
+    def add(_: Any, sums: ir.Value, scratch: ir.Value) -> Any:
+        pair, count = ir.VectorType.get((2,), ir.F32Type.get()), halvings(columns)
+        pairs = [llvm.load(pair, pointer, alignment=8) for pointer in _own_sums(sums)]
+        numbers = [vector.extract(both, [], [i]) for both in pairs for i in range(2)]
         for distance in (4, 8, 16)[count:]:
             numbers = [arith.addf(x, _from_lane(x, distance)) for x in numbers]
         if not count:
             return _over_warps(dict(enumerate(numbers)), 4, columns, scratch, arith.addf)
         first = _first_column(columns)
         by_place = {plus(first, mgpu.c(i, i32())): number for i, number in enumerate(numbers)}
-        return _over_warps(by_place, 16, columns, scratch, arith.addf)
+        return _over_warps(by_place, 4 << count, columns, scratch, arith.addf)
 
     return add(sums, scratch)
 
@@ -496,78 +556,59 @@ def _bit(distance: int) -> ir.Value:
 
 
 def _first_column(columns: int) -> ir.Value:
-    """Index of the first of a thread's columns of which it keeps sums, after two halvings."""
+    """Index of the first of a thread's columns of which it keeps sums."""
     _, lane = _warp_and_lane()
-    all_of_thread = columns // 4
-    upper, later = masked(shifted(lane, 2), 1), masked(shifted(lane, 3), 1)
-    return plus(times(upper, all_of_thread // 2), times(later, all_of_thread // 4))
+    first, count = mgpu.c(0, i32()), columns // 4
+    for i in range(halvings(columns)):
+        count //= 2
+        first = plus(first, times(masked(shifted(lane, 2 + i), 1), count))
+    return first
 
 
-def rescale_columns(total: jax.Array, sums: jax.Array, changed: Any, factors: Ref) -> tuple[jax.Array, jax.Array]:
-    """Multiply the columns of total [K, N] and sums of columns with factors, unless `changed` is 0.
+def rescale_columns(total: jax.Array, sums: Ref, changed: Any, factors: Ref) -> jax.Array:
+    """Multiply the columns of total [K, N] and sums of columns, as in `clear_sums`, with factors, unless `changed` is 0.
 
     Args:
-      sums: of `add_weights`.
       factors: float32 [N] in shared memory.
     """
     columns = total.shape[1]
     if interpreted():
         factor = jnp.where(changed != 0, factors[...], 1.0)
         plgpu.commit_smem()
-        return total * factor[None], sums * factor
+        sums[pl.ds(0, columns)] = sums[pl.ds(0, columns)] * factor
+        return total * factor[None]
 
     @plgpu.inline_mgpu(
-        arg_types=(TILE, PER_COLUMN, SPLAT, plgpu.RefType()),
-        return_type=[
-            plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
-            plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=PER_COLUMN),
-        ],
+        arg_types=(TILE, plgpu.RefType(), SPLAT, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
     )
-    def multiply(_: Any, total: Any, sums: Any, changed: Any, factors: ir.Value) -> Any:
+    def multiply(_: Any, total: Any, sums: ir.Value, changed: Any, factors: ir.Value) -> Any:
         _, lane = _warp_and_lane()
         total = total.to_layout(wgmma.ACCUMULATOR)
-        number = ir.VectorType.get((1,), ir.F32Type.get())
-        halves = [
-            vector.broadcast(number, vector.extract(register, [], [i]))
-            for register in sums.registers.flat
-            for i in range(2)
-        ]
-        given = [*total.registers.flat, *halves]
+        given = list(total.registers.flat)
         own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(factors), [times(masked(lane, 3), 8)], i8())
-        address = llvm.ptrtoint(i32(), own)
+        address, own_sums = llvm.ptrtoint(i32(), own), _own_sums(sums)
         of_sums = address
         if halvings(columns):
             of_sums = plus(address, times(_first_column(columns), 16))
-        count, slots = len(given), columns // 4
-        flag, place, sums_place = (f"${2 * count + i}" for i in range(3))
-        text = "{ .reg .pred kept; .reg .f32 f<2>; "
+        count = len(given)
+        flag, place, sums_place, own_place = (f"${2 * count + i}" for i in range(4))
+        text = "{ .reg .pred kept; .reg .f32 f<4>; "
         text += f"setp.eq.s32 kept, {flag}, 0; @kept bra.uni done; "
         for j in range(columns // 8):
             text += f"ld.shared.v2.f32 {{f0, f1}}, [{place} + {32 * j}]; "
-            text += "".join(
-                f"mul.f32 ${i}, ${i}, f{i % 2}; "
-                for i in range(total.registers.size)
-                if i // 4 % (columns // 8) == j
-            )
-        for j in range(len(halves) // 2):
+            text += "".join(f"mul.f32 ${i}, ${i}, f{i % 2}; " for i in range(count) if i // 4 % (columns // 8) == j)
+        for j in range(len(own_sums)):
             text += f"ld.shared.v2.f32 {{f0, f1}}, [{sums_place} + {32 * j}]; "
-            text += "".join(f"mul.f32 ${i}, ${i}, f{i % 2}; " for i in range(count - len(halves) + 2 * j, count)[:2])
+            text += f"ld.shared.v2.f32 {{f2, f3}}, [{own_place} + {1024 * j}]; mul.f32 f2, f2, f0; mul.f32 f3, f3, f1; "
+            text += f"st.shared.v2.f32 [{own_place} + {1024 * j}], {{f2, f3}}; "
         text += "done: }"
-        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r", "r", "r"]
-        results = wgmma.floats(count, text, constraints, [*given, changed.registers.item(), address, of_sums])
-        summed = [vector.extract(x, [], [0]) for x in results[total.registers.size :]]
-        scaled = wgmma.fragments(results[: total.registers.size], total.shape)
-        return scaled.to_layout(fragmented_array.WGMMA_LAYOUT), _pairs_per_column(summed)
+        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4
+        operands = [*given, changed.registers.item(), address, of_sums, llvm.ptrtoint(i32(), own_sums[0])]
+        scaled = wgmma.fragments(wgmma.floats(count, text, constraints, operands), total.shape)
+        return scaled.to_layout(fragmented_array.WGMMA_LAYOUT)
 
-    scaled = multiply(total, sums, changed, factors)
-    return scaled[0], scaled[1]
-
-
-def _pairs_per_column(numbers: Sequence[ir.Value]) -> Any:
-    """Array in layout `PER_COLUMN` of a thread's columns."""
-    pair = ir.VectorType.get((2,), ir.F32Type.get())
-    pairs = [vector.from_elements(pair, numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
-    return _per_column(pairs, 4 * len(numbers))
+    return multiply(total, sums, changed, factors)
 
 
 def _per_column(registers: Sequence[ir.Value], columns: int) -> Any:

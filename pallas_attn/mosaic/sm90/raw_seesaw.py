@@ -79,6 +79,7 @@ class RawMemory(NamedTuple):
       ratios: float16 [2, groups, TOKENS], scales of either tile by their token's largest one.
       stats: float32 [13, rows]: what probabilities are relative to; factors of either tile; sums of either warpgroup;
         memory for maxima and sums, four rows for each.
+      weights: of `raw_latents.sums_type`, of either warpgroup's tiles.
       changed: int32 [2], whether either tile of a pair has factors.
       q_landed: a query is there.
       free: [SLOTS], a tile may be overwritten.
@@ -94,6 +95,7 @@ class RawMemory(NamedTuple):
     p: Any
     ratios: Any
     stats: Any
+    weights: Any
     changed: Any
     q_landed: Any
     free: Any
@@ -122,6 +124,7 @@ class RawMemory(NamedTuple):
             p=tiles.operand((2, rows, TOKENS), jnp.float16),
             ratios=plgpu.SMEM((2, latent_dim // LATENT_GROUP, TOKENS), jnp.float16),
             stats=plgpu.SMEM((13, rows), jnp.float32),
+            weights=raw_latents.sums_type(rows),
             changed=plgpu.SMEM((2,), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
             free=plgpu.Barrier(num_barriers=SLOTS, num_arrivals=2),
@@ -156,18 +159,6 @@ class RawFacts(Protocol):
     def page_tokens(self) -> int: ...
 
 
-class RawState(NamedTuple):
-    """Attention over some latents, as one of the two warpgroups has it.
-
-    Attributes:
-      l: sums of its own tiles' weights, of `raw_latents.add_weights`.
-      acc: [columns, rows], all latents times weights, in its own columns.
-    """
-
-    l: Any  # noqa: E741
-    acc: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class RawTurns[Split]:
     """One of the two warpgroups that compute, and its turns at pairs of tiles.
@@ -187,6 +178,10 @@ class RawTurns[Split]:
     def await_tile(self, slot: Any, use: Any) -> None:
         """Wait until a tile is there."""
         raise NotImplementedError
+
+    def release(self, slot: Any) -> None:
+        """Let a tile be overwritten."""
+        plgpu.barrier_arrive(self.memory.free.at[slot])
 
     def is_full(self, pair: Any, slot: Any) -> Any:
         """Whether every row sees every token of this warpgroup's tile of a pair."""
@@ -212,8 +207,10 @@ class RawTurns[Split]:
         """Wait for the last arrivals; once, after the last split."""
         plgpu.barrier_wait(self.memory.taken.at[self.half])
 
-    def attend(self, split: Split, first: Any, count: Any) -> RawState:
-        """Attend to `count` pairs of tiles, of which `first` is the first, with the next query."""
+    def attend(self, split: Split, first: Any, count: Any) -> Any:
+        """Attend to `count` pairs of tiles, of which `first` is the first, with the next query: all latents times
+        weights, [columns, rows], in this warpgroup's columns.
+        """
         mem, rows = self.memory, self.static.rows
         plgpu.barrier_wait(mem.q_landed)
         raw_latents.convert_queries(mem.q[self.half].at[0])
@@ -224,10 +221,10 @@ class RawTurns[Split]:
             mem.stats[MAX] = tiles.filled(INITIAL_MAX, (rows,), PER_COLUMN)
             plgpu.commit_smem()
         acc = tiles.filled(0.0, (self.static.widths[self.half], rows), BY_64.tile)
-        state = RawState(raw_latents.empty_sums(rows), acc)
-        return lax.fori_loop(0, count, lambda i, state: self.attend_pair(split, first + i, state), state)
+        raw_latents.clear_sums(mem.weights.at[self.half], rows)
+        return lax.fori_loop(first, first + count, lambda pair, acc: self.attend_pair(split, pair, acc), acc)
 
-    def attend_pair(self, split: Split, pair: Any, state: RawState) -> RawState:
+    def attend_pair(self, split: Split, pair: Any, acc: Any) -> Any:
         """Attend to a pair of tiles."""
         mem, half = self.memory, self.half
         slots = [slot_of(pair, tile) for tile in range(2)]
@@ -235,18 +232,18 @@ class RawTurns[Split]:
         s = self.scores(slots[half][0])
         if half:
             plgpu.barrier_wait(mem.ready.at[0])
-        state = self.publish(split, pair, slots[half][0], s, state)
+        acc = self.publish(split, pair, slots[half][0], s, acc)
         plgpu.barrier_arrive(mem.ready.at[half])
         for tile, (slot, use) in enumerate(slots):
             if tile != half:
                 self.await_tile(slot, use)
                 if tile:
                     plgpu.barrier_wait(mem.ready.at[1])
-            state = self.add(slot, tile, state)
-            plgpu.barrier_arrive(mem.free.at[slot])
+            acc = self.add(slot, tile, acc)
+            self.release(slot)
             if tile != half:
                 plgpu.barrier_arrive(mem.taken.at[tile])
-        return state
+        return acc
 
     def scores(self, slot: Any) -> Any:
         """Products of the query with a tile, [TOKENS, rows], divided by the scales of the last group of columns."""
@@ -262,7 +259,7 @@ class RawTurns[Split]:
         loaded = dequantise.load_group_scales(ref, self.static.page_tokens, groups, TOKENS, BY_64)
         return [jnp.maximum(scale, dequantise.SMALLEST_SCALE) for scale in loaded]
 
-    def publish(self, split: Split, pair: Any, slot: Any, s: Any, state: RawState) -> RawState:
+    def publish(self, split: Split, pair: Any, slot: Any, s: Any, acc: Any) -> Any:
         """Publish the probabilities of this warpgroup's tile, and add up their weights."""
         mem, half, shape = self.memory, self.half, s.shape
         s = lax.cond(self.is_full(pair, slot), lambda s: s, lambda s: self.mask_tile(split, pair, slot, s), s)
@@ -283,28 +280,29 @@ class RawTurns[Split]:
             mem.stats[MAX] = raised
 
         mem.changed[half] = changed
+        acc = raw_latents.rescale_columns(acc, mem.weights.at[half], changed, mem.stats.at[FACTORS + half])
         p = jnp.exp2(x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape))
         ratios = [(scale / largest).astype(jnp.float16) for scale in self.scales(slot + basics.unknown_zero())]
         raw_latents.publish(p.astype(jnp.float16), mem.p.at[half], ratios, mem.ratios.at[half])
-        acc, l = raw_latents.rescale_columns(state.acc, state.l, changed, mem.stats.at[FACTORS + half])  # noqa: E741
-        return RawState(raw_latents.add_weights(l, p, 1 / largest), acc)
+        raw_latents.add_weights(mem.weights.at[half], p, 1 / largest)
+        return acc
 
-    def add(self, slot: Any, tile: int, state: RawState) -> RawState:
+    def add(self, slot: Any, tile: int, acc: Any) -> Any:
         """Add a tile's latents times their probabilities."""
         mem, half = self.memory, self.half
-        acc, l = state.acc, state.l  # noqa: E741
         if tile != half:
-            acc, l = raw_latents.rescale_columns(acc, l, mem.changed[tile], mem.stats.at[FACTORS + tile])  # noqa: E741
+            factors = mem.stats.at[FACTORS + tile]
+            acc = raw_latents.rescale_columns(acc, mem.weights.at[half], mem.changed[tile], factors)
         first, p = half * self.static.widths[0], mem.p.at[tile + basics.unknown_zero()]
-        return RawState(l, raw_latents.add_values(acc, mem.k.at[slot], first, p, mem.ratios.at[tile]))
+        return raw_latents.add_values(acc, mem.k.at[slot], first, p, mem.ratios.at[tile])
 
     # Results
 
-    def trade_sums(self, state: RawState) -> Any:
+    def trade_sums(self) -> Any:
         """Sums [rows] of the weights of all tiles, those of the other warpgroup's among them. The next query may come."""
         mem, half = self.memory, self.half
         plgpu.barrier_arrive(mem.q_free)
-        own = raw_latents.total_weights(state.l, self.static.rows, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)])
+        own = raw_latents.total_weights(mem.weights.at[half], self.static.rows, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)])
         mem.stats[SUMS + half] = own
         plgpu.commit_smem()
         plgpu.barrier_arrive(mem.sums)

@@ -28,7 +28,6 @@ from pallas_attn.mosaic.sm90.raw_seesaw import (
     SLOTS,
     TOKENS,
     RawMemory,
-    RawState,
     RawTurns,
     normalise,
     slot_of,
@@ -228,21 +227,21 @@ class RawConsumer(RawTurns[SparseItem]):
         is_none = basics.load(self.mem.is_none.at[slot], BY_64.per_row)
         return jnp.where(over_tokens(is_none, s.shape) == 0, s, -jnp.inf)
 
-    def write(self, results: Any, item: SparseItem, state: RawState) -> None:
+    def write(self, results: Any, item: SparseItem, acc: Any) -> None:
         """Write this warpgroup's half of the output, or of the partial state, of an item."""
         static, half = self.static, self.half
-        sums = self.trade_sums(state)
+        sums = self.trade_sums()
         token, block, split = item.place(static)
         rows, first, width = pl.ds(0, static.rows), half * static.widths[0], static.widths[half]
         if isinstance(results, SparseResults):
             place = results.out.at[token, pl.ds(block * ROWS, static.rows), pl.ds(first, width)]
-            raw_latents.store_heads(normalise(state.acc, sums), place)
+            raw_latents.store_heads(normalise(acc, sums), place)
             if half == 0:
                 results.lse[token, block, rows] = log_sum_exp(self.largest(), sums)
             return
         index = (token * static.blocks + block) * static.splits + split
         fragments = pl.ds(num_fragments(ROWS * first), num_fragments(ROWS * width))
-        raw_latents.store_fragments(state.acc, results.acc.at[index, fragments])
+        raw_latents.store_fragments(acc, results.acc.at[index, fragments])
         if half == 0:
             results.stats[index, 0, rows] = self.largest() * (1 / LOG2E)
             results.stats[index, 1, rows] = sums
