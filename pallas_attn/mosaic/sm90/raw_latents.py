@@ -352,6 +352,26 @@ def _scales_of(scales: ir.Value, row: ir.Value, page_tokens: int, groups: int) -
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [place], ir.F32Type.get())
 
 
+def token_index() -> jax.Array:
+    """Index of each token of a tile, int32 [TOKENS] in layout `PER_TOKEN`, not kept in registers between tiles."""
+    if interpreted():
+        return jnp.arange(TOKENS, dtype=jnp.int32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(), return_type=plgpu.ShapeDtypeStruct((TOKENS,), jnp.int32, layout=PER_TOKEN)
+    )
+    def index(_: Any) -> Any:
+        warp, lane = _warp_and_lane()
+        first, layout = plus(times(warp, 16), shifted(lane, 2)), PER_TOKEN.to_mgpu()
+        registers = np.empty(layout.registers_shape((TOKENS,)), dtype=object)
+        for i in range(2):
+            row = plus(first, mgpu.c(8 * i, i32()))
+            registers.reshape(-1)[i] = vector.broadcast(ir.VectorType.get((1,), i32()), row)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    return index()
+
+
 # --- columns of scores: maxima, sums, factors
 
 

@@ -27,7 +27,6 @@ from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.sm90 import raw_latents, sharing
 from pallas_attn.mosaic.sm90.raw_seesaw import REGISTERS, SLOTS, RawMemory, RawTurns, normalise, slot_of
 from pallas_attn.mosaic.sm90.seesaw import ROWS, log_sum_exp
-from pallas_attn.mosaic.sm90.tiles import token_iota
 from pallas_attn.mosaic.split_states import PartialStates, num_fragments
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns, over_tokens
 from pallas_attn.ops.mla_decode import mosaic_seesaw
@@ -239,11 +238,11 @@ class RawConsumer(RawTurns[LatentSplit]):
 
     def mask_tile(self, split: LatentSplit, pair: Any, slot: Any, s: Any) -> Any:
         static, x, meta = self.static, self.x, self.mem.tile_meta.at[slot]
-        draft = token_iota(TOKENS)
-        draft += meta[1]
+        token = raw_latents.token_index()
+        draft = token + meta[1]
         for j in range(1, static.pages):
             first = j * static.page_tokens
-            draft = jnp.where(token_iota(TOKENS) >= first, token_iota(TOKENS) + (meta[1 + j] - first), draft)
+            draft = jnp.where(token >= first, token + (meta[1 + j] - first), draft)
         bit = jnp.where(draft < 0, OLDER_BIT, jnp.minimum(draft, NEVER_BIT))
 
         @pl.when(meta[0] == DEAD)
