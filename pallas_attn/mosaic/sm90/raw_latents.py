@@ -1,9 +1,9 @@
-"""Products with latents in 8 bits as they lie in shared memory: converted to float16 in registers, wgmma's left operand.
+"""Products with 8-bit latents as they lie in shared memory: converted to float16 in registers, wgmma's left operand.
 
 Tokens are the rows of scores, and query heads the columns; of values, channels are the rows, in the order of
 `dequantise.as_values`. What a token's scales do:
 
-    S = (... (q_rope Rᵀ / s_0 + C_0 q_0ᵀ) s_0 / s_1 + C_1 q_1ᵀ) s_1 / s_2 + ...      (groups of channels), times the last s
+    S = (... (q_rope Rᵀ / s_0 + C_0 q_0ᵀ) s_0 / s_1 + C_1 q_1ᵀ) s_1 / s_2 + ...   (groups of channels), times the last s
     O_g += (C_g s_g / s)ᵀ P, with s the largest scale of the token, which is multiplied into P through the exponent
 
 So scores are sums of exact latents, in one accumulator; values are rounded to float16, relative to their token's
@@ -30,7 +30,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from pallas_attn.mosaic import tiles
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.dequantise import (
     QUANTISED_REF,
@@ -76,8 +75,8 @@ def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
 
 
 def convert_queries(q: Ref) -> None:
-    """Convert bfloat16 queries [N, columns] in shared memory, in place, to QUERY_SCALE times them in float16, with columns
-    in the order of `as_keys`.
+    """Convert bfloat16 queries [N, columns] in shared memory, in place, to QUERY_SCALE times them in float16, with
+    columns in the order of `as_keys`.
 
     Threads of the warpgroup do not wait for each other: a `plgpu.commit_smem` has to follow.
     """
@@ -141,10 +140,8 @@ cvt.rn.f16x2.f32 $0, b, a;
 """QUERY_SCALE is 2**-4, and the largest float16 is 65504."""
 
 
-def add_scores(
-    rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, page_tokens: int
-) -> jax.Array:
-    """Compute (rotated · QUERY_SCALE + the sum over groups of scale · latent @ qᵀ) / the last group's scale, in float32.
+def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, page_tokens: int) -> jax.Array:
+    """Compute (QUERY_SCALE · rotated + the sum over groups of scale · latent @ qᵀ) / the last scale, in float32.
 
     Args:
       rotated: [TOKENS, N], a product that may be in flight.
@@ -180,7 +177,8 @@ def add_scores(
         row = plus(times(warp, 16), shifted(lane, 2))
         own = _scales_of(scales, row, page_tokens, groups)
         before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2
-        left = _keys(chunks, 0)
+        words = [_load(chunks.pointer(0, first // 16), rows=True) for first in (0, PIECE)]
+        left = _keys(words.pop(0))
         for first in range(0, channels, PIECE):
             if first in begins:
                 right = wgmma.RightOperand(next(rights), dtype="f16")
@@ -197,10 +195,12 @@ def add_scores(
             nvvm.wgmma_fence_aligned()
             sums = right.add(sums, left)
             wgmma.commit()
+            if first + 2 * PIECE < channels:
+                words.append(_load(chunks.pointer(0, first // 16 + 2 * PIECE // 16), rows=True))
             if first % LATENT_GROUP:
                 _await(1)
             if first + PIECE < channels:
-                left = _keys(chunks, first + PIECE)
+                left = _keys(words.pop(0))
             total = wgmma.fragments(sums, shape)
         _await(0)
         return fragmented_array.optimization_barrier(total).to_layout(fragmented_array.WGMMA_LAYOUT)
@@ -240,26 +240,33 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
         blocks = [list(registers) for registers in total.registers.reshape(channels // BLOCK, -1)]
         factors: dict[int, list[ir.Value]] = {}
 
-        def piece(i: int) -> list[list[ir.Value]]:
+        def load(i: int) -> list[ir.Value]:
+            block, tokens = pieces[i]
+            return _load(chunks.pointer(tokens, (first + block * BLOCK) // 16), rows=False)
+
+        def piece(i: int, words: list[ir.Value]) -> list[list[ir.Value]]:
             block, tokens = pieces[i]
             group = (first + block * BLOCK) // LATENT_GROUP
             if group not in factors:
                 factors.clear()
                 factors[group] = [_load_word(own, 2 * (group * TOKENS + 8 * k)) for k in range(TOKENS // 8)]
             eights = factors[group][tokens // 8 : (tokens + PIECE) // 8]
-            return _values(chunks, tokens, (first + block * BLOCK) // 16, eights)
+            return _values(words, eights)
 
-        left = piece(0)
+        words = [load(0), load(1)]
+        left = piece(0, words.pop(0))
         for i, (block, tokens) in enumerate(pieces):
             if tokens == 0:
                 right = wgmma.RightOperand(p)
             nvvm.wgmma_fence_aligned()
             blocks[block] = right.add(blocks[block], left)
             wgmma.commit()
+            if i + 2 < len(pieces):
+                words.append(load(i + 2))
             if i:
                 _await(1)
             if i + 1 < len(pieces):
-                left = piece(i + 1)
+                left = piece(i + 1, words.pop(0))
         _await(0)
         done = wgmma.fragments([register for block in blocks for register in block], (channels, columns))
         return fragmented_array.optimization_barrier(done).to_layout(fragmented_array.WGMMA_LAYOUT)
@@ -271,15 +278,20 @@ def _await(under_way: int) -> None:
     wgmma.assembly(f"wgmma.wait_group.sync.aligned {under_way};")
 
 
-def _keys(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
-    """Registers of two instructions' left operands: 64 tokens, 16 channels each from `first` on."""
+def _load(pointer: ir.Value, *, rows: bool) -> list[ir.Value]:
+    """Load the words of a piece before it is converted; ahead of that, for loading takes longer."""
+    return list(load_matrices(pointer, rows=rows))
+
+
+def _keys(words: Sequence[ir.Value]) -> list[list[ir.Value]]:
+    """Registers of two instructions' left operands: 64 tokens, 16 channels each."""
     assembly = conversion(LATENT_8BIT, (0, 1, 2, 3))
-    words = [converted(word, assembly) for word in load_matrices(chunks.pointer(0, first // 16), rows=True)]
-    return [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in (words[:2], words[2:])]
+    pairs = [converted(word, assembly) for word in words]
+    return [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in (pairs[:2], pairs[2:])]
 
 
-def _values(chunks: ChunkPointers, tokens: int, chunk: int, factors: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Registers of two instructions' left operands: 64 channels from a chunk on, 16 tokens each from `tokens` on.
+def _values(words: Sequence[ir.Value], factors: Sequence[ir.Value]) -> list[list[ir.Value]]:
+    """Registers of two instructions' left operands: 64 channels, 16 tokens each.
 
     Args:
       factors: pairs of float16 of each eight tokens.
@@ -287,7 +299,7 @@ def _values(chunks: ChunkPointers, tokens: int, chunk: int, factors: Sequence[ir
     assembly = conversion(LATENT_8BIT, (0, 2, 1, 3))
     eights = [
         [_multiplied(pair, factor) for pair in converted(word, assembly)]
-        for word, factor in zip(load_matrices(chunks.pointer(tokens, chunk), rows=False), factors, strict=True)
+        for word, factor in zip(words, factors, strict=True)
     ]
     return [[*eights[i], *eights[i + 1]] for i in (0, 2)]
 
@@ -357,9 +369,7 @@ def token_index() -> jax.Array:
     if interpreted():
         return jnp.arange(TOKENS, dtype=jnp.int32)
 
-    @plgpu.inline_mgpu(
-        arg_types=(), return_type=plgpu.ShapeDtypeStruct((TOKENS,), jnp.int32, layout=PER_TOKEN)
-    )
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((TOKENS,), jnp.int32, layout=PER_TOKEN))
     def index(_: Any) -> Any:
         warp, lane = _warp_and_lane()
         first, layout = plus(times(warp, 16), shifted(lane, 2)), PER_TOKEN.to_mgpu()
@@ -585,50 +595,65 @@ def _first_column(columns: int) -> ir.Value:
     return first
 
 
-def rescale_columns(total: jax.Array, sums: Ref, changed: Any, factors: Ref) -> jax.Array:
-    """Multiply the columns of total [K, N] and sums of columns, as in `clear_sums`, with factors, unless `changed` is 0.
-
-    Args:
-      factors: float32 [N] in shared memory.
-    """
+def rescale_columns(total: jax.Array, changed: Any, factors: Ref) -> jax.Array:
+    """Multiply the columns of total [K, N] with factors, float32 [N] in shared memory, unless `changed` is 0."""
     columns = total.shape[1]
+    if interpreted():
+        plgpu.commit_smem()
+        return total * jnp.where(changed != 0, factors[...], 1.0)[None]
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, SPLAT, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
+    )
+    def multiply(_: Any, total: Any, changed: Any, factors: ir.Value) -> Any:
+        total = total.to_layout(wgmma.ACCUMULATOR)
+        given = list(total.registers.flat)
+        count = len(given)
+        flag, place = (f"${2 * count + i}" for i in range(2))
+        text = f"{{ .reg .pred kept; .reg .f32 f<2>; setp.eq.s32 kept, {flag}, 0; @kept bra.uni done; "
+        for j in range(columns // 8):
+            text += f"ld.shared.v2.f32 {{f0, f1}}, [{place} + {32 * j}]; "
+            text += "".join(f"mul.f32 ${i}, ${i}, f{i % 2}; " for i in range(count) if i // 4 % (columns // 8) == j)
+        text += "done: }"
+        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r", "r"]
+        operands = [*given, changed.registers.item(), _own_factors(factors)]
+        scaled = wgmma.fragments(wgmma.floats(count, text, constraints, operands), total.shape)
+        return scaled.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return multiply(total, changed, factors)
+
+
+def rescale_weights(sums: Ref, changed: Any, factors: Ref) -> None:
+    """Multiply sums of columns, as in `clear_sums`, with factors, float32 [N] in shared memory, unless `changed` is 0."""
+    (columns,) = factors.shape
     if interpreted():
         factor = jnp.where(changed != 0, factors[...], 1.0)
         plgpu.commit_smem()
         sums[pl.ds(0, columns)] = sums[pl.ds(0, columns)] * factor
-        return total * factor[None]
+        return
 
-    @plgpu.inline_mgpu(
-        arg_types=(TILE, plgpu.RefType(), SPLAT, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
-    )
-    def multiply(_: Any, total: Any, sums: ir.Value, changed: Any, factors: ir.Value) -> Any:
-        _, lane = _warp_and_lane()
-        total = total.to_layout(wgmma.ACCUMULATOR)
-        given = list(total.registers.flat)
-        own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(factors), [times(masked(lane, 3), 8)], i8())
-        address, own_sums = llvm.ptrtoint(i32(), own), _own_sums(sums)
-        of_sums = address
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, plgpu.RefType()))
+    def multiply(_: Any, sums: ir.Value, changed: Any, factors: ir.Value) -> None:
+        own_sums, place = _own_sums(sums), _own_factors(factors)
         if halvings(columns):
-            of_sums = plus(address, times(_first_column(columns), 16))
-        count = len(given)
-        flag, place, sums_place, own_place = (f"${2 * count + i}" for i in range(4))
-        text = "{ .reg .pred kept; .reg .f32 f<4>; "
-        text += f"setp.eq.s32 kept, {flag}, 0; @kept bra.uni done; "
-        for j in range(columns // 8):
-            text += f"ld.shared.v2.f32 {{f0, f1}}, [{place} + {32 * j}]; "
-            text += "".join(f"mul.f32 ${i}, ${i}, f{i % 2}; " for i in range(count) if i // 4 % (columns // 8) == j)
+            place = plus(place, times(_first_column(columns), 16))
+        text = "{ .reg .pred kept; .reg .f32 f<4>; setp.eq.s32 kept, $0, 0; @kept bra.uni done; "
         for j in range(len(own_sums)):
-            text += f"ld.shared.v2.f32 {{f0, f1}}, [{sums_place} + {32 * j}]; "
-            text += f"ld.shared.v2.f32 {{f2, f3}}, [{own_place} + {1024 * j}]; mul.f32 f2, f2, f0; mul.f32 f3, f3, f1; "
-            text += f"st.shared.v2.f32 [{own_place} + {1024 * j}], {{f2, f3}}; "
+            text += f"ld.shared.v2.f32 {{f0, f1}}, [$1 + {32 * j}]; ld.shared.v2.f32 {{f2, f3}}, [$2 + {1024 * j}]; "
+            text += f"mul.f32 f2, f2, f0; mul.f32 f3, f3, f1; st.shared.v2.f32 [$2 + {1024 * j}], {{f2, f3}}; "
         text += "done: }"
-        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4
-        operands = [*given, changed.registers.item(), address, of_sums, llvm.ptrtoint(i32(), own_sums[0])]
-        scaled = wgmma.fragments(wgmma.floats(count, text, constraints, operands), total.shape)
-        return scaled.to_layout(fragmented_array.WGMMA_LAYOUT)
+        operands = [changed.registers.item(), place, llvm.ptrtoint(i32(), own_sums[0])]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,r,~{memory}", has_side_effects=True)
 
-    return multiply(total, sums, changed, factors)
+    multiply(sums, changed, factors)
+
+
+def _own_factors(factors: ir.Value) -> ir.Value:
+    """Address of the factors of a thread's first columns."""
+    _, lane = _warp_and_lane()
+    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(factors), [times(masked(lane, 3), 8)], i8())
+    return llvm.ptrtoint(i32(), own)
 
 
 def _per_column(registers: Sequence[ir.Value], columns: int) -> Any:
@@ -640,8 +665,8 @@ def _per_column(registers: Sequence[ir.Value], columns: int) -> Any:
 
 
 def publish(p: jax.Array, to: Ref, ratios: Sequence[jax.Array], ratios_to: Ref) -> None:
-    """Write float16 p [TOKENS, N] to shared memory [N, TOKENS], for tensor cores, and ratios [TOKENS] of each group, for
-    threads of any warpgroup. Nothing reads what was there any more.
+    """Write float16 p [TOKENS, N] to shared memory [N, TOKENS], for tensor cores, and ratios [TOKENS] of each group,
+    for threads of any warpgroup. Nothing reads what was there any more.
 
     Also makes what threads have stored before visible, as `plgpu.commit_smem`.
     """

@@ -1,8 +1,8 @@
 """Attention of up to 64 query rows to wide latents in 8 bits, which stay so in shared memory, by two warpgroups.
 
-Tokens are the rows of a tile's products, and query rows their columns (`mosaic.sm90.raw_latents`). The output of a block,
-[L, 64] in float32, does not fit the registers of one warpgroup: each accumulates half of the latent's columns. They
-score tiles of 64 latents in turn, and each needs the other's probabilities too:
+Tokens are the rows of a tile's products, and query rows their columns (`mosaic.sm90.raw_latents`). The output of a
+block, [L, 64] in float32, does not fit the registers of one warpgroup: each accumulates half of the latent's columns.
+They score tiles of 64 latents in turn, and each needs the other's probabilities too:
 
     warpgroup 0                                  warpgroup 1
     S0 = C0 Q^T                                  S1 = C1 Q^T
@@ -13,13 +13,15 @@ score tiles of 64 latents in turn, and each needs the other's probabilities too:
 What probabilities are relative to, m, goes from one to the other with them. It changes where a score exceeds it by
 much, so mostly not at all; then whoever changes it publishes the factor of the sums so far, too.
 
-Where latents come from is for the kernels of `mla_decode` (pages) and `mla_sparse` (rows here and there) to say. No wait
-can last. Below, "waits for x" means that x was asked for and does not itself depend on the one that waits.
+Where latents come from is for the kernels of `mla_decode` (pages) and `mla_sparse` (rows here and there) to say.
 
-- free: both warpgroups, once at the start, and after each use of a tile. It has one phase more than there are tiles in a
-  slot. Whoever fills tiles waits for one phase before each, and for the last one before it ends.
-- ready[0]: warpgroup 0 arrives after its scores, for which it waits for a tile to be filled, and for taken[0]. ready[1]:
-  warpgroup 1 arrives after its scores, for which it waits for a tile, for ready[0] of the same pair and for taken[1].
+No wait can last. Below, "waits for x" means that x was asked for and does not itself depend on the one that waits.
+
+- free: both warpgroups, once at the start, and after each use of a tile. It has one phase more than there are tiles in
+  a slot. Whoever fills tiles waits for one phase before each, and for the last one before it ends.
+- ready[0]: warpgroup 0 arrives after its scores, for which it waits for a tile to be filled, and for taken[0].
+  ready[1]: warpgroup 1 arrives after its scores, for which it waits for a tile, for ready[0] of the same pair and for
+  taken[1].
 - taken[i]: the other warpgroup than that of ready[i], once at the start, and after each use of what was published.
   Warpgroup i waits for one phase before it publishes, and for the last one before it ends.
 - sums, q_converted: both warpgroups, as often as there are splits. q_free: both, once at the start, and after a split's
@@ -231,19 +233,25 @@ class RawTurns[Split]:
         self.await_tile(*slots[half])
         s = self.scores(slots[half][0])
         if half:
-            plgpu.barrier_wait(mem.ready.at[0])
-        acc = self.publish(split, pair, slots[half][0], s, acc)
+            self.await_other()
+        self.publish(split, pair, slots[half][0], s)
         plgpu.barrier_arrive(mem.ready.at[half])
         for tile, (slot, use) in enumerate(slots):
             if tile != half:
                 self.await_tile(slot, use)
                 if tile:
-                    plgpu.barrier_wait(mem.ready.at[1])
+                    self.await_other()
             acc = self.add(slot, tile, acc)
             self.release(slot)
             if tile != half:
                 plgpu.barrier_arrive(mem.taken.at[tile])
         return acc
+
+    def await_other(self) -> None:
+        """Wait until the other warpgroup's tile of a pair is published, and let weights be relative to the same."""
+        mem, tile = self.memory, 1 - self.half
+        plgpu.barrier_wait(mem.ready.at[tile])
+        raw_latents.rescale_weights(mem.weights.at[self.half], mem.changed[tile], mem.stats.at[FACTORS + tile])
 
     def scores(self, slot: Any) -> Any:
         """Products of the query with a tile, [TOKENS, rows], divided by the scales of the last group of columns."""
@@ -259,7 +267,7 @@ class RawTurns[Split]:
         loaded = dequantise.load_group_scales(ref, self.static.page_tokens, groups, TOKENS, BY_64)
         return [jnp.maximum(scale, dequantise.SMALLEST_SCALE) for scale in loaded]
 
-    def publish(self, split: Split, pair: Any, slot: Any, s: Any, acc: Any) -> Any:
+    def publish(self, split: Split, pair: Any, slot: Any, s: Any) -> None:
         """Publish the probabilities of this warpgroup's tile, and add up their weights."""
         mem, half, shape = self.memory, self.half, s.shape
         s = lax.cond(self.is_full(pair, slot), lambda s: s, lambda s: self.mask_tile(split, pair, slot, s), s)
@@ -280,29 +288,28 @@ class RawTurns[Split]:
             mem.stats[MAX] = raised
 
         mem.changed[half] = changed
-        acc = raw_latents.rescale_columns(acc, mem.weights.at[half], changed, mem.stats.at[FACTORS + half])
+        raw_latents.rescale_weights(mem.weights.at[half], changed, mem.stats.at[FACTORS + half])
         p = jnp.exp2(x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape))
         ratios = [(scale / largest).astype(jnp.float16) for scale in self.scales(slot + basics.unknown_zero())]
         raw_latents.publish(p.astype(jnp.float16), mem.p.at[half], ratios, mem.ratios.at[half])
         raw_latents.add_weights(mem.weights.at[half], p, 1 / largest)
-        return acc
 
     def add(self, slot: Any, tile: int, acc: Any) -> Any:
         """Add a tile's latents times their probabilities."""
         mem, half = self.memory, self.half
-        if tile != half:
-            factors = mem.stats.at[FACTORS + tile]
-            acc = raw_latents.rescale_columns(acc, mem.weights.at[half], mem.changed[tile], factors)
+        acc = raw_latents.rescale_columns(acc, mem.changed[tile], mem.stats.at[FACTORS + tile])
         first, p = half * self.static.widths[0], mem.p.at[tile + basics.unknown_zero()]
         return raw_latents.add_values(acc, mem.k.at[slot], first, p, mem.ratios.at[tile])
 
     # Results
 
     def trade_sums(self) -> Any:
-        """Sums [rows] of the weights of all tiles, those of the other warpgroup's among them. The next query may come."""
+        """Sums [rows] of the weights of all tiles, also the other warpgroup's. The next query may come."""
         mem, half = self.memory, self.half
         plgpu.barrier_arrive(mem.q_free)
-        own = raw_latents.total_weights(mem.weights.at[half], self.static.rows, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)])
+        own = raw_latents.total_weights(
+            mem.weights.at[half], self.static.rows, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)]
+        )
         mem.stats[SUMS + half] = own
         plgpu.commit_smem()
         plgpu.barrier_arrive(mem.sums)

@@ -48,6 +48,12 @@ TOKENS = 64
 PARTS = 3
 """Parts of a tile: the latent's columns that either warpgroup accumulates, and the rotated columns."""
 
+ROPE = 2
+"""Part of a tile that has the rotated columns."""
+
+HALVES = ((0, 0), (0, 1), (1, 1), (1, 0))
+"""Tile and half of its columns, in the order in which those of a pair fall free."""
+
 Q_FREE, SUMS = 0, 1
 """Barriers for which both warpgroups arrive."""
 

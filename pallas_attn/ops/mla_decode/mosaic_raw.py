@@ -1,8 +1,8 @@
 """`mla_decode` on Hopper (H100, H200) for many query rows over latents in 8 bits, which stay so in shared memory.
 
-A program holds 64 query rows of a sequence, and takes its share of the plan. Warpgroup 2 copies pages of latents, their
-scales and their rotated keys, three tiles ahead; the other two attend to them (`mosaic.sm90.raw_seesaw`, which tells why
-no wait can last). Splits, visibility and partial states are those of `mosaic_seesaw`.
+A program holds 64 query rows of a sequence, and takes its share of the plan. Warpgroup 2 copies pages of latents, of
+their scales and of their rotated keys, three tiles ahead; the other two attend to them (`mosaic.sm90.raw_seesaw`, which
+tells why no wait can last). Splits, visibility and partial states are those of `mosaic_seesaw`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, dequantise
 from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90 import raw_latents, sharing
+from pallas_attn.mosaic.sm90 import async_copies, raw_latents
 from pallas_attn.mosaic.sm90.raw_seesaw import REGISTERS, SLOTS, RawMemory, RawTurns, normalise, slot_of
 from pallas_attn.mosaic.sm90.seesaw import ROWS, log_sum_exp
 from pallas_attn.mosaic.split_states import PartialStates, num_fragments
@@ -94,8 +94,8 @@ class RawScratch(NamedTuple):
       seesaw: of the warpgroups that compute.
       tile_meta: int32 [SLOTS, 1 + pages]: for a tile its visibility (FULL, PARTIAL, DEAD), and the position of each
         page's first token, counted from the oldest query, or ABSENT.
-      page_ids: int32 [pairs + 1, 2, pages]: the pages of either tile of a pair, looked up before there is room for them;
-        negative where there is none.
+      page_ids: int32 [pairs + 1, 2, pages]: the pages of either tile of a pair, looked up before there is room for
+        them; negative where there is none.
       landed: [SLOTS], a tile is there.
     """
 
@@ -230,7 +230,7 @@ class RawConsumer(RawTurns[LatentSplit]):
         plgpu.barrier_wait(self.mem.landed.at[slot])
 
     def release(self, slot: Any) -> None:
-        sharing.see_copies()  # threads have read what the next copy overwrites
+        async_copies.fence()  # threads have read what the next copy overwrites
         super().release(slot)
 
     def is_full(self, pair: Any, slot: Any) -> Any:
@@ -297,11 +297,16 @@ class RawConsumer(RawTurns[LatentSplit]):
         static, half, block = self.static, self.half, self.block
         row, state = lax.optimization_barrier((split.row, split.state))  # places are computed here, not kept
         sums, largest, kept = self.trade_sums(), self.largest, lambda acc: acc
-        if self.x.seen is not None:  # else all rows are queries, or are not read
+        if self.x.seen is not None:  # else all rows are queries, or nobody reads them
             seen = basics.load(self.x.seen.at[row, pl.ds(block * ROWS, ROWS)], PER_COLUMN)
             sums = jnp.where(seen < 0, sums, 0.0)
-            largest = lambda: jnp.where(seen < 0, self.largest(), -jnp.inf)  # noqa: E731
-            kept = lambda acc: jnp.where(over_columns(seen, acc.shape) < 0, acc, 0.0)  # noqa: E731
+
+            def largest() -> Any:
+                return jnp.where(seen < 0, self.largest(), -jnp.inf)
+
+            def kept(acc: Any) -> Any:
+                return jnp.where(over_columns(seen, acc.shape) < 0, acc, 0.0)
+
         first, width = half * static.widths[0], static.widths[half]
 
         @pl.when(split.is_whole_row)

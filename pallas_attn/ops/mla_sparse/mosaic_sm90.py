@@ -1,13 +1,10 @@
 """`mla_sparse` on Hopper (H100, H200): gathered latents, multiplied as in latent decode of many query rows.
 
-An item is a block of up to 64 heads of a token, and a share of the token's slots. Programs, one to a multiprocessor,
-take items in turn. Two warpgroups share the tiles of 64 latents and trade probabilities (`mosaic.sm90.seesaw`). The
-third one gathers: threads look up slots a pair of tiles ahead, and start asynchronous copies of rows to each half of a
-tile once it is free (`mosaic.sm90.gather`). Latents in 8 bits are copied to where bfloat16 numbers shall lie and, while
-the next half is on its way, become these in place, scales multiplied in, once for both products.
-
-Over 8 bits two blocks of heads of a token are a cluster: each of its programs copies and converts one half of every
-half of a tile, and stores it to both programs' tiles (`mosaic.sm90.sharing`).
+Latents in 8 bits have a kernel of their own (`mosaic_raw`). Over 16 bits an item is a block of up to 64 heads of a
+token, and a share of the token's slots (`mosaic_items`). Programs, one to a multiprocessor, take items in turn. Two
+warpgroups share the tiles of 64 latents and trade probabilities (`mosaic.sm90.seesaw`). The third one gathers: threads
+look up slots a pair of tiles ahead, and start asynchronous copies of rows to each half of a tile once it is free
+(`mosaic.sm90.gather`).
 
 A tile with tokens that are none has zeros in their place, and a mask for its scores. Tiles after the last slot of a
 token are left out. How many shares a token's slots have depends on shapes alone; each is an equal part of the tiles
@@ -15,13 +12,12 @@ that the token has. States of several are merged by a second kernel.
 
 No wait can last. Below, "waits for x" means that x was asked for and does not itself depend on the one that waits.
 
-- landed, rope_landed: copied or stored by the gathering warpgroup, of both programs of a cluster, after free. Only the
-  warpgroup that scores a tile waits for them, and for all of it; the other one reads values after ready, which comes
-  after that.
-- free: of both programs of a cluster. It has one phase more than there are stores: consumers arrive once at the start,
-  and after each use of a half. The gathering warpgroup waits for one phase before it copies a half, and for the last
-  one before it ends. It waits for left(C0), right(C0), right(C1), left(C1) of a pair in turn, which are freed before
-  anything of the next pair is waited for, and converts the last one before it waits for the next pair's first.
+- landed, rope_landed: copied by the gathering warpgroup, after free. Only the warpgroup that scores a tile waits for
+  them, and for all of it; the other one reads values after ready, which comes after that.
+- free: has one phase more than there are copies: consumers arrive once at the start, and after each use of a half. The
+  gathering warpgroup waits for one phase before it copies a half, and for the last one before it ends. It waits for
+  left(C0), right(C0), right(C1), left(C1) of a pair in turn, which are freed before anything of the next pair is waited
+  for.
 - ready, both: as in `mla_decode`'s kernel. The first item's query is copied at once, another one after the first pair
   of its item, for which halves are free once the pairs before are done, whatever becomes of their results.
 - The mask of a tile is stored after free of the half that the warpgroup which scores it frees, and read before that.
@@ -44,29 +40,25 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import gather, sharing
-from pallas_attn.mosaic.sm90.pieces import HALVES, ROPE
+from pallas_attn.mosaic.sm90 import async_copies, gather
+from pallas_attn.mosaic.sm90.async_copies import CopyBarriers
 from pallas_attn.mosaic.sm90.seesaw import (
+    HALVES,
     Q_FREE,
+    ROPE,
     ROWS,
     TOKENS,
     LatentParts,
     SeesawState,
     SeesawTurns,
-    add_partial_rows,
-    empty_rows,
     log_sum_exp,
     normalise,
 )
-from pallas_attn.mosaic.sm90.sharing import PartBarriers
 from pallas_attn.mosaic.split_states import (
-    FRAGMENT_COLUMNS,
-    PartialLoader,
     PartialStates,
     num_fragments,
     store_fragments,
 )
-from pallas_attn.mosaic.tile_scheduler import merge_programs
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns
 from pallas_attn.ops.mla_sparse import config, mosaic_raw
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
@@ -79,7 +71,6 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     for_each_item,
     merge_splits,
 )
-from pallas_attn.types import LATENT_GROUP
 
 EIGHT_ROWS = 8
 """Rows of a block come in groups of so many, as they lie in shared memory."""
@@ -93,44 +84,22 @@ COMPUTE_REGISTERS, GATHER_REGISTERS = 216, 72
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     _refuse(call)
     (num_tokens, num_heads, latent_dim), top_k = call.q_latent.shape, call.slots.shape[1]
-    if call.cache.is_quantised:
-        return _raw(call)
-    narrow = num_heads <= ROWS and call.output_dtype == call.q_latent.dtype
-    heads = -(-num_heads // EIGHT_ROWS) * EIGHT_ROWS if narrow else -(-num_heads // ROWS) * ROWS
-    blocks, pairs = -(-heads // ROWS), -(-top_k // PAIR_TOKENS)
-    static = SparseStatic(
-        latent_dim=latent_dim,
-        top_k=top_k,
-        heads=heads,
-        splits=config.num_splits(num_tokens * blocks, pairs, basics.multiprocessors()),
-        sm_scale=call.sm_scale,
-    )
-    inputs = SparseInputs.of(call, heads)
-    if static.splits == 1:
-        out, lse = _attend(inputs, static, call.output_dtype)
-    else:
-        out, lse = merge_splits(_attend(inputs, static, call.output_dtype), static, num_tokens, call.output_dtype)
-    return out[:, :num_heads], lse.reshape(num_tokens, -1)[:, :num_heads]
-
-
-def _raw(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
-    (num_tokens, num_heads, latent_dim), top_k = call.q_latent.shape, call.slots.shape[1]
-    unit = EIGHT_ROWS if num_heads <= ROWS else ROWS
+    quantised = call.cache.is_quantised
+    any_rows = quantised or call.output_dtype == call.q_latent.dtype  # else outputs do not fit the query's memory
+    unit = EIGHT_ROWS if num_heads <= ROWS and any_rows else ROWS
     heads = -(-num_heads // unit) * unit
     blocks, pairs = -(-heads // ROWS), -(-top_k // PAIR_TOKENS)
-    raw = mosaic_raw.RawStatic(
+    facts = mosaic_raw.RawStatic if quantised else SparseStatic
+    static = facts(
         latent_dim=latent_dim,
         top_k=top_k,
         heads=heads,
         splits=config.num_splits(num_tokens * blocks, pairs, basics.multiprocessors()),
         sm_scale=call.sm_scale,
     )
-    inputs = SparseInputs.of(call, heads)
-    if raw.splits == 1:
-        out, lse = mosaic_raw.attend(inputs, raw, call.output_dtype)
-    else:
-        partials = mosaic_raw.attend(inputs, raw, call.output_dtype)
-        out, lse = merge_splits(partials, raw, num_tokens, call.output_dtype)
+    run = mosaic_raw.attend if quantised else _attend
+    results = run(SparseInputs.of(call, heads), static, call.output_dtype)
+    out, lse = results if static.splits == 1 else merge_splits(results, static, num_tokens, call.output_dtype)
     return out[:, :num_heads], lse.reshape(num_tokens, -1)[:, :num_heads]
 
 
@@ -167,13 +136,13 @@ class SparseStatic(SparseFacts):
         """Slot in shared memory of a tile of a pair."""
         return tile
 
-    def landed(self, mem: SparseScratch) -> PartBarriers:
+    def landed(self, mem: SparseScratch) -> CopyBarriers:
         """Barriers of the halves of tiles."""
-        return PartBarriers(mem.landed, shared=False, copied=True)
+        return CopyBarriers(mem.landed)
 
-    def rope_landed(self, mem: SparseScratch) -> PartBarriers:
+    def rope_landed(self, mem: SparseScratch) -> CopyBarriers:
         """Barriers of the rotated keys of tiles."""
-        return PartBarriers(mem.rope_landed, shared=False, copied=True)
+        return CopyBarriers(mem.rope_landed)
 
 
 class SparseScratch(NamedTuple):
@@ -219,8 +188,8 @@ class SparseScratch(NamedTuple):
             is_none=plgpu.SMEM((2, TOKENS), jnp.int32),
             all_given=plgpu.SMEM((2, 4), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
-            landed=PartBarriers.types(4, shared=False, copied=True),
-            rope_landed=PartBarriers.types(2, shared=False, copied=True),
+            landed=CopyBarriers.types(4),
+            rope_landed=CopyBarriers.types(2),
             free=plgpu.Barrier(num_barriers=4),
             ready=plgpu.Barrier(num_barriers=2),
             both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
@@ -318,17 +287,12 @@ class SparseProducer:
 
     # Rows
 
-    @property
-    def threads(self) -> int:
-        """Threads that share a row."""
-        return gather.threads_of_row(self.x.latents.dtype)
-
     def rows(self, item: SparseItem, i: Any, tile: int) -> jax.Array:
         """Rows of the pool that the tokens of a tile of the item's i-th pair are, in the order of `gather.tile_row`; -1
         for none.
         """
         first = item.start + lax.optimization_barrier(i) * PAIR_TOKENS + tile * TOKENS  # not kept for each tile
-        place = first + gather.tile_row(self.threads)
+        place = first + gather.tile_row()
         slot = RowLayout(1, 1).take(self.x.slots, jnp.minimum(place, self.x.slots.shape[0] - 1))
         return jnp.where((place < item.stop) & basics.in_pool(slot, self.x.latents.shape[0]), slot, -1)
 
@@ -347,12 +311,12 @@ class SparseProducer:
         slot = static.slot(pair, tile)
         plgpu.barrier_wait(mem.free.at[2 * slot + half])
         if tile == half:
-            gather.store_none(self.threads, rows, mem.is_none.at[slot], mem.all_given.at[slot])
-        gather.copy_rows(self.threads, x.latents, rows, half * static.widths[0], mem.k[half].at[slot])
-        static.landed(mem).arrive_copies(2 * slot + half)
+            gather.store_none(rows, mem.is_none.at[slot], mem.all_given.at[slot])
+        gather.copy_rows(x.latents, rows, half * static.widths[0], mem.k[half].at[slot])
+        static.landed(mem).arrive(2 * slot + half)
         if tile != half:
-            gather.copy_rows(self.threads, x.latents, rows, static.latent_dim, mem.k[ROPE].at[slot])
-            static.rope_landed(mem).arrive_copies(slot)
+            gather.copy_rows(x.latents, rows, static.latent_dim, mem.k[ROPE].at[slot])
+            static.rope_landed(mem).arrive(slot)
 
 
 # --- the two warpgroups that compute
@@ -385,7 +349,7 @@ class SparseConsumer(SeesawTurns[SparseItem]):
             static.rope_landed(mem).wait(slot, pair)
         else:
             static.landed(mem).wait(2 * slot + part, pair)
-        sharing.see_copies()
+        async_copies.fence()
 
     def release(self, slot: Any) -> None:
         plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])
