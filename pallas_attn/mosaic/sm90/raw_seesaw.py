@@ -291,7 +291,8 @@ class RawTurns[Split]:
         raw_latents.rescale_weights(mem.weights.at[half], changed, mem.stats.at[FACTORS + half])
         p = jnp.exp2(x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape))
         ratios = [(scale / largest).astype(jnp.float16) for scale in self.scales(slot + basics.unknown_zero())]
-        raw_latents.publish(p.astype(jnp.float16), mem.p.at[half], ratios, mem.ratios.at[half])
+        zero = basics.unknown_zero()  # places are computed here, not kept
+        raw_latents.publish(p.astype(jnp.float16), mem.p.at[half + zero], ratios, mem.ratios.at[half + zero])
         raw_latents.add_weights(mem.weights.at[half], p, 1 / largest)
 
     def add(self, slot: Any, tile: int, acc: Any) -> Any:
