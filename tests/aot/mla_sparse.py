@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
 from pallas_attn.mosaic import shared_memory
-from pallas_attn.ops.mla_sparse.mosaic_raw import RawScratch, RawStatic
+from pallas_attn.ops.mla_sparse.mosaic_raw import RawSparseScratch, RawSparseStatic
 from pallas_attn.ops.mla_sparse.mosaic_sm90 import SparseScratch, SparseStatic
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
@@ -78,7 +78,7 @@ class Configuration:
         facts = {"latent_dim": self.latent_dim, "top_k": TOP_K, "heads": self.heads, "splits": 1}
         if self.quantised:
             facts["heads"] = -(-self.heads // 8) * 8
-            return shared_memory.block_bytes(RawScratch.types(RawStatic(**facts, sm_scale=0.1), self.dtype))
+            return shared_memory.block_bytes(RawSparseScratch.types(RawSparseStatic(**facts, sm_scale=0.1), self.dtype))
         reductions = plgpu.CompilerParams().reduction_scratch_bytes
         types = SparseScratch.types(SparseStatic(**facts, sm_scale=0.1), self.dtype)
         return shared_memory.block_bytes(types, reduction_bytes=reductions)

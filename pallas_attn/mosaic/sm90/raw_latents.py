@@ -481,7 +481,7 @@ def _over_warps(
 
 
 def halvings(columns: int) -> int:
-    """How often threads halve the columns of which they keep sums, by trading with another lane."""
+    """Number of times that threads halve the columns of which they keep sums, by trading with another lane."""
     return 3 if columns % 64 == 0 else 2 if columns % 32 == 0 else 0
 
 
@@ -625,7 +625,7 @@ def rescale_columns(total: jax.Array, changed: Any, factors: Ref) -> jax.Array:
 
 
 def rescale_weights(sums: Ref, changed: Any, factors: Ref) -> None:
-    """Multiply sums of columns, as in `clear_sums`, with factors, float32 [N] in shared memory, unless `changed` is 0."""
+    """Multiply sums of columns, of `clear_sums`, with factors, float32 [N] in shared memory, unless `changed` is 0."""
     (columns,) = factors.shape
     if interpreted():
         factor = jnp.where(changed != 0, factors[...], 1.0)

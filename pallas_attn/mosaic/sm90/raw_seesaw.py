@@ -318,7 +318,9 @@ class RawTurns[Split]:
         return own + basics.load(mem.stats.at[SUMS + 1 - half], PER_COLUMN)
 
     def largest(self) -> Any:
-        """What weights are relative to, [rows]. Of warpgroup 0 alone, which sets it anew for the next split."""
+        """Load the maxima that weights are relative to, [rows]; for warpgroup 0 alone, which resets them for the next
+        split.
+        """
         return basics.load(self.memory.stats.at[MAX], PER_COLUMN)
 
 

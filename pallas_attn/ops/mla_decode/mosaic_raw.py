@@ -51,7 +51,7 @@ num_programs = mosaic_seesaw.num_programs
 
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     """Compute `mla_decode`, output and LSE, of many query rows over latents in 8 bits."""
-    static = RawStatic(
+    static = RawDecodeStatic(
         latent_dim=call.latent_dim,
         rope_dim=call.rope_dim,
         queries=call.num_queries,
@@ -67,7 +67,7 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
 
 
 @dataclasses.dataclass(frozen=True)
-class RawStatic(LatentTiles):
+class RawDecodeStatic(LatentTiles):
     """Compile-time facts of the kernel."""
 
     @property
@@ -87,7 +87,7 @@ class RawStatic(LatentTiles):
         return left, self.latent_dim - left
 
 
-class RawScratch(NamedTuple):
+class RawDecodeScratch(NamedTuple):
     """Shared memory and barriers of a program.
 
     Attributes:
@@ -105,9 +105,9 @@ class RawScratch(NamedTuple):
     landed: Any
 
     @staticmethod
-    def types(static: RawStatic, dtype: jax.typing.DTypeLike) -> RawScratch:
+    def types(static: RawDecodeStatic, dtype: jax.typing.DTypeLike) -> RawDecodeScratch:
         """Scratch types of the kernel, for queries of a dtype."""
-        return RawScratch(
+        return RawDecodeScratch(
             seesaw=RawMemory.types(ROWS, static.widths, static.page_tokens, dtype),
             tile_meta=plgpu.SMEM((SLOTS, 1 + static.pages), jnp.int32),
             page_ids=plgpu.SMEM((static.pairs + 1, 2, static.pages), jnp.int32),
@@ -115,7 +115,9 @@ class RawScratch(NamedTuple):
         )
 
 
-def _attend(x: RowInputs, static: RawStatic, out_dtype: jax.typing.DTypeLike) -> tuple[Array, Array, PartialStates]:
+def _attend(
+    x: RowInputs, static: RawDecodeStatic, out_dtype: jax.typing.DTypeLike
+) -> tuple[Array, Array, PartialStates]:
     """Run the kernel: output and LSE of rows in one split, partial states of the others."""
     batch, rows, latent_dim = x.q_latent.shape
     blocks, programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
@@ -130,34 +132,34 @@ def _attend(x: RowInputs, static: RawStatic, out_dtype: jax.typing.DTypeLike) ->
         grid_names=("program", "blocks"),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=RawScratch.types(static, x.q_latent.dtype),
+        scratch_types=RawDecodeScratch.types(static, x.q_latent.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mla_decode_raw",
     )(basics.materialize(x))
 
 
-def _kernel(static: RawStatic, x: RowInputs, out: Ref, lse: Ref, partials: PartialStates, *scratch: Any) -> None:
+def _kernel(static: RawDecodeStatic, x: RowInputs, out: Ref, lse: Ref, partials: PartialStates, *scratch: Any) -> None:
     """Roles of the three warpgroups."""
-    results, mem = SeesawResults(out, lse, partials), RawScratch(*scratch)
+    results, mem = SeesawResults(out, lse, partials), RawDecodeScratch(*scratch)
 
     def compute(half: int) -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        RawConsumer(static, mem.seesaw, half, mem, x, lax.axis_index("blocks")).run(results)
+        RawDecodeConsumer(static, mem.seesaw, half, mem, x, lax.axis_index("blocks")).run(results)
 
     def copy() -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        RawProducer(static, x, mem, lax.axis_index("blocks")).run()
+        RawDecodeProducer(static, x, mem, lax.axis_index("blocks")).run()
 
     branches = [functools.partial(compute, 0), functools.partial(compute, 1), copy]
     lax.switch(lax.axis_index("warpgroup"), branches)
 
 
 @dataclasses.dataclass(frozen=True)
-class RawProducer(SeesawProducer):
+class RawDecodeProducer(SeesawProducer):
     """The warpgroup that starts all copies, of whole tiles."""
 
-    static: RawStatic
-    mem: RawScratch
+    static: RawDecodeStatic
+    mem: RawDecodeScratch
 
     def await_end(self) -> None:
         plgpu.barrier_wait(self.mem.seesaw.q_free)
@@ -206,13 +208,13 @@ class RawProducer(SeesawProducer):
 
 
 @dataclasses.dataclass(frozen=True)
-class RawConsumer(RawTurns[LatentSplit]):
+class RawDecodeConsumer(RawTurns[LatentSplit]):
     """One of the two warpgroups that compute, over pages of a sequence."""
 
-    static: RawStatic
+    static: RawDecodeStatic
     memory: RawMemory
     half: int
-    mem: RawScratch
+    mem: RawDecodeScratch
     x: RowInputs
     block: Any
 

@@ -47,7 +47,7 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
 
 
 @dataclasses.dataclass(frozen=True)
-class RawStatic(SparseFacts):
+class RawSparseStatic(SparseFacts):
     """Compile-time facts of the kernel.
 
     Attributes:
@@ -61,12 +61,12 @@ class RawStatic(SparseFacts):
         """Tokens of a tile whose scales lie together."""
         return TOKENS
 
-    def landed(self, mem: RawScratch) -> CopyBarriers:
+    def landed(self, mem: RawSparseScratch) -> CopyBarriers:
         """Barriers of the tiles."""
         return CopyBarriers(mem.landed)
 
 
-class RawScratch(NamedTuple):
+class RawSparseScratch(NamedTuple):
     """Shared memory and barriers of a program.
 
     Attributes:
@@ -82,9 +82,9 @@ class RawScratch(NamedTuple):
     landed: Any
 
     @staticmethod
-    def types(static: RawStatic, dtype: jax.typing.DTypeLike) -> RawScratch:
+    def types(static: RawSparseStatic, dtype: jax.typing.DTypeLike) -> RawSparseScratch:
         """Scratch types of the kernel, for queries of a dtype."""
-        return RawScratch(
+        return RawSparseScratch(
             seesaw=RawMemory.types(static.rows, static.widths, TOKENS, dtype),
             is_none=plgpu.SMEM((SLOTS, TOKENS), jnp.int32),
             all_given=plgpu.SMEM((SLOTS, 4), jnp.int32),
@@ -92,7 +92,7 @@ class RawScratch(NamedTuple):
         )
 
 
-def attend(x: SparseInputs, static: RawStatic, out_dtype: jax.typing.DTypeLike) -> Any:
+def attend(x: SparseInputs, static: RawSparseStatic, out_dtype: jax.typing.DTypeLike) -> Any:
     """Run the kernel: `SparseResults`, or the `PartialStates` of several splits."""
     num_tokens = x.q_latent.shape[0]
     items = num_tokens * static.blocks
@@ -109,36 +109,36 @@ def attend(x: SparseInputs, static: RawStatic, out_dtype: jax.typing.DTypeLike) 
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=RawScratch.types(static, x.q_rope.dtype),
+        scratch_types=RawSparseScratch.types(static, x.q_rope.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=16),
         kernel_name="mla_sparse_raw",
     )(basics.materialize(x))
 
 
-def _kernel(static: RawStatic, kind: Callable[..., Any], x: SparseInputs, *refs: Any) -> None:
+def _kernel(static: RawSparseStatic, kind: Callable[..., Any], x: SparseInputs, *refs: Any) -> None:
     """Roles of the three warpgroups."""
-    results, mem = kind(*refs[:2]), RawScratch(*refs[2:])
+    results, mem = kind(*refs[:2]), RawSparseScratch(*refs[2:])
     static.landed(mem).begin()
 
     def compute(half: int) -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        RawConsumer(static, mem.seesaw, half, mem).run(x, results)
+        RawSparseConsumer(static, mem.seesaw, half, mem).run(x, results)
 
     def fetch() -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        RawProducer(static, x, mem).run()
+        RawSparseProducer(static, x, mem).run()
 
     branches = [functools.partial(compute, 0), functools.partial(compute, 1), fetch]
     lax.switch(lax.axis_index("warpgroup"), branches)
 
 
 @dataclasses.dataclass(frozen=True)
-class RawProducer:
+class RawSparseProducer:
     """The warpgroup that gathers latents, and starts copies of queries."""
 
-    static: RawStatic
+    static: RawSparseStatic
     x: SparseInputs
-    mem: RawScratch
+    mem: RawSparseScratch
 
     def run(self) -> None:
         """Gather the latents of all items."""
@@ -194,13 +194,13 @@ class RawProducer:
 
 
 @dataclasses.dataclass(frozen=True)
-class RawConsumer(RawTurns[SparseItem]):
+class RawSparseConsumer(RawTurns[SparseItem]):
     """One of the two warpgroups that compute, over gathered latents."""
 
-    static: RawStatic
+    static: RawSparseStatic
     memory: RawMemory
     half: int
-    mem: RawScratch
+    mem: RawSparseScratch
 
     def run(self, x: SparseInputs, results: Any) -> None:
         """Attend to all items."""

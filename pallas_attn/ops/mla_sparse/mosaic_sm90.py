@@ -89,7 +89,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     unit = EIGHT_ROWS if num_heads <= ROWS and any_rows else ROWS
     heads = -(-num_heads // unit) * unit
     blocks, pairs = -(-heads // ROWS), -(-top_k // PAIR_TOKENS)
-    facts = mosaic_raw.RawStatic if quantised else SparseStatic
+    facts = mosaic_raw.RawSparseStatic if quantised else SparseStatic
     static = facts(
         latent_dim=latent_dim,
         top_k=top_k,
