@@ -118,7 +118,7 @@ def copy_scales(ref: Ref, row: jax.Array, to: Ref) -> None:
     def copy(_: Any, ref: ir.Value, row: Any, place: Any, to: ir.Value) -> None:
         number, place = (vector.extract(x.registers.flat[0], [], [0]) for x in (row, place))
         none: Any = mgpu.c(0, i32())
-        address = _address(ref, arith.maxsi(number, none), 4 * groups)
+        address = row_address(ref, arith.maxsi(number, none), 4 * groups)
         pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(to), [times(place, groups)], ir.F32Type.get())
         given = arith.cmpi(arith.CmpIPredicate.sge, number, none)
         of_copy = 4 * groups if groups in (1, 2, 4) else 4
@@ -143,7 +143,7 @@ def _copy_16_bytes(
       steps: distances in bytes of each copy from the place, and from the chunk.
     """
     none: Any = mgpu.c(0, i32())
-    address, place = _address(ref, arith.maxsi(row, none), row_bytes, chunk), llvm.ptrtoint(i32(), place)
+    address, place = row_address(ref, arith.maxsi(row, none), row_bytes, chunk), llvm.ptrtoint(i32(), place)
     given = arith.cmpi(arith.CmpIPredicate.sge, row, none)
     num_bytes = arith.select(given, mgpu.c(16, i32()), none)
     for to, offset in steps:
@@ -196,7 +196,7 @@ def shuffled(number: ir.Value, lane: ir.Value) -> ir.Value:
     return nvvm.shfl_sync(all_lanes, number, lane, clamp, nvvm.ShflKind.idx)
 
 
-def _address(ref: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value | None = None) -> ir.Value:
+def row_address(ref: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value | None = None) -> ir.Value:
     """Address of a row of an array in global memory, or of a chunk of it. It has 64 bits, and may be anywhere if the
     row is negative.
     """

@@ -32,4 +32,8 @@ def _kernel(call: MlaDecodeCall) -> ModuleType:
     quantised, is_masked = call.cache.is_quantised, call.draft_mask is not None
     most = config.max_columns(call.output_dtype, quantised=quantised, masked=is_masked)
     few = call.num_heads <= most if quantised else call.query_rows <= most
-    return mosaic_swap_ab if few else mosaic_raw if quantised else mosaic_seesaw
+    if few:
+        return mosaic_swap_ab
+    # Two blocks share a cluster's conversions, which is faster than that each converts for itself.
+    is_alone = -(-call.query_rows // mosaic_seesaw.ROWS) % 2
+    return mosaic_raw if quantised and is_alone else mosaic_seesaw
