@@ -328,58 +328,11 @@ def _load_word(base: ir.Value, offset: int) -> ir.Value:
     return word
 
 
-def clear_scales(scales: Ref, live_mask: jax.Array, page_tokens: int, latent_dim: int) -> None:
-    """Set all scales of tokens to 1 in shared memory where live_mask [TOKENS], in layout `PER_TOKEN`, is false.
-
-    Args:
-      scales: as in `add_scores`.
-    """
-    groups = latent_dim // LATENT_GROUP
-    if interpreted():
-        count = page_tokens * groups
-        kept = jnp.where(live_mask[:, None], scales[...][:, :count].reshape(TOKENS, groups), 1.0)
-        scales[:, pl.ds(0, count)] = kept.reshape(-1, count)
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_TOKEN))
-    def write_ones(_: Any, scales: ir.Value, live_mask: Any) -> None:
-        warp, lane = _warp_and_lane()
-        row = plus(times(warp, 16), shifted(lane, 2))
-        number, one = ir.F32Type.get(), mgpu.c(1.0, ir.F32Type.get())
-        own = _scales_of(scales, row, page_tokens, groups)
-        none: Any = mgpu.c(0, i32())
-        for i, register in enumerate(live_mask.registers.flat):
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, vector.extract(register, [], [0]), none)):
-                for group in range(groups):
-                    place = mgpu.utils.getelementptr(own, [8 * i * groups + group], number)
-                    llvm.store(one, place, alignment=4)
-
-    write_ones(scales, jnp.where(live_mask, 1, 0))
-
-
 def _scales_of(scales: ir.Value, row: ir.Value, page_tokens: int, groups: int) -> ir.Value:
     """Pointer to the scales of a token; those of the eight next ones follow."""
     in_page, page = masked(row, page_tokens - 1), shifted(row, page_tokens.bit_length() - 1)
     place = plus(times(in_page, groups), times(page, ir.MemRefType(scales.type).shape[1]))
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [place], ir.F32Type.get())
-
-
-def token_index() -> jax.Array:
-    """Index of each token of a tile, int32 [TOKENS] in layout `PER_TOKEN`, not kept in registers between tiles."""
-    if interpreted():
-        return jnp.arange(TOKENS, dtype=jnp.int32)
-
-    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((TOKENS,), jnp.int32, layout=PER_TOKEN))
-    def index(_: Any) -> Any:
-        warp, lane = _warp_and_lane()
-        first, layout = plus(times(warp, 16), shifted(lane, 2)), PER_TOKEN.to_mgpu()
-        registers = np.empty(layout.registers_shape((TOKENS,)), dtype=object)
-        for i in range(2):
-            row = plus(first, mgpu.c(8 * i, i32()))
-            registers.reshape(-1)[i] = vector.broadcast(ir.VectorType.get((1,), i32()), row)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
-
-    return index()
 
 
 # --- columns of scores: maxima, sums, factors
