@@ -455,7 +455,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_decode": plans("plan_decode_varied_nvidia_h200"),
     "engine": engine("engine_v2_lite_nvidia_h200"),
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
-    "engine-sparse": sparse_engine("engine_v32_filled_nvidia_h100", "engine_v32_filled_8_bits_nvidia_h100"),
+    "engine-sparse": sparse_engine("engine_v32_filled_16_bits_nvidia_h100", "engine_v32_filled_8_bits_nvidia_h100"),
     "cascade": operation(Cases("cascade_decode_large_nvidia_h100"), Cases("cascade_decode_own_nvidia_h100")),
     "mixed": operation(Cases("ragged_paged_attention_nvidia_h100"), Cases("ragged_paged_attention_varied_nvidia_h100")),
     "speculation": speculation("speculation_nvidia_h100"),
@@ -467,7 +467,7 @@ TABLES: dict[str, Callable[[str], str]] = {
         Cases("mla_sparse_copied_8_bits_nvidia_h100"),
         Cases("mla_sparse_prefill_beside_flash_mla_nvidia_h100"),
     ),
-    "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_nvidia_h100", " 4096 ")),
+    "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_8_bits_nvidia_h100")),
     "cache-costs-latents": cache_costs("cache_costs", "latents"),
     "cache-costs-kv": cache_costs("cache_costs", "keys and values"),
     "engine-head-windows": head_windows(
