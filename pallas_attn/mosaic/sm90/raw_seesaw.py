@@ -13,7 +13,7 @@ They score tiles of 64 latents in turn, and each needs the other's probabilities
 What probabilities are relative to, m, goes from one to the other with them. It changes where a score exceeds it by
 much, so mostly not at all; then whoever changes it publishes the factor of the sums so far, too.
 
-Where latents come from is for the kernels of `mla_decode` (pages) and `mla_sparse` (rows here and there) to say.
+Where latents come from is for a kernel to say; that of `mla_sparse` gathers them.
 
 No wait can last. Below, "waits for x" means that x was asked for and does not itself depend on the one that waits.
 
