@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from models.config import DeepSeekConfig, GQAConfig, ModelConfig, cache_groups
 from models.decoder.caches import QUANTISED, Caches, IndexedLatent, KVScales, LayerCache, allocate_caches, cache_spec
+from models.decoder.device_sum import device_sum
 from models.decoder.gqa import GQA, GQAStep, plan_step
 from models.decoder.layers import MLP, Linear, RMSNorm
 from models.decoder.mesh import (
@@ -75,7 +76,7 @@ class DecoderLayer(nnx.Module):
         self.self_attn = _attention(config, index, settings, dtype, num_contexts(mesh))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = _feed_forward(config, index, dtype, ExpertSplit.over(mesh))
-        self.axes = () if mesh is None else COLUMNS
+        self.is_split = mesh is not None
 
     @property
     def shares_choice(self) -> bool:
@@ -105,7 +106,7 @@ class DecoderLayer(nnx.Module):
         return x + self._added_up(self.mlp(normed)), cache, choice
 
     def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return jax.lax.psum(x, self.axes) if self.axes else x
+        return device_sum(x) if self.is_split else x
 
 
 class Decoder(nnx.Module):
@@ -330,7 +331,7 @@ def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -
     rows = tokens - jax.lax.axis_index(COLUMNS) * weight.shape[0]
     is_own = (rows >= 0) & (rows < weight.shape[0])
     own = weight[jnp.where(is_own, rows, 0)]
-    return jax.lax.psum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), COLUMNS)
+    return device_sum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)))
 
 
 def vocabulary_logits(

@@ -259,10 +259,10 @@ class SplitDecode:
 
 
 def decode_over_contexts(work: SplitDecode, stopwatch: Stopwatch) -> Iterator[dict[str, Any]]:
-    """Times `mla_decode` on one device, and with contexts split over all of them."""
+    """Times `mla_decode` on one device, and with contexts split over two, four and so on, up to all of them."""
     columns = -(-work.context // work.page_size)
     table = np.random.default_rng(0).permutation(work.batch * columns).astype(np.int32).reshape(work.batch, columns)
-    for devices in (1, jax.device_count()):
+    for devices in sorted({2**i for i in range(jax.device_count().bit_length())} | {jax.device_count()}):
         mesh = Mesh(np.array(jax.devices()[:devices]), ("context",), axis_types=(AxisType.Auto,))
         # Page j of a sequence is on device j % devices.
         order = np.arange(columns) % devices
