@@ -127,6 +127,7 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -
 STEPS: dict[str, tuple[Any, ...]] = {
     "gpt-oss": (dataclasses.replace(engine.GPT_OSS, windows=(engine.HEADS, None)), engine.MIXED),
     "v2-lite": (engine.V2_LITE, engine.MIXED),
+    "v2-lite, few rows": (engine.V2_LITE, engine.DECODE),
     "v2-lite, experts of data ranks": (engine.V2_LITE, engine.MIXED, DATA),
 }
 """Models and buckets of steps; their layers are few."""
