@@ -52,9 +52,10 @@ test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU, the contract suites a
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m pytest tests/contract tests/models/test_triton_goldens.py -m "not slow and not gpu" -k "mosaic or triton"
 
-test-mesh: $(VENV)/test.stamp  ## goldens of all families on two GPUs, over NCCL (after make demo CUDA=13)
+test-mesh: $(VENV)/test.stamp  ## goldens of all families on two GPUs or more, over NCCL, drafts, pages and sums (after make demo CUDA=13)
 	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" XLA_PYTHON_CLIENT_PREALLOCATE=false \
-		$(BIN)/python -m pytest -n 8 --maxschedchunk=1 -m "" -k test_goldens tests/models/test_mesh.py tests/models/test_mesh_speculation.py
+		$(BIN)/python -m pytest -n $$(( ($$(nproc) + 3) / 4 )) --maxschedchunk=1 -m "" -k "test_goldens or test_drafts or test_pages or test_cards" \
+		tests/models/test_mesh.py tests/models/test_mesh_speculation.py tests/models/test_mesh_pages.py tests/models/test_device_sum.py
 
 test-latest: | $(BIN)/python  ## the tests, on the newest jax and triton that pyproject.toml admits
 	$(call create,.venv-latest,--without-pip)

@@ -76,7 +76,7 @@ class DecoderLayer(nnx.Module):
         self.self_attn = _attention(config, index, settings, dtype, num_contexts(mesh))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = _feed_forward(config, index, dtype, ExpertSplit.over(mesh))
-        self.mesh = mesh
+        self.is_split = mesh is not None
 
     @property
     def shares_choice(self) -> bool:
@@ -106,7 +106,7 @@ class DecoderLayer(nnx.Module):
         return x + self._added_up(self.mlp(normed)), cache, choice
 
     def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return x if self.mesh is None else device_sum(x, self.mesh)
+        return device_sum(x) if self.is_split else x
 
 
 class Decoder(nnx.Module):
@@ -226,7 +226,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
         """Looks tokens up in the embedding."""
-        return embed(tokens, self.embed_tokens, self.config.vocab_size, self.mesh)
+        return embed(tokens, self.embed_tokens, self.config.vocab_size)
 
     def logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
         """Computes logits of normed hidden states."""
@@ -322,18 +322,16 @@ def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike, split: Expe
     return MoE(config, dtype, split) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype, split)
 
 
-def embed(
-    tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int, mesh: Mesh | None
-) -> Float[Array, "T D"]:
+def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -> Float[Array, "T D"]:
     """Looks tokens up in the embedding, of whose `vocab_size` rows a device may have a part: those of other devices are
     zero here, and so the sum is exact."""
     weight = embed_tokens[...]
-    if mesh is None or weight.shape[0] == vocab_size:
+    if weight.shape[0] == vocab_size:
         return weight[tokens]
     rows = tokens - jax.lax.axis_index(COLUMNS) * weight.shape[0]
     is_own = (rows >= 0) & (rows < weight.shape[0])
     own = weight[jnp.where(is_own, rows, 0)]
-    return device_sum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)), mesh)
+    return device_sum(jnp.where(is_own[:, None], own, jnp.zeros_like(own)))
 
 
 def vocabulary_logits(

@@ -121,7 +121,7 @@ class MTP(nnx.Module):
         metadata = rows_to_attend(metadata, self.settings, self.contexts)
         index = depth % len(self.depths)
         module, cache = self.depths[index], caches[index]
-        x = module.join(embed(next_tokens, self.embed_tokens, self.config.vocab_size, self.mesh), hidden)
+        x = module.join(embed(next_tokens, self.embed_tokens, self.config.vocab_size), hidden)
         rope = rope_table(self.config, metadata.positions)
         parts = step_parts(metadata, self.settings.mla)
         parts = plan_rows(parts, self.part, self.settings, cache, self.embed_tokens.dtype, self.contexts)

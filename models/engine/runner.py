@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int32
 
 from models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, with_settings
 from models.decoder.caches import cache_spec
+from models.decoder.device_sum import peer_memory, peer_memory_partition, summing_in
 from models.decoder.mesh import DATA, cache_partition
 from models.engine.cached_pages import RowFormat, digest_of, read_rows, warm_up_rows, write_layer, write_rows
 from models.engine.config import Bucket, RunnerConfig
@@ -138,6 +139,7 @@ class Runner:
         self.compile_s = 0.0
         self._caches: Caches = ()
         self._last_tokens: Int32[Array, "slots"] | SpeculativeState | None = None
+        self._memory: Any = None  # for sums over a mesh
         self._allocate()
 
     @property
@@ -161,6 +163,8 @@ class Runner:
         if self._last_tokens is None:
             self._caches = ()  # memory may not hold both
             self._caches, self._last_tokens = self._make_state()
+            if self._mesh is not None:
+                self._memory = peer_memory(self._mesh, self._model.embed_tokens.dtype)
         return self._last_tokens
 
     def _make_last_tokens(self) -> Int32[Array, "slots"] | SpeculativeState:
@@ -319,15 +323,21 @@ class Runner:
         function = functools.partial(self._function, self._step, self._config, bucket)
         if self._mesh is not None:
             of_ranks = PartitionSpec(DATA)
-            arguments = (specs_of(self._all_weights()), *self._state_specs, of_ranks)
+            arguments = (
+                specs_of(self._all_weights()),
+                *self._state_specs,
+                of_ranks,
+                peer_memory_partition(self._memory),
+            )
             if self._processes is not None:  # each reads the tokens of all ranks
                 function = _gathering(function)
+            function = _summing(function)
             read = of_ranks if self._processes is None else PartitionSpec()
             function = over_mesh(function, self._mesh, arguments, (read, read, *self._state_specs))
         size = self._num_ranks * PackedStep.size(self._config, bucket)
         packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement)
         donating = jax.jit(function, donate_argnums=(1, 2))
-        return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
+        return donating.lower(self._all_weights(), self._caches, last_tokens, packed, *self._memory_of_mesh())
 
     def run_idle(self, bucket: Bucket) -> None:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
@@ -416,9 +426,13 @@ class Runner:
             on_devices = jax.make_array_from_callback(packed.shape, self._placement, packed.__getitem__)
         last_tokens = self._allocate()
         tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
-            self._all_weights(), self._caches, last_tokens, on_devices
+            self._all_weights(), self._caches, last_tokens, on_devices, *self._memory_of_mesh()
         )
         return tokens, logits
+
+    def _memory_of_mesh(self) -> tuple[Any, ...]:
+        """The argument of a step that only those on a mesh have."""
+        return () if self._mesh is None else (self._memory,)
 
 
 def _extremes(weight: Array) -> Array:
@@ -435,3 +449,14 @@ def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
         return everyone(tokens), None if logits is None else everyone(logits), *state
 
     return gathered
+
+
+def _summing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A step whose last argument is a device's memory for sums."""
+
+    def summing(*arguments: Any) -> Any:
+        *others, memory = arguments
+        with summing_in(memory):
+            return function(*others)
+
+    return summing

@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models.config import ModelConfig
-from models.decoder import AttentionSettings, Decoder, over_mesh, split_model
+from models.decoder import AttentionSettings, Decoder, device_sum, over_mesh, peer_sum, split_model
 from models.decoder.mesh import DATA, HEADS, TENSOR, cache_partition, normal_mesh, num_devices
 from models.engine.config import Bucket
 from models.engine.group_sizes import group_sizes
@@ -78,8 +78,11 @@ def exchanges(cards: Mesh, operation: Any, queries: list[Any], cache: Any, **opt
     return collectives(str(jax.jit(run).lower(of_queries, split, *metadata).compile().as_text()))
 
 
-def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -> dict[str, int]:
-    """Number of each collective operation in an engine's step over two cards along an axis of the mesh."""
+def exchanges_of_step(
+    config: ModelConfig, bucket: Bucket, axis: str = TENSOR, kernel_sums: bool = False
+) -> dict[str, int]:
+    """Number of each collective operation in an engine's step over two cards along an axis of the mesh; with our
+    kernel's memory, if it is to find the sums."""
     cards, settings, sizes = normal_mesh(mesh(axis)), AttentionSettings(implementation="mosaic"), engine.SIZES
     whole, model = (
         nnx.eval_shape(lambda over=over: Decoder(config, settings, jnp.bfloat16, over)) for over in (None, cards)
@@ -108,16 +111,24 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -
     specs = [PartitionSpec(HEADS) if one.shape != own.shape else WHOLE for one, own in leaves]
     run, _ = split_model(model)
     weights = jax.tree.leaves(nnx.state(model))
-    arguments = (specs, caches, WHOLE, WHOLE)
+    memory = None
+    if kernel_sums:
+        inbox = jax.ShapeDtypeStruct(peer_sum.inbox_shape(cards.size, jnp.bfloat16), jnp.bfloat16)
+        control = jax.ShapeDtypeStruct((peer_sum.CONTROL,), jnp.int32)
+        memory = peer_sum.PeerMemory(control, inbox, jax.ShapeDtypeStruct((cards.size, 2, 2), jnp.int32))
+    arguments = (specs, caches, WHOLE, WHOLE, device_sum.peer_memory_partition(memory))
     own = (
         weights,
         jax.eval_shape(lambda: model.allocate_caches(pages, sizes.page_size)),
         jax.ShapeDtypeStruct((sizes.max_num_seqs,), jnp.int32),
         jax.ShapeDtypeStruct((PackedStep.size(sizes, bucket),), jnp.int32),
+        memory,
     )
 
     def step(*given: Any) -> Any:
-        return run_step(run, sizes, bucket, *given)
+        *others, memory = given
+        with device_sum.summing_in(memory):
+            return run_step(run, sizes, bucket, *others)
 
     split = over_mesh(step, cards, arguments, (WHOLE, WHOLE, caches, WHOLE))
     lowered = jax.jit(split, donate_argnums=(1, 2)).lower(*jax.tree.map(shape, own, arguments))
@@ -127,7 +138,7 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -
 STEPS: dict[str, tuple[Any, ...]] = {
     "gpt-oss": (dataclasses.replace(engine.GPT_OSS, windows=(engine.HEADS, None)), engine.MIXED),
     "v2-lite": (engine.V2_LITE, engine.MIXED),
-    "v2-lite, few rows": (engine.V2_LITE, engine.DECODE),
+    "v2-lite, few rows": (engine.V2_LITE, engine.DECODE, TENSOR, True),
     "v2-lite, experts of data ranks": (engine.V2_LITE, engine.MIXED, DATA),
 }
 """Models and buckets of steps; their layers are few."""
