@@ -8,12 +8,12 @@ in float32 and in the order of the devices, so that all get the same bits.
     device 0    piece ──▶ inbox[0] of 0, 1, ···     signal peers    wait for n - 1 signals    sum of inbox[0 ··· n-1]
     device 1    piece ──▶ inbox[1] of 0, 1, ···     signal peers    wait for n - 1 signals    sum of inbox[0 ··· n-1]
 
-Every byte crosses NVLink once for each peer, and nothing is forwarded. Signals are counted and never taken back, so that
-nothing has to be cleared: after a program's call c it has got (c + 1) · (n - 1). Calls take two halves of the inbox in
-turn. A call writes to a half that its peers read two calls ago: that all of them have begun the call between, and so
-ended that one, is what the call between has waited for. All devices therefore make the same calls in the same order, as
-they do with collective operations. Programs wait for those of the same number only, and all are on the device at once,
-being few.
+Every byte crosses NVLink once for each peer, and nothing is forwarded. Signals are counted and never taken back, so
+that nothing has to be cleared: after a program's call c it has got (c + 1) · (n - 1). Calls take two halves of the
+inbox in turn. A call writes to a half that its peers read two calls ago: that all of them have begun the call between,
+and so ended that one, is what the call between has waited for. All devices therefore make the same calls in the same
+order, one after the other, as they do with collective operations. Programs wait for those of the same number only, and
+all are on the device at once, being few.
 
 For XLA this is a kernel like any other. Its own collectives end a CUDA graph, or are captured anew at every run, and a
 Mosaic kernel that reaches peers by `plgpu.remote_ref` is told their addresses before every run: 20 us of the host's
