@@ -26,6 +26,7 @@ def test_the_kernel_takes_small_arrays_of_whole_tiles():
     assert math.prod(peer_sum.inbox_shape(4, jnp.float32)) * 4 == 2 * 4 * peer_sum.PROGRAMS * peer_sum.PIECE_BYTES
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_other_devices_have_no_memory_for_it(monkeypatch):
     two = make_mesh({"tensor": 2})
     assert device_sum.peer_memory(two, jnp.bfloat16) is None
