@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import ctypes
+import itertools
+import os
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -51,14 +54,14 @@ def summing_in(memory: PeerMemory | None) -> Iterator[None]:
 
 def peer_memory(mesh: Mesh, dtype: DTypeLike) -> PeerMemory | None:
     """Allocates what our kernel needs on a mesh, split by `peer_memory_partition`; None where it does not run: on other
-    devices than Hopper GPUs of one process, or where nothing is added up.
+    devices than Hopper GPUs of one process that reach one another's memory, or where nothing is added up.
 
     The arrays are changed behind XLA's back: they belong to one engine, whose steps run one after the other.
     """
     devices, given = num_devices(mesh, INNER), mesh.devices.ravel().tolist()
     if devices == 1 or jax.process_count() > 1 or jnp.dtype(dtype).itemsize not in (2, 4):
         return None
-    if any(getattr(device, "compute_capability", None) != "9.0" for device in given):
+    if any(getattr(device, "compute_capability", None) != "9.0" for device in given) or not _reach_each_other(given):
         return None
     from models.decoder.peer_sum import CONTROL, FIRST, RANK, PeerMemory, inbox_shape
 
@@ -76,6 +79,19 @@ def peer_memory(mesh: Mesh, dtype: DTypeLike) -> PeerMemory | None:
             addresses[number, column] = shard.unsafe_buffer_pointer()
     halves = addresses.view(np.int32).reshape(mesh.size, 2, 2)
     return PeerMemory(controls, inbox, jax.device_put(halves, NamedSharding(mesh, PartitionSpec())))
+
+
+def _reach_each_other(devices: Sequence[jax.Device]) -> bool:
+    """Whether GPUs may read and write one another's memory, as the driver says, and XLA's allocator lets them: it opens
+    what it takes from the driver to all devices, but not what it leaves in the driver's pools."""
+    if "async" in os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", ""):
+        return False
+    cuda, can = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    numbers = [device.local_hardware_id for device in devices]
+    return all(
+        cuda.cuDeviceCanAccessPeer(ctypes.byref(can), ctypes.c_int(one), ctypes.c_int(other)) == 0 and can.value != 0
+        for one, other in itertools.permutations(numbers, 2)
+    )
 
 
 def peer_memory_partition(memory: Any) -> Any:

@@ -316,7 +316,12 @@ class Runner:
 
     def _options(self, last_tokens: Any) -> dict[str, str | bool] | None:
         on_gpu = all(device.platform == "gpu" for device in jax.tree.leaves(last_tokens)[0].devices())
-        return gpu_options() if on_gpu else None
+        if not on_gpu:
+            return None
+        # Sums by peer memory come one after the other on every device; those of a draft's model and of the target's
+        # need not follow from one another, and XLA may start what does not at once.
+        one_by_one = self._memory is not None and self._config.speculate is not None
+        return gpu_options() | ({"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if one_by_one else {})
 
     def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
         """Traces and lowers the step of a bucket; on a mesh, what each device does of it."""

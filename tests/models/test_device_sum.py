@@ -30,10 +30,16 @@ def test_the_kernel_takes_small_arrays_of_whole_tiles():
 def test_other_devices_have_no_memory_for_it(monkeypatch):
     two = make_mesh({"tensor": 2})
     assert device_sum.peer_memory(two, jnp.bfloat16) is None
-    hopper: Any = SimpleNamespace(compute_capability="9.0")
-    cards: Any = SimpleNamespace(devices=np.array([hopper, hopper]), shape=two.shape, size=2)
+    cards = [SimpleNamespace(compute_capability="9.0", local_hardware_id=number) for number in range(2)]
+    hopper: Any = SimpleNamespace(devices=np.array(cards), shape=two.shape, size=2)
+    monkeypatch.setattr(device_sum.ctypes, "CDLL", lambda _: SimpleNamespace(cuDeviceCanAccessPeer=lambda *_: 0))
+    assert device_sum.peer_memory(hopper, jnp.bfloat16) is None  # the driver says no
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+    monkeypatch.setattr(device_sum.ctypes, "CDLL", lambda _: pytest.fail("asked the driver"))
+    assert device_sum.peer_memory(hopper, jnp.bfloat16) is None
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert device_sum.peer_memory(cards, jnp.bfloat16) is None
+    assert device_sum.peer_memory(hopper, jnp.bfloat16) is None
     assert device_sum.peer_memory_partition(None) is None
 
 
