@@ -23,7 +23,7 @@ time for each of them, and a step has two a layer (benchmarks/log/095).
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def peer_sum(call: PeerSum) -> Float[Array, "*dims"]:
 
 def _kernel(x: Any, memory: PeerMemory, out: Any, piece: Any, landed: Any) -> None:
     program, devices = lax.axis_index("program"), memory.inbox.shape[1]
-    calls = memory.control[COUNTED + program]
+    calls, inbox = memory.control[COUNTED + program], cast(Any, memory.inbox)
     half = calls & 1
     plgpu.copy_gmem_to_smem(x.at[program], piece, landed)
     plgpu.barrier_wait(landed)
@@ -135,7 +135,7 @@ def _kernel(x: Any, memory: PeerMemory, out: Any, piece: Any, landed: Any) -> No
         own = pl.ds(tile * rows, rows)
 
         def load(device: int) -> jax.Array:
-            values = plgpu.load(memory.inbox.at[half, device, program, own], layout=layout, optimized=False)
+            values = plgpu.load(inbox.at[half, device, program, own], layout=layout, optimized=False)
             return values.astype(jnp.float32)
 
         out.at[program, own][...] = functools.reduce(jnp.add, map(load, range(devices))).astype(out.dtype)

@@ -113,9 +113,13 @@ def exchanges_of_step(
     weights = jax.tree.leaves(nnx.state(model))
     memory = None
     if kernel_sums:
-        inbox = jax.ShapeDtypeStruct(peer_sum.inbox_shape(cards.size, jnp.bfloat16), jnp.bfloat16)
-        control = jax.ShapeDtypeStruct((peer_sum.CONTROL,), jnp.int32)
-        memory = peer_sum.PeerMemory(control, inbox, jax.ShapeDtypeStruct((cards.size, 2, 2), jnp.int32))
+        memory = jax.eval_shape(
+            lambda: peer_sum.PeerMemory(
+                control=jnp.zeros(peer_sum.CONTROL, jnp.int32),
+                inbox=jnp.zeros(peer_sum.inbox_shape(cards.size, jnp.bfloat16), jnp.bfloat16),
+                addresses=jnp.zeros((cards.size, 2, 2), jnp.int32),
+            )
+        )
     arguments = (specs, caches, WHOLE, WHOLE, device_sum.peer_memory_partition(memory))
     own = (
         weights,
