@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_attn
-from models.decoder import moe
+from models.decoder import moe, peer_sum
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
 from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
 
@@ -154,6 +154,26 @@ def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Ca
     return Case(moe.routed_experts, arguments, temporaries=temporaries)
 
 
+@deferred
+def sum_over_cards(cards: int, rows: int) -> Case:
+    """A sum of rows of 4,096 over cards, as one of them computes it."""
+
+    def memory() -> peer_sum.PeerMemory:
+        inbox = jnp.zeros(peer_sum.inbox_shape(cards, jnp.bfloat16), jnp.bfloat16)
+        return peer_sum.PeerMemory(ints_of(peer_sum.CONTROL), inbox, ints_of(cards, 2, 2))
+
+    arguments = {"x": shape(rows, 4096), "memory": jax.eval_shape(memory)}
+
+    def add(x: jax.Array, memory: peer_sum.PeerMemory) -> jax.Array:
+        return peer_sum.peer_sum(peer_sum.PeerSum(x, memory))
+
+    return Case(add, arguments, tensor_cores=False)
+
+
+def ints_of(*dims: int) -> jax.Array:
+    return jnp.zeros(dims, jnp.int32)
+
+
 PORTABLE = {
     "xla-paged-decode-bf16": decode(BF16),
     "xla-paged-decode-fp8": decode(FP8),
@@ -170,5 +190,6 @@ PORTABLE = {
     **latent_cases(jnp.float8_e4m3fn, "-fp8"),
     "xla-ragged-attention": ragged_attention(),
     **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 5, 21, 64, 171, 1024)},
+    **{f"sum-{cards}-cards-{rows}-rows": sum_over_cards(cards, rows) for cards, rows in ((2, 1), (2, 64), (8, 128))},
     **{f"biased-experts-{tokens}-tokens": biased_experts(tokens) for tokens in (1, 4, 64, 1024)},
 }
