@@ -132,6 +132,16 @@ CASES = {
     "67 heads, pairs of tiles": replace(BASE, chosen=(170, 0, 131, 64), top_k=260, heads=67, scattered=True),
     "8 bits": replace(BASE, cache_dtype="float8_e4m3fn", latent_dim=256),
     "bfloat16 over 8 bits": replace(BASE, dtype="bfloat16", cache_dtype="float8_e4m3fn"),
+    "pairs of tiles over 8 bits": replace(
+        BASE,
+        chosen=(170, 0, 131, 64),
+        top_k=260,
+        heads=67,
+        scattered=True,
+        dtype="bfloat16",
+        cache_dtype="float8_e4m3fn",
+        latent_dim=256,
+    ),
     "float32 over bfloat16": replace(BASE, dtype="float32", cache_dtype="bfloat16"),
     "float16 over 8 bits": replace(BASE, dtype="float16", cache_dtype="float8_e4m3fn"),
 }
