@@ -28,11 +28,11 @@ SIZES = EngineConfig(
 )
 
 
-def sample_bits(logits, rows):
+def draw_bits(logits, rows):
     bits = lax.bitcast_convert_type(logits, jnp.int32)
     odd = 2 * jnp.arange(logits.shape[-1], dtype=jnp.int32) + 1
     mixed = jnp.sum(bits * odd[None], axis=-1, dtype=jnp.int32)  # it wraps, so that the order does not matter
-    return mixed & (logits.shape[-1] - 1), jnp.zeros(logits.shape[0])
+    return mixed & (logits.shape[-1] - 1)
 
 
 def expect_equal_bits(model: Decoder, sizes: EngineConfig, prompts: list[list[int]], pages_alone: int) -> EngineStats:
@@ -68,7 +68,7 @@ def test_bits_are_the_same_alone_and_in_company(
     monkeypatch: pytest.MonkeyPatch, config: ModelConfig, implementation: str, num_pages: int, pages_alone: int
 ):
     """Takes its time because every configuration is a compilation."""
-    monkeypatch.setattr(plain_step, "sample", sample_bits)
+    monkeypatch.setattr(plain_step, "draw", draw_bits)
     model = random_model(config, seed=3, settings=AttentionSettings(implementation=implementation))
     stats = expect_equal_bits(model, dataclasses.replace(SIZES, num_pages=num_pages), [*PROMPTS], pages_alone)
     assert stats.preemptions > 0
@@ -76,7 +76,7 @@ def test_bits_are_the_same_alone_and_in_company(
 
 def test_bits_are_the_same_whatever_was_drafted(monkeypatch: pytest.MonkeyPatch):
     """Drafts put a token into another row of the step, between other tokens."""
-    monkeypatch.setattr(speculative_step, "sample", sample_bits)
+    monkeypatch.setattr(speculative_step, "draw", draw_bits)
     config = dataclasses.replace(engine_case.CONFIG, num_hidden_layers=1)
     speculate = Speculation(KnowingProposer([], 0.0, config.vocab_size), 3, adaptive=False)
     engine = Engine(random_model(config, seed=3), dataclasses.replace(SIZES, speculate=speculate))
@@ -97,7 +97,7 @@ def test_bits_are_the_same_whatever_was_drafted(monkeypatch: pytest.MonkeyPatch)
 def test_bits_are_the_same_in_any_company_on_hopper(monkeypatch, name):
     if getattr(jax.local_devices()[0], "compute_capability", "") != "9.0":
         pytest.skip("kernels are for compute capability 9.0")
-    monkeypatch.setattr(plain_step, "sample", sample_bits)
+    monkeypatch.setattr(plain_step, "draw", draw_bits)
     settings = AttentionSettings(implementation="mosaic")
     model = random_model(test_gqa_hopper.CONFIGS[name], seed=5, dtype=jnp.bfloat16, settings=settings)
     rng = np.random.default_rng(0)

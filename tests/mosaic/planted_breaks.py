@@ -337,8 +337,8 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "prefill: queries are free while they are read": PlantedBreak(
         PREFILL,
-        "pl.when(is_last)(lambda: plgpu.tcgen05_commit_arrive(rings.q_free))",
-        "plgpu.tcgen05_commit_arrive(rings.q_free)",
+        "@pl.when(is_last)\n        def _release_queries()",
+        "@pl.when(is_last | ~is_last)\n        def _release_queries()",
         ROWS,
     ),
     "prefill: a query's second term replaces the first": PlantedBreak(

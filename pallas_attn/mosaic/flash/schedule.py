@@ -455,9 +455,9 @@ class TileQueue(NamedTuple):
         """Scratch for `next_tile`, `fetched` and `landed`; None without a counter."""
         if tile_counter is None:
             return None
-        landed = plgpu.Barrier(num_barriers=slots, orders_tensor_core=orders_tensor_core)
+        signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
         fields = 1 + len(QueryBlock._fields) + 2  # the block, its head and the split
-        return plgpu.SMEM((slots, fields), jnp.int32), plgpu.Barrier(), landed
+        return plgpu.SMEM((slots, fields), jnp.int32), signal(), signal(num_barriers=slots)
 
     def slot(self, i: Any) -> Any:
         return ring_slot(i, self.next_tile.shape[0])
