@@ -234,7 +234,7 @@ def _score_tile(
     NATIVE: tl.constexpr,
 ):
     """Scores of neighbouring queries of a sequence, from `row` on, over every stride-th step from `first` to `last`."""
-    q_dtype: tl.constexpr = q_ptr.dtype.element_ty if Q_SCALE is None else tl.float16
+    q_dtype: tl.constexpr = q_ptr.dtype.element_ty if Q_SCALE is None else tl.float16  # pyrefly: ignore[bad-assignment]
     WHOLE: tl.constexpr = PAGE % TOKENS == 0  # a step lies in one page
     end = tl.maximum(first_position + queries, 0)
     row = row.to(tl.int64)

@@ -142,7 +142,8 @@ def test_the_host_counts_nothing_that_would_not_pay(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_errors_of_the_count(changed: dict[str, Any], message: str) -> None:
-    arguments = {"kv": draw(*CASES["two pages"], "float32", harness.fresh_rng())["kv"], "q_lens": 1}
+    kv = draw(*CASES["two pages"], "float32", harness.fresh_rng())["kv"]
+    arguments: dict[str, Any] = {"kv": kv, "q_lens": 1}
     arguments |= {"block_tables": np.zeros((B, P), int), "kv_lens": np.full(B, 9)} | changed
     with pytest.raises(ValueError, match=f"^{message}"):
         count_shared_pages(**arguments)

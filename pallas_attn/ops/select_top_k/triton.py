@@ -9,5 +9,6 @@ from pallas_attn.triton import top_k
 
 
 def select_top_k(call: SelectTopKCall) -> Int32[Array, "T top_k"]:
-    top_k.refuse(*call.scores.shape, call.top_k)
+    num_tokens, width = call.scores.shape
+    top_k.refuse(num_tokens, width, call.top_k)
     return top_k.highest(call.scores, None, call.top_k)
