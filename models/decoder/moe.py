@@ -17,6 +17,7 @@ the groups, and two for few rows:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable
 from typing import NamedTuple
@@ -300,9 +301,9 @@ def apply_experts(
     num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
     num_pairs = chosen.size
     has_expert = None if expected is None else chosen < num_experts
-    multiply_rows = way_of_few_rows(num_pairs, experts)
+    multiply_rows = way_of_few_rows(num_pairs, experts, are_distinct=x.shape[0] == 1 and has_expert is None)
     if multiply_rows is not None:
-        y = multiply_rows(x, experts, chosen.reshape(-1), are_distinct=x.shape[0] == 1 and has_expert is None)
+        y = multiply_rows(x, experts, chosen.reshape(-1))
         return _weighted_sum(y, weights, x.dtype, has_expert)
     groups = ExpertGroups.of(chosen.reshape(-1), num_experts)
     multiply = hopper_groups if hopper_takes(experts) else block_groups
@@ -375,7 +376,9 @@ def _weighted_sum(
     return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
 
 
-def way_of_few_rows(num_pairs: int, experts: Experts) -> Callable[..., Float[Array, "M D"]] | None:
+def way_of_few_rows(
+    num_pairs: int, experts: Experts, *, are_distinct: bool = False
+) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
     """Product of so few pairs that reading weights is all, without sorting them; None if they are many, or the
     call is not compiled for a GPU. On an H100, V2-Lite's experts take 163 us for 30 pairs by the kernel and 196 row by
     row, and 301 for 96 where the ragged product takes 392 (benchmarks/log/072).
@@ -386,15 +389,12 @@ def way_of_few_rows(num_pairs: int, experts: Experts) -> Callable[..., Float[Arr
         from models.decoder.row_product import MOST_ROWS
 
         if num_pairs <= MOST_ROWS:
-            return hopper_rows
+            return functools.partial(hopper_rows, are_distinct=True) if are_distinct else hopper_rows
     return row_by_row if num_pairs <= experts.gate_up.shape[0] else None
 
 
-def row_by_row(
-    x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"], *, are_distinct: bool = False
-) -> Float[Array, "M D"]:
-    """Applies each pair's expert to its row, M / T of them a row, distinct or not. XLA reads weights in place, in the
-    loop that sums."""
+def row_by_row(x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
+    """Applies each pair's expert to its row, M / T of them a row. XLA reads weights in place, in the loop that sums."""
     rows = jnp.repeat(x, expert.shape[0] // x.shape[0], axis=0)
     expert = jnp.minimum(expert, experts.gate_up.shape[0] - 1)
 

@@ -88,24 +88,22 @@ def test_options(backend: Backend) -> None:
     check(backend, arguments, soft_cap=2.0, sm_scale=0.3)
 
 
-@hypothesis.settings(max_examples=25, deadline=None)
-@hypothesis.given(
+any_rows = hypothesis.given(
     lens=st.tuples(*[st.integers(0, P * PS)] * B),
     q_lens=st.tuples(*[st.integers(0, Q)] * B),
     alike=st.integers(0, P),
     seed=st.integers(0, 2**32 - 1),
 )
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@any_rows
 def test_any_lengths(lens: tuple[int, ...], q_lens: tuple[int, ...], alike: int, seed: int) -> None:
     check(XLA, draw(lens, alike, "float32", np.random.default_rng(seed), q_lens))
 
 
 @hypothesis.settings(max_examples=50, deadline=None)
-@hypothesis.given(
-    lens=st.tuples(*[st.integers(0, P * PS)] * B),
-    q_lens=st.tuples(*[st.integers(0, Q)] * B),
-    alike=st.integers(0, P),
-    seed=st.integers(0, 2**32 - 1),
-)
+@any_rows
 def test_the_host_counts_what_the_device_finds(
     lens: tuple[int, ...], q_lens: tuple[int, ...], alike: int, seed: int
 ) -> None:

@@ -151,7 +151,8 @@ def count_shared_pages(
     `shared_pages`.
 
     For engines, which have their tables on the host: a step of which this is 0 calls `paged_decode`, and no other pays
-    for looking on the device. It computes on the host, from numpy arrays.
+    for looking on the device. It computes on the host, from numpy arrays. A jitted step gets the number as an argument;
+    one that it closes over is compiled for.
 
     Args:
       kv: the cache, of which only the shapes are used.
