@@ -101,7 +101,7 @@ def test_a_window_leaves_the_tiles_that_it_reaches_into(splits: int) -> None:
         64, 64, tile_keys=64, stages=2, consumers=1, copies=1, score_scale=1.0, tile_rows=64, rows=ROWS
     )
     for window, start in itertools.product((1, 64, 65, 500, 2900), (8, 72)):
-        front = RaggedFrontEnd(static, 113, 1, 1, causal=True, window=window)
+        front = RaggedFrontEnd(static, 113, 1, causal=True, window=window)
         rows = np.arange(max(start, 13), min(start + 64, 113))
         newest = 77 + 3000 - 113 + rows
         end_tile = (newest[-1] - 72) // 64 + 1

@@ -213,6 +213,10 @@ class BlockRows(NamedTuple):
             return self.work.block.start + number * self.static.tile_rows
         return self.work.block.start + lax.div(self._first_group(number), jnp.int32(self.heads)) * ALIGNMENT
 
+    def any_of(self, number: Any) -> Any:
+        """Whether a consumer has rows of the block's sequence."""
+        return self.first_query(number) < self.work.block.end_row
+
     def output_row(self, query: jax.Array, number: Any) -> jax.Array:
         """[tile_rows]: row of the output [T · Hq, Dv] for each row of a consumer, given its query; -1 for none."""
         block = self.work.block
@@ -276,7 +280,6 @@ class FrontEnd(Protocol):
       static: compile-time facts of the kernel.
       kernel_name: shown by profilers.
       num_heads: heads, or groups of heads that share a block, that blocks are done for.
-      l2_head_group: see `WorkTiles`.
       compiler_params: of the kernel.
     """
 
@@ -286,8 +289,6 @@ class FrontEnd(Protocol):
     def kernel_name(self) -> str: ...
     @property
     def num_heads(self) -> int: ...
-    @property
-    def l2_head_group(self) -> int: ...
     @property
     def compiler_params(self) -> plgpu.CompilerParams: ...
 
@@ -309,8 +310,12 @@ class BlockConsumer(Protocol):
     @property
     def number(self) -> Any: ...
 
-    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> Any:
-        """Attention over some tiles, at least one, from the program's tile number `begin` on."""
+    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> Any:
+        """Attention over some tiles, at least one, from the program's tile number `begin` on.
+
+        Args:
+          has_rows: whether the consumer has rows of the block's sequence; what is returned is arbitrary if not.
+        """
 
     def store(self, result: OutputRows | RowState, row: jax.Array, state: Any, options: RowOptions) -> None:
         """Write what `attend` returned to rows `row` of the result where that is not negative: finished, or as it is to
@@ -422,7 +427,7 @@ def launch(
         kernel_name=front.kernel_name,
     )(basics.materialize(inputs), tile_counter)
     if is_cut:
-        state = merge_splits(result, splits.most, work.counts[1])
+        state = merge_splits(result, splits.most, work.counts[2])
         sink = None if sinks is None else jnp.tile(sinks, shape[0])
         result = OutputRows(state.output(sink).astype(out_dtype), state.lse())
     return result.out.reshape(*shape, -1), result.lse.reshape(shape)
@@ -452,7 +457,7 @@ def _kernel(
 ) -> None:
     def work_tiles() -> WorkTiles:
         queue = None if tile_counter is None else TileQueue(programs, tile_counter, *queue_scratch)
-        return WorkTiles.of(x.blocks, x.counts, front.num_heads, front.l2_head_group, queue)
+        return WorkTiles.of(x.blocks, x.counts, front.num_heads, queue)
 
     kernel.body(front, x, work_tiles, result, scratch, front_scratch)
 

@@ -359,9 +359,10 @@ class SoftmaxConsumer:
     index: int
     number: Any
 
-    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> RowStats:
+    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowStats:
         """Softmax over some tiles, at least one, from the program's tile number `begin` on; O is in TMEM then."""
         del begin  # buffers of scores are taken in the order of a block's tiles
+        del has_rows  # products are started for all
         state = RowStats(ROWS.filled(jnp.float32(-jnp.inf), QUERIES), ROWS.filled(jnp.float32(0.0), QUERIES))
         if self.static.consumers > 1:
             step = functools.partial(self._step, transform, self.index)

@@ -125,7 +125,7 @@ def attend(
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
     most_tiles = front.static.most_tiles(call.block_tables.shape[-1] * call.page_size, front.window)
     splits = KvSplits.of(heads=front.num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
-    work = list_blocks(blocking, lengths, splits)
+    work = list_blocks(blocking, lengths, splits, front.l2_head_group)
     pool_rows = call.page_size // front.tokens_per_smem_row, call.head_dim * front.tokens_per_smem_row
     inputs = PrefillInputs(
         q=tuple(zero_rows_past_end(term[0], tile_rows) for term in terms),
@@ -555,7 +555,7 @@ class PagedTile(NamedTuple):
             transform = scales.transform(transform, self.kv_head, kv_tile)
         if self.scratch.tile_meta_landed is not None:
             transform = transform._replace(await_tile=lambda i: self.await_tile_meta(kv_tile + i))
-        state = consumer.attend(kv_tile, self.kv_tiles, transform)
+        state = consumer.attend(kv_tile, self.kv_tiles, transform, self.rows.any_of(number))
         scale = None if scales is None else scales.output_scale(self.kv_head)
         consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row), scale))
 

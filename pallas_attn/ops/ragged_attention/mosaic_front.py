@@ -104,12 +104,11 @@ def attend(
     most_tiles = static.most_tiles(num_keys, call.window)
     num_blocks, sets = blocking.num_blocks(lengths), num_heads // static.block_heads
     splits = KvSplits.of(heads=sets, num_blocks=num_blocks, most_tiles=most_tiles)
-    work = list_blocks(blocking, lengths, splits)
+    kv_bytes = num_keys * (key_dim + value_dim) * call.k.dtype.itemsize
+    work = list_blocks(blocking, lengths, splits, config.l2_head_group(sets, num_kv_heads, kv_bytes=kv_bytes))
     q = zero_rows_past_end(call.q, tile_rows)
     k, v = (zero_rows_past_end(x, static.tile_keys) for x in (call.k, call.v))
-    kv_bytes = num_keys * (key_dim + value_dim) * k.dtype.itemsize
-    l2_head_group = config.l2_head_group(sets, num_kv_heads, kv_bytes=kv_bytes)
-    front = RaggedFrontEnd(static, num_tokens, num_heads, l2_head_group, call.causal, call.window)
+    front = RaggedFrontEnd(static, num_tokens, num_heads, call.causal, call.window)
     inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks if splits.most == 1 else None)
     shape = num_tokens, num_heads
     return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
@@ -131,7 +130,6 @@ class RaggedFrontEnd:
     static: FlashStatic
     num_tokens: int
     num_q_heads: int
-    l2_head_group: int
     causal: bool
     window: int | None
 
@@ -231,7 +229,7 @@ class RaggedTile(NamedTuple):
 
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: OutputRows | RowState) -> None:
         transform = ScoreTransform(functools.partial(self.limits, consumer.number))
-        state = consumer.attend(kv_tile, self.kv_tiles, transform)
+        state = consumer.attend(kv_tile, self.kv_tiles, transform, self.rows.any_of(consumer.number))
         number = consumer.number + basics.unknown_zero()  # or what the next two have in common is kept meanwhile
         row = self.rows.output_row(self.rows.queries(number), number)
         consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row)))

@@ -172,15 +172,22 @@ class Consumer:
     schedule_barrier: Any
     number: Any
 
-    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> RowState:
-        """Attention over some tiles, at least one, from the program's tile number `begin` on."""
+    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowState:
+        """Attention over some tiles, at least one, from the program's tile number `begin` on.
+
+        Without rows only the first tile is multiplied, which leaves the tensor core to the other consumers. That is a
+        matter of how often the loop runs, and no branch around it: of one that is not known to be uniform the assembler
+        makes descriptors of products in ordinary registers.
+        """
+        multiplied = jnp.where(has_rows, kv_tiles, 1)
 
         def step(i: Any, state: SoftmaxState) -> SoftmaxState:
-            return self._step(begin + i, state, i + 1 < kv_tiles, functools.partial(self._scores, transform, i))
+            return self._step(begin + i, state, i + 1 < multiplied, functools.partial(self._scores, transform, i))
 
         plgpu.barrier_wait(self._of_own(self.rings.q_landed))
         state = self._first(begin, kv_tiles > 1, functools.partial(self._scores, transform, jnp.int32(0)))
-        state = lax.fori_loop(1, kv_tiles, step, state)
+        state = lax.fori_loop(1, multiplied, step, state)
+        lax.fori_loop(multiplied, kv_tiles, lambda i, _: self._skip(begin + i, i + 1 < kv_tiles), None)
         return RowState(self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1))
 
     def _first(self, kv_tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
@@ -217,6 +224,16 @@ class Consumer:
         p, l = lax.optimization_barrier((p.astype(rings.q.dtype), l + more_l))  # noqa: E741
         self._await_keys(kv_tile + 1, more)
         return SoftmaxState(o, m, l, p)
+
+    def _skip(self, kv_tile: Any, more: Any) -> None:
+        """Waits and arrives as `_step` does, without products."""
+        slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)
+        plgpu.barrier_wait(self.rings.v_landed.at[previous])
+        self._await_turn()
+        self._pass_turn()
+        self._release_keys(slot, more)
+        plgpu.barrier_arrive(self.rings.v_free.at[previous])
+        self._await_keys(kv_tile + 1, more)
 
     def _last(self, kv_tile: Any, state: SoftmaxState) -> jax.Array:
         """Adds the values of the last tile to the output."""
