@@ -196,11 +196,17 @@ def test_more_blocks_than_there_is_room_for_are_refused() -> None:
 # --- keys in splits
 
 
-def choose(*, blocks: int, tiles: int, heads: int, limit: int = 512, most_blocks: int | None = None) -> tuple[int, int]:
-    """Room for splits, and the number that the kernel chooses, for a sequence of so many blocks of so many tiles."""
+def choose(
+    *, blocks: int, tiles: int, heads: int, limit: int = 512, most_blocks: int | None = None, rows: int = 0
+) -> tuple[int, int]:
+    """Room for splits, and the number that the kernel chooses, for a sequence of so many blocks of so many tiles.
+
+    Args:
+      rows: times of a tile that the states of a split take to be moved.
+    """
     blocking = replace(RAGGED, num_rows=64 * blocks, causal=False)
     with mock.patch.object(basics, "multiprocessors", return_value=132):
-        splits = KvSplits.of(heads=heads, num_blocks=(blocks, most_blocks or blocks), most_tiles=limit)
+        splits = KvSplits.of(heads=heads, num_blocks=(blocks, most_blocks or blocks), most_tiles=limit, rows=rows)
         if splits.most == 1:
             return 1, 1
         listed = check(Case(np.asarray([64 * blocks]), np.asarray([64 * tiles])), blocking, splits)
@@ -215,7 +221,8 @@ def test_keys_are_cut_where_multiprocessors_would_be_idle(mode: str, capsys: pyt
         assert choose(blocks=64, heads=2, tiles=64) == (1, 1), "programs for all blocks, nearly"
         assert choose(blocks=4, heads=16, tiles=4, limit=4) == (1, 1), "merging takes longer"
         assert choose(blocks=4, heads=16, tiles=4, limit=260) == (2, 1), "and here as well, but that is not known ahead"
-        assert choose(blocks=40, heads=2, tiles=260) == (3, 3), "two rounds of a third"
+        assert choose(blocks=40, heads=2, tiles=260) == (8, 8), "five rounds of an eighth"
+        assert choose(blocks=40, heads=2, tiles=260, rows=10) == (3, 3), "two rounds of a third, and fewer states"
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])

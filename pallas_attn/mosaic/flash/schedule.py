@@ -96,6 +96,11 @@ class FlashWorkTile(NamedTuple):
         first, end = (lax.div(kv_tiles * split, self.num_splits) for split in (self.split, self.split + 1))
         return jnp.where(first < end, first, kv_tiles), jnp.maximum(end - first, 1)
 
+    @property
+    def is_whole(self) -> Any:
+        """Whether the work tile has all keys of its block; None where keys are never cut."""
+        return None if self.num_splits is None else self.num_splits == 1
+
     def output_row(self, row: Any, num_rows: int) -> Any:
         """Row of the output for a query row: the outputs of all splits, `num_rows` each, follow one another."""
         return row if self.split is None else self.split * num_rows + row

@@ -50,7 +50,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     FlashKernel,
     FlashStatic,
     FrontEnd,
-    OutputRows,
+    Results,
     Rings,
     RowOptions,
     ScoreTransform,
@@ -60,7 +60,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     wait_if,
 )
 from pallas_attn.mosaic.flash.schedule import WorkList, WorkTiles, ring_slot
-from pallas_attn.mosaic.flash.split import KvSplits, RowState
+from pallas_attn.mosaic.flash.split import KvSplits, OutputRows, RowState
 from pallas_attn.mosaic.row_layout import RowLayout, store_results
 from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
@@ -117,7 +117,7 @@ def _kernel(
     front: FrontEnd,
     x: Any,
     work_tiles: Callable[[], WorkTiles],
-    result: OutputRows | RowState,
+    result: Results,
     scratch: FlashScratch,
     front_scratch: Any,
 ) -> None:
@@ -284,17 +284,21 @@ class Consumer:
             following = ring_slot(self.number + 1, self.static.consumers)
             plgpu.barrier_arrive(self.schedule_barrier.at[following])
 
-    def store(self, result: OutputRows | RowState, row: jax.Array, state: RowState, options: RowOptions) -> None:
+    def store(self, result: Results, row: jax.Array, state: RowState, options: RowOptions) -> None:
         """Write 64 rows to rows `row` of the result where that is not negative: finished, or as is to be merged."""
         if options.scale is not None:
             state = state._replace(o=options.scale(state.o, 0, PER_COLUMN))
-        if isinstance(result, RowState):
-            ROWS.store(result.o, row, 0, state.o)
-            ROWS.put(result.m, row, state.m)
-            ROWS.put(result.l, row, state.l)
-            return
-        ROWS.store(result.out, row, 0, state.output(options.sink).astype(result.out.dtype))
-        ROWS.put(result.lse, row, state.lse())
+
+        def partial(states: RowState) -> None:
+            ROWS.store(states.o, row, 0, state.o)
+            ROWS.put(states.m, row, state.m)
+            ROWS.put(states.l, row, state.l)
+
+        def finished(rows: OutputRows) -> None:
+            ROWS.store(rows.out, row, 0, state.output(options.sink).astype(rows.out.dtype))
+            ROWS.put(rows.lse, row, state.lse())
+
+        result.store(options.is_whole, finished, partial)
 
     # Scores
 
