@@ -364,7 +364,7 @@ class RowOptions(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the kernel writes: finished rows where keys are not cut, else partial states; arrays or references.
+    """Output of the kernel: finished rows where keys are not cut, else partial states; arrays or references.
 
     Attributes:
       finished: of n rows.

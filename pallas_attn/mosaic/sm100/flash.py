@@ -59,7 +59,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     FlashKernel,
     FlashStatic,
     FrontEnd,
-    OutputRows,
+    Results,
     Rings,
     RowOptions,
     ScoreTransform,
@@ -69,7 +69,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     wait_if,
 )
 from pallas_attn.mosaic.flash.schedule import FlashWorkTile, WorkList, WorkTiles, ring_slot
-from pallas_attn.mosaic.flash.split import KvSplits, RowState
+from pallas_attn.mosaic.flash.split import KvSplits, OutputRows, RowState
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.score_mask import Limits
 from pallas_attn.mosaic.sm100 import tmem
