@@ -11,6 +11,7 @@ all keys that the block sees or against one of several splits of them (`flash.sp
        segments   number of blocks    -> where the blocks of each end (prefix sums)
        blocks     segment, tiles      -> sort key
        blocks     rank of sort key    -> row of the list
+       heads      longest block, sum  -> number that take turns
        splits     time that they take -> number of splits, where keys may be cut
 
    Calls with the same lengths, such as the layers of a step make, share one list: it is traced once for all of them,
