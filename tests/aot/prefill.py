@@ -302,7 +302,7 @@ scales of tokens, or a second term of the queries.
 """
 
 PARTIALS_ON_B200 = PARTIALS * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
-"""Bytes of partial states: eight of a block of 256 rows for each multiprocessor, or as many of 128 rows twice as wide."""
+"""Bytes of partial states: eight of a block of 256 rows for each multiprocessor, or of 128 rows twice as wide."""
 
 
 @deferred
