@@ -60,6 +60,9 @@ PIECE = 32
 BLOCK = 64
 """Channels of values that are one wgmma's rows."""
 
+UNDER_WAY = 2
+"""Pieces that are multiplied while threads convert the next one, at most. Each takes eight registers of a thread."""
+
 SPLAT = plgpu.Layout.WG_SPLAT(())
 
 
@@ -182,8 +185,8 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         for first in range(0, channels, PIECE):
             if first in begins:
                 right = wgmma.RightOperand(next(rights), dtype="f16")
+            _await(UNDER_WAY - 1 if first % LATENT_GROUP else 0)
             if first % LATENT_GROUP == 0:
-                _await(0)
                 total = fragmented_array.optimization_barrier(total)
                 after = [_scale(own, 8 * i * groups + first // LATENT_GROUP) for i in range(2)]
                 factors = [_quotient(a, b) for a, b in zip(before, after, strict=True)]
@@ -197,8 +200,6 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
             wgmma.commit()
             if first + 2 * PIECE < channels:
                 words.append(_load(chunks.pointer(0, first // 16 + 2 * PIECE // 16), rows=True))
-            if first % LATENT_GROUP:
-                _await(1)
             if first + PIECE < channels:
                 left = _keys(words.pop(0))
             total = wgmma.fragments(sums, shape)
@@ -258,13 +259,13 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
         for i, (block, tokens) in enumerate(pieces):
             if tokens == 0:
                 right = wgmma.RightOperand(p)
+            if i >= UNDER_WAY:
+                _await(UNDER_WAY - 1)
             nvvm.wgmma_fence_aligned()
             blocks[block] = right.add(blocks[block], left)
             wgmma.commit()
             if i + 2 < len(pieces):
                 words.append(load(i + 2))
-            if i:
-                _await(1)
             if i + 1 < len(pieces):
                 left = piece(i + 1, words.pop(0))
         _await(0)
