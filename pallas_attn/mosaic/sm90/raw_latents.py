@@ -60,7 +60,7 @@ PIECE = 32
 BLOCK = 64
 """Channels of values that are one wgmma's rows."""
 
-UNDER_WAY = 2
+KEYS_UNDER_WAY, VALUES_UNDER_WAY = 2, 3
 """Pieces that are multiplied while threads convert the next one, at most. Each takes eight registers of a thread."""
 
 SPLAT = plgpu.Layout.WG_SPLAT(())
@@ -185,7 +185,7 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         for first in range(0, channels, PIECE):
             if first in begins:
                 right = wgmma.RightOperand(next(rights), dtype="f16")
-            _await(UNDER_WAY - 1 if first % LATENT_GROUP else 0)
+            _await(KEYS_UNDER_WAY - 1 if first % LATENT_GROUP else 0)
             if first % LATENT_GROUP == 0:
                 total = fragmented_array.optimization_barrier(total)
                 after = [_scale(own, 8 * i * groups + first // LATENT_GROUP) for i in range(2)]
@@ -259,8 +259,8 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
         for i, (block, tokens) in enumerate(pieces):
             if tokens == 0:
                 right = wgmma.RightOperand(p)
-            if i >= UNDER_WAY:
-                _await(UNDER_WAY - 1)
+            if i >= VALUES_UNDER_WAY:
+                _await(VALUES_UNDER_WAY - 1)
             nvvm.wgmma_fence_aligned()
             blocks[block] = right.add(blocks[block], left)
             wgmma.commit()
