@@ -177,8 +177,12 @@ class RawTurns[Split]:
 
     # What a kernel defines
 
-    def await_tile(self, slot: Any, use: Any) -> None:
-        """Wait until a tile is there."""
+    def await_tile(self, slot: Any, use: Any, *, keys: bool) -> None:
+        """Wait until a tile is there.
+
+        Args:
+          keys: whether tensor cores read its rotated keys after that; else threads alone read its latents.
+        """
         raise NotImplementedError
 
     def release(self, slot: Any) -> None:
@@ -230,7 +234,7 @@ class RawTurns[Split]:
         """Attend to a pair of tiles."""
         mem, half = self.memory, self.half
         slots = [slot_of(pair, tile) for tile in range(2)]
-        self.await_tile(*slots[half])
+        self.await_tile(*slots[half], keys=True)
         s = self.scores(slots[half][0])
         if half:
             self.await_other()
@@ -238,7 +242,7 @@ class RawTurns[Split]:
         plgpu.barrier_arrive(mem.ready.at[half])
         for tile, (slot, use) in enumerate(slots):
             if tile != half:
-                self.await_tile(slot, use)
+                self.await_tile(slot, use, keys=False)
                 if tile:
                     self.await_other()
             acc = self.add(slot, tile, acc)
