@@ -246,7 +246,6 @@ class RawTurns[Split]:
         else:
             acc = lax.cond(pair > first, lambda acc: self.add_others(pair - 1, acc), lambda acc: acc, acc)
         self.publish(split, pair, slot, s)
-        plgpu.barrier_arrive(self.memory.ready.at[self.half])
         acc = self.add(slot, self.half, acc)
         self.release(slot)
         return acc
@@ -308,6 +307,7 @@ class RawTurns[Split]:
         ratios = [(scale / largest).astype(jnp.float16) for scale in self.scales(slot + basics.unknown_zero())]
         zero = basics.unknown_zero()  # places are computed here, not kept
         raw_latents.publish(p.astype(jnp.float16), mem.p.at[half + zero], ratios, mem.ratios.at[half + zero])
+        plgpu.barrier_arrive(mem.ready.at[half])
         raw_latents.add_weights(mem.weights.at[half], p, 1 / largest)
 
     def add(self, slot: Any, tile: int, acc: Any) -> Any:
