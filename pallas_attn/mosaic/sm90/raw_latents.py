@@ -60,12 +60,8 @@ PIECE = 32
 BLOCK = 64
 """Channels of values that are one wgmma's rows."""
 
-KEYS_UNDER_WAY, VALUES_UNDER_WAY, UNDER_WAY_OF_FEW = 2, 3, 4
-"""Pieces that are multiplied while threads convert the next one, at most; of up to FEW_COLUMNS the last. Each takes
-eight registers of a thread.
-"""
-
 FEW_COLUMNS = 32
+"""Columns of products, at most, whose registers leave room for more pieces under way."""
 
 SPLAT = plgpu.Layout.WG_SPLAT(())
 
@@ -183,7 +179,7 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         total, rights = total.to_layout(wgmma.ACCUMULATOR), iter(qs)
         row = plus(times(warp, 16), shifted(lane, 2))
         own = _scales_of(scales, row, page_tokens, groups)
-        under_way = KEYS_UNDER_WAY if shape[1] > FEW_COLUMNS else UNDER_WAY_OF_FEW
+        under_way = _pieces_under_way(shape[1])
         before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2
         words = [_load(chunks.pointer(0, first // 16), rows=True) for first in (0, PIECE)]
         left = _keys(words.pop(0))
@@ -259,7 +255,7 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
             eights = factors[group][tokens // 8 : (tokens + PIECE) // 8]
             return _values(words, eights)
 
-        under_way = VALUES_UNDER_WAY if columns > FEW_COLUMNS else UNDER_WAY_OF_FEW
+        under_way = _pieces_under_way(columns)
         words = [load(0), load(1)]
         left = piece(0, words.pop(0))
         for i, (block, tokens) in enumerate(pieces):
@@ -279,6 +275,11 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
         return fragmented_array.optimization_barrier(done).to_layout(fragmented_array.WGMMA_LAYOUT)
 
     return add(latent, total, p, ratios)
+
+
+def _pieces_under_way(columns: int) -> int:
+    """Pieces that are multiplied at most while threads convert the next one. Each takes eight registers of a thread."""
+    return 2 if columns > FEW_COLUMNS else 4
 
 
 def _await(under_way: int) -> None:

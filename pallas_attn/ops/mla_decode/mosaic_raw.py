@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, dequantise
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.sm90 import raw_latents, sharing
-from pallas_attn.mosaic.sm90.raw_seesaw import REGISTERS, SLOTS, RawMemory, RawTurns, normalise, slot_of
+from pallas_attn.mosaic.sm90.raw_seesaw import SLOTS, RawMemory, RawTurns, normalise, slot_of
 from pallas_attn.mosaic.sm90.seesaw import ROWS, log_sum_exp
 from pallas_attn.mosaic.split_states import PartialStates, num_fragments
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns, over_tokens
@@ -45,6 +45,9 @@ from pallas_attn.ops.mla_decode.mosaic_rows import (
 from pallas_attn.ops.mla_decode.mosaic_seesaw import LatentSplit, SeesawProducer, SeesawResults
 from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import LATENT_GROUP, DecodePlan
+
+COMPUTE_REGISTERS, COPY_REGISTERS = 240, 32
+"""Registers of a thread that computes, and of one that starts copies."""
 
 num_programs = mosaic_seesaw.num_programs
 
@@ -143,11 +146,11 @@ def _kernel(static: RawDecodeStatic, x: RowInputs, out: Ref, lse: Ref, partials:
     results, mem = SeesawResults(out, lse, partials), RawDecodeScratch(*scratch)
 
     def compute(half: int) -> None:
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         RawDecodeConsumer(static, mem.seesaw, half, mem, x, lax.axis_index("blocks")).run(results)
 
     def copy() -> None:
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         RawDecodeProducer(static, x, mem, lax.axis_index("blocks")).run()
 
     branches = [functools.partial(compute, 0), functools.partial(compute, 1), copy]
