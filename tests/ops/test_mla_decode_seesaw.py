@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 
