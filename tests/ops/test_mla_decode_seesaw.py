@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_attn import explain, mla_decode
+from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.config import SeesawConfig
 from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
@@ -123,7 +125,11 @@ EIGHT_BITS = {
 
 @pytest.mark.parametrize("case", EIGHT_BITS.values(), ids=EIGHT_BITS)
 def test_latents_in_8_bits(case: MlaCase) -> None:
-    check(draw(case), CLUSTER)
+    """Two blocks of rows share what they convert, on a GPU; those of one block stay in 8 bits, so none is rounded."""
+    inputs = draw(case)
+    if not config.stays_in_8_bits(-(-case.queries * case.heads // 64)):
+        inputs = replace(inputs, pages=inputs.pages.astype(ml_dtypes.bfloat16).astype(np.float32))
+    check(inputs, CLUSTER)
 
 
 REFUSED = {

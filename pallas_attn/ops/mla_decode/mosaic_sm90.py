@@ -34,4 +34,5 @@ def _kernel(call: MlaDecodeCall) -> ModuleType:
     few = call.num_heads <= most if quantised else call.query_rows <= most
     if few:
         return mosaic_swap_ab
-    return mosaic_raw if quantised else mosaic_seesaw
+    blocks = -(-call.query_rows // mosaic_seesaw.ROWS)
+    return mosaic_raw if quantised and config.stays_in_8_bits(blocks) else mosaic_seesaw
