@@ -46,8 +46,9 @@ from pallas_attn.ops.mla_decode.mosaic_seesaw import LatentSplit, SeesawProducer
 from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import LATENT_GROUP, DecodePlan
 
-COMPUTE_REGISTERS, COPY_REGISTERS = 240, 32
-"""Registers of a thread that computes, and of one that starts copies."""
+COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
+"""Registers of a thread that computes, and of one that starts copies; of three warpgroups 3 x 168, which they start with,
+or a warpgroup waits for more for ever."""
 
 num_programs = mosaic_seesaw.num_programs
 
