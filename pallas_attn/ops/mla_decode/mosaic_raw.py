@@ -47,7 +47,7 @@ from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import LATENT_GROUP, DecodePlan
 
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
-"""Registers of a thread that computes, and of one that starts copies: of three warpgroups not more than the 3 x 168 that
+"""Registers of a thread that computes, and of one that starts copies: of three warpgroups no more than the 3 x 168 that
 they start with, or one waits for more for ever.
 """
 
