@@ -48,9 +48,15 @@ GPU_OPTIONS: dict[str, str | bool] = {
 without them the host would wait for the device in every layer of a step with prompts, to learn how many pieces of a
 cached prefix to read."""
 
+MESH_OPTIONS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1"}
+"""Options of steps on a mesh beside `GPU_OPTIONS`. Between a gather of tokens and the sum of their results there is one
+condition, how many pairs a rank's experts have. XLA makes no graph of fewer than five operations unless told to, and
+outside of one the host would wait for the device in every layer (benchmarks/log/102)."""
 
-def gpu_options() -> dict[str, str | bool]:
-    """Returns `GPU_OPTIONS` but those that XLA_FLAGS set, which options of a compilation would override.
+
+def gpu_options(*, on_mesh: bool = False) -> dict[str, str | bool]:
+    """Returns `GPU_OPTIONS`, on a mesh also `MESH_OPTIONS`, without those that XLA_FLAGS set, which options of a
+    compilation would override.
 
     Raises:
       ValueError: XLA_FLAGS cannot be parsed.
@@ -59,7 +65,8 @@ def gpu_options() -> dict[str, str | bool]:
     if flags and not flags.startswith("-"):  # XLA takes anything else for the name of a file with flags
         flags = Path(flags).read_text(encoding="utf-8")
     given = {flag.lstrip("-").partition("=")[0] for flag in shlex.split(flags)}
-    return {name: value for name, value in GPU_OPTIONS.items() if name not in given}
+    options = GPU_OPTIONS | MESH_OPTIONS if on_mesh else GPU_OPTIONS
+    return {name: value for name, value in options.items() if name not in given}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +319,7 @@ class Runner:
 
     def _options(self, last_tokens: Any) -> dict[str, str | bool] | None:
         on_gpu = all(device.platform == "gpu" for device in jax.tree.leaves(last_tokens)[0].devices())
-        return gpu_options() if on_gpu else None
+        return gpu_options(on_mesh=self._mesh is not None) if on_gpu else None
 
     def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
         """Traces and lowers the step of a bucket; on a mesh, what each device does of it."""

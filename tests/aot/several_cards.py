@@ -12,7 +12,9 @@ import itertools
 import json
 import re
 import sys
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +31,7 @@ from models.engine.config import Bucket
 from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
 from models.engine.plain_step import run_step
-from models.engine.runner import GPU_OPTIONS
+from models.engine.runner import GPU_OPTIONS, MESH_OPTIONS
 from pallas_attn import (
     PagedKV,
     PagedLatent,
@@ -41,6 +43,7 @@ from pallas_attn import (
     write_kv,
 )
 from tests.aot import device, engine
+from tests.aot.compile import launched
 
 SPLIT, WHOLE = PartitionSpec("context"), PartitionSpec()
 
@@ -79,7 +82,8 @@ def exchanges(cards: Mesh, operation: Any, queries: list[Any], cache: Any, **opt
 
 
 def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -> dict[str, int]:
-    """Number of each collective operation in an engine's step over two cards along an axis of the mesh."""
+    """Number of each collective operation in an engine's step over two cards along an axis of the mesh, and of the
+    conditions and loops that are in no graph, for which the host waits."""
     cards, settings, sizes = normal_mesh(mesh(axis)), AttentionSettings(implementation="mosaic"), engine.SIZES
     whole, model = (
         nnx.eval_shape(lambda over=over: Decoder(config, settings, jnp.bfloat16, over)) for over in (None, cards)
@@ -121,7 +125,11 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -
 
     split = over_mesh(step, cards, arguments, (WHOLE, WHOLE, caches, WHOLE))
     lowered = jax.jit(split, donate_argnums=(1, 2)).lower(*jax.tree.map(shape, own, arguments))
-    return dict(Counter(collectives(str(lowered.compile(GPU_OPTIONS).as_text()))))
+    with tempfile.TemporaryDirectory() as dumps:
+        dumping = {"xla_dump_to": dumps, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(GPU_OPTIONS | MESH_OPTIONS | dumping)
+        apart = [kind for kind in launched(Path(dumps)) if kind in ("Conditional", "While")]
+    return dict(Counter([*collectives(str(compiled.as_text())), *apart]))
 
 
 STEPS: dict[str, tuple[Any, ...]] = {
