@@ -22,6 +22,12 @@ LOG2E = math.log2(math.e)
 Ref = Any
 """A reference to global or shared memory."""
 
+LANE_SEMANTICS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+"""For kernels whose values all get their layout where they are made, and whose refs have no transforms: what is traced
+becomes the code of a thread at once. Otherwise jax infers layouts and lowers its dialect, which takes longer than the
+rest of lowering such a kernel. The machine code is the same but for its order.
+"""
+
 
 def interpreted() -> bool:
     """Whether a kernel traced now runs interpreted on the CPU (`plgpu.force_gpu_interpret_mode`)."""
