@@ -11,8 +11,9 @@ Here registers are fenced only while no product that uses them is in flight. The
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -132,7 +133,7 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
             lefts = words(p)
         else:
             (_, keys), _ = mma_utils.tiled_memref_shape(p)
-            lefts = ([a] for a in left_steps(p, keys, row_bytes))
+            lefts = left_steps(p, keys, row_bytes)
         sums = add_values(list(total.registers.flat), lefts, v, row_bytes)
         commit()
         return fragments(sums, total.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
@@ -363,7 +364,19 @@ def _weighted(p: Any, v: ir.Value, o: Any) -> Any:
 def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
     """Start total + q @ kᵀ, or q @ kᵀ where the total has no registers; return the result's registers."""
     (_, depth), _ = mma_utils.tiled_memref_shape(q)
-    return RightOperand(k, row_bytes).add(total, ([a] for a in left_steps(q, depth, row_bytes)))
+    return RightOperand(k, row_bytes).add(total, left_steps(q, depth, row_bytes))
+
+
+class Descriptors(NamedTuple):
+    """Descriptors of an operand in shared memory, one for each instruction.
+
+    Attributes:
+      first: of the first instruction.
+      offsets: what is added to it for each.
+    """
+
+    first: ir.Value
+    offsets: Sequence[int]
 
 
 class RightOperand:
@@ -372,44 +385,50 @@ class RightOperand:
     def __init__(self, ref: ir.Value, row_bytes: int = ROW_BYTES) -> None:
         (self._columns, depth), self._dtype = mma_utils.tiled_memref_shape(ref)
         rights = _right(mgpu.memref_transpose(ref, (1, 0, 3, 2)), self._columns, row_bytes)
-        self._steps = _steps(*rights, depth, row_bytes)
+        self._first, offsets = _steps(*rights, depth, row_bytes)
+        self._offsets = iter(offsets)
 
-    def add(self, total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]]) -> list[ir.Value]:
+    def add(self, total: Sequence[ir.Value], lefts: Descriptors | Iterable[Sequence[ir.Value]]) -> list[ir.Value]:
         """Start total + the product of left operands [M, DEPTH] and the next of this; return the result's registers.
 
         Args:
           total: overwritten if it has no registers.
-          lefts: registers, or one descriptor, of the left operand of each instruction.
+          lefts: left operand of each instruction: its registers, or all descriptors.
         """
-        for left in lefts:
-            step = next(self._steps)
-            total = _instruction(total, left, step, columns=self._columns, dtype=self._dtype, transposed=False)
-        return list(total)
+        if not isinstance(lefts, Descriptors):
+            lefts = list(lefts)
+        count = len(lefts.offsets if isinstance(lefts, Descriptors) else lefts)
+        right = Descriptors(self._first, list(itertools.islice(self._offsets, count)))
+        return _products(total, lefts, right, columns=self._columns, dtype=self._dtype, transposed=False)
 
 
 def add_values(
-    total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]], v: ir.Value, row_bytes: int = ROW_BYTES
+    total: Sequence[ir.Value],
+    lefts: Descriptors | Sequence[Sequence[ir.Value]],
+    v: ir.Value,
+    row_bytes: int = ROW_BYTES,
 ) -> list[ir.Value]:
     """Start total + p @ v; return the result's registers.
 
     Args:
-      lefts: left operand of each instruction: registers from `words`, or a descriptor from `left_steps`.
+      lefts: left operand of each instruction: registers from `words`, or the descriptors of `left_steps`.
     """
     (keys, values), dtype = mma_utils.tiled_memref_shape(v)
-    for a, b in zip(lefts, _steps(*_right(v, values, row_bytes), keys, row_bytes), strict=True):
-        total = _instruction(total, a, b, columns=values, dtype=dtype, transposed=True)
-    return list(total)
+    right = _steps(*_right(v, values, row_bytes), keys, row_bytes)
+    return _products(total, lefts, right, columns=values, dtype=dtype, transposed=True)
 
 
-def words(p: Any) -> Iterator[list[ir.Value]]:
-    """Yield the registers of each instruction's left operand, 16 columns of p."""
+def words(p: Any) -> list[list[ir.Value]]:
+    """Registers of each instruction's left operand, 16 columns of p."""
     word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-    for i in range(0, p.shape[1], DEPTH):
-        yield [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
+    return [
+        [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
+        for i in range(0, p.shape[1], DEPTH)
+    ]
 
 
-def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Iterator[ir.Value]:
-    """Yield the descriptor of each instruction's left operand in shared memory."""
+def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Descriptors:
+    """Descriptors of each instruction's left operand in shared memory."""
     (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
         ref, swizzle=row_bytes, large_tile=(64, row_bytes // 2), group_size=(64, row_bytes // 2), logical_k_major=False
     )
@@ -427,42 +446,57 @@ def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
     return base, step, chunk
 
 
-def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Iterator[ir.Value]:
-    """Yield the descriptor of each instruction's operand, which sums over `DEPTH` of `depth`.
-
-    Descriptors are made one by one, right before their instructions. All at once they would take registers from the
-    accumulators.
-    """
-    i64 = ir.IntegerType.get_signless(64)
-    for i, j in np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH):
-        yield arith.addi(base, mgpu.c(mma_utils.encode_addr(i * chunk + j * step), i64))
+def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Descriptors:
+    """Descriptors of the operand of each instruction, which sums over `DEPTH` of `depth`."""
+    places = np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH)
+    return Descriptors(base, [mma_utils.encode_addr(i * chunk + j * step) for i, j in places])
 
 
-def _instruction(
-    total: Sequence[ir.Value], left: Sequence[ir.Value], right: ir.Value, *, columns: int, dtype: Any, transposed: bool
+def _products(
+    total: Sequence[ir.Value],
+    lefts: Descriptors | Sequence[Sequence[ir.Value]],
+    rights: Descriptors,
+    *,
+    columns: int,
+    dtype: Any,
+    transposed: bool,
 ) -> list[ir.Value]:
-    """Issue one wgmma, which adds to a total, or overwrites if that has no registers; return the result's registers.
+    """Issue a wgmma for each left and right operand, which add to a total, or overwrite if that has no registers;
+    return the result's registers.
+
+    All are one piece of assembly: each of its own would be as many operations for jax as it has registers. It makes
+    each descriptor right before its instruction. LLVM would make all of them first, in registers that accumulators
+    need.
 
     Args:
-      left: descriptor of the left operand, or the registers that hold it.
-      columns: N of the instruction.
+      lefts: registers that hold each left operand, or descriptors of all.
+      columns: N of the instructions.
       transposed: whether the right operand [K, N] has its N contiguous in memory; else its K.
     """
     count = columns // 2
-    places = iter(f"${i}" for i in range(2 * count + len(left) + 1))
-    results = [next(places) for _ in range(count)]
-    for _ in total:
-        next(places)
-    a = [next(places) for _ in left]
-    in_registers = len(left) > 1
-    operand, flags = (f"{{{', '.join(a)}}}", "") if in_registers else (a[0], "0, ")
-    text = (
-        f"{{ .reg .pred p; setp.ne.b32 p, {int(bool(total))}, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{dtype}.{dtype} "
-        f"{{{', '.join(results)}}}, {operand}, {next(places)}, p, 1, 1, {flags}{int(transposed)}; }}"
+    in_registers = not isinstance(lefts, Descriptors)
+    operands = [register for left in lefts for register in left] if in_registers else [lefts.first]
+    places = iter(f"${i}" for i in range(count + len(total), count + len(total) + len(operands) + 1))
+    results = ", ".join(f"${i}" for i in range(count))
+    if in_registers:
+        made, used = [""] * len(lefts), [f"{{{', '.join(next(places) for _ in left)}}}" for left in lefts]
+    else:
+        place = next(places)
+        made = [f"add.s64 left, {place}, {offset}; " for offset in lefts.offsets]
+        used = ["left"] * len(made)
+    right = next(places)
+    flags = f"1, 1, {'' if in_registers else '0, '}{int(transposed)}"
+    instructions = (
+        f"{make_left}add.s64 right, {right}, {offset}; wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}"
+        f".f32.{dtype}.{dtype} {{{results}}}, {left}, right, {'adds' if total or i else 'overwrites'}, {flags}; "
+        for i, (make_left, left, offset) in enumerate(zip(made, used, rights.offsets, strict=True))
     )
-    constraints = ["=f"] * count + [str(i) for i in range(len(total))] + ["r" if in_registers else "l"] * len(left)
-    return floats(count, text, [*constraints, "l"], [*total, *left, right])
+    text = (
+        "{ .reg .pred overwrites, adds; .reg .b64 left, right; "
+        f"setp.ne.b32 overwrites, 0, 0; setp.ne.b32 adds, 1, 0; {''.join(instructions)}}}"
+    )
+    kinds = ["=f"] * count + [str(i) for i in range(len(total))] + ["r" if in_registers else "l"] * len(operands)
+    return floats(count, text, [*kinds, "l"], [*total, *operands, rights.first])
 
 
 def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence[ir.Value]) -> list[ir.Value]:
