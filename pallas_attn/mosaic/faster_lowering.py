@@ -15,6 +15,8 @@ None of the replacements changes what is inferred. On two busy cores jax 0.11.2 
   one that it made before, where none of its variables has got a layout since.
 - `constraints.Variable.__hash__` hashes an MLIR operation and an enumeration, and is called hundreds of thousands of
   times. Ours keeps the result.
+- `lowering._cond_lowering_rule` lowers the first branch of a condition, to learn the types of its results, and throws
+  it away; the first one inside that four times, and so on. Ours shows it a branch that only makes zeros of those types.
 - `_get_ptxas_isa_version` starts the assembler to ask for its version, at each conversion from or to bool or 8 bits: 20
   to 40 ms each, 60 times for `mla_decode` of 128 heads. Ours asks once.
 
@@ -33,7 +35,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.mosaic.gpu import constraints, fragmented_array, layout_inference, layouts
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_PATCH_JAX"
 
@@ -135,6 +141,34 @@ def keeping_hash(hash_of: Callable[[Any], int]) -> Callable[[Any], int]:
     return kept
 
 
+def lowering_branches_once(lower_condition: Callable[..., Any]) -> Callable[..., Any]:
+    """`_cond_lowering_rule` for which the first branch, where it is asked for by its number, only makes zeros."""
+
+    @functools.wraps(lower_condition)
+    def lower(ctx: Any, index: Any, *args: Any, branches: tuple[Any, ...], **params: Any) -> Any:
+        results = ctx.avals_out
+        if not results or ctx.module_ctx.lowering_semantics == plgpu.LoweringSemantics.Warpgroup:  # no layouts yet
+            zeros = jax.make_jaxpr(lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in results])().jaxpr
+            brief = branches[0].replace(eqns=zeros.eqns, outvars=zeros.outvars, effects=zeros.effects)
+            branches = _Branches(branches, brief)
+        return lower_condition(ctx, index, *args, branches=branches, **params)
+
+    return lower
+
+
+class _Branches(tuple[Any, ...]):
+    """Branches, of which number 0 is another one than the first of them."""
+
+    def __new__(cls, branches: tuple[Any, ...], brief: Any) -> _Branches:
+        return super().__new__(cls, branches)
+
+    def __init__(self, branches: tuple[Any, ...], brief: Any):
+        self._brief = brief
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._brief if number == 0 else super().__getitem__(number)
+
+
 class Replacement:
     """A function of jax, and what makes ours of it.
 
@@ -159,10 +193,15 @@ class Replacement:
 
     def apply(self) -> bool:
         """Replace the function if it is the known one; return whether it was."""
-        is_known = self.is_known()
-        if is_known:
-            setattr(self.place, self.name, self._make(getattr(self.place, self.name)))
-        return is_known
+        if not self.is_known():
+            return False
+        current = getattr(self.place, self.name)
+        ours = self._make(current)
+        setattr(self.place, self.name, ours)
+        if self.place is lowering:
+            for rules in lowering.mosaic_lowering_rules.values():
+                rules.update({primitive: ours for primitive, rule in rules.items() if rule is current})
+        return True
 
 
 REPLACEMENTS = (
@@ -201,6 +240,12 @@ REPLACEMENTS = (
         "__hash__",
         "4073b42b88f286dda6049abb4f243cf73fbf32ef860717b9a6847210869e9ec3",
         keeping_hash,
+    ),
+    Replacement(
+        lowering,
+        "_cond_lowering_rule",
+        "65a4f7c05b7f873c52ce40c5bdb1bb5624cf3d0bc2331583caed7efc4a160af2",
+        lowering_branches_once,
     ),
 )
 
