@@ -21,7 +21,8 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
 from pallas_attn.mosaic.basics import Ref, interpreted, unknown_zero
 from pallas_attn.mosaic.row_layout import THREADS, RowLayout, load_element
 
-WARP = 32
+LOG2_WARP = 5
+WARP = 2**LOG2_WARP
 
 MOST_WARPGROUPS = 8
 """So many have 32 warps, one for each thread of the warp that adds up the warps' sums."""
@@ -87,7 +88,7 @@ class Lanes(NamedTuple):
         Takes two barriers: before `sums` is overwritten, which others may still read, and once it is written.
         """
         thread = self.number()
-        lane, warp = thread % WARP, thread // WARP
+        lane, warp = thread & (WARP - 1), thread >> LOG2_WARP
         within = _warp_prefix_sums(numbers)
         self.barrier()
         PER_THREAD.put(self.sums, jnp.where(lane == WARP - 1, warp, -1), within)
@@ -119,7 +120,7 @@ class Lanes(NamedTuple):
         """Collect a scalar from each warp, all of whose threads hold the same number."""
         thread, zero = self.number(), unknown_zero()  # constants are no indices
         self.barrier()
-        PER_THREAD.put(self.sums, jnp.where(thread % WARP == 0, thread // WARP, -1), numbers)
+        PER_THREAD.put(self.sums, jnp.where(thread & (WARP - 1) == 0, thread >> LOG2_WARP, -1), numbers)
         self.barrier()
         return [self.sums[zero + i] for i in range(self.sums.shape[0])]
 

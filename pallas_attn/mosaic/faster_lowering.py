@@ -13,8 +13,8 @@ None of the replacements changes what is inferred. On two busy cores jax 0.11.2 
 - `layouts._from_tiled_layout_attr` builds and checks the same few layouts for each operation. Ours keeps them.
 - `constraints.reduce_constraint` builds each constraint of a kernel anew for each layout that is tried. Ours hands back
   one that it made before, where none of its variables has got a layout since.
-- `constraints.Variable.__hash__` hashes an MLIR operation and an enumeration, and is called hundreds of thousands of
-  times. Ours keeps the result.
+- `constraints.Variable.__hash__`, and `to_mgpu` of Pallas's `ReducedLayout` and `ParameterizedLayout`, do the same work
+  again at each of thousands of calls. Ours keep the result.
 - `lowering._cond_lowering_rule` lowers the first branch of a condition, to learn the types of its results, and throws
   it away; the first one inside that four times, and so on. Ours shows it a branch that only makes zeros of those types.
 - `_get_ptxas_isa_version` starts the assembler to ask for its version, at each conversion from or to bool or 8 bits: 20
@@ -37,6 +37,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.mosaic.gpu import constraints, fragmented_array, layout_inference, layouts
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -82,7 +83,9 @@ def looking_up_quickly(find_assignments_for: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(find_assignments_for)
     def find(unknowns: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        return find_assignments_for(dict.fromkeys(unknowns), *args, **kwargs)
+        if not isinstance(unknowns, dict):  # it calls itself, for each guess
+            unknowns = dict.fromkeys(unknowns)
+        return find_assignments_for(unknowns, *args, **kwargs)
 
     return find
 
@@ -128,15 +131,18 @@ def variables_of(part: Any) -> Iterator[Any]:
             yield from variables_of(value)
 
 
-def keeping_hash(hash_of: Callable[[Any], int]) -> Callable[[Any], int]:
-    """`__hash__` of a frozen dataclass that keeps its result beside the fields."""
+def keeping_result(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a frozen dataclass that keeps what it returns, where it has no arguments, beside the fields."""
+    name = f"_kept{method.__name__}"
 
-    @functools.wraps(hash_of)
-    def kept(self: Any) -> int:
+    @functools.wraps(method)
+    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return method(self, *args, **kwargs)
         fields = self.__dict__
-        if "_hash" not in fields:
-            fields["_hash"] = hash_of(self)
-        return fields["_hash"]
+        if name not in fields:
+            fields[name] = method(self)
+        return fields[name]
 
     return kept
 
@@ -148,12 +154,18 @@ def lowering_branches_once(lower_condition: Callable[..., Any]) -> Callable[...,
     def lower(ctx: Any, index: Any, *args: Any, branches: tuple[Any, ...], **params: Any) -> Any:
         results = ctx.avals_out
         if not results or ctx.module_ctx.lowering_semantics == plgpu.LoweringSemantics.Warpgroup:  # no layouts yet
-            zeros = jax.make_jaxpr(lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in results])().jaxpr
+            zeros = _zeros(tuple((aval.shape, aval.dtype) for aval in results))
             brief = branches[0].replace(eqns=zeros.eqns, outvars=zeros.outvars, effects=zeros.effects)
             branches = _Branches(branches, brief)
         return lower_condition(ctx, index, *args, branches=branches, **params)
 
     return lower
+
+
+@functools.cache
+def _zeros(results: tuple[tuple[tuple[int, ...], Any], ...]) -> Any:
+    """Jaxpr without arguments that makes zeros of these shapes and dtypes."""
+    return jax.make_jaxpr(lambda: [jnp.zeros(*result) for result in results])().jaxpr
 
 
 class _Branches(tuple[Any, ...]):
@@ -239,7 +251,19 @@ REPLACEMENTS = (
         getattr(constraints, "Variable", None),
         "__hash__",
         "4073b42b88f286dda6049abb4f243cf73fbf32ef860717b9a6847210869e9ec3",
-        keeping_hash,
+        keeping_result,
+    ),
+    Replacement(
+        getattr(gpu_core, "ReducedLayout", None),
+        "to_mgpu",
+        "5cf521cdad652c203a965825a1b1f74d2852701450cf47430ed20444d2c9fd5a",
+        keeping_result,
+    ),
+    Replacement(
+        getattr(gpu_core, "ParameterizedLayout", None),
+        "to_mgpu",
+        "f7d515089b156ca77f12e4b2956269475eecb25c044db12881e2aa6d103a9b39",
+        keeping_result,
     ),
     Replacement(
         lowering,

@@ -52,7 +52,7 @@ def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax
     """Compute total + the sum over groups of scale · (latent of the group) @ qᵀ of the group, in float32.
 
     Args:
-      total: [TOKENS, N], a product that may be in flight.
+      total: [TOKENS, N], a product that may be in flight, in layout `wgmma.UNPAIRED`.
       latent: e4m3 tile [TOKENS, K].
       q: float16 [N, K], columns in the order of `as_keys`.
       scales: float32 [TOKENS] for each group.
@@ -66,14 +66,13 @@ def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax
         return sum(scaled, start=total)
     result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
 
-    @plgpu.inline_mgpu(arg_types=(TILE, QUANTISED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(wgmma.UNPAIRED, QUANTISED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result)
     def add(_: Any, total: Any, latent: ir.Value, q: ir.Value, *scales: Any) -> Any:
         warp, lane = warp_and_lane()
         token = plus(times(warp, 16), masked(lane, 15))
         chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
         right, ahead = wgmma.RightOperand(q), channels * total.shape[1] <= MOST_AHEAD
         product: list[ir.Value] = []
-        total = total.to_layout(wgmma.ACCUMULATOR)
         left = _keys(chunks, 0)
         for first in range(0, channels, BLOCK):
             group, begun = divmod(first, LATENT_GROUP)

@@ -37,6 +37,13 @@ DEPTH = 16
 ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
 """Layout like `TILE`, with one number in each register instead of pairs."""
 
+UNPAIRED = plgpu.Layout.TILED(
+    ACCUMULATOR.tiling, ACCUMULATOR.warp_dims, ACCUMULATOR.lane_dims, ACCUMULATOR.vector_dim
+)
+"""`ACCUMULATOR` as Pallas's layout: of sums to which one product after the other is added. To take pairs apart and put
+them together again for each would be several operations a register for jax, and none in machine code.
+"""
+
 
 def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Start (qs[0] + ...) @ kᵀ, and after it o + p @ v, for qs [64, D], k [N, D], v [N, Dv] in shared memory, all of
@@ -54,9 +61,9 @@ def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tupl
         arg_types=(operand_ref(), TILE, operand_ref(), TILE, *[operand_ref()] * len(qs)), return_type=results
     )
     def begin(_: Any, k: ir.Value, p: Any, v: ir.Value, o: Any, *qs: ir.Value) -> Any:
-        p, o = fragmented_array.optimization_barrier(p, o.to_layout(ACCUMULATOR))
+        lefts, total = fenced_product(words(p), o.to_layout(ACCUMULATOR))
         nvvm.wgmma_fence_aligned()
-        products = _scores(qs, k), _weighted(p, v, o)
+        products = _scores(qs, k), _weighted(lefts, v, total, o.shape)
         return tuple(product.to_layout(fragmented_array.WGMMA_LAYOUT) for product in products)
 
     return begin(k, p, v, o, *qs)
@@ -84,34 +91,39 @@ def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
     return added
 
 
-def start_scores(q: Ref, k: Ref, total: jax.Array | None, row_bytes: int) -> jax.Array:
-    """Start total + q @ kᵀ, for q [64, n] and k [N, n] in shared memory; a total of None is 0.
+def start_scores(parts: Sequence[tuple[Ref, Ref]], total: jax.Array | None, row_bytes: int) -> jax.Array:
+    """Start total + the sum of q @ kᵀ over parts, q [64, n] and k [N, n] in shared memory; a total of None is 0.
 
-    The total may itself be in flight. Nothing may touch the result before `finish`.
+    The total may itself be in flight. Nothing may touch the result, in layout `UNPAIRED`, before `finish`.
     """
     if interpreted():
-        product = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
+        for q, k in parts:
+            product = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
+            total = product if total is None else total + product
         plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
-        return product if total is None else total + product
-    refs, more = (operand_ref(row_bytes),) * 2, () if total is None else (total,)
-    shape = plgpu.ShapeDtypeStruct((q.shape[0], k.shape[0]), jnp.float32, layout=TILE)
+        return total
+    refs, more = [operand_ref(row_bytes)] * (2 * len(parts)), () if total is None else (total,)
+    shape = plgpu.ShapeDtypeStruct((parts[0][0].shape[0], parts[0][1].shape[0]), jnp.float32, layout=UNPAIRED)
 
-    @plgpu.inline_mgpu(arg_types=(*refs, *[TILE] * len(more)), return_type=shape)
-    def begin(_: Any, q: ir.Value, k: ir.Value, *total: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(*refs, *[UNPAIRED] * len(more)), return_type=shape)
+    def begin(_: Any, *given: Any) -> Any:
+        refs, total = given[: 2 * len(parts)], given[2 * len(parts) :]
         if not total:
             nvvm.wgmma_fence_aligned()
-        sums = list(total[0].to_layout(ACCUMULATOR).registers.flat) if total else []
-        sums = add_scores(sums, q, k, row_bytes)
+        sums = list(total[0].registers.flat) if total else []
+        for q, k in zip(refs[::2], refs[1::2], strict=True):
+            sums = add_scores(sums, q, k, row_bytes)
         commit()
-        return fragments(sums, shape.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
+        return fragments(sums, shape.shape)
 
-    return begin(q, k, *more)
+    return begin(*itertools.chain(*parts), *more)
 
 
 def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -> jax.Array:
-    """Start total + p @ v, for p [64, N] in registers or shared memory and v [N, columns] in shared memory.
+    """Start total + p @ v, for p [64, N] in registers or shared memory, v [N, columns] in shared memory, and a total in
+    layout `UNPAIRED`.
 
-    Nothing may touch the result, nor change p, before `finish`.
+    Nothing may touch the result, in the same layout, nor change p, before `finish`.
     """
     in_registers = isinstance(p, jax.Array)
     if interpreted():
@@ -119,24 +131,18 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
         plgpu.commit_smem()
         return total + product
     refs = operand_ref(row_bytes)
-    arg_types = TILE if in_registers else refs, refs, TILE
+    arg_types = TILE if in_registers else refs, refs, UNPAIRED
 
-    @plgpu.inline_mgpu(arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE))
+    @plgpu.inline_mgpu(arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=UNPAIRED))
     def begin(_: Any, p: Any, v: ir.Value, total: Any) -> Any:
-        total = total.to_layout(ACCUMULATOR)
-        if in_registers:
-            p, total = fragmented_array.optimization_barrier(p, total)
-        else:
-            total = fragmented_array.optimization_barrier(total)
+        lefts, sums = fenced_product(words(p) if in_registers else [], total)
         nvvm.wgmma_fence_aligned()
-        if in_registers:
-            lefts = words(p)
-        else:
+        if not in_registers:
             (_, keys), _ = mma_utils.tiled_memref_shape(p)
             lefts = left_steps(p, keys, row_bytes)
-        sums = add_values(list(total.registers.flat), lefts, v, row_bytes)
+        sums = add_values(sums, lefts, v, row_bytes)
         commit()
-        return fragments(sums, total.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
+        return fragments(sums, total.shape)
 
     return begin(p, v, total)
 
@@ -161,17 +167,35 @@ def publish_probs(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: in
     write(p, to, m, stats)
 
 
-def finish(product: jax.Array, *, under_way: int) -> jax.Array:
-    """Wait for a product, until at most `under_way` of those started after it are in flight."""
+def finish(product: jax.Array, layout: Any, result_layout: Any, *, under_way: int) -> jax.Array:
+    """Wait for a product, until at most `under_way` of those started after it are in flight.
+
+    Args:
+      layout, result_layout: `UNPAIRED` or `TILE`, of the product and of the result.
+    """
     if interpreted():
         return product
+    shape = plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=result_layout)
 
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=TILE))
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
     def wait(_: Any, product: Any) -> Any:
         assembly(f"wgmma.wait_group.sync.aligned {under_way};")
-        return fragmented_array.optimization_barrier(product)
+        sums = fenced(list(product.to_layout(ACCUMULATOR).registers.flat))
+        return fragments(sums, product.shape).to_layout(result_layout.to_mgpu())
 
     return wait(product)
+
+
+def as_tile(sums: jax.Array) -> jax.Array:
+    """Bring sums [64, n] from layout `UNPAIRED` to layout `TILE`."""
+    if interpreted():
+        return sums
+
+    @plgpu.inline_mgpu(arg_types=(UNPAIRED,), return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=TILE))
+    def pair(_: Any, sums: Any) -> Any:
+        return sums.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return pair(sums)
 
 
 RESCALE_THRESHOLD_LOG2 = 8
@@ -181,11 +205,12 @@ float is as precise at 2**8 as at 1, so rescaling may wait until a maximum excee
 
 
 def rescale_accumulator(
-    totals: Sequence[jax.Array], before: jax.Array, after: jax.Array, *, finished: bool = True
+    totals: Sequence[jax.Array], layouts: Sequence[Any], before: jax.Array, after: jax.Array, *, finished: bool = True
 ) -> list[jax.Array]:
     """Multiply totals [64, n] with 2**(before - after) [64]; a warp none of whose rows change skips it.
 
     Args:
+      layouts: `UNPAIRED` or `TILE`, of each total and its result.
       finished: whether the totals are finished. If not, all products in flight are waited for after the branch on
         whether to skip. The assembler moves no arithmetic past a branch: what precedes overlaps the products.
     """
@@ -194,8 +219,11 @@ def rescale_accumulator(
         return [total * over_tokens(factor, total.shape) for total in totals]
 
     @plgpu.inline_mgpu(
-        arg_types=(*[TILE] * len(totals), PER_TOKEN, PER_TOKEN),
-        return_type=[plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE) for total in totals],
+        arg_types=(*layouts, PER_TOKEN, PER_TOKEN),
+        return_type=[
+            plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=layout)
+            for total, layout in zip(totals, layouts, strict=True)
+        ],
     )
     def multiply(_: Any, *given: Any) -> Any:
         *totals, before, after = given
@@ -206,7 +234,7 @@ def rescale_accumulator(
         constraints = ["=f"] * len(sums) + [str(i) for i in range(len(sums))] + ["f"] * len(rows)
         registers = iter(floats(len(sums), text, constraints, [*sums, *rows]))
         results = [fragments([next(registers) for _ in total.registers.flat], total.shape) for total in totals]
-        return [result.to_layout(fragmented_array.WGMMA_LAYOUT) for result in results]
+        return [result.to_layout(layout.to_mgpu()) for result, layout in zip(results, layouts, strict=True)]
 
     return multiply(*totals, before, after)
 
@@ -354,11 +382,13 @@ def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
     return fragments(total, (mma_utils.tiled_memref_shape(qs[0])[0][0], mma_utils.tiled_memref_shape(k)[0][0]))
 
 
-def _weighted(p: Any, v: ir.Value, o: Any) -> Any:
-    """Start o + p @ v as a commit group."""
-    total = add_values(list(o.registers.flat), words(p), v)
+def _weighted(
+    lefts: Sequence[Sequence[ir.Value]], v: ir.Value, total: Sequence[ir.Value], shape: tuple[int, ...]
+) -> Any:
+    """Start total + p @ v as a commit group, p in the registers of each instruction's left operand."""
+    total = add_values(total, lefts, v)
     commit()
-    return fragments(total, o.shape)
+    return fragments(total, shape)
 
 
 def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
@@ -511,6 +541,27 @@ def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence
         has_side_effects=True,
     )
     return [llvm.extractvalue(number, results, [i]) for i in range(count)]
+
+
+def fenced(registers: Sequence[ir.Value]) -> list[ir.Value]:
+    """The same registers, float32 or words of 32 bits, computed before any side effect that follows is had.
+
+    `fragmented_array.optimization_barrier` does the same in four times as many operations.
+    """
+    count = len(registers)
+    kinds = ["r" if isinstance(register.type, ir.IntegerType) else "f" for register in registers]
+    constraints = ",".join([*(f"={kind}" for kind in kinds), *map(str, range(count))])
+    types = [register.type for register in registers]
+    results: Any = llvm.inline_asm(
+        llvm.StructType.get_literal(types), list(registers), "", constraints, asm_dialect=0, has_side_effects=True
+    )
+    return [llvm.extractvalue(kind, results, [i]) for i, kind in enumerate(types)]
+
+
+def fenced_product(lefts: Sequence[Sequence[ir.Value]], total: Any) -> tuple[list[list[ir.Value]], list[ir.Value]]:
+    """Left operands in registers and the registers of a total in layout `ACCUMULATOR`, `fenced` together."""
+    registers = iter(fenced([*itertools.chain(*lefts), *total.registers.flat]))
+    return [[next(registers) for _ in left] for left in lefts], list(registers)
 
 
 def fragments(registers: Sequence[ir.Value], shape: tuple[int, ...]) -> Any:
