@@ -11,8 +11,8 @@ None of the replacements changes what is inferred. On two busy cores jax 0.11.2 
 - `constraints.ConstraintSystem.__and__`, called once for each operation of a kernel, looks up all variables found so
   far among those of the operation. Ours looks up the few among the many.
 - `layouts._from_tiled_layout_attr` builds and checks the same few layouts for each operation. Ours keeps them.
-- `constraints.reduce_constraint` builds each constraint of a kernel anew for each layout that is tried. Ours hands back
-  one that it made before, where none of its variables has got a layout since.
+- `constraints._reduce_system_once` builds each constraint of a kernel anew, several times for each layout that is
+  tried. Ours passes over those that it has reduced before, where none of their variables has got a layout since.
 - `constraints.Variable.__hash__`, and `to_mgpu` of Pallas's `ReducedLayout` and `ParameterizedLayout`, do the same work
   again at each of thousands of calls. Ours keep the result.
 - `lowering._cond_lowering_rule` lowers the first branch of a condition, to learn the types of its results, and throws
@@ -106,20 +106,48 @@ def keeping_by_text(from_attribute: Callable[..., Any]) -> Callable[..., Any]:
     return from_text
 
 
-def reducing_once(reduce_constraint: Callable[..., Any]) -> Callable[..., Any]:
-    """`reduce_constraint` that hands back what it returned before while none of its variables has a layout."""
-
-    @functools.wraps(reduce_constraint)
-    def reduced(constraint: Any, assignments: dict[Any, Any]) -> Any:
+def reduce_system_once(system: Any) -> Any:
+    """The `constraints.ConstraintSystem` with each constraint reduced by the layouts that are known; None if nothing
+    changes, `Unsatisfiable` if they contradict each other.
+    """
+    assignments, left, changed = system.assignments, [], False
+    for constraint in system.constraints:
         waits_for = constraint.__dict__.get("_waits_for")  # constraints are frozen, but for what is no field
-        if waits_for is not None and not any(variable in assignments for variable in waits_for):
-            return constraint
-        result = reduce_constraint(constraint, assignments)
-        if variables := tuple(variables_of(result)):
-            result.__dict__["_waits_for"] = variables
-        return result
+        if waits_for is not None and assignments.keys().isdisjoint(waits_for):
+            left.append(constraint)
+            continue
+        reduced = constraints.reduce_constraint(constraint, assignments)
+        if isinstance(reduced, constraints.Unsatisfiable):
+            return reduced
+        if isinstance(reduced, constraints.Equals) and (found := _assignment(reduced)) is not None:
+            variable, layout = found
+            if assignments.get(variable, layout) != layout or not constraints.is_valid_assignment(variable, layout):
+                return constraints.Unsatisfiable()
+            assignments[variable] = layout
+            changed = True
+            continue
+        holds = reduced.holds()
+        if holds is False:
+            return constraints.Unsatisfiable()
+        if holds:
+            changed = True
+            continue
+        left.append(reduced)
+        changed |= reduced != constraint
+        reduced.__dict__["_waits_for"] = tuple(variables_of(reduced))
+    merged = constraints._merge_all_divides_constraints(left)
+    changed |= len(merged) != len(left)
+    if constraints._has_relayout_of_non_splat_to_splat(merged):
+        return constraints.Unsatisfiable()
+    return constraints.ConstraintSystem(assignments=assignments, constraints=merged) if changed else None
 
-    return reduced
+
+def _assignment(equality: Any) -> tuple[Any, Any] | None:
+    """The variable and the layout of an equality of these two."""
+    for variable, layout in ((equality.lhs, equality.rhs), (equality.rhs, equality.lhs)):
+        if isinstance(variable, constraints.Variable) and isinstance(layout, constraints.Constant):
+            return variable, layout
+    return None
 
 
 def variables_of(part: Any) -> Iterator[Any]:
@@ -195,6 +223,11 @@ class Replacement:
         self.place, self.name, self.source, self._make = place, name, source, make
         self.original: Any = getattr(place, name, None)
 
+    @property
+    def title(self) -> str:
+        """The function's name, after that of its module or class."""
+        return f"{getattr(self.place, '__name__', '').rpartition('.')[2]}.{self.name}"
+
     def is_known(self) -> bool:
         """Whether the function is the one that the replacement was written against."""
         current = getattr(self.place, self.name, None)
@@ -243,9 +276,9 @@ REPLACEMENTS = (
     ),
     Replacement(
         constraints,
-        "reduce_constraint",
-        "25d31f5074b566ff001f8e4b6296341c1ec6f113899cb166375d3534722da6e0",
-        reducing_once,
+        "_reduce_system_once",
+        "f749a926ff1fbdff8b2f87f3e9d1236a9abafa0cacaf9a561d8daa38b0514b95",
+        lambda _: reduce_system_once,
     ),
     Replacement(
         getattr(constraints, "Variable", None),
@@ -278,7 +311,7 @@ ASSEMBLER_VERSION = "_get_ptxas_isa_version"
 
 @functools.cache
 def apply() -> tuple[str, ...]:
-    """Replace those of jax's functions that are the known ones; return their names.
+    """Replace those of jax's functions that are the known ones; return their titles.
 
     Raises:
       ValueError: `PALLAS_ATTN_PATCH_JAX` is neither 0 nor 1.
@@ -288,7 +321,7 @@ def apply() -> tuple[str, ...]:
         raise ValueError(f"{ENVIRONMENT_VARIABLE}: expected 0 or 1, got {wanted!r}")
     if wanted == "0":
         return ()
-    replaced = [replacement.name for replacement in REPLACEMENTS if replacement.apply()]
+    replaced = [replacement.title for replacement in REPLACEMENTS if replacement.apply()]
     return (*replaced, ASSEMBLER_VERSION) if ask_assembler_once() else tuple(replaced)
 
 

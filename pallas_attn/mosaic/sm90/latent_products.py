@@ -66,7 +66,9 @@ def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax
         return sum(scaled, start=total)
     result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
 
-    @plgpu.inline_mgpu(arg_types=(wgmma.UNPAIRED, QUANTISED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result)
+    @plgpu.inline_mgpu(
+        arg_types=(wgmma.UNPAIRED, QUANTISED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result
+    )
     def add(_: Any, total: Any, latent: ir.Value, q: ir.Value, *scales: Any) -> Any:
         warp, lane = warp_and_lane()
         token = plus(times(warp, 16), masked(lane, 15))

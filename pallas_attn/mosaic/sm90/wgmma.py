@@ -37,9 +37,7 @@ DEPTH = 16
 ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
 """Layout like `TILE`, with one number in each register instead of pairs."""
 
-UNPAIRED = plgpu.Layout.TILED(
-    ACCUMULATOR.tiling, ACCUMULATOR.warp_dims, ACCUMULATOR.lane_dims, ACCUMULATOR.vector_dim
-)
+UNPAIRED = plgpu.Layout.TILED(ACCUMULATOR.tiling, ACCUMULATOR.warp_dims, ACCUMULATOR.lane_dims, ACCUMULATOR.vector_dim)
 """`ACCUMULATOR` as Pallas's layout: of sums to which one product after the other is added. To take pairs apart and put
 them together again for each would be several operations a register for jax, and none in machine code.
 """
@@ -133,7 +131,9 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
     refs = operand_ref(row_bytes)
     arg_types = TILE if in_registers else refs, refs, UNPAIRED
 
-    @plgpu.inline_mgpu(arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=UNPAIRED))
+    @plgpu.inline_mgpu(
+        arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=UNPAIRED)
+    )
     def begin(_: Any, p: Any, v: ir.Value, total: Any) -> Any:
         lefts, sums = fenced_product(words(p) if in_registers else [], total)
         nvvm.wgmma_fence_aligned()
