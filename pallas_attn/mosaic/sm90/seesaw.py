@@ -118,8 +118,8 @@ class SeesawState(NamedTuple):
     Attributes:
       m: [ROWS], what scores are relative to, times log2 e: at most RESCALE_THRESHOLD_LOG2 below the largest so far.
       l: [ROWS, 8], its own tiles' share of the sums of 2**(score - m) of columns that are a multiple of 8 apart.
-      acc: [ROWS, columns], all latents times those weights, in its own columns; in layout `UNPAIRED` while pairs of tiles
-        are added.
+      acc: [ROWS, columns], all latents times those weights, in its own columns; in layout `UNPAIRED` while pairs
+        of tiles are added.
     """
 
     m: Any
