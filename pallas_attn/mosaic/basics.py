@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import memref
 
 from pallas_attn import device
 from pallas_attn.mosaic import faster_lowering
@@ -65,6 +67,21 @@ def unknown_zero() -> Any:
 def load(ref: Ref, layout: Any) -> jax.Array:
     """Values of global memory, or of shared memory that is not swizzled, in registers."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store_scalar(ref: Ref, value: Any) -> None:
+    """Store one number to shared memory, by every thread. Pallas, for a kernel with `LANE_SEMANTICS`, would have all
+    threads of a warpgroup wait for each other before and after.
+    """
+    if interpreted():
+        ref[...] = value
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    def store(_: Any, ref: ir.Value, value: Any) -> None:
+        memref.store(value.registers.item(), ref, [])
+
+    store(ref, value)
 
 
 def in_pool(page: Any, pages: int) -> Any:
