@@ -82,9 +82,11 @@ class DecodeProducts(Protocol):
 
     Attributes:
       most_ahead: pages times values of the accumulator, at most, with which pages are looked up ahead.
+      lowering_semantics: of the kernel, see `basics.LANE_SEMANTICS`.
     """
 
     most_ahead: ClassVar[int]
+    lowering_semantics: ClassVar[plgpu.LoweringSemantics]
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         """Registers in which `scores` leaves its result."""
@@ -475,7 +477,11 @@ def _attend(
         grid=(num_programs, packing.blocks),
         grid_names=("program", "block"),
         scratch_types=DecodeScratch.types(tile, static.stages),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=tile.reduction_bytes),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=tile.reduction_bytes,
+            lowering_semantics=tile.products.lowering_semantics,
+        ),
         kernel_name=name,
     )(basics.materialize(x), held)
 
