@@ -24,10 +24,12 @@ LOG2E = math.log2(math.e)
 Ref = Any
 """A reference to global or shared memory."""
 
-LANE_SEMANTICS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-"""For kernels whose values all get their layout where they are made, and whose refs have no transforms: what is traced
-becomes the code of a thread at once. Otherwise jax infers layouts and lowers its dialect, which takes longer than the
-rest of lowering such a kernel. The machine code is the same but for its order.
+LANES = plgpu.LoweringSemantics.Lane
+"""Lowering semantics of kernels whose values all get their layout where they are made, and whose refs have all their
+transforms: what is traced becomes the code of a thread at once. Otherwise jax first infers layouts and transforms and
+lowers its dialect, which takes about as long again; the machine code comes out the same but for its order.
+
+Kernels that have it copy no fewer than 128 bytes at a time, and store single numbers by `store_scalar`.
 """
 
 
@@ -70,7 +72,7 @@ def load(ref: Ref, layout: Any) -> jax.Array:
 
 
 def store_scalar(ref: Ref, value: Any) -> None:
-    """Store one number to shared memory, by every thread. Pallas, for a kernel with `LANE_SEMANTICS`, would have all
+    """Store one number to shared memory, by every thread. Pallas, for a kernel with semantics `LANES`, would have all
     threads of a warpgroup wait for each other before and after.
     """
     if interpreted():

@@ -82,7 +82,7 @@ class DecodeProducts(Protocol):
 
     Attributes:
       most_ahead: pages times values of the accumulator, at most, with which pages are looked up ahead.
-      lowering_semantics: of the kernel, see `basics.LANE_SEMANTICS`.
+      lowering_semantics: of kernels, see `basics.LANES`.
     """
 
     most_ahead: ClassVar[int]
@@ -287,6 +287,13 @@ class DecodeTile:
         return self.pages * self.packing.width * max(self.value_dim, 256) <= self.products.most_ahead
 
     @property
+    def lowering_semantics(self) -> plgpu.LoweringSemantics:
+        """Lowering semantics of the kernel. Lane semantics have no copies of fewer than 128 bytes, and a page's scales
+        may be 16.
+        """
+        return plgpu.LoweringSemantics.Warpgroup if self.page_groups else self.products.lowering_semantics
+
+    @property
     def reduction_bytes(self) -> int:
         """Shared memory for maxima and sums over the tokens; 128 bytes a column let one round do."""
         return 1024 if self.latent_groups else min(128 * self.packing.width, 4096)
@@ -480,7 +487,7 @@ def _attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=tile.reduction_bytes,
-            lowering_semantics=tile.products.lowering_semantics,
+            lowering_semantics=tile.lowering_semantics,
         ),
         kernel_name=name,
     )(basics.materialize(x), held)

@@ -338,7 +338,7 @@ def _attend(x: RowInputs, static: SeesawStatic, out_dtype: jax.typing.DTypeLike)
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=SeesawScratch.types(static, x.q_latent.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANES),
         kernel_name="mla_decode_rows",
     )(basics.materialize(x))
 
@@ -785,7 +785,7 @@ def _merge_splits(
             PartialLoader.types(partials, blocks * batch, ROWS, num_fragments(ROWS * columns)),
             plgpu.SMEM((ROWS, columns), out.dtype),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANES),
         kernel_name="merge_rows",
     )(*refs, *basics.materialize((partials, plan)))
     return basics.read_back(refs[0]), basics.read_back(refs[1])

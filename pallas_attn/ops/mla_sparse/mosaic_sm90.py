@@ -306,7 +306,7 @@ def _attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLi
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=SparseScratch.types(static, x.q_latent.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANES),
         kernel_name="mla_sparse_rows",
     )(basics.materialize(x))
 
@@ -611,7 +611,7 @@ def _merge_splits(
             PartialLoader.types(partials, items + 1, ROWS, num_fragments(ROWS * columns)),
             plgpu.SMEM((ROWS, columns), out_dtype),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANES),
         kernel_name="merge_sparse_rows",
     )(basics.materialize(partials))
 
