@@ -82,11 +82,9 @@ class DecodeProducts(Protocol):
 
     Attributes:
       most_ahead: pages times values of the accumulator, at most, with which pages are looked up ahead.
-      lowering_semantics: of kernels, see `basics.LANES`.
     """
 
     most_ahead: ClassVar[int]
-    lowering_semantics: ClassVar[plgpu.LoweringSemantics]
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         """Registers in which `scores` leaves its result."""
@@ -287,13 +285,6 @@ class DecodeTile:
         return self.pages * self.packing.width * max(self.value_dim, 256) <= self.products.most_ahead
 
     @property
-    def lowering_semantics(self) -> plgpu.LoweringSemantics:
-        """Lowering semantics of the kernel. Lane semantics have no copies of fewer than 128 bytes, and a page's scales
-        may be 16.
-        """
-        return plgpu.LoweringSemantics.Warpgroup if self.page_groups else self.products.lowering_semantics
-
-    @property
     def reduction_bytes(self) -> int:
         """Shared memory for maxima and sums over the tokens; 128 bytes a column let one round do."""
         return 1024 if self.latent_groups else min(128 * self.packing.width, 4096)
@@ -484,11 +475,7 @@ def _attend(
         grid=(num_programs, packing.blocks),
         grid_names=("program", "block"),
         scratch_types=DecodeScratch.types(tile, static.stages),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=tile.reduction_bytes,
-            lowering_semantics=tile.lowering_semantics,
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=tile.reduction_bytes),
         kernel_name=name,
     )(basics.materialize(x), held)
 

@@ -355,7 +355,7 @@ def merge_splits(
             PartialLoader.types(partials, packing.blocks * rows, width, num_fragments(layout.rows * width)),
             OutputWriter.tile_type(width, layout.rows, out.dtype),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANES),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_pieces",
     )(out, finished, *basics.materialize((partials, plan, sinks)))
     return basics.read_back(finished)

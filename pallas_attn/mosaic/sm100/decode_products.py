@@ -71,7 +71,6 @@ class Tcgen05Products:
     """`DecodeProducts` on data-center Blackwell."""
 
     most_ahead: ClassVar[int] = 2**14
-    lowering_semantics: ClassVar[plgpu.LoweringSemantics] = plgpu.LoweringSemantics.Warpgroup
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         return layout_of(tile.tokens)

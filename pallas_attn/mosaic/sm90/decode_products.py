@@ -23,7 +23,6 @@ class WgmmaProducts:
     """`DecodeProducts` on Hopper. Results are in registers, and no memory or barrier is needed besides."""
 
     most_ahead: ClassVar[int] = 2**15
-    lowering_semantics: ClassVar[plgpu.LoweringSemantics] = basics.LANES
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         return BY_64

@@ -783,7 +783,7 @@ def _merge_splits(
         grid_names=("program",),
         scratch_types=[
             PartialLoader.types(partials, blocks * batch, ROWS, num_fragments(ROWS * columns)),
-            plgpu.SMEM((ROWS, columns), out.dtype),
+            tiles.operand((ROWS, columns), out.dtype),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANES),
         kernel_name="merge_rows",

@@ -609,7 +609,7 @@ def _merge_splits(
         grid_names=("program",),
         scratch_types=[
             PartialLoader.types(partials, items + 1, ROWS, num_fragments(ROWS * columns)),
-            plgpu.SMEM((ROWS, columns), out_dtype),
+            tiles.operand((ROWS, columns), out_dtype),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANES),
         kernel_name="merge_sparse_rows",
