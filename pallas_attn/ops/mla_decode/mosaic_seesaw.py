@@ -783,9 +783,9 @@ def _merge_splits(
         grid_names=("program",),
         scratch_types=[
             PartialLoader.types(partials, blocks * batch, ROWS, num_fragments(ROWS * columns)),
-            tiles.operand((ROWS, columns), out.dtype),
+            plgpu.SMEM((ROWS, columns), out.dtype),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANES),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_rows",
     )(*refs, *basics.materialize((partials, plan)))
     return basics.read_back(refs[0]), basics.read_back(refs[1])

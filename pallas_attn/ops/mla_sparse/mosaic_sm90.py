@@ -609,9 +609,9 @@ def _merge_splits(
         grid_names=("program",),
         scratch_types=[
             PartialLoader.types(partials, items + 1, ROWS, num_fragments(ROWS * columns)),
-            tiles.operand((ROWS, columns), out_dtype),
+            plgpu.SMEM((ROWS, columns), out_dtype),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANES),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_sparse_rows",
     )(basics.materialize(partials))
 
