@@ -24,7 +24,7 @@ LOG2E = math.log2(math.e)
 Ref = Any
 """A reference to global or shared memory."""
 
-LANES = plgpu.LoweringSemantics.Lane
+LANE_SEMANTICS = plgpu.LoweringSemantics.Lane
 """Lowering semantics of kernels whose values all get their layout where they are made, and whose refs have all their
 transforms: what is traced becomes the code of a thread at once. Otherwise jax first infers layouts and transforms and
 lowers its dialect, which takes about as long again; the machine code comes out the same but for its order.
@@ -72,7 +72,7 @@ def load(ref: Ref, layout: Any) -> jax.Array:
 
 
 def store_scalar(ref: Ref, value: Any) -> None:
-    """Store one number to shared memory, by every thread. Pallas, for a kernel with semantics `LANES`, would have all
+    """Store one number to shared memory, by every thread. Pallas, for a kernel with `LANE_SEMANTICS`, would have all
     threads of a warpgroup wait for each other before and after.
     """
     if interpreted():
