@@ -13,11 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
 from pallas_attn.mosaic import shared_memory
+from pallas_attn.ops.mla_sparse import config
+from pallas_attn.ops.mla_sparse.mosaic_raw import RawSparseScratch, RawSparseStatic
 from pallas_attn.ops.mla_sparse.mosaic_sm90 import SparseScratch, SparseStatic
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
 
 ROWS, TOKENS, TOP_K = 64, 64, 2048
+MULTIPROCESSORS = 132
 
 mla_sparse = functools.partial(pallas_attn.mla_sparse, sm_scale=0.1, return_lse=True, implementation="mosaic")
 
@@ -65,9 +68,16 @@ class Configuration:
         }
 
     @property
+    def stays_in_8_bits(self) -> bool:
+        """Whether latents do, until they are multiplied."""
+        items = self.tokens * -(-self.heads // ROWS)
+        return self.quantised and config.stays_in_8_bits(items, TOP_K // (2 * TOKENS), MULTIPROCESSORS)
+
+    @property
     def sharers(self) -> int:
         """Programs that share what they gather."""
-        return 2 if self.quantised and self.heads % 128 == 0 and self.latent_dim % 256 == 0 else 1
+        converts = self.quantised and not self.stays_in_8_bits
+        return 2 if converts and self.heads % 128 == 0 and self.latent_dim % 256 == 0 else 1
 
     @property
     def tile(self) -> Tile:
@@ -79,17 +89,19 @@ class Configuration:
     @property
     def scratch_bytes(self) -> int:
         """Shared memory of the kernel."""
-        static = SparseStatic(
-            latent_dim=self.latent_dim,
-            top_k=TOP_K,
-            heads=self.heads,
-            sharers=self.sharers,
-            splits=1,
-            sm_scale=0.1,
-            quantised=self.quantised,
-        )
+        facts = {
+            "latent_dim": self.latent_dim,
+            "top_k": TOP_K,
+            "heads": -(-self.heads // 8) * 8,  # rows of a block of the raw kernel; the other's has 64 always
+            "sharers": self.sharers,
+            "splits": 1,
+            "sm_scale": 0.1,
+        }
+        if self.stays_in_8_bits:
+            return shared_memory.block_bytes(RawSparseScratch.types(RawSparseStatic(**facts), self.dtype))
         reductions = plgpu.CompilerParams().reduction_scratch_bytes
-        return shared_memory.block_bytes(SparseScratch.types(static, self.dtype), reduction_bytes=reductions)
+        types = SparseScratch.types(SparseStatic(**facts, quantised=self.quantised), self.dtype)
+        return shared_memory.block_bytes(types, reduction_bytes=reductions)
 
     @deferred
     def case(self) -> Case:

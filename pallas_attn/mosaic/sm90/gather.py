@@ -19,10 +19,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 from pallas_attn.mosaic.basics import Ref, interpreted
-from pallas_attn.mosaic.dequantise import ChunkPointers, i32, masked, plus, shifted, times, warp_and_lane
+from pallas_attn.mosaic.dequantise import QUANTISED_REF, ChunkPointers, i32, masked, plus, shifted, times, warp_and_lane
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.sm90 import sharing
-from pallas_attn.mosaic.tiles import operand_ref
+from pallas_attn.mosaic.tiles import ROW_BYTES, operand_ref
 
 WARPGROUP, WARP = 128, 32
 """Threads."""
@@ -103,40 +103,76 @@ def load_rows(ref: Ref, row: jax.Array, column: int, columns: int) -> jax.Array:
 
 
 def copy_rows(threads: int, ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
-    """Start copies of ref[row[i], column : column + columns of `to`] to a 16-bit tile in shared memory, as tensor cores
-    read it; of zeros, without an access, where row[i] is negative.
+    """Start copies of ref[row[i], column : column + columns of `to`] to a tile in shared memory, as tensor cores read
+    it; of zeros, without an access, where row[i] is negative.
 
     They are done once `PartBarriers.arrive_copies` says so, and seen by tensor cores after `sharing.see_copies`.
 
     Args:
-      threads: that share a row.
-      ref: in global memory, numbers of 16 bits.
+      threads: that share a row; eight for numbers of 8 bits.
+      ref: in global memory, numbers of 16 or 8 bits.
       row: int32 [WARPGROUP] in the order of `tile_row`.
-      column: a multiple of 8.
+      column: at a multiple of 16 bytes.
       to: `tiles.operand` [rows, columns].
     """
-    columns = to.shape[1]
+    columns, number_bytes = to.shape[1], jnp.dtype(to.dtype).itemsize
     if interpreted():
         row = _by_row(row, threads)
         rows = ref[...][jnp.maximum(row, 0), column : column + columns]
         to[...] = jnp.where(row[:, None] >= 0, rows, jnp.zeros((), to.dtype))
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref()))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref() if number_bytes == 2 else QUANTISED_REF))
     def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value) -> None:
         warp, lane = warp_and_lane()
-        rows = WARPGROUP // threads
+        rows, in_row = WARPGROUP // threads, ROW_BYTES // number_bytes
         first = plus(times(warp, rows // 4), shifted(lane, threads.bit_length() - 1))
         (_, stride, *_), _ = ir.MemRefType(to.type).get_strides_and_offset()
-        steps = [(2 * stride * block, 2 * (column + BLOCK * block)) for block in range(columns // BLOCK)]
-        row_bytes = 2 * ir.MemRefType(ref.type).shape[1]
+        steps = [
+            (number_bytes * stride * block, number_bytes * (column + in_row * block))
+            for block in range(columns // in_row)
+        ]
+        row_bytes = number_bytes * ir.MemRefType(ref.type).shape[1]
         chunks = _Places.of(threads, 2).chunks
-        pointers = [ChunkPointers(to, 2 * columns, first, chunk) for chunk in chunks]
+        pointers = [ChunkPointers(to, number_bytes * columns, first, chunk) for chunk in chunks]
         for i, number in enumerate(_of_rows(row, threads)):
             for chunk, pointer in zip(chunks, pointers, strict=True):
                 _copy_16_bytes(pointer.pointer(rows * i, 0), ref, number, row_bytes, chunk, steps)
 
     copy(ref, row, to)
+
+
+def copy_scales(threads: int, ref: Ref, row: jax.Array, to: Ref) -> None:
+    """Start copies of the scales of rows, ref[row[i]], to a row of shared memory; of zeros, without an access, where
+    row[i] is negative. As `copy_rows` otherwise.
+
+    Args:
+      threads, row: as in `copy_rows`.
+      ref: float32 [rows of the pool, groups] in global memory.
+      to: float32 [TOKENS · groups].
+    """
+    groups = ref.shape[1]
+    if interpreted():
+        row = _by_row(row, threads)
+        to[...] = jnp.where(row[:, None] >= 0, ref[...][jnp.maximum(row, 0)], 0.0).reshape(-1)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, PER_THREAD, plgpu.RefType()))
+    def copy(_: Any, ref: ir.Value, row: Any, place: Any, to: ir.Value) -> None:
+        number, place = (vector.extract(x.registers.flat[0], [], [0]) for x in (row, place))
+        none: Any = mgpu.c(0, i32())
+        address = _address(ref, arith.maxsi(number, none), 4 * groups)
+        pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(to), [times(place, groups)], ir.F32Type.get())
+        given = arith.cmpi(arith.CmpIPredicate.sge, number, none)
+        of_copy = 4 * groups if groups in (1, 2, 4) else 4
+        num_bytes = arith.select(given, mgpu.c(of_copy, i32()), none)
+        for offset in range(0, 4 * groups, of_copy):
+            kind = "cg" if of_copy == 16 else "ca"
+            text = f"cp.async.{kind}.shared.global [$0 + {offset}], [$1 + {offset}], {of_copy}, $2;"
+            operands = [llvm.ptrtoint(i32(), pointer), address, num_bytes]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r", has_side_effects=True)
+
+    copy(ref, row, tile_row(threads), to)
 
 
 def copy_raw_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> jax.Array | None:

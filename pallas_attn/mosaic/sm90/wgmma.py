@@ -412,8 +412,12 @@ class Descriptors(NamedTuple):
 class RightOperand:
     """Right operand [N, K] in shared memory, K contiguous, of which products take `DEPTH` of K after each other."""
 
-    def __init__(self, ref: ir.Value, row_bytes: int = ROW_BYTES) -> None:
-        (self._columns, depth), self._dtype = mma_utils.tiled_memref_shape(ref)
+    def __init__(self, ref: ir.Value, row_bytes: int = ROW_BYTES, *, dtype: Any = None) -> None:
+        """Args:
+        dtype: of the numbers, as PTX names it, where the reference has another one of as many bits.
+        """
+        (self._columns, depth), own_dtype = mma_utils.tiled_memref_shape(ref)
+        self._dtype = dtype or own_dtype
         rights = _right(mgpu.memref_transpose(ref, (1, 0, 3, 2)), self._columns, row_bytes)
         self._first, offsets = _steps(*rights, depth, row_bytes)
         self._offsets = iter(offsets)

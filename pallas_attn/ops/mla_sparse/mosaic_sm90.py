@@ -53,27 +53,24 @@ from pallas_attn.mosaic.sm90.seesaw import (
     LatentParts,
     SeesawState,
     SeesawTurns,
-    add_partial_rows,
-    empty_rows,
     log_sum_exp,
     normalise,
 )
 from pallas_attn.mosaic.sm90.sharing import PartBarriers
-from pallas_attn.mosaic.split_states import (
-    FRAGMENT_COLUMNS,
-    PartialLoader,
-    PartialStates,
-    num_fragments,
-    store_fragments,
-)
-from pallas_attn.mosaic.tile_scheduler import merge_programs
+from pallas_attn.mosaic.split_states import PartialStates, num_fragments, store_fragments
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns
-from pallas_attn.ops.mla_sparse import config
+from pallas_attn.ops.mla_sparse import config, mosaic_raw
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
+from pallas_attn.ops.mla_sparse.mosaic_items import (
+    PAIR_TOKENS,
+    SparseFacts,
+    SparseInputs,
+    SparseItem,
+    SparseResults,
+    for_each_item,
+    merge_splits,
+)
 from pallas_attn.types import LATENT_GROUP
-
-PAIR_TOKENS = 2 * TOKENS
-"""Latents of a pair of tiles."""
 
 EIGHT_ROWS = 8
 """Rows of a block come in groups of so many, as they lie in shared memory."""
@@ -81,33 +78,33 @@ EIGHT_ROWS = 8
 COMPUTE_REGISTERS, GATHER_REGISTERS = 216, 72
 """Registers of a thread that computes, and of one that gathers."""
 
-MERGE_COLUMNS = 64
-"""Columns of the latent that one program of the merge takes, at most."""
-
 # --- the call
 
 
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     _refuse(call)
     (num_tokens, num_heads, latent_dim), top_k = call.q_latent.shape, call.slots.shape[1]
-    narrow = num_heads <= ROWS and call.output_dtype == call.q_latent.dtype
-    heads = -(-num_heads // EIGHT_ROWS) * EIGHT_ROWS if narrow else -(-num_heads // ROWS) * ROWS
-    blocks, pairs = -(-heads // ROWS), -(-top_k // PAIR_TOKENS)
-    sharers = _sharers(blocks, latent_dim) if call.cache.is_quantised else 1
-    static = SparseStatic(
-        latent_dim=latent_dim,
-        top_k=top_k,
-        heads=heads,
-        sharers=sharers,
-        splits=config.num_splits(num_tokens * blocks // sharers, pairs, basics.multiprocessors() // sharers),
-        sm_scale=call.sm_scale,
-        quantised=call.cache.is_quantised,
-    )
-    inputs = SparseInputs.of(call, heads)
-    if static.splits == 1:
-        out, lse = _attend(inputs, static, call.output_dtype)
+    blocks, pairs, quantised = -(-num_heads // ROWS), -(-top_k // PAIR_TOKENS), call.cache.is_quantised
+    programs = basics.multiprocessors()
+    raw = quantised and config.stays_in_8_bits(num_tokens * blocks, pairs, programs)
+    any_rows = raw or call.output_dtype == call.q_latent.dtype  # else outputs do not fit the query's memory
+    unit = EIGHT_ROWS if blocks == 1 and any_rows else ROWS
+    sharers = _sharers(blocks, latent_dim) if quantised and not raw else 1
+    facts = {
+        "latent_dim": latent_dim,
+        "top_k": top_k,
+        "heads": -(-num_heads // unit) * unit,
+        "sharers": sharers,
+        "splits": config.num_splits(num_tokens * blocks // sharers, pairs, programs // sharers),
+        "sm_scale": call.sm_scale,
+    }
+    static: SparseFacts
+    if raw:
+        static, attend = mosaic_raw.RawSparseStatic(**facts), mosaic_raw.attend
     else:
-        out, lse = _merge_splits(_attend(inputs, static, call.output_dtype), static, num_tokens, call.output_dtype)
+        static, attend = SparseStatic(**facts, quantised=quantised), _attend
+    results = attend(SparseInputs.of(call, static.heads), static, call.output_dtype)
+    out, lse = results if static.splits == 1 else merge_splits(results, static, num_tokens, call.output_dtype)
     return out[:, :num_heads], lse.reshape(num_tokens, -1)[:, :num_heads]
 
 
@@ -137,42 +134,15 @@ def _refuse(call: MlaSparseCall) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseStatic:
-    """Compile-time facts of the kernel, beside shapes and dtypes of its arrays.
+class SparseStatic(SparseFacts):
+    """Compile-time facts of the kernel.
 
     Attributes:
-      latent_dim: L.
-      top_k: K.
-      heads: Hq, padded.
-      sharers: programs of a cluster, which share what they gather: 1 or 2.
-      splits: shares of a token's slots.
-      sm_scale: multiplies the scores.
       quantised: whether latents have 8 bits.
     """
 
-    latent_dim: int
-    top_k: int
-    heads: int
-    sharers: int
-    splits: int
-    sm_scale: float
     quantised: bool
     row_bytes: int = tiles.ROW_BYTES
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Columns of the latent that each warpgroup accumulates."""
-        left = -(-self.latent_dim // 128) * 64
-        return left, self.latent_dim - left
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block that are heads."""
-        return min(self.heads, ROWS)
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.heads // ROWS)
 
     def slot(self, pair: Any, tile: int) -> Any:
         """Slot in shared memory of a tile of a pair."""
@@ -185,43 +155,6 @@ class SparseStatic:
     def rope_landed(self, mem: SparseScratch) -> PartBarriers:
         """Barriers of the rotated keys of tiles."""
         return PartBarriers(mem.rope_landed, shared=False, copied=True)
-
-
-class SparseInputs(NamedTuple):
-    """Arrays of a call, or in a kernel references to them.
-
-    Attributes:
-      q_latent, q_rope: [T, heads, L or R].
-      latents: [pool slots, L + R], or [pool slots, L] of 8 bits.
-      scale: float32 [pool slots, L / LATENT_GROUP], or None.
-      rope: [pool slots, R], or None.
-      slots: int32 [T·K].
-      ends: int32 [T], one past the last place of a token's slots that is one.
-    """
-
-    q_latent: Any
-    q_rope: Any
-    latents: Any
-    scale: Any
-    rope: Any
-    slots: Any
-    ends: Any
-
-    @staticmethod
-    def of(call: MlaSparseCall, heads: int) -> SparseInputs:
-        padding = ((0, 0), (0, heads - call.q_latent.shape[1]), (0, 0))
-        cache = call.cache
-        scale, rope = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (cache.scale, cache.rope))
-        place = jnp.arange(1, call.slots.shape[1] + 1, dtype=jnp.int32)[None]
-        return SparseInputs(
-            q_latent=jnp.pad(call.q_latent, padding),
-            q_rope=jnp.pad(call.q_rope, padding),
-            latents=cache.pages.reshape(-1, cache.pages.shape[-1]),
-            scale=scale,
-            rope=rope,
-            slots=call.slots.reshape(-1),
-            ends=jnp.max(jnp.where(call.chosen, place, 0), axis=1),
-        )
 
 
 class SparseScratch(NamedTuple):
@@ -275,13 +208,6 @@ class SparseScratch(NamedTuple):
         )
 
 
-class SparseResults(NamedTuple):
-    """Results in global memory, of rows in one split: out [T, heads, L], lse [T, blocks, ROWS]."""
-
-    out: Any
-    lse: Any
-
-
 # --- the kernel
 
 
@@ -331,58 +257,6 @@ def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *re
     lax.switch(lax.axis_index("warpgroup"), branches)
 
 
-class SparseItem(NamedTuple):
-    """A block of heads of a token, and a share of the token's slots.
-
-    Attributes:
-      index: of the item, or of those of a cluster. Items of a token are neighbours: they read the same latents.
-      start, stop: first slot of the share, of all tokens', and one past the last.
-      count: number of pairs of tiles, at least one.
-      pair: number of pairs that the program took before.
-    """
-
-    index: Any
-    start: Any
-    stop: Any
-    count: Any
-    pair: Any
-
-    @staticmethod
-    def first() -> SparseItem:
-        """First item of this program, as far as its place goes."""
-        return SparseItem(lax.axis_index("program"), *[jnp.int32(0)] * 4)
-
-    def place(self, static: SparseStatic) -> tuple[Any, Any, Any]:
-        """Token, block of its heads, and share of its slots."""
-        index = lax.optimization_barrier(self.index)  # computed where it is needed, lest registers be kept for it
-        blocks = static.blocks // static.sharers
-        split, block = lax.div(index, blocks), lax.rem(index, blocks)
-        if static.sharers > 1:
-            block = block * static.sharers + lax.axis_index("cluster")
-        return lax.div(split, static.splits), block, lax.rem(split, static.splits)
-
-
-def _for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[SparseItem], None]) -> None:
-    """Call attend(item) for each item of this program."""
-    program, programs = lax.axis_index("program"), lax.axis_size("program")
-    items = x.ends.shape[0] * static.blocks * static.splits // static.sharers
-
-    def step(i: Any, pair: Any) -> Any:
-        none = jnp.int32(0)
-        item = SparseItem(program + i * programs, none, none, none, pair)
-        token, _, split = item.place(static)
-        end = x.ends[token]
-        share = pl.cdiv(pl.cdiv(end, PAIR_TOKENS), static.splits) * PAIR_TOKENS
-        start = jnp.minimum(split * share, end)
-        stop = jnp.minimum(start + share, end)
-        count = jnp.maximum(1, pl.cdiv(stop - start, PAIR_TOKENS))
-        first = token * static.top_k
-        attend(item._replace(start=first + start, stop=first + stop, count=count))
-        return pair + count
-
-    lax.fori_loop(0, lax.div(items - program + programs - 1, programs), step, jnp.int32(0))
-
-
 # --- the warpgroup that gathers
 
 
@@ -403,7 +277,7 @@ class SparseProducer:
         """Gather the latents of all items."""
         self.copy_query(SparseItem.first())
         plgpu.commit_smem()  # lest the assembler starts copies while all registers hold rows
-        _for_each_item(self.static, self.x, self.gather_item)
+        for_each_item(self.static, self.x, self.gather_item)
         plgpu.barrier_wait(self.mem.both.at[Q_FREE])
         for i in range(4):
             plgpu.barrier_wait(self.mem.free.at[i])
@@ -531,7 +405,7 @@ class SparseConsumer(SeesawTurns[SparseItem]):
             state = self.attend(item, item.pair, item.count)
             self.write(results, item, state)
 
-        _for_each_item(self.static, self.x, attend)
+        for_each_item(self.static, self.x, attend)
 
     def await_part(self, pair: Any, slot: Any, part: int) -> None:
         static, mem = self.static, self.mem
@@ -587,66 +461,3 @@ class SparseConsumer(SeesawTurns[SparseItem]):
         else:
             self.release_query()
             place[...] = out
-
-
-# --- the merge
-
-
-def _merge_splits(
-    partials: PartialStates, static: SparseStatic, num_tokens: int, out_dtype: jax.typing.DTypeLike
-) -> SparseResults:
-    """Merge the states of the shares of each token's slots, in their order."""
-    items, columns = num_tokens * static.blocks, MERGE_COLUMNS
-    while columns > FRAGMENT_COLUMNS and 2 * items * (static.latent_dim // columns) <= basics.multiprocessors():
-        columns //= 2  # to keep all multiprocessors busy
-    return plgpu.kernel(
-        functools.partial(_merge_kernel, static, columns),
-        out_type=SparseResults(
-            jax.ShapeDtypeStruct((num_tokens, static.heads, static.latent_dim), out_dtype),
-            jax.ShapeDtypeStruct((num_tokens, static.blocks, ROWS), jnp.float32),
-        ),
-        grid=(merge_programs(static.latent_dim // columns * items),),
-        grid_names=("program",),
-        scratch_types=[
-            PartialLoader.types(partials, items + 1, ROWS, num_fragments(ROWS * columns)),
-            plgpu.SMEM((ROWS, columns), out_dtype),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="merge_sparse_rows",
-    )(basics.materialize(partials))
-
-
-def _merge_kernel(
-    static: SparseStatic, columns: int, partials: PartialStates, out: Ref, lse: Ref, loader: PartialLoader, tile: Ref
-) -> None:
-    """Merge some columns of the latent of blocks of rows, one after the other."""
-    slices, slice_fragments = static.latent_dim // columns, num_fragments(ROWS * columns)
-    program, programs = lax.axis_index("program"), lax.axis_size("program")
-    total = out.shape[0] * static.blocks * slices
-
-    def merge(i: Any, _: None) -> None:
-        index = program + i * programs
-        item, column_slice = lax.div(index, slices), lax.rem(index, slices)
-        token, block = lax.div(item, static.blocks), lax.rem(item, static.blocks)
-        fragments = pl.ds(column_slice * slice_fragments, slice_fragments)
-        merged = loader.for_each(
-            partials,
-            item * static.splits,
-            jnp.int32(static.splits),
-            slice(None),
-            fragments,
-            add_partial_rows,
-            empty_rows(columns),
-        )
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # an earlier copy may still read the tile
-        tile[...] = normalise(merged.acc, merged.l).astype(tile.dtype)
-        plgpu.commit_smem()
-        to = out.at[token, pl.ds(block * ROWS, static.rows), pl.ds(column_slice * columns, columns)]
-        plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, static.rows)], to)
-
-        @pl.when(column_slice == 0)
-        def _store_lse() -> None:
-            lse[token, block] = log_sum_exp(merged.m * LOG2E, merged.l)
-
-    lax.fori_loop(0, lax.div(total - program + programs - 1, programs), merge, None)
-    plgpu.wait_smem_to_gmem(0)

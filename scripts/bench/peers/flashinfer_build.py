@@ -1,11 +1,11 @@
 """Compiles FlashInfer's kernels ahead of their first use, in a process of its own with limited time. To have them
 compiled before:
 
-    python -m scripts.bench.peers.flashinfer_build mla fa3 512 64
+    python -m scripts.bench.peers.flashinfer_build mla fa3 512 64 bfloat16
     python -m scripts.bench.peers.flashinfer_build attention fa2 192 128 bfloat16 0 0
 
-Latent attention by widths of latents and rotated keys; other attention by widths of keys and of values, dtype of the
-cache, and with a window or a soft cap, 1 or 0.
+Latent attention by widths of latents and rotated keys, and dtype of the cache; other attention by widths of keys and of
+values, dtype of the cache, and with a window or a soft cap, 1 or 0.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def require(*arguments: str | int) -> None:
         raise NotImplementedError(why)
 
 
-def build_mla(backend: str, latent_dim: int, rope_dim: int) -> None:
+def build_mla(backend: str, latent_dim: int, rope_dim: int, cache_dtype: str) -> None:
     torch = import_torch()
-    module = importlib.import_module("flashinfer.mla")
-    module.get_batch_mla_module(backend, *[torch.bfloat16] * 3, torch.int32, latent_dim, rope_dim, False)
+    dtypes = torch.bfloat16, getattr(torch, cache_dtype), torch.bfloat16, torch.int32
+    importlib.import_module("flashinfer.mla").get_batch_mla_module(backend, *dtypes, latent_dim, rope_dim, False)
 
 
 def build_attention(backend: str, qk_dim: int, v_dim: int, cache_dtype: str, window: bool, soft_cap: bool) -> None:
@@ -59,7 +59,8 @@ def build_attention(backend: str, qk_dim: int, v_dim: int, cache_dtype: str, win
 if __name__ == "__main__":
     kind, backend, *sizes = sys.argv[1:]
     if kind == "mla":
-        build_mla(backend, *map(int, sizes))
+        latent_dim, rope_dim, cache_dtype = sizes
+        build_mla(backend, int(latent_dim), int(rope_dim), cache_dtype)
     else:
         qk_dim, v_dim, cache_dtype, window, soft_cap = sizes
         build_attention(backend, int(qk_dim), int(v_dim), cache_dtype, bool(int(window)), bool(int(soft_cap)))
