@@ -33,6 +33,7 @@ NAMES = {
     "flash-mla": "FlashMLA",
     "flash-attention-3": "FlashAttention-3",
     "flash-attention-3-of-one-length": "FlashAttention-3, equal lengths",
+    "flash-attention-3-unsplit": "FlashAttention-3, keys not split",
     "cudnn": "cuDNN",
     "flash": "torch flash",
     "given": "cascade_decode, given",
@@ -100,7 +101,7 @@ def provenance(stem: str, contenders: Iterable[str], document: str) -> str:
     for package, (name, runs) in PACKAGES.items():
         if package in report["versions"] and any(re.match(runs, contender) for contender in contenders):
             versions.append(f"{name} {report['versions'][package]}")
-    builds = BUILDS_OF.get(report.get("operation", ""), BUILDS)
+    builds = BUILDS_OF.get(report.get("operation", ""), BUILDS) | report.get("builds", {})
     parts = [report["device"], *versions, *(builds[name] for name in contenders if name in builds)]
     if rates:
         parts.append(f"copies {rates['copy'] / 1e12:.2f} TB/s, product {rates['matrix'] / 1e12:.0f} TFLOP/s in the run")
@@ -495,9 +496,15 @@ TABLES: dict[str, Callable[[str], str]] = {
         Cases("mla_decode_batches_h128_nvidia_h200", " (8192|32768) "),
     ),
     "ragged_attention": operation(Cases("ragged_attention_fa3_later_nvidia_h200")),
+    "ragged_attention-wide": operation(
+        Cases("ragged_attention_wide_nvidia_h200"), Cases("ragged_attention_fa3_again_nvidia_h200")
+    ),
     "ragged_attention-batches": operation(Cases("ragged_attention_batches_later_nvidia_h200")),
     "ragged_attention-cudnn": operation(Cases("ragged_attention_nvidia_h200")),
     "paged_prefill": operation(Cases("paged_prefill_later_nvidia_h200")),
+    "paged_prefill-wide": operation(
+        Cases("paged_prefill_wide_nvidia_h200"), Cases("paged_prefill_fa3_nvidia_h200")
+    ),
     "paged_prefill-flashinfer": operation(Cases("paged_prefill_nvidia_h200")),
     "paged_prefill-widths": operation(Cases("paged_prefill_widths_nvidia_h200")),
     "mla_prefill": operation(Cases("mla_prefill_nvidia_h200")),

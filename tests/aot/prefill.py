@@ -16,6 +16,7 @@ from jax import export
 import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
 from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.flash.split import PARTIALS
 from pallas_attn.mosaic.sm90.flash.kernel import QUERIES
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
@@ -224,8 +225,9 @@ PREFILL: dict[str, DeferredCase] = {
     "ragged-export": exported(ragged(128, 128)),
     **{f"paged-prefill-d{head_dim}": paged(head_dim) for head_dim in (64, 128, 256)},
     **{f"paged-prefill-p{page_size}": paged(page_size=page_size) for page_size in (16, 128)},
-    **{f"paged-prefill-group{group}": paged(group=group) for group in (1, 2, 5, 7, 16)},
-    "paged-prefill-odd": paged(tokens=TOKENS - 3, group=1),
+    "paged-prefill-group1": paged(group=1, splits=2),
+    **{f"paged-prefill-group{group}": paged(group=group) for group in (2, 5, 7, 16)},
+    "paged-prefill-odd": paged(tokens=TOKENS - 3, group=1, splits=2),
     "paged-prefill-p64-all-features": paged(128, 64, **ALL_FEATURES),
     **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
@@ -299,8 +301,8 @@ REFUSED_ON_B200 = re.compile(r"paged-prefill-(int8-channel|fp8-token|int8-group)
 scales of tokens, or a second term of the queries.
 """
 
-PARTIALS_ON_B200 = 2 * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
-"""Bytes of partial states: two of a block of 256 rows for each multiprocessor, or as many of 128 rows twice as wide."""
+PARTIALS_ON_B200 = PARTIALS * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
+"""Bytes of partial states: eight of a block of 256 rows for each multiprocessor, or of 128 rows twice as wide."""
 
 
 @deferred

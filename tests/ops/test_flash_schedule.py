@@ -196,15 +196,21 @@ def test_more_blocks_than_there_is_room_for_are_refused() -> None:
 # --- keys in splits
 
 
-def choose(*, blocks: int, tiles: int, heads: int, limit: int = 512, most_blocks: int | None = None) -> tuple[int, int]:
-    """Room for splits, and the number that the kernel chooses, for a sequence of so many blocks of so many tiles."""
+def choose(
+    *, blocks: int, tiles: int, heads: int, limit: int = 512, most_blocks: int | None = None, rows: int = 0
+) -> tuple[int, int]:
+    """Room for splits, and the number that the kernel chooses, for a sequence of so many blocks of so many tiles.
+
+    Args:
+      rows: times of a tile that the states of a split take to be moved.
+    """
     blocking = replace(RAGGED, num_rows=64 * blocks, causal=False)
     with mock.patch.object(basics, "multiprocessors", return_value=132):
-        splits = KvSplits.of(heads=heads, num_blocks=(blocks, most_blocks or blocks), most_tiles=limit)
+        splits = KvSplits.of(heads=heads, num_blocks=(blocks, most_blocks or blocks), most_tiles=limit, rows=rows)
         if splits.most == 1:
             return 1, 1
         listed = check(Case(np.asarray([64 * blocks]), np.asarray([64 * tiles])), blocking, splits)
-    return splits.most, int(listed.counts[1])
+    return splits.most, int(listed.counts[2])
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
@@ -215,7 +221,8 @@ def test_keys_are_cut_where_multiprocessors_would_be_idle(mode: str, capsys: pyt
         assert choose(blocks=64, heads=2, tiles=64) == (1, 1), "programs for all blocks, nearly"
         assert choose(blocks=4, heads=16, tiles=4, limit=4) == (1, 1), "merging takes longer"
         assert choose(blocks=4, heads=16, tiles=4, limit=260) == (2, 1), "and here as well, but that is not known ahead"
-        assert choose(blocks=40, heads=2, tiles=260) == (3, 3), "two rounds of a third"
+        assert choose(blocks=40, heads=2, tiles=260) == (8, 8), "five rounds of an eighth"
+        assert choose(blocks=40, heads=2, tiles=260, rows=10) == (3, 3), "two rounds of a third, and fewer states"
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
@@ -228,7 +235,7 @@ def test_a_window_leaves_less_to_cut(mode: str, capsys: pytest.CaptureFixture[st
             head_window = HeadWindow(jnp.asarray([5, width], jnp.int32), jnp.asarray([0, sink_tokens], jnp.int32))
             lengths = case.lengths._replace(window=head_window)
             listed = list_blocks(replace(RAGGED, num_rows=64), lengths, splits)
-            assert int(listed.counts[1]) == num_splits
+            assert int(listed.counts[2]) == num_splits
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 16])
@@ -248,6 +255,17 @@ def test_heads_that_run_together_fit_the_cache() -> None:
     assert l2_head_group(32, 8, kv_bytes=4 * 2**20) == 32
     assert l2_head_group(32, 8, kv_bytes=5 * 2**20) == 16
     assert l2_head_group(128, 128, kv_bytes=2**30) == 1
+
+
+@pytest.mark.parametrize("mode", ["interpreted", compiled])
+def test_heads_take_turns_unless_a_long_block_would_come_last(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A head has blocks of 4 tiles, and one of as many as is said."""
+    with running(mode, capsys):
+        for longest, programs, heads in ((4, 8, 2), (24, 8, 4), (500, 8, 8), (500, 32, 16)):
+            case = Case(np.asarray([64] * 5), np.asarray([64 * longest, *[64 * 4] * 4]), packed_keys=False)
+            splits = KvSplits(most=1, heads=16, most_tiles=512, programs=programs)
+            listed = list_blocks(replace(RAGGED, num_rows=320, causal=False), case.lengths, splits, 2)
+            assert int(listed.counts[1]) == heads, (longest, programs)
 
 
 @pytest.mark.parametrize(("group", "heads"), [(1, 1), (4, 4), (5, 5), (7, 7), (14, 7), (16, 8)])

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ import pytest
 from pallas_attn import ragged_attention
 from pallas_attn.mosaic.flash.config import FlashConfig
 from pallas_attn.mosaic.flash.schedule import FlashWorkTile, QueryBlock
-from pallas_attn.mosaic.flash.split import RowState, merge_splits
+from pallas_attn.mosaic.flash.split import OutputRows, RowState, merge_splits
 from pallas_attn.mosaic.sm90.flash.kernel import ROWS, FlashStatic
 from pallas_attn.ops.ragged_attention.mosaic_front import RaggedFrontEnd, RaggedInputs
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
@@ -101,7 +102,7 @@ def test_a_window_leaves_the_tiles_that_it_reaches_into(splits: int) -> None:
         64, 64, tile_keys=64, stages=2, consumers=1, copies=1, score_scale=1.0, tile_rows=64, rows=ROWS
     )
     for window, start in itertools.product((1, 64, 65, 500, 2900), (8, 72)):
-        front = RaggedFrontEnd(static, 113, 1, 1, causal=True, window=window)
+        front = RaggedFrontEnd(static, 113, 1, causal=True, window=window)
         rows = np.arange(max(start, 13), min(start + 64, 113))
         newest = 77 + 3000 - 113 + rows
         end_tile = (newest[-1] - 72) // 64 + 1
@@ -134,16 +135,23 @@ def test_scores_near_5e5_where_keys_are_cut() -> None:
 
 @pytest.mark.parametrize("level", [0, 7e5])
 def test_splits_are_merged_by_their_maxima(level: float) -> None:
-    """5 rows and 3 splits, with room for a fourth that was not written; one row sees nothing, one has seen NaN."""
+    """5 rows and 3 splits, with room for a fourth that was not written; one row sees nothing, one has seen NaN. Of one
+    split nothing is merged.
+    """
     rng, nothing, seen_nan = harness.fresh_rng(), 1, 2
-    o = rng.standard_normal((4, 5, 8), np.float32)
+    o = rng.standard_normal((4, 5, 64), np.float32)
     m, l = (rng.uniform(low, low + 8, (4, 5)).astype(np.float32) for low in (level, 1))  # noqa: E741
     for split, row in ((0, 0), (0, nothing), (1, nothing), (2, nothing)):
         o[split, row], m[split, row], l[split, row] = np.nan, -np.inf, 0
     o[1, seen_nan] = l[1, seen_nan] = o[3] = m[3] = l[3] = np.nan
     sinks = jnp.asarray(rng.standard_normal(5), jnp.float32)
-    merged = merge_splits(RowState(*(jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (o, m, l))), 4, jnp.int32(3))
-    out, lse = np.asarray(merged.output(sinks)), np.asarray(merged.lse())
+    partials = RowState(*(jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (o, m, l)))
+    finished = OutputRows(jnp.ones((5, 64)), jnp.ones(5))
+    merge = jax.jit(merge_splits)
+    whole = merge(partials, finished, jnp.asarray([1, 1, 1], jnp.int32), sinks)
+    np.testing.assert_array_equal(whole.out, finished.out)
+    np.testing.assert_array_equal(whole.lse, finished.lse)
+    out, lse = map(np.asarray, merge(partials, finished, jnp.asarray([1, 1, 3], jnp.int32), sinks))
 
     weights = np.where(l[:3] == 0, 0, np.exp2(m[:3].astype(np.float64) - level))
     total = (weights * l[:3]).sum(axis=0)

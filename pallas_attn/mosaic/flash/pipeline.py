@@ -36,7 +36,7 @@ from pallas_attn.mosaic.basics import Ref
 from pallas_attn.mosaic.bulk_copies import arrivals, copy_row_groups, copy_rows
 from pallas_attn.mosaic.flash.config import ALIGNMENT
 from pallas_attn.mosaic.flash.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles, ring_slot
-from pallas_attn.mosaic.flash.split import KvSplits, RowState, merge_splits
+from pallas_attn.mosaic.flash.split import BYTES_OF_A_TILE, KvSplits, OutputRows, RowState, merge_splits
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.score_mask import Limits
 from pallas_attn.mosaic.tiles import BY_64, clear_rows
@@ -91,6 +91,12 @@ class FlashStatic:
     def query_copies(self) -> int:
         """Number of copies that bring a term of a consumer's queries, started together."""
         return 1 if self.block_heads == 1 else self.tile_rows // ALIGNMENT
+
+    @property
+    def rows_of_a_tile(self) -> int:
+        """Rows whose partial states are written and read in the time of a tile of keys."""
+        multiply_adds = self.block_rows * self.tile_keys * (self.key_dim + self.value_dim)
+        return max(1, int(BYTES_OF_A_TILE * multiply_adds) // (8 * self.value_dim))
 
     def most_tiles(self, most_keys: int, window: int | None) -> int:
         """Most tiles that a block sees of a sequence that can have so many keys."""
@@ -213,6 +219,10 @@ class BlockRows(NamedTuple):
             return self.work.block.start + number * self.static.tile_rows
         return self.work.block.start + lax.div(self._first_group(number), jnp.int32(self.heads)) * ALIGNMENT
 
+    def any_of(self, number: Any) -> Any:
+        """Whether a consumer has rows of the block's sequence."""
+        return self.first_query(number) < self.work.block.end_row
+
     def output_row(self, query: jax.Array, number: Any) -> jax.Array:
         """[tile_rows]: row of the output [T · Hq, Dv] for each row of a consumer, given its query; -1 for none."""
         block = self.work.block
@@ -264,7 +274,7 @@ class FrontTile(Protocol):
           again: whether the program had a work tile before.
         """
 
-    def attend(self, consumer: BlockConsumer, kv_tile: Any, result: OutputRows | RowState) -> None:
+    def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
         """Attention of a consumer's rows over the tiles of the rings from number `kv_tile` on, written to `result`."""
 
 
@@ -276,7 +286,6 @@ class FrontEnd(Protocol):
       static: compile-time facts of the kernel.
       kernel_name: shown by profilers.
       num_heads: heads, or groups of heads that share a block, that blocks are done for.
-      l2_head_group: see `WorkTiles`.
       compiler_params: of the kernel.
     """
 
@@ -286,8 +295,6 @@ class FrontEnd(Protocol):
     def kernel_name(self) -> str: ...
     @property
     def num_heads(self) -> int: ...
-    @property
-    def l2_head_group(self) -> int: ...
     @property
     def compiler_params(self) -> plgpu.CompilerParams: ...
 
@@ -309,10 +316,14 @@ class BlockConsumer(Protocol):
     @property
     def number(self) -> Any: ...
 
-    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> Any:
-        """Attention over some tiles, at least one, from the program's tile number `begin` on."""
+    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> Any:
+        """Attention over some tiles, at least one, from the program's tile number `begin` on.
 
-    def store(self, result: OutputRows | RowState, row: jax.Array, state: Any, options: RowOptions) -> None:
+        Args:
+          has_rows: whether the consumer has rows of the block's sequence; what is returned is arbitrary if not.
+        """
+
+    def store(self, result: Results, row: jax.Array, state: Any, options: RowOptions) -> None:
         """Write what `attend` returned to rows `row` of the result where that is not negative: finished, or as it is to
         be merged.
         """
@@ -339,27 +350,41 @@ class RowOptions(NamedTuple):
     """Treatment of finished rows.
 
     Attributes:
-      sink: [rows] learned logits; None where rows are merged, after which sinks enter.
+      sink: [rows] learned logits, or None; of rows that are merged they enter after that.
+      is_whole: whether rows are finished, and not to be merged; None where keys are never cut.
       scale: scale(o, first column, layout of a value for each column) multiplies sums of values as cached; or None.
     """
 
     sink: Any = None
+    is_whole: Any = None
     scale: Callable[[Any, int, Any], Any] | None = None
 
 
 # --- launch
 
 
-class OutputRows(NamedTuple):
-    """Finished rows: out [n, Dv] and lse [n], arrays or references to them."""
+class Results(NamedTuple):
+    """Output of the kernel: finished rows where keys are not cut, else partial states; arrays or references.
 
-    out: Any
-    lse: Any
+    Attributes:
+      finished: of n rows.
+      partial: of n rows for each split that there is room for; None where keys are never cut.
+    """
 
-    @staticmethod
-    def types(rows: int, value_dim: int, dtype: jax.typing.DTypeLike) -> OutputRows:
-        """Shapes of so many rows."""
-        return OutputRows(jax.ShapeDtypeStruct((rows, value_dim), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32))
+    finished: OutputRows
+    partial: RowState | None
+
+    def store(self, is_whole: Any, finished: Callable[[OutputRows], None], partial: Callable[[RowState], None]) -> None:
+        """Call one of two functions that write rows.
+
+        Args:
+          is_whole: see `RowOptions`.
+        """
+        if self.partial is None:
+            finished(self.finished)
+        else:
+            states = self.partial
+            lax.cond(is_whole, lambda: finished(self.finished), lambda: partial(states))
 
 
 class FlashKernel(NamedTuple):
@@ -396,7 +421,7 @@ def launch(
 
     Args:
       inputs: operands of the front end; `q` is among them, and `blocks` and `counts` of the work list.
-      sinks: learned logits that enter once splits are merged; where nothing is cut they are among the inputs instead.
+      sinks: learned logits, which are among the inputs, too.
     """
     static, work_tiles = front.static, work.blocks.shape[0] * front.num_heads * splits.most
     programs = min(work_tiles, basics.multiprocessors())
@@ -407,11 +432,14 @@ def launch(
         front.scratch_types(orders_tensor_core=kernel.orders_tensor_core),
     )
     _require_shared_memory(front, scratch_types)
-    rows, is_cut = splits.most * math.prod(shape), splits.most > 1
+    rows, is_cut = math.prod(shape), splits.most > 1
     (result,) = plgpu.kernel(
         functools.partial(_kernel, kernel, front, programs),
         out_type=(
-            RowState.types(rows, static.value_dim) if is_cut else OutputRows.types(rows, static.value_dim, out_dtype),
+            Results(
+                OutputRows.types(rows, static.value_dim, out_dtype),
+                RowState.types(splits.most * rows, static.value_dim) if is_cut else None,
+            ),
         ),
         grid=(programs,),
         grid_names=("program",),
@@ -421,11 +449,8 @@ def launch(
         compiler_params=front.compiler_params,
         kernel_name=front.kernel_name,
     )(basics.materialize(inputs), tile_counter)
-    if is_cut:
-        state = merge_splits(result, splits.most, work.counts[1])
-        sink = None if sinks is None else jnp.tile(sinks, shape[0])
-        result = OutputRows(state.output(sink).astype(out_dtype), state.lse())
-    return result.out.reshape(*shape, -1), result.lse.reshape(shape)
+    out, lse = merge_splits(result.partial, result.finished, work.counts, sinks) if is_cut else result.finished
+    return out.reshape(*shape, -1), lse.reshape(shape)
 
 
 def _require_shared_memory(front: FrontEnd, scratch_types: Any) -> None:
@@ -445,14 +470,14 @@ def _kernel(
     programs: int,
     x: Any,
     tile_counter: Ref | None,
-    result: OutputRows | RowState,
+    result: Results,
     scratch: Any,
     queue_scratch: Any,
     front_scratch: Any,
 ) -> None:
     def work_tiles() -> WorkTiles:
         queue = None if tile_counter is None else TileQueue(programs, tile_counter, *queue_scratch)
-        return WorkTiles.of(x.blocks, x.counts, front.num_heads, front.l2_head_group, queue)
+        return WorkTiles.of(x.blocks, x.counts, front.num_heads, queue)
 
     kernel.body(front, x, work_tiles, result, scratch, front_scratch)
 
@@ -548,7 +573,7 @@ def consume(
     x: Any,
     work_tiles: WorkTiles,
     consumer: BlockConsumer,
-    result: OutputRows | RowState,
+    result: Results,
     front_scratch: Any,
 ) -> None:
     """Attends to a consumer's rows of all of a program's work tiles."""

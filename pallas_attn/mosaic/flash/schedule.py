@@ -11,6 +11,7 @@ all keys that the block sees or against one of several splits of them (`flash.sp
        segments   number of blocks    -> where the blocks of each end (prefix sums)
        blocks     segment, tiles      -> sort key
        blocks     rank of sort key    -> row of the list
+       heads      longest block, sum  -> number that take turns
        splits     time that they take -> number of splits, where keys may be cut
 
    Calls with the same lengths, such as the layers of a step make, share one list: it is traced once for all of them,
@@ -41,7 +42,7 @@ from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, exclusive_sum, segment_of
 from pallas_attn.mosaic.flash.config import ALIGNMENT
-from pallas_attn.mosaic.flash.split import KvSplits
+from pallas_attn.mosaic.flash.split import WORK_TILE_OVERHEAD, KvSplits
 from pallas_attn.mosaic.row_layout import THREADS
 from pallas_attn.portable.schedule import order_key, ratio
 from pallas_attn.types import HeadWindow
@@ -95,6 +96,11 @@ class FlashWorkTile(NamedTuple):
             return 0, kv_tiles
         first, end = (lax.div(kv_tiles * split, self.num_splits) for split in (self.split, self.split + 1))
         return jnp.where(first < end, first, kv_tiles), jnp.maximum(end - first, 1)
+
+    @property
+    def is_whole(self) -> Any:
+        """Whether the work tile has all keys of its block; None where keys are never cut."""
+        return None if self.num_splits is None else self.num_splits == 1
 
     def output_row(self, row: Any, num_rows: int) -> Any:
         """Row of the output for a query row: the outputs of all splits, `num_rows` each, follow one another."""
@@ -166,7 +172,8 @@ class WorkList(NamedTuple):
 
     Attributes:
       blocks: int32 [most, fields of a `QueryBlock`]; the first `counts[0]` rows are set.
-      counts: int32 [1 or 2], the number of blocks and, where keys may be cut, of splits of each.
+      counts: int32 [2 or 3], the number of blocks, of the heads that take turns (`WorkTiles`) and, where keys may be
+        cut, of splits of each block.
       zero: int32 [1], for a `TileQueue`.
     """
 
@@ -189,8 +196,11 @@ class ListScratch(NamedTuple):
     lanes: Any
 
 
-def list_blocks(blocking: Blocking, lengths: SequenceLengths, splits: KvSplits) -> WorkList:
+def list_blocks(blocking: Blocking, lengths: SequenceLengths, splits: KvSplits, l2_head_group: int = 1) -> WorkList:
     """All blocks, those of the most tiles of keys first, and how many there are.
+
+    Args:
+      l2_head_group: heads whose keys and values are meant to be in the L2 cache at a time, a divisor of `splits.heads`.
 
     Raises:
       NotImplementedError: there can be too many.
@@ -201,11 +211,12 @@ def list_blocks(blocking: Blocking, lengths: SequenceLengths, splits: KvSplits) 
             f"takes at most {MOST_LISTED} sequences and blocks of {blocking.block_rows} rows together, got "
             f"{lengths.sequences} sequences of {blocking.num_rows} rows, which may have {most} blocks"
         )
-    return _listed(blocking, splits, lengths if splits.most > 1 else lengths._replace(window=None))
+    lengths = lengths if splits.most > 1 else lengths._replace(window=None)
+    return _listed(blocking, splits, l2_head_group, lengths)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _listed(blocking: Blocking, splits: KvSplits, lengths: SequenceLengths) -> WorkList:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _listed(blocking: Blocking, splits: KvSplits, l2_head_group: int, lengths: SequenceLengths) -> WorkList:
     segments, (_, most) = lengths.segments, blocking.num_blocks(lengths)
     warpgroups = min(MOST_WARPGROUPS, pl.cdiv(max(segments, most, splits.most), THREADS))
     chunk = warpgroups * THREADS
@@ -215,11 +226,11 @@ def _listed(blocking: Blocking, splits: KvSplits, lengths: SequenceLengths) -> W
         lanes=Lanes.types(warpgroups),
     )
     (listed,) = plgpu.kernel(
-        functools.partial(_list_kernel, blocking, splits),
+        functools.partial(_list_kernel, blocking, splits, l2_head_group),
         out_type=(
             WorkList(
                 jax.ShapeDtypeStruct((most * len(QueryBlock._fields),), jnp.int32),
-                jax.ShapeDtypeStruct((1 if splits.most == 1 else 2,), jnp.int32),
+                jax.ShapeDtypeStruct((2 if splits.most == 1 else 3,), jnp.int32),
                 jax.ShapeDtypeStruct((1,), jnp.int32),
             ),
         ),
@@ -233,7 +244,12 @@ def _listed(blocking: Blocking, splits: KvSplits, lengths: SequenceLengths) -> W
 
 
 def _list_kernel(
-    blocking: Blocking, splits: KvSplits, x: SequenceLengths, listed: WorkList, scratch: ListScratch
+    blocking: Blocking,
+    splits: KvSplits,
+    l2_head_group: int,
+    x: SequenceLengths,
+    listed: WorkList,
+    scratch: ListScratch,
 ) -> None:
     lanes, (_, most), zeros = scratch.lanes, blocking.num_blocks(x), PER_THREAD.filled(jnp.int32(0), THREADS)
     count = lanes.each_chunk(x.segments, functools.partial(_count_blocks, blocking, x, scratch), zeros)
@@ -243,10 +259,14 @@ def _list_kernel(
     def describe(number: Any) -> tuple[QueryBlock, Any]:
         return first if most <= lanes.threads else _describe(blocking, x, scratch, number, count)
 
-    def store_sort_keys(number: Any, most_tiles: Any) -> Any:
+    def store_sort_keys(number: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
+        most_tiles, cost = before
         block, sort_key = describe(number)
         PER_THREAD.put(scratch.sort_keys, jnp.where(number < scratch.sort_keys.shape[0], number, -1), sort_key)
-        return jnp.maximum(most_tiles, jnp.where(number < count, block.kv_tiles, 0))
+        kv_tiles = jnp.where(number < count, block.kv_tiles, 0)
+        # Below 2**31 for all blocks together, whatever the lengths are.
+        cost += jnp.where(number < count, jnp.minimum(kv_tiles + WORK_TILE_OVERHEAD, (1 << 31) // (most + 1)), 0)
+        return jnp.maximum(most_tiles, kv_tiles), cost
 
     def write(number: Any, _: None) -> None:
         block, sort_key = describe(number)
@@ -254,15 +274,42 @@ def _list_kernel(
         for i, field in enumerate(block):
             PER_THREAD.put(listed.blocks, jnp.where(number < count, rank * len(block) + i, -1), field)
 
-    most_tiles = lanes.each_chunk(scratch.sort_keys.shape[0], store_sort_keys, zeros)
+    most_tiles, cost = lanes.each_chunk(scratch.sort_keys.shape[0], store_sort_keys, (zeros, zeros))
     lanes.barrier()
     lanes.each_chunk(most, write)
     PER_THREAD.put(listed.zero, jnp.where(lane == 0, 0, -1), zeros)
     PER_THREAD.put(listed.counts, jnp.where(lane == 0, 0, -1), count)
+    by_turns = l2_head_group < splits.heads
+    longest = lanes.max(most_tiles) if by_turns or splits.most > 1 else None
+    heads = _heads_in_turn(splits, l2_head_group, longest, lanes.sum(cost)) if by_turns else jnp.int32(splits.heads)
+    PER_THREAD.put(listed.counts, jnp.where(lane == 0, 1, -1), PER_THREAD.filled(heads, THREADS))
     if splits.most > 1:
-        kv_tiles = _limit_by_windows(blocking, x, lanes, lanes.max(most_tiles))
-        num_splits = splits.choose(lanes, count, kv_tiles)
-        PER_THREAD.put(listed.counts, jnp.where(lane == 0, 1, -1), PER_THREAD.filled(num_splits, THREADS))
+        num_splits = splits.choose(lanes, count, _limit_by_windows(blocking, x, lanes, longest))
+        PER_THREAD.put(listed.counts, jnp.where(lane == 0, 2, -1), PER_THREAD.filled(num_splits, THREADS))
+
+
+MOST_TAIL = 1 / 32
+"""Part of a call's time for which programs may have nothing to do at its end."""
+
+
+def _heads_in_turn(splits: KvSplits, l2_head_group: int, longest: Any, cost: Any) -> Any:
+    """Number of heads that take turns on all blocks before the next ones do: `l2_head_group`, or more if the longest
+    block of the last ones would end long after everything else.
+
+    That happens where a call's lengths differ much, and few heads share its time: 200 new tokens after 9,000 beside
+    prompts, with heads one by one, take a half longer.
+
+    Args:
+      longest: most tiles of keys of a block.
+      cost: of the blocks of a head, in tiles of keys.
+    """
+    mean = cost.astype(jnp.float32) * (1 / splits.programs)  # of a program, for one head
+    chosen: Any = jnp.int32(splits.heads)
+    for heads in reversed(range(l2_head_group, splits.heads, l2_head_group)):
+        if splits.heads % heads == 0:
+            tail = (longest + WORK_TILE_OVERHEAD).astype(jnp.float32) - heads * mean
+            chosen = jnp.where(tail <= MOST_TAIL * splits.heads * mean, jnp.int32(heads), chosen)
+    return chosen
 
 
 def _count_blocks(blocking: Blocking, x: SequenceLengths, scratch: ListScratch, segment: Any, before: Any) -> Any:
@@ -347,7 +394,7 @@ class WorkTiles(NamedTuple):
       num_blocks: number of them.
       num_splits: of the keys of each block, where they may be cut; else None.
       num_heads: heads, or groups of heads that share a block.
-      l2_head_group: heads whose keys and values are meant to be in the L2 cache at a time.
+      l2_head_group: heads that take turns, whose keys and values are meant to be in the L2 cache at a time.
       queue: hands out numbers of work tiles; None if each program does the one of its own number.
     """
 
@@ -355,13 +402,13 @@ class WorkTiles(NamedTuple):
     num_blocks: Any
     num_splits: Any
     num_heads: int
-    l2_head_group: int
+    l2_head_group: Any
     queue: TileQueue | None
 
     @staticmethod
-    def of(blocks: Ref, counts: Ref, num_heads: int, l2_head_group: int, queue: TileQueue | None) -> WorkTiles:
-        num_blocks, num_splits = counts[0], counts[1] if counts.shape[0] > 1 else None
-        return WorkTiles(blocks, num_blocks, num_splits, num_heads, l2_head_group, queue)
+    def of(blocks: Ref, counts: Ref, num_heads: int, queue: TileQueue | None) -> WorkTiles:
+        num_splits = counts[2] if counts.shape[0] > 2 else None
+        return WorkTiles(blocks, counts[0], num_splits, num_heads, counts[1], queue)
 
     def produce(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> tuple[Any, Any]:
         """Fetches work tiles, and calls work(whether one came before it, number of its first tile of keys, work tile)

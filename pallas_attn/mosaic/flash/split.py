@@ -1,9 +1,10 @@
 """KV splits: the keys of query blocks cut into parts, where there are fewer blocks than multiprocessors (split-KV).
 
 The keys of all blocks are cut into equally many splits, and each split of a block is a work tile of its own, which
-leaves partial states (`RowState`) that XLA merges. The number of splits is chosen on the device, by the kernel that
-lists the blocks (`flash.schedule`), from the number of blocks and of the tiles of keys that they see; there is
-room for the partial states of as many splits as a call of these shapes can have.
+leaves partial states (`RowState`) for a kernel to merge. The number of splits is chosen on the device, by the kernel
+that lists the blocks (`flash.schedule`), from the number of blocks and of the tiles of keys that they see; there is
+room for the partial states of as many splits as a call of these shapes can have. Where none is cut, rows are written
+finished, and the merge has nothing to do.
 
 As in decode (`sm90.split_states`), partial states keep maximum and sum apart, and are merged by their maxima: an LSE of
 5e5, rounded to float32, would change the weight of a split by up to 1.6%.
@@ -12,23 +13,38 @@ As in decode (`sm90.split_states`), partial states keep maximum and sum apart, a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Int32
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
 
 from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.basics import LOG2E
+from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.block_scan import Lanes
+from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.tiles import over_tokens
 
 WORK_TILE_OVERHEAD = 2
 """Cost of a work tile beside its tiles of keys, in tiles: its first scores, which overlap nothing, and its output."""
 
-MERGE_OVERHEAD = 6
-"""Cost of merging splits, in tiles. Both costs are estimates from the times of a launch and of a tile."""
+MERGE_OVERHEAD = 4
+"""Cost of merging splits, in tiles, beside what is moved. Both costs are estimates from the times of a launch and of a
+tile.
+"""
+
+PARTIALS = 8
+"""Partial states that there is room for, at most, of a block for each program."""
+
+BYTES_OF_A_TILE = 1.1
+"""Bytes that are moved in the time of a multiply-add of a tile: 3 TB/s beside 132 programs that together do 710
+TFLOP/s.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,33 +56,47 @@ class KvSplits:
       heads: heads, or groups of heads that share a block, that blocks are done for.
       most_tiles: tiles of keys that a block can see.
       programs: programs that run at a time.
+      rows: rows of the output.
+      rows_of_a_tile: rows whose partial states are written and read in the time of a tile of keys.
     """
 
     most: int
     heads: int
     most_tiles: int
     programs: int
+    rows: int = 0
+    rows_of_a_tile: int = 1
 
     @staticmethod
-    def of(*, heads: int, num_blocks: tuple[int, int], most_tiles: int) -> KvSplits:
+    def of(
+        *, heads: int, num_blocks: tuple[int, int], most_tiles: int, rows: int = 0, rows_of_a_tile: int = 1
+    ) -> KvSplits:
         """Limits with room for as many splits as can be the best choice.
 
         Args:
-          heads, most_tiles: see the class.
+          heads, most_tiles, rows, rows_of_a_tile: see the class.
           num_blocks: the least and the largest number of blocks of a head.
         """
         programs = basics.multiprocessors()
         fewest, largest = (n * heads for n in num_blocks)
-        room = max(1, min(2 * programs // fewest, most_tiles))  # at most two partial outputs a program
+        room = max(1, min(PARTIALS * programs // fewest, most_tiles))
+        limits = KvSplits(1, heads, most_tiles, programs, rows, rows_of_a_tile)
+        splits = np.arange(1, room + 1)
+        work_tiles = np.arange(fewest, max(min(largest, PARTIALS * programs), fewest) + 1)
+        best = np.argmin(limits.time(work_tiles[:, None], splits, most_tiles, np), axis=1)
+        most = int(best.max()) + 1
+        return dataclasses.replace(limits, most=most)
 
-        def best(work_tiles: int) -> int:
-            return min(
-                range(1, room + 1),
-                key=lambda splits: _time(work_tiles, splits, most_tiles, programs) + MERGE_OVERHEAD * (splits > 1),
-            )
+    def time(self, work_tiles: Any, splits: Any, kv_tiles: Any, xp: Any = jnp) -> Any:
+        """Time of so many work tiles before they are cut into splits, in tiles of keys.
 
-        most = max(best(n) for n in range(fewest, max(min(largest, programs), fewest) + 1))
-        return KvSplits(most, heads, most_tiles, programs)
+        Args:
+          xp: numpy or jax.numpy.
+        """
+        cdiv: Any = pl.cdiv if xp is jnp else lambda x, y: -(-x // y)
+        rounds = cdiv(work_tiles * splits, self.programs)
+        merging = MERGE_OVERHEAD + cdiv(splits * self.rows, self.rows_of_a_tile)
+        return rounds * (cdiv(kv_tiles, splits) + WORK_TILE_OVERHEAD) + xp.where(splits > 1, merging, 0)
 
     def choose(self, lanes: Lanes, num_blocks: Any, kv_tiles: Any) -> Any:
         """Choose the number of splits that takes the least time: in the listing kernel, where each thread computes the
@@ -80,17 +110,10 @@ class KvSplits:
         power = 1 << self.most.bit_length()
         longest = (1 << 31) // power - 1
         splits = lanes.number() + 1
-        merging = jnp.where(splits > 1, MERGE_OVERHEAD, 0)
-        time = _time(num_blocks * self.heads, splits, jnp.minimum(kv_tiles, self.most_tiles), self.programs) + merging
-        time = jnp.minimum(time, longest)
-        time = jnp.where(splits <= self.most, time, longest)
+        time = self.time(num_blocks * self.heads, splits, jnp.minimum(kv_tiles, self.most_tiles))
+        time = jnp.where(splits <= self.most, jnp.minimum(time, longest), longest)
         least = -lanes.max(-(time * power + lanes.number() % power))
         return least % power + 1
-
-
-def _time(work_tiles: Any, splits: Any, kv_tiles: Any, programs: int) -> Any:
-    """Time of so many work tiles before they are cut into splits, in tiles of keys, without merging."""
-    return pl.cdiv(work_tiles * splits, programs) * (pl.cdiv(kv_tiles, splits) + WORK_TILE_OVERHEAD)
 
 
 # --- partial states
@@ -139,16 +162,74 @@ class RowState(NamedTuple):
         return jnp.where(self.seen, log2 * (1 / LOG2E), -jnp.inf)
 
 
-def merge_splits(partials: RowState, room: int, num_splits: Int32[Array, ""]) -> RowState:
-    """Merge the partial states of the splits of n rows.
+class OutputRows(NamedTuple):
+    """Finished rows: out [n, Dv] and lse [n], arrays or references to them."""
+
+    out: Any
+    lse: Any
+
+    @staticmethod
+    def types(rows: int, value_dim: int, dtype: jax.typing.DTypeLike) -> OutputRows:
+        """Shapes of so many rows."""
+        return OutputRows(jax.ShapeDtypeStruct((rows, value_dim), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32))
+
+
+# --- merging
+
+MERGED_ROWS = 16
+"""Rows that a program merges: four loads of 16 bytes a thread for each split, at a width of 128."""
+
+
+def merge_splits(
+    partials: RowState, finished: OutputRows, counts: Int32[Array, "3"], sinks: Float[Array, "Hq"] | None
+) -> OutputRows:
+    """Merge the partial states of the splits of n rows into the finished rows, by a kernel that reads what was written.
+
+    Where keys were not cut after all it leaves the finished rows as they are.
 
     Args:
-      partials: [room · n, ...], split after split. Those from `num_splits` on were not written.
+      partials: [room · n, ...], split after split. Those from `counts[2]` on were not written.
+      counts: of the `WorkList`.
+      sinks: learned logits of the heads of the rows, which alternate.
     """
-    o, m, l = (x.reshape(room, -1, *x.shape[1:]) for x in partials)  # noqa: E741
-    seen = (jnp.arange(room, dtype=jnp.int32)[:, None] < num_splits) & (l != 0)
-    m = jnp.where(seen, m, -jnp.inf)
-    highest = m.max(axis=0)
-    weights = jnp.exp2(m - jnp.where(highest == -jnp.inf, 0.0, highest)[None])
-    o = jnp.where(seen[..., None], o * weights[..., None], 0.0).sum(axis=0)
-    return RowState(o, highest, jnp.where(seen, l * weights, 0.0).sum(axis=0))
+    out, lse = (basics.alias_in_place(x) for x in finished)
+    n, value_dim = finished.out.shape
+    layout = RowLayout(min(32, value_dim // 4), 4)
+    plgpu.kernel(
+        functools.partial(_merge_kernel, layout),
+        out_type=(),
+        grid=(pl.cdiv(n, MERGED_ROWS),),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="merge_prefill_splits",
+    )(*basics.materialize((partials, counts, sinks)), out, lse)
+    return OutputRows(basics.read_back(out), basics.read_back(lse))
+
+
+def _merge_kernel(layout: RowLayout, partials: RowState, counts: Ref, sinks: Ref | None, out: Ref, lse: Ref) -> None:
+    (n, value_dim), num_splits = out.shape, counts[2]
+    row = layout.iota(MERGED_ROWS) + lax.axis_index("program") * MERGED_ROWS
+    place = jnp.where(row < n, row, -1)
+
+    def add(split: Any, merged: RowState) -> RowState:
+        at = jnp.where(row < n, row + split * n, -1)
+        o = layout.load(partials.o, at, 0, value_dim)
+        m, l = (layout.take(x, jnp.maximum(at, 0)) for x in (partials.m, partials.l))  # noqa: E741
+        m = jnp.where(l != 0, m, -jnp.inf)
+        highest = jnp.maximum(merged.m, m)
+        shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+        before, more = jnp.exp2(merged.m - shift), jnp.exp2(m - shift)
+        # A state that saw nothing may hold 0 times an infinite value.
+        o = jnp.where(layout.spread(l != 0, value_dim), o * layout.spread(more, value_dim), 0.0)
+        return RowState(merged.o * layout.spread(before, value_dim) + o, highest, merged.l * before + l * more)
+
+    @pl.when(num_splits > 1)
+    def _merge() -> None:
+        nothing = plgpu.layout_cast(jnp.zeros((MERGED_ROWS, value_dim), jnp.float32), layout.tile)
+        empty = RowState(nothing, layout.filled(-jnp.inf, MERGED_ROWS), layout.filled(0.0, MERGED_ROWS))
+        state = lax.fori_loop(0, num_splits, add, empty)
+        sink = None
+        if sinks is not None:
+            sink = layout.take(sinks, lax.rem(jnp.maximum(place, 0), jnp.int32(sinks.shape[0])))
+        layout.store(out, place, 0, state.output(sink).astype(out.dtype))
+        layout.put(lse, place, state.lse())

@@ -59,7 +59,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     FlashKernel,
     FlashStatic,
     FrontEnd,
-    OutputRows,
+    Results,
     Rings,
     RowOptions,
     ScoreTransform,
@@ -69,7 +69,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     wait_if,
 )
 from pallas_attn.mosaic.flash.schedule import FlashWorkTile, WorkList, WorkTiles, ring_slot
-from pallas_attn.mosaic.flash.split import KvSplits, RowState
+from pallas_attn.mosaic.flash.split import KvSplits, OutputRows, RowState
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.score_mask import Limits
 from pallas_attn.mosaic.sm100 import tmem
@@ -197,7 +197,7 @@ def _kernel(
     front: FrontEnd,
     x: Any,
     work_tiles: Callable[[], WorkTiles],
-    result: OutputRows | RowState,
+    result: Results,
     scratch: TensorScratch,
     front_scratch: Any,
 ) -> None:
@@ -359,9 +359,10 @@ class SoftmaxConsumer:
     index: int
     number: Any
 
-    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> RowStats:
+    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowStats:
         """Softmax over some tiles, at least one, from the program's tile number `begin` on; O is in TMEM then."""
         del begin  # buffers of scores are taken in the order of a block's tiles
+        del has_rows  # products are started for all
         state = RowStats(ROWS.filled(jnp.float32(-jnp.inf), QUERIES), ROWS.filled(jnp.float32(0.0), QUERIES))
         if self.static.consumers > 1:
             step = functools.partial(self._step, transform, self.index)
@@ -449,23 +450,28 @@ class SoftmaxConsumer:
         """Values [tile_keys] in shared memory, over all rows of a part."""
         return over_columns(basics.load(ref.at[columns], PER_COLUMN), part.shape)
 
-    def store(self, result: OutputRows | RowState, row: jax.Array, state: RowStats, options: RowOptions) -> None:
+    def store(self, result: Results, row: jax.Array, state: RowStats, options: RowOptions) -> None:
         """Write 128 rows to rows `row` of the result where that is not negative: finished, or as is to be merged."""
         o_ref = self.scratch.outputs[self.index]
         for first in range(0, self.static.value_dim, CHUNK):
             o = plgpu.async_load_tmem(o_ref.at[:, pl.ds(first, CHUNK)], layout=TILE)
             plgpu.wait_load_tmem()  # the next block's first product overwrites O
             o = o if options.scale is None else options.scale(o, first, PER_COLUMN)
-            if isinstance(result, RowState):
-                ROWS.store(result.o, row, first, o)
-            else:
+
+            def partial(states: RowState, o: jax.Array = o, first: int = first) -> None:
+                ROWS.store(states.o, row, first, o)
+
+            def finished(rows: OutputRows, o: jax.Array = o, first: int = first) -> None:
                 out = RowState(o, *state).output(options.sink)
-                ROWS.store(result.out, row, first, out.astype(result.out.dtype))
-        if isinstance(result, RowState):
-            ROWS.put(result.m, row, state.m)
-            ROWS.put(result.l, row, state.l)
-        else:
-            ROWS.put(result.lse, row, RowState(None, *state).lse())
+                ROWS.store(rows.out, row, first, out.astype(rows.out.dtype))
+
+            result.store(options.is_whole, finished, partial)
+
+        def partial_sums(states: RowState) -> None:
+            ROWS.put(states.m, row, state.m)
+            ROWS.put(states.l, row, state.l)
+
+        result.store(options.is_whole, lambda rows: ROWS.put(rows.lse, row, RowState(None, *state).lse()), partial_sums)
 
 
 # --- a tile of scores

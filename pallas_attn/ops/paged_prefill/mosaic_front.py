@@ -37,8 +37,8 @@ from pallas_attn.mosaic.flash.pipeline import (
     BlockConsumer,
     BlockRows,
     FlashStatic,
-    OutputRows,
     Producer,
+    Results,
     Rings,
     RowOptions,
     ScoreTransform,
@@ -52,7 +52,7 @@ from pallas_attn.mosaic.flash.schedule import (
     list_blocks,
     ring_slot,
 )
-from pallas_attn.mosaic.flash.split import KvSplits, RowState
+from pallas_attn.mosaic.flash.split import KvSplits
 from pallas_attn.mosaic.row_layout import THREADS, RowLayout
 from pallas_attn.mosaic.score_mask import Limits
 from pallas_attn.mosaic.tiles import BY_64
@@ -124,8 +124,14 @@ def attend(
     head_window = call.window if isinstance(call.window, HeadWindow) else None
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
     most_tiles = front.static.most_tiles(call.block_tables.shape[-1] * call.page_size, front.window)
-    splits = KvSplits.of(heads=front.num_heads, num_blocks=blocking.num_blocks(lengths), most_tiles=most_tiles)
-    work = list_blocks(blocking, lengths, splits)
+    splits = KvSplits.of(
+        heads=front.num_heads,
+        num_blocks=blocking.num_blocks(lengths),
+        most_tiles=most_tiles,
+        rows=call.num_tokens * front.num_q_heads,
+        rows_of_a_tile=front.static.rows_of_a_tile,
+    )
+    work = list_blocks(blocking, lengths, splits, front.l2_head_group)
     pool_rows = call.page_size // front.tokens_per_smem_row, call.head_dim * front.tokens_per_smem_row
     inputs = PrefillInputs(
         q=tuple(zero_rows_past_end(term[0], tile_rows) for term in terms),
@@ -137,7 +143,7 @@ def attend(
         blocks=work.blocks,
         counts=work.counts,
         window=head_window,
-        sinks=call.sinks if splits.most == 1 else None,
+        sinks=call.sinks,
     )
     shape = call.num_tokens, front.num_q_heads
     return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
@@ -539,7 +545,7 @@ class PagedTile(NamedTuple):
 
     # Consumer
 
-    def attend(self, consumer: BlockConsumer, kv_tile: Any, result: OutputRows | RowState) -> None:
+    def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
         staged, scales = self.scratch.staged, None
         if staged is not None:
             scales = CacheScales(self.front.scales, self.x.k_scale, self.x.v_scale, staged.token_scales)
@@ -555,9 +561,10 @@ class PagedTile(NamedTuple):
             transform = scales.transform(transform, self.kv_head, kv_tile)
         if self.scratch.tile_meta_landed is not None:
             transform = transform._replace(await_tile=lambda i: self.await_tile_meta(kv_tile + i))
-        state = consumer.attend(kv_tile, self.kv_tiles, transform)
+        state = consumer.attend(kv_tile, self.kv_tiles, transform, self.rows.any_of(number))
         scale = None if scales is None else scales.output_scale(self.kv_head)
-        consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row), scale))
+        sinks = self.rows.sinks(self.x.sinks, row)
+        consumer.store(result, row, state, RowOptions(sinks, self.work.is_whole, scale))
 
     def limits(self, position: jax.Array, kv_tile: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
         """Limits of the i-th tile, number kv_tile + i of the rings, for rows at these positions (`ScoreTransform`)."""

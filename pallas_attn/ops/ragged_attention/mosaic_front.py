@@ -26,8 +26,8 @@ from pallas_attn.mosaic.flash.pipeline import (
     BlockConsumer,
     BlockRows,
     FlashStatic,
-    OutputRows,
     Producer,
+    Results,
     RowOptions,
     ScoreTransform,
     shared_heads,
@@ -40,7 +40,7 @@ from pallas_attn.mosaic.flash.schedule import (
     align_down,
     list_blocks,
 )
-from pallas_attn.mosaic.flash.split import KvSplits, RowState
+from pallas_attn.mosaic.flash.split import KvSplits
 from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.score_mask import Limits
 from pallas_attn.ops.ragged_attention import config
@@ -103,14 +103,19 @@ def attend(
     lengths = SequenceLengths(call.cu_q_lens, call.cu_kv_lens)
     most_tiles = static.most_tiles(num_keys, call.window)
     num_blocks, sets = blocking.num_blocks(lengths), num_heads // static.block_heads
-    splits = KvSplits.of(heads=sets, num_blocks=num_blocks, most_tiles=most_tiles)
-    work = list_blocks(blocking, lengths, splits)
+    splits = KvSplits.of(
+        heads=sets,
+        num_blocks=num_blocks,
+        most_tiles=most_tiles,
+        rows=num_tokens * num_heads,
+        rows_of_a_tile=static.rows_of_a_tile,
+    )
+    kv_bytes = num_keys * (key_dim + value_dim) * call.k.dtype.itemsize
+    work = list_blocks(blocking, lengths, splits, config.l2_head_group(sets, num_kv_heads, kv_bytes=kv_bytes))
     q = zero_rows_past_end(call.q, tile_rows)
     k, v = (zero_rows_past_end(x, static.tile_keys) for x in (call.k, call.v))
-    kv_bytes = num_keys * (key_dim + value_dim) * k.dtype.itemsize
-    l2_head_group = config.l2_head_group(sets, num_kv_heads, kv_bytes=kv_bytes)
-    front = RaggedFrontEnd(static, num_tokens, num_heads, l2_head_group, call.causal, call.window)
-    inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks if splits.most == 1 else None)
+    front = RaggedFrontEnd(static, num_tokens, num_heads, call.causal, call.window)
+    inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks)
     shape = num_tokens, num_heads
     return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
 
@@ -131,7 +136,6 @@ class RaggedFrontEnd:
     static: FlashStatic
     num_tokens: int
     num_q_heads: int
-    l2_head_group: int
     causal: bool
     window: int | None
 
@@ -229,12 +233,12 @@ class RaggedTile(NamedTuple):
 
     # Consumer
 
-    def attend(self, consumer: BlockConsumer, kv_tile: Any, result: OutputRows | RowState) -> None:
+    def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
         transform = ScoreTransform(functools.partial(self.limits, consumer.number))
-        state = consumer.attend(kv_tile, self.kv_tiles, transform)
+        state = consumer.attend(kv_tile, self.kv_tiles, transform, self.rows.any_of(consumer.number))
         number = consumer.number + basics.unknown_zero()  # or what the next two have in common is kept meanwhile
         row = self.rows.output_row(self.rows.queries(number), number)
-        consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row)))
+        consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row), self.work.is_whole))
 
     def limits(self, number: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
         """Limits that hide keys of neighbouring sequences in the i-th tile, and keys that causal rows do not see or

@@ -72,6 +72,27 @@ WIDE_QUICK = [
 """The cases of the wide grid that tell most."""
 
 
+def _peers() -> list[PagedPrefillCase]:
+    """Each batch, chunk, prefix, page size and kind of heads of the wide grid at least once, for a run beside peers."""
+    shapes_of = (
+        ((1, 16, 65536), (16, 16), 16),
+        ((1, 16, 65536), (28, 4), 64),
+        ((1, 1000, 65536), (40, 8), 64),
+        ((1, 9000, 0), (64, 8), 16),
+        ((5, 200, 9000), (128, 8), 64),
+        ((16, 100, 1000), (64, 8), 16),
+        ((16, 100, 1000), (16, 16), 64),
+        ((64, 16, 2000), (128, 8), 16),
+        ((64, 16, 2000), (16, 16), 64),
+    )
+    cases = [PagedPrefillCase(Prefill(*sizes, *heads, 128, page_size)) for sizes, heads, page_size in shapes_of]
+    cases += [_of_mixed_lengths(heads, page) for heads, page in (((16, 16), 64), ((40, 8), 16), ((128, 8), 16))]
+    cases += [PagedPrefillCase(Prefill(3, 3000, 0, 28, 4, 128, 16, window=1000))]
+    eights = [PagedPrefillCase(Prefill(64, 16, 2000, 40, 8, 128, 16), cache) for cache in ("int8-head", "fp8-head")]
+    eights += [_of_mixed_lengths((28, 4), 64, cache) for cache in ("int8-head", "fp8-head")]
+    return [*WIDE_QUICK, *cases, *eights]
+
+
 BENCH = Bench(
     grids={
         "prefill": [PagedPrefillCase(Prefill(1, *size, 32, 8, 128)) for size in LENGTHS],
@@ -84,6 +105,7 @@ BENCH = Bench(
         "windows": [PagedPrefillCase(Prefill(1, 8192, 8192, 32, 8, 128, window=window)) for window in (1024, 4096)],
         "wide": _wide(),
         "wide-quick": WIDE_QUICK,
+        "wide-peers": _peers(),
         "models": [PagedPrefillCase(shape) for shape in shapes.PREFILL.values()],
         "tune": _tune(),
         "small": [PagedPrefillCase(Prefill(2, 8, 24, 4, 2, 16, 16), cache) for cache in ("f32", "int8-head")],

@@ -72,6 +72,24 @@ WIDE_QUICK = [
 """The cases of the wide grid that tell most."""
 
 
+def _peers() -> list[RaggedAttentionCase]:
+    """Each batch, chunk, prefix and kind of heads of the wide grid at least once, for a run beside peers."""
+    shapes = (
+        ((1, 1000, 65536), HEADS[1]),
+        ((1, 1000, 65536), GROUPED[3]),
+        ((1, 9000, 0), GROUPED[2]),
+        ((5, 200, 9000), HEADS[1]),
+        ((11, 700, 0), GROUPED[1]),
+        ((16, 100, 1000), GROUPED[2]),
+        ((16, 100, 1000), HEADS[1]),
+        ((64, 128, 0), GROUPED[0]),
+        ((64, 57, 1024), GROUPED[3]),
+        ((64, 57, 1024), HEADS[1]),
+    )
+    cases = [RaggedAttentionCase(RaggedPrefill(*sizes, *heads)) for sizes, heads in shapes]
+    return [*WIDE_QUICK, *cases, _of_mixed_lengths(HEADS[1]), _of_mixed_lengths(GROUPED[3])]
+
+
 BENCH = Bench(
     grids={
         "prefill": [RaggedAttentionCase(RaggedPrefill(1, *size, *heads)) for heads in HEADS for size in LENGTHS],
@@ -83,6 +101,7 @@ BENCH = Bench(
         ],
         "wide": _wide(),
         "wide-quick": WIDE_QUICK,
+        "wide-peers": _peers(),
         "tune": _tune(),
         "small": [RaggedAttentionCase(RaggedPrefill(2, 8, 8, 4, 2, 24, 16), cache) for cache in ("f32", "bf16")],
     },

@@ -99,9 +99,13 @@ def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timi
     return stopwatch.graph(calls, compared=True)
 
 
-def ragged(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times sequences one after the other, as ours are."""
-    attend = import_interface().flash_attn_varlen_func
+def ragged(num_splits: int, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
+    """Times sequences one after the other, as ours are.
+
+    Args:
+      num_splits: splits of the keys; 0 for its own choice, where 1 is what it does unless asked.
+    """
+    attend = functools.partial(import_interface().flash_attn_varlen_func, num_splits=num_splits)
     refuse_all_but_bf16(case.cache)
     k, v, *offsets = (as_torch(arrays[name]) for name in ("k", "v", "cu_q_lens", "cu_kv_lens"))
     longest = max(new for new, _ in case.each), max(case.held_by_each)
@@ -148,4 +152,8 @@ NAME = "flash-attention-3"
 MLA_CONTENDERS = {NAME: mla}
 DECODE_CONTENDERS = {NAME: decode}
 PAGED_CONTENDERS = {NAME: paged}
-RAGGED_CONTENDERS = {NAME: ragged, f"{NAME}-of-one-length": of_one_length}
+RAGGED_CONTENDERS = {
+    NAME: functools.partial(ragged, 0),
+    f"{NAME}-unsplit": functools.partial(ragged, 1),
+    f"{NAME}-of-one-length": of_one_length,
+}

@@ -50,7 +50,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     FlashKernel,
     FlashStatic,
     FrontEnd,
-    OutputRows,
+    Results,
     Rings,
     RowOptions,
     ScoreTransform,
@@ -60,7 +60,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     wait_if,
 )
 from pallas_attn.mosaic.flash.schedule import WorkList, WorkTiles, ring_slot
-from pallas_attn.mosaic.flash.split import KvSplits, RowState
+from pallas_attn.mosaic.flash.split import KvSplits, OutputRows, RowState
 from pallas_attn.mosaic.row_layout import RowLayout, store_results
 from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
@@ -117,7 +117,7 @@ def _kernel(
     front: FrontEnd,
     x: Any,
     work_tiles: Callable[[], WorkTiles],
-    result: OutputRows | RowState,
+    result: Results,
     scratch: FlashScratch,
     front_scratch: Any,
 ) -> None:
@@ -172,15 +172,22 @@ class Consumer:
     schedule_barrier: Any
     number: Any
 
-    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> RowState:
-        """Attention over some tiles, at least one, from the program's tile number `begin` on."""
+    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowState:
+        """Attention over some tiles, at least one, from the program's tile number `begin` on.
+
+        Without rows only the first tile is multiplied, which leaves the tensor core to the other consumers. That is a
+        matter of how often the loop runs, and no branch around it: of one that is not known to be uniform the assembler
+        makes descriptors of products in ordinary registers.
+        """
+        multiplied = jnp.where(has_rows, kv_tiles, 1)
 
         def step(i: Any, state: SoftmaxState) -> SoftmaxState:
-            return self._step(begin + i, state, i + 1 < kv_tiles, functools.partial(self._scores, transform, i))
+            return self._step(begin + i, state, i + 1 < multiplied, functools.partial(self._scores, transform, i))
 
         plgpu.barrier_wait(self._of_own(self.rings.q_landed))
         state = self._first(begin, kv_tiles > 1, functools.partial(self._scores, transform, jnp.int32(0)))
-        state = lax.fori_loop(1, kv_tiles, step, state)
+        state = lax.fori_loop(1, multiplied, step, state)
+        lax.fori_loop(multiplied, kv_tiles, lambda i, _: self._skip(begin + i, i + 1 < kv_tiles), None)
         return RowState(self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1))
 
     def _first(self, kv_tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
@@ -217,6 +224,16 @@ class Consumer:
         p, l = lax.optimization_barrier((p.astype(rings.q.dtype), l + more_l))  # noqa: E741
         self._await_keys(kv_tile + 1, more)
         return SoftmaxState(o, m, l, p)
+
+    def _skip(self, kv_tile: Any, more: Any) -> None:
+        """Waits and arrives as `_step` does, without products."""
+        slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)
+        plgpu.barrier_wait(self.rings.v_landed.at[previous])
+        self._await_turn()
+        self._pass_turn()
+        self._release_keys(slot, more)
+        plgpu.barrier_arrive(self.rings.v_free.at[previous])
+        self._await_keys(kv_tile + 1, more)
 
     def _last(self, kv_tile: Any, state: SoftmaxState) -> jax.Array:
         """Adds the values of the last tile to the output."""
@@ -267,17 +284,21 @@ class Consumer:
             following = ring_slot(self.number + 1, self.static.consumers)
             plgpu.barrier_arrive(self.schedule_barrier.at[following])
 
-    def store(self, result: OutputRows | RowState, row: jax.Array, state: RowState, options: RowOptions) -> None:
+    def store(self, result: Results, row: jax.Array, state: RowState, options: RowOptions) -> None:
         """Write 64 rows to rows `row` of the result where that is not negative: finished, or as is to be merged."""
         if options.scale is not None:
             state = state._replace(o=options.scale(state.o, 0, PER_COLUMN))
-        if isinstance(result, RowState):
-            ROWS.store(result.o, row, 0, state.o)
-            ROWS.put(result.m, row, state.m)
-            ROWS.put(result.l, row, state.l)
-            return
-        ROWS.store(result.out, row, 0, state.output(options.sink).astype(result.out.dtype))
-        ROWS.put(result.lse, row, state.lse())
+
+        def partial(states: RowState) -> None:
+            ROWS.store(states.o, row, 0, state.o)
+            ROWS.put(states.m, row, state.m)
+            ROWS.put(states.l, row, state.l)
+
+        def finished(rows: OutputRows) -> None:
+            ROWS.store(rows.out, row, 0, state.output(options.sink).astype(rows.out.dtype))
+            ROWS.put(rows.lse, row, state.lse())
+
+        result.store(options.is_whole, finished, partial)
 
     # Scores
 
