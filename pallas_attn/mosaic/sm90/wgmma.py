@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -376,8 +376,11 @@ def _number(x: int) -> Any:
 def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
     """Start (qs[0] + ...) @ kᵀ as a commit group."""
     total: list[ir.Value] = []
+    (columns, depth), dtype = mma_utils.tiled_memref_shape(k)
     for q in qs:
-        total = add_scores(total, q, k)
+        lefts = ([a] for a in left_steps(q, depth).each())
+        rights = _steps(*_right(mgpu.memref_transpose(k, (1, 0, 3, 2)), columns, ROW_BYTES), depth, ROW_BYTES)
+        total = _one_by_one(total, lefts, rights, columns=columns, dtype=dtype, transposed=False)
     commit()
     return fragments(total, (mma_utils.tiled_memref_shape(qs[0])[0][0], mma_utils.tiled_memref_shape(k)[0][0]))
 
@@ -386,7 +389,9 @@ def _weighted(
     lefts: Sequence[Sequence[ir.Value]], v: ir.Value, total: Sequence[ir.Value], shape: tuple[int, ...]
 ) -> Any:
     """Start total + p @ v as a commit group, p in the registers of each instruction's left operand."""
-    total = add_values(total, lefts, v)
+    (keys, values), dtype = mma_utils.tiled_memref_shape(v)
+    rights = _steps(*_right(v, values, ROW_BYTES), keys, ROW_BYTES)
+    total = _one_by_one(total, lefts, rights, columns=values, dtype=dtype, transposed=True)
     commit()
     return fragments(total, shape)
 
@@ -408,6 +413,11 @@ class Descriptors(NamedTuple):
     first: ir.Value
     offsets: Sequence[int]
 
+    def each(self) -> Iterator[ir.Value]:
+        """Yield them, each made when it is asked for."""
+        for offset in self.offsets:
+            yield arith.addi(self.first, mgpu.c(offset, self.first.type))
+
 
 class RightOperand:
     """Right operand [N, K] in shared memory, K contiguous, of which products take `DEPTH` of K after each other."""
@@ -422,18 +432,18 @@ class RightOperand:
         self._first, offsets = _steps(*rights, depth, row_bytes)
         self._offsets = iter(offsets)
 
-    def add(self, total: Sequence[ir.Value], lefts: Descriptors | Iterable[Sequence[ir.Value]]) -> list[ir.Value]:
+    def add(self, total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
         """Start total + the product of left operands [M, DEPTH] and the next of this; return the result's registers.
 
         Args:
           total: overwritten if it has no registers.
           lefts: left operand of each instruction: its registers, or all descriptors.
         """
-        if not isinstance(lefts, Descriptors):
-            lefts = list(lefts)
         count = len(lefts.offsets if isinstance(lefts, Descriptors) else lefts)
-        right = Descriptors(self._first, list(itertools.islice(self._offsets, count)))
-        return _products(total, lefts, right, columns=self._columns, dtype=self._dtype, transposed=False)
+        rights: Any = Descriptors(self._first, list(itertools.islice(self._offsets, count)))
+        if not isinstance(lefts, Descriptors):  # LLVM makes each descriptor once for all products with it
+            rights = list(rights.each())
+        return _products(total, lefts, rights, columns=self._columns, dtype=self._dtype, transposed=False)
 
 
 def add_values(
@@ -489,7 +499,7 @@ def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Desc
 def _products(
     total: Sequence[ir.Value],
     lefts: Descriptors | Sequence[Sequence[ir.Value]],
-    rights: Descriptors,
+    rights: Descriptors | Sequence[ir.Value],
     *,
     columns: int,
     dtype: Any,
@@ -499,38 +509,62 @@ def _products(
     return the result's registers.
 
     All are one piece of assembly: each of its own would be as many operations for jax as it has registers. It makes
-    each descriptor right before its instruction. LLVM would make all of them first, in registers that accumulators
+    `Descriptors` right before their instructions. LLVM would make all of them first, in registers that accumulators
     need.
 
     Args:
-      lefts: registers that hold each left operand, or descriptors of all.
+      lefts: registers that hold each left operand, or its descriptor; or descriptors of all.
+      rights: descriptors of the right operands.
       columns: N of the instructions.
       transposed: whether the right operand [K, N] has its N contiguous in memory; else its K.
     """
     count = columns // 2
-    in_registers = not isinstance(lefts, Descriptors)
-    operands = [register for left in lefts for register in left] if in_registers else [lefts.first]
-    places = iter(f"${i}" for i in range(count + len(total), count + len(total) + len(operands) + 1))
-    results = ", ".join(f"${i}" for i in range(count))
-    if in_registers:
-        made, used = [""] * len(lefts), [f"{{{', '.join(next(places) for _ in left)}}}" for left in lefts]
+    in_registers = not isinstance(lefts, Descriptors) and len(lefts[0]) > 1
+    operands, kinds = list(total), ["=f"] * count + [str(i) for i in range(len(total))]
+
+    def place(operand: ir.Value, kind: str) -> str:
+        operands.append(operand)
+        kinds.append(kind)
+        return f"${count + len(operands) - 1}"
+
+    def made(name: str, descriptors: Descriptors) -> list[tuple[str, str]]:
+        """PTX that makes the descriptor of each instruction, and its name."""
+        first = place(descriptors.first, "l")
+        return [(f"add.s64 {name}, {first}, {offset}; ", name) for offset in descriptors.offsets]
+
+    if isinstance(lefts, Descriptors):
+        left = made("left", lefts)
+    elif in_registers:
+        left = [("", f"{{{', '.join(place(register, 'r') for register in registers)}}}") for registers in lefts]
     else:
-        place = next(places)
-        made = [f"add.s64 left, {place}, {offset}; " for offset in lefts.offsets]
-        used = ["left"] * len(made)
-    right = next(places)
+        left = [("", place(descriptor, "l")) for (descriptor,) in lefts]
+    if isinstance(rights, Descriptors):
+        right = made("right", rights)
+    else:
+        right = [("", place(descriptor, "l")) for descriptor in rights]
+    results = ", ".join(f"${i}" for i in range(count))
     flags = f"1, 1, {'' if in_registers else '0, '}{int(transposed)}"
     instructions = (
-        f"{make_left}add.s64 right, {right}, {offset}; wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}"
-        f".f32.{dtype}.{dtype} {{{results}}}, {left}, right, {'adds' if total or i else 'overwrites'}, {flags}; "
-        for i, (make_left, left, offset) in enumerate(zip(made, used, rights.offsets, strict=True))
+        f"{make_a}{make_b}wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{dtype}.{dtype} "
+        f"{{{results}}}, {a}, {b}, {'adds' if total or i else 'overwrites'}, {flags}; "
+        for i, ((make_a, a), (make_b, b)) in enumerate(zip(left, right, strict=True))
     )
     text = (
         "{ .reg .pred overwrites, adds; .reg .b64 left, right; "
         f"setp.ne.b32 overwrites, 0, 0; setp.ne.b32 adds, 1, 0; {''.join(instructions)}}}"
     )
-    kinds = ["=f"] * count + [str(i) for i in range(len(total))] + ["r" if in_registers else "l"] * len(operands)
-    return floats(count, text, [*kinds, "l"], [*total, *operands, rights.first])
+    return floats(count, text, kinds, operands)
+
+
+def _one_by_one(
+    total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]], rights: Descriptors, **facts: Any
+) -> list[ir.Value]:
+    """`_products` as a piece of assembly for each: where there are registers for them, LLVM makes descriptors once for
+    several products.
+    """
+    for left, right in zip(lefts, rights.each(), strict=True):
+        total = _products(total, [left], [right], **facts)
+    return list(total)
 
 
 def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence[ir.Value]) -> list[ir.Value]:
