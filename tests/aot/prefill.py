@@ -223,6 +223,7 @@ PREFILL: dict[str, DeferredCase] = {
     "ragged-64-64-all-options": ragged(64, 64, **RAGGED_OPTIONS),
     "ragged-vmap": mapped(ragged(64, 64)),
     "ragged-export": exported(ragged(128, 128)),
+    "ragged-one-head-few": ragged(64, 64, 1, 1, sinks=True, tokens=96, splits=132),
     **{f"paged-prefill-d{head_dim}": paged(head_dim) for head_dim in (64, 128, 256)},
     **{f"paged-prefill-p{page_size}": paged(page_size=page_size) for page_size in (16, 128)},
     "paged-prefill-group1": paged(group=1, splits=2),

@@ -261,7 +261,7 @@ def test_heads_that_run_together_fit_the_cache() -> None:
 def test_heads_take_turns_unless_a_long_block_would_come_last(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A head has blocks of 4 tiles, and one of as many as is said."""
     with running(mode, capsys):
-        for longest, programs, heads in ((4, 8, 2), (24, 8, 4), (500, 8, 8), (500, 32, 16)):
+        for longest, programs, heads in ((4, 8, 2), (4, 32, 2), (24, 8, 4), (500, 8, 8), (500, 32, 16)):
             case = Case(np.asarray([64] * 5), np.asarray([64 * longest, *[64 * 4] * 4]), packed_keys=False)
             splits = KvSplits(most=1, heads=16, most_tiles=512, programs=programs)
             listed = list_blocks(replace(RAGGED, num_rows=320, causal=False), case.lengths, splits, 2)

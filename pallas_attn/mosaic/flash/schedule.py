@@ -281,8 +281,10 @@ def _list_kernel(
     PER_THREAD.put(listed.counts, jnp.where(lane == 0, 0, -1), count)
     by_turns = l2_head_group < splits.heads
     longest = lanes.max(most_tiles) if by_turns or splits.most > 1 else None
-    heads = _heads_in_turn(splits, l2_head_group, longest, lanes.sum(cost)) if by_turns else jnp.int32(splits.heads)
-    PER_THREAD.put(listed.counts, jnp.where(lane == 0, 1, -1), PER_THREAD.filled(heads, THREADS))
+    heads = PER_THREAD.filled(jnp.int32(splits.heads), THREADS)
+    if by_turns:
+        heads = _heads_in_turn(splits, l2_head_group, count, longest, lanes.sum(cost))
+    PER_THREAD.put(listed.counts, jnp.where(lane == 0, 1, -1), heads)
     if splits.most > 1:
         num_splits = splits.choose(lanes, count, _limit_by_windows(blocking, x, lanes, longest))
         PER_THREAD.put(listed.counts, jnp.where(lane == 0, 2, -1), PER_THREAD.filled(num_splits, THREADS))
@@ -292,24 +294,27 @@ MOST_TAIL = 1 / 32
 """Part of a call's time for which programs may have nothing to do at its end."""
 
 
-def _heads_in_turn(splits: KvSplits, l2_head_group: int, longest: Any, cost: Any) -> Any:
-    """Number of heads that take turns on all blocks before the next ones do: `l2_head_group`, or more if the longest
-    block of the last ones would end long after everything else.
+def _heads_in_turn(splits: KvSplits, l2_head_group: int, count: jax.Array, longest: Any, cost: Any) -> jax.Array:
+    """Number of heads that take turns on all blocks before the next ones do, for each thread: `l2_head_group`, or more
+    if the longest block of the last ones would end long after everything else.
 
     That happens where a call's lengths differ much, and few heads share its time: 200 new tokens after 9,000 beside
-    prompts, with heads one by one, take a half longer.
+    prompts, with heads one by one, take a half longer. Where no block is twice as long as they are on average, no order
+    fills the end.
 
     Args:
+      count: number of blocks of a head.
       longest: most tiles of keys of a block.
       cost: of the blocks of a head, in tiles of keys.
     """
     mean = cost.astype(jnp.float32) * (1 / splits.programs)  # of a program, for one head
+    end = (longest + WORK_TILE_OVERHEAD).astype(jnp.float32)
     chosen: Any = jnp.int32(splits.heads)
     for heads in reversed(range(l2_head_group, splits.heads, l2_head_group)):
         if splits.heads % heads == 0:
-            tail = (longest + WORK_TILE_OVERHEAD).astype(jnp.float32) - heads * mean
-            chosen = jnp.where(tail <= MOST_TAIL * splits.heads * mean, jnp.int32(heads), chosen)
-    return chosen
+            chosen = jnp.where(end - heads * mean <= MOST_TAIL * splits.heads * mean, jnp.int32(heads), chosen)
+    differ = count.astype(jnp.float32) * end > 2.0 * cost.astype(jnp.float32)
+    return jnp.where(differ, chosen, jnp.int32(l2_head_group))
 
 
 def _count_blocks(blocking: Blocking, x: SequenceLengths, scratch: ListScratch, segment: Any, before: Any) -> Any:

@@ -230,6 +230,12 @@ def _merge_kernel(layout: RowLayout, partials: RowState, counts: Ref, sinks: Ref
         state = lax.fori_loop(0, num_splits, add, empty)
         sink = None
         if sinks is not None:
-            sink = layout.take(sinks, lax.rem(jnp.maximum(place, 0), jnp.int32(sinks.shape[0])))
+            heads = sinks.shape[0]  # of a remainder by 1 Mosaic's compiler makes nothing that it can lower
+            head = (
+                lax.rem(jnp.maximum(place, 0), jnp.int32(heads))
+                if heads > 1
+                else layout.filled(jnp.int32(0), MERGED_ROWS)
+            )
+            sink = layout.take(sinks, head)
         layout.store(out, place, 0, state.output(sink).astype(out.dtype))
         layout.put(lse, place, state.lse())
