@@ -502,9 +502,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "ragged_attention-batches": operation(Cases("ragged_attention_batches_later_nvidia_h200")),
     "ragged_attention-cudnn": operation(Cases("ragged_attention_nvidia_h200")),
     "paged_prefill": operation(Cases("paged_prefill_later_nvidia_h200")),
-    "paged_prefill-wide": operation(
-        Cases("paged_prefill_wide_nvidia_h200"), Cases("paged_prefill_fa3_nvidia_h200")
-    ),
+    "paged_prefill-wide": operation(Cases("paged_prefill_wide_nvidia_h200"), Cases("paged_prefill_fa3_nvidia_h200")),
     "paged_prefill-flashinfer": operation(Cases("paged_prefill_nvidia_h200")),
     "paged_prefill-widths": operation(Cases("paged_prefill_widths_nvidia_h200")),
     "mla_prefill": operation(Cases("mla_prefill_nvidia_h200")),
