@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import importlib.metadata
 import inspect
@@ -27,7 +28,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def _export(key: _Key) -> export.Exported | LoweringError:
     """
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
     jitted = jax.jit(key.flat)
-    with device.on_one_device(jax.sharding.get_abstract_mesh()):
+    with device.on_one_device(jax.sharding.get_abstract_mesh()), _no_collection():
         jitted.trace(*key.avals)
         try:
             return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
@@ -225,6 +226,21 @@ def _export(key: _Key) -> export.Exported | LoweringError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a new jax raises
             return LoweringError(f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from looking for cycles: lowering makes hundreds of thousands of objects, nearly all of which stay
+    until it is done, and each search goes through them.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _file(key: _Key) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -198,6 +199,31 @@ def test_what_cannot_be_lowered_is_told_and_not_tried_again(kept: Path, monkeypa
             run(Call(X, Y))
     assert len(tried) == 1
     assert not list(kept.iterdir())
+
+
+def collecting(call: Call) -> tuple[Any, Any]:
+    """Like `scaled_sum`; notes whether Python looks for cycles."""
+    TRACED.append(f"collecting {gc.isenabled()}")
+    return scaled_sum(call)
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_search_for_cycles_while_lowering(enabled: bool) -> None:
+    """And afterwards, whatever was raised, as before."""
+    TRACED.clear()
+    if not enabled:
+        gc.disable()
+    try:
+        kernel_cache.run_kept(collecting, Call(jnp.ones(3), None))
+        assert gc.isenabled() == enabled
+        with pytest.raises(NotImplementedError, match="no negative scale"):
+            kernel_cache.run_kept(collecting, Call(jnp.ones(3), None, scale=-1.0))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert TRACED.count("collecting False") == 2
+    assert "collecting True" not in TRACED
 
 
 def test_no_room_for_lowering_is_nothing_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:

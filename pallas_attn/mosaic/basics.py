@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import memref
 
 from pallas_attn import device
 from pallas_attn.mosaic import faster_lowering
@@ -21,6 +23,14 @@ LOG2E = math.log2(math.e)
 
 Ref = Any
 """A reference to global or shared memory."""
+
+LANE_SEMANTICS = plgpu.LoweringSemantics.Lane
+"""Lowering semantics of kernels whose values all get their layout where they are made, and whose refs have all their
+transforms: what is traced becomes the code of a thread at once. Otherwise jax first infers layouts and transforms and
+lowers its dialect, which takes about as long again; the machine code comes out the same but for its order.
+
+Kernels that have it copy no fewer than 128 bytes at a time, and store single numbers by `store_scalar`.
+"""
 
 
 def interpreted() -> bool:
@@ -59,6 +69,21 @@ def unknown_zero() -> Any:
 def load(ref: Ref, layout: Any) -> jax.Array:
     """Values of global memory, or of shared memory that is not swizzled, in registers."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store_scalar(ref: Ref, value: Any) -> None:
+    """Store one number to shared memory, by every thread. Pallas, for a kernel with `LANE_SEMANTICS`, would have all
+    threads of a warpgroup wait for each other before and after.
+    """
+    if interpreted():
+        ref[...] = value
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    def store(_: Any, ref: ir.Value, value: Any) -> None:
+        memref.store(value.registers.item(), ref, [])
+
+    store(ref, value)
 
 
 def in_pool(page: Any, pages: int) -> Any:

@@ -19,9 +19,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
 
 from pallas_attn.mosaic.basics import Ref, interpreted, unknown_zero
-from pallas_attn.mosaic.row_layout import THREADS, RowLayout
+from pallas_attn.mosaic.row_layout import THREADS, RowLayout, load_element
 
-WARP = 32
+LOG2_WARP = 5
+WARP = 2**LOG2_WARP
 
 MOST_WARPGROUPS = 8
 """So many have 32 warps, one for each thread of the warp that adds up the warps' sums."""
@@ -87,7 +88,7 @@ class Lanes(NamedTuple):
         Takes two barriers: before `sums` is overwritten, which others may still read, and once it is written.
         """
         thread = self.number()
-        lane, warp = thread % WARP, thread // WARP
+        lane, warp = thread & (WARP - 1), thread >> LOG2_WARP
         within = _warp_prefix_sums(numbers)
         self.barrier()
         PER_THREAD.put(self.sums, jnp.where(lane == WARP - 1, warp, -1), within)
@@ -119,7 +120,7 @@ class Lanes(NamedTuple):
         """Collect a scalar from each warp, all of whose threads hold the same number."""
         thread, zero = self.number(), unknown_zero()  # constants are no indices
         self.barrier()
-        PER_THREAD.put(self.sums, jnp.where(thread % WARP == 0, thread // WARP, -1), numbers)
+        PER_THREAD.put(self.sums, jnp.where(thread & (WARP - 1) == 0, thread >> LOG2_WARP, -1), numbers)
         self.barrier()
         return [self.sums[zero + i] for i in range(self.sums.shape[0])]
 
@@ -168,14 +169,32 @@ def segment_of(ends: Ref, count: int, place: jax.Array) -> jax.Array:
     """Index of the segment that each position lies in, by a search in the sorted ends of `count` segments; `count` for
     positions past the last. Each round reads three ends and leaves a quarter of the segments.
     """
-    found = PER_THREAD.filled(jnp.int32(0), THREADS)
     step = 4 ** ((count.bit_length() - 1) // 2)  # the largest power of 4 that is not larger
-    while step:
-        ends_at = [found + (i * step - 1) for i in range(1, 4)]
-        passed = [(at < count) & (PER_THREAD.take(ends, jnp.minimum(at, count - 1)) <= place) for at in ends_at]
-        found += sum(jnp.where(one, step, 0) for one in passed)
-        step //= 4
-    return found
+    if interpreted():
+        found = PER_THREAD.filled(jnp.int32(0), THREADS)
+        while step:
+            ends_at = [found + (i * step - 1) for i in range(1, 4)]
+            passed = [(at < count) & (PER_THREAD.take(ends, jnp.minimum(at, count - 1)) <= place) for at in ends_at]
+            found += sum(jnp.where(one, step, 0) for one in passed)
+            step //= 4
+        return found
+
+    # The same as MLIR: a kernel has up to eight searches, and jax takes ten times as long to lower them.
+    def search(ends: ir.Value, place: ir.Value) -> ir.Value:
+        found = zero = mgpu.c(0, place.type)
+        for length in (step >> shift for shift in range(0, step.bit_length(), 2)):
+            of_each = mgpu.c(length, place.type)
+            passed = []
+            for i in range(1, 4):
+                at = arith.addi(found, mgpu.c(i * length - 1, place.type))
+                exists = arith.cmpi(arith.CmpIPredicate.slt, at, mgpu.c(count, place.type))
+                end = load_element(ends, arith.minsi(at, mgpu.c(count - 1, place.type)))
+                is_before = arith.cmpi(arith.CmpIPredicate.sle, end, place)
+                passed.append(arith.select(arith.andi(exists, is_before), of_each, zero))
+            found = functools.reduce(arith.addi, passed, found)
+        return found
+
+    return _by_thread(search, place, ends)
 
 
 def exclusive_sum(sums: Ref, i: jax.Array) -> jax.Array:
@@ -219,15 +238,18 @@ def _reduced(kind: nvvm.ReductionKind, number: ir.Value) -> ir.Value:
     return mgpu.utils.redux(number, arith.constant(number.type, -1), kind)
 
 
-def _by_thread(function: Callable[[ir.Value], ir.Value], numbers: jax.Array) -> jax.Array:
-    """Apply a function of MLIR values to each thread's number."""
+def _by_thread(function: Callable[..., ir.Value], numbers: jax.Array, *refs: Ref) -> jax.Array:
+    """Apply a function of MLIR values to each thread's number: function(*refs, number)."""
     each = PER_THREAD.per_row
 
-    @plgpu.inline_mgpu(arg_types=(each,), return_type=plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, layout=each))
-    def apply(_: Any, numbers: Any) -> Any:
+    @plgpu.inline_mgpu(
+        arg_types=(each, *[plgpu.RefType()] * len(refs)),
+        return_type=plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, layout=each),
+    )
+    def apply(_: Any, numbers: Any, *refs: ir.Value) -> Any:
         registers = np.empty_like(numbers.registers)
         for place, register in np.ndenumerate(numbers.registers):
-            registers[place] = vector.broadcast(register.type, function(vector.extract(register, [], [0])))
+            registers[place] = vector.broadcast(register.type, function(*refs, vector.extract(register, [], [0])))
         return mgpu.FragmentedArray(_registers=registers, _layout=numbers.layout, _is_signed=numbers.is_signed)
 
-    return apply(numbers)
+    return apply(numbers, *refs)

@@ -1,4 +1,4 @@
-"""Lower Mosaic GPU kernels in less than half the time, by replacing four functions of jax's layout inference.
+"""Lower Mosaic GPU kernels in less than half the time, by replacing functions of jax, most of its layout inference.
 
 None of the replacements changes what is inferred. On two busy cores jax 0.11.2 lowers `paged_decode` with its plan in
 13 s, with the first of them replaced in 7 and with all in 4; `mla_decode` of 128 heads in 34, 11 and 9.
@@ -11,21 +11,36 @@ None of the replacements changes what is inferred. On two busy cores jax 0.11.2 
 - `constraints.ConstraintSystem.__and__`, called once for each operation of a kernel, looks up all variables found so
   far among those of the operation. Ours looks up the few among the many.
 - `layouts._from_tiled_layout_attr` builds and checks the same few layouts for each operation. Ours keeps them.
+- `constraints._reduce_system_once` builds each constraint of a kernel anew, several times for each layout that is
+  tried. Ours passes over those that it has reduced before, where none of their variables has got a layout since.
+- `constraints.Variable.__hash__`, and `to_mgpu` of Pallas's `ReducedLayout` and `ParameterizedLayout`, do the same work
+  again at each of thousands of calls. Ours keep the result.
+- `lowering._cond_lowering_rule` lowers the first branch of a condition, to learn the types of its results, and throws
+  it away; the first one inside that four times, and so on. Ours shows it a branch that only makes zeros of those types.
+- `_get_ptxas_isa_version` starts the assembler to ask for its version, at each conversion from or to bool or 8 bits: 20
+  to 40 ms each, 60 times for `mla_decode` of 128 heads. Ours asks once.
 
-A function that reads otherwise than the one its replacement was written against is left as it is.
+A function that reads otherwise than the one its replacement was written against is left as it is; the last has no
+source, and its result is kept by its arguments, of which there are none today.
 `PALLAS_ATTN_PATCH_JAX=0` leaves every jax as it is.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jax.experimental.mosaic.gpu import constraints, layout_inference, layouts
+import jax
+import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import lowering
+from jax.experimental.mosaic.gpu import constraints, fragmented_array, layout_inference, layouts
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_PATCH_JAX"
 
@@ -68,7 +83,9 @@ def looking_up_quickly(find_assignments_for: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(find_assignments_for)
     def find(unknowns: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        return find_assignments_for(dict.fromkeys(unknowns), *args, **kwargs)
+        if not isinstance(unknowns, dict):  # it calls itself, for each guess
+            unknowns = dict.fromkeys(unknowns)
+        return find_assignments_for(unknowns, *args, **kwargs)
 
     return find
 
@@ -89,13 +106,116 @@ def keeping_by_text(from_attribute: Callable[..., Any]) -> Callable[..., Any]:
     return from_text
 
 
+def reduce_system_once(system: Any) -> Any:
+    """The `constraints.ConstraintSystem` with each constraint reduced by the layouts that are known; None if nothing
+    changes, `Unsatisfiable` if they contradict each other.
+    """
+    assignments, left, changed = system.assignments, [], False
+    for constraint in system.constraints:
+        waits_for = constraint.__dict__.get("_waits_for")  # constraints are frozen, but for what is no field
+        if waits_for is not None and assignments.keys().isdisjoint(waits_for):
+            left.append(constraint)
+            continue
+        reduced = constraints.reduce_constraint(constraint, assignments)
+        if isinstance(reduced, constraints.Unsatisfiable):
+            return reduced
+        if isinstance(reduced, constraints.Equals) and (found := _assignment(reduced)) is not None:
+            variable, layout = found
+            if assignments.get(variable, layout) != layout or not constraints.is_valid_assignment(variable, layout):
+                return constraints.Unsatisfiable()
+            assignments[variable] = layout
+            changed = True
+            continue
+        holds = reduced.holds()
+        if holds is False:
+            return constraints.Unsatisfiable()
+        if holds:
+            changed = True
+            continue
+        left.append(reduced)
+        changed |= reduced != constraint
+        reduced.__dict__["_waits_for"] = tuple(variables_of(reduced))
+    merged = constraints._merge_all_divides_constraints(left)
+    changed |= len(merged) != len(left)
+    if constraints._has_relayout_of_non_splat_to_splat(merged):
+        return constraints.Unsatisfiable()
+    return constraints.ConstraintSystem(assignments=assignments, constraints=merged) if changed else None
+
+
+def _assignment(equality: Any) -> tuple[Any, Any] | None:
+    """The variable and the layout of an equality of these two."""
+    for variable, layout in ((equality.lhs, equality.rhs), (equality.rhs, equality.lhs)):
+        if isinstance(variable, constraints.Variable) and isinstance(layout, constraints.Constant):
+            return variable, layout
+    return None
+
+
+def variables_of(part: Any) -> Iterator[Any]:
+    """The variables of a constraint, or of an expression in one."""
+    if isinstance(part, constraints.Variable):
+        yield part
+    elif dataclasses.is_dataclass(part) and not isinstance(part, constraints.Constant):
+        for value in vars(part).values():
+            yield from variables_of(value)
+
+
+def keeping_result(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a frozen dataclass that keeps what it returns, where it has no arguments, beside the fields."""
+    name = f"_kept{method.__name__}"
+
+    @functools.wraps(method)
+    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return method(self, *args, **kwargs)
+        fields = self.__dict__
+        if name not in fields:
+            fields[name] = method(self)
+        return fields[name]
+
+    return kept
+
+
+def lowering_branches_once(lower_condition: Callable[..., Any]) -> Callable[..., Any]:
+    """`_cond_lowering_rule` for which the first branch, where it is asked for by its number, only makes zeros."""
+
+    @functools.wraps(lower_condition)
+    def lower(ctx: Any, index: Any, *args: Any, branches: tuple[Any, ...], **params: Any) -> Any:
+        results = ctx.avals_out
+        if not results or ctx.module_ctx.lowering_semantics == plgpu.LoweringSemantics.Warpgroup:  # no layouts yet
+            zeros = _zeros(tuple((aval.shape, aval.dtype) for aval in results))
+            brief = branches[0].replace(eqns=zeros.eqns, outvars=zeros.outvars, effects=zeros.effects)
+            branches = _Branches(branches, brief)
+        return lower_condition(ctx, index, *args, branches=branches, **params)
+
+    return lower
+
+
+@functools.cache
+def _zeros(results: tuple[tuple[tuple[int, ...], Any], ...]) -> Any:
+    """Jaxpr without arguments that makes zeros of these shapes and dtypes."""
+    return jax.make_jaxpr(lambda: [jnp.zeros(*result) for result in results])().jaxpr
+
+
+class _Branches(tuple[Any, ...]):
+    """Branches, of which number 0 is another one than the first of them."""
+
+    def __new__(cls, branches: tuple[Any, ...], brief: Any) -> _Branches:
+        return super().__new__(cls, branches)
+
+    def __init__(self, branches: tuple[Any, ...], brief: Any):
+        self._brief = brief
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._brief if number == 0 else super().__getitem__(number)
+
+
 class Replacement:
     """A function of jax, and what makes ours of it.
 
     Attributes:
       place: module or class that it is found in.
       name: under which.
-      source: SHA-256 of the source of the function that may be replaced.
+      source: SHA-256 of the source of the function that may be replaced, or of the class that Python made it for.
       original: the function that jax came with; None if it has none of the name.
     """
 
@@ -103,12 +223,29 @@ class Replacement:
         self.place, self.name, self.source, self._make = place, name, source, make
         self.original: Any = getattr(place, name, None)
 
+    @property
+    def title(self) -> str:
+        """The function's name, after that of its module or class."""
+        return f"{getattr(self.place, '__name__', '').rpartition('.')[2]}.{self.name}"
+
+    def is_known(self) -> bool:
+        """Whether the function is the one that the replacement was written against."""
+        current = getattr(self.place, self.name, None)
+        if not inspect.isfunction(current):
+            return False
+        is_generated = current.__code__.co_filename == "<string>"  # by dataclasses
+        return fingerprint(self.place if is_generated else current) == self.source
+
     def apply(self) -> bool:
         """Replace the function if it is the known one; return whether it was."""
-        current = getattr(self.place, self.name, None)
-        if not inspect.isfunction(current) or fingerprint(current) != self.source:
+        if not self.is_known():
             return False
-        setattr(self.place, self.name, self._make(current))
+        current = getattr(self.place, self.name)
+        ours = self._make(current)
+        setattr(self.place, self.name, ours)
+        if self.place is lowering:
+            for rules in lowering.mosaic_lowering_rules.values():
+                rules.update({primitive: ours for primitive, rule in rules.items() if rule is current})
         return True
 
 
@@ -137,12 +274,44 @@ REPLACEMENTS = (
         "c2efb205b42eccfcdeb5da035ff47602f5e4bfbcbcaca15ca16f3180b7931876",
         keeping_by_text,
     ),
+    Replacement(
+        constraints,
+        "_reduce_system_once",
+        "f749a926ff1fbdff8b2f87f3e9d1236a9abafa0cacaf9a561d8daa38b0514b95",
+        lambda _: reduce_system_once,
+    ),
+    Replacement(
+        getattr(constraints, "Variable", None),
+        "__hash__",
+        "4073b42b88f286dda6049abb4f243cf73fbf32ef860717b9a6847210869e9ec3",
+        keeping_result,
+    ),
+    Replacement(
+        getattr(gpu_core, "ReducedLayout", None),
+        "to_mgpu",
+        "5cf521cdad652c203a965825a1b1f74d2852701450cf47430ed20444d2c9fd5a",
+        keeping_result,
+    ),
+    Replacement(
+        getattr(gpu_core, "ParameterizedLayout", None),
+        "to_mgpu",
+        "f7d515089b156ca77f12e4b2956269475eecb25c044db12881e2aa6d103a9b39",
+        keeping_result,
+    ),
+    Replacement(
+        lowering,
+        "_cond_lowering_rule",
+        "65a4f7c05b7f873c52ce40c5bdb1bb5624cf3d0bc2331583caed7efc4a160af2",
+        lowering_branches_once,
+    ),
 )
+
+ASSEMBLER_VERSION = "_get_ptxas_isa_version"
 
 
 @functools.cache
 def apply() -> tuple[str, ...]:
-    """Replace those of jax's functions that are the known ones; return their names.
+    """Replace those of jax's functions that are the known ones; return their titles.
 
     Raises:
       ValueError: `PALLAS_ATTN_PATCH_JAX` is neither 0 nor 1.
@@ -152,7 +321,18 @@ def apply() -> tuple[str, ...]:
         raise ValueError(f"{ENVIRONMENT_VARIABLE}: expected 0 or 1, got {wanted!r}")
     if wanted == "0":
         return ()
-    return tuple(replacement.name for replacement in REPLACEMENTS if replacement.apply())
+    replaced = [replacement.title for replacement in REPLACEMENTS if replacement.apply()]
+    return (*replaced, ASSEMBLER_VERSION) if ask_assembler_once() else tuple(replaced)
+
+
+def ask_assembler_once() -> bool:
+    """Keep what the assembler says of its version; return whether jax has a function for it, and a plugin."""
+    extension = getattr(getattr(fragmented_array, "mgpu_lib", None), "_mosaic_gpu_ext", None)
+    version = getattr(extension, ASSEMBLER_VERSION, None)
+    if version is None:
+        return False
+    setattr(extension, ASSEMBLER_VERSION, functools.cache(version))
+    return True
 
 
 def fingerprint(function: Any) -> str:

@@ -8,6 +8,7 @@ accesses fill whole sectors.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,7 @@ class RowLayout:
     def columns(self) -> int:
         return self.threads * self.vector
 
-    @property
+    @functools.cached_property
     def tile(self) -> Any:
         """Layout of a tile."""
         rows, columns = self.rows, self.columns
@@ -72,7 +73,7 @@ class RowLayout:
         layout = mgpu.TiledLayout(tiling, (-5,), (-3, -2), -1, _check_canonical=False).canonicalize()
         return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
-    @property
+    @functools.cached_property
     def per_row(self) -> Any:
         """Layout of an array with a value for each row, which all of the row's threads hold."""
         return self.tile.reduce(1)
@@ -150,7 +151,7 @@ class RowLayout:
             registers = np.empty_like(index.registers)
             for i, register in np.ndenumerate(index.registers):
                 places = [vector.extract(register, [], [j]) for j in range(register.type.shape[0])]
-                loaded = [llvm.load(element, _pointer(ref, _offset(place), element)) for place in places]
+                loaded = [load_element(ref, place) for place in places]
                 registers[i] = vector.from_elements(ir.VectorType.get((len(loaded),), element), loaded)
             return mgpu.FragmentedArray(
                 _registers=registers, _layout=index.layout, _is_signed=mgpu.utils.is_signed(dtype)
@@ -302,6 +303,12 @@ def _interpreted_store(ref: Ref, row: jax.Array, columns: tuple[Any, ...], value
 
 
 # --- as MLIR
+
+
+def load_element(ref: ir.Value, index: ir.Value) -> ir.Value:
+    """Load one element of a ref by its index in memory."""
+    element = ir.MemRefType(ref.type).element_type
+    return llvm.load(element, _pointer(ref, _offset(index), element))
 
 
 def _accesses(ref: ir.Value, row: Any, column: int) -> Any:

@@ -52,7 +52,7 @@ class WgmmaProducts:
     ) -> jax.Array:
         if scales:
             (latent, rope), ((q_latent,), (q_rope,)) = keys, queries
-            rotated = wgmma.start_scores(rope, q_rope, None, tile.key_row_bytes[1])
+            rotated = wgmma.start_scores([(rope, q_rope)], None, tile.key_row_bytes[1])
             return latent_products.add_group_scores(rotated, latent, q_latent, scales)
         if tile.scales is None:
             return multiply([(k, term) for k, terms in zip(keys, queries, strict=True) for term in terms])

@@ -9,7 +9,7 @@ A block is 64 channels. While one is multiplied, threads convert the next; the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax
     """Compute total + the sum over groups of scale · (latent of the group) @ qᵀ of the group, in float32.
 
     Args:
-      total: [TOKENS, N], a product that may be in flight.
+      total: [TOKENS, N], a product that may be in flight, in layout `wgmma.UNPAIRED`.
       latent: e4m3 tile [TOKENS, K].
       q: float16 [N, K], columns in the order of `as_keys`.
       scales: float32 [TOKENS] for each group.
@@ -66,14 +66,15 @@ def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax
         return sum(scaled, start=total)
     result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
 
-    @plgpu.inline_mgpu(arg_types=(TILE, QUANTISED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result)
+    @plgpu.inline_mgpu(
+        arg_types=(wgmma.UNPAIRED, QUANTISED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result
+    )
     def add(_: Any, total: Any, latent: ir.Value, q: ir.Value, *scales: Any) -> Any:
         warp, lane = warp_and_lane()
         token = plus(times(warp, 16), masked(lane, 15))
         chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
         right, ahead = wgmma.RightOperand(q), channels * total.shape[1] <= MOST_AHEAD
         product: list[ir.Value] = []
-        total = total.to_layout(wgmma.ACCUMULATOR)
         left = _keys(chunks, 0)
         for first in range(0, channels, BLOCK):
             group, begun = divmod(first, LATENT_GROUP)
@@ -159,8 +160,8 @@ def store_probs(ps: Sequence[jax.Array], to: Sequence[Ref]) -> None:
     write(*ps, *(ref.transpose((1, 0)) for ref in to))
 
 
-def _keys(chunks: ChunkPointers, first: int) -> Iterator[list[ir.Value]]:
-    """Yield the registers of each instruction's left operand: 64 tokens, 16 channels of a block from `first` on.
+def _keys(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
+    """Registers of each instruction's left operand: 64 tokens, 16 channels of a block from `first` on.
 
     One `ldmatrix` loads four matrices of 8 tokens and a chunk each: 16 tokens of two neighbouring chunks.
     """
@@ -169,11 +170,11 @@ def _keys(chunks: ChunkPointers, first: int) -> Iterator[list[ir.Value]]:
     for chunk in range(0, BLOCK // 16, 2):
         words = [converted(word, assembly) for word in load_matrices(chunks.pointer(0, first // 16 + chunk), rows=True)]
         steps += [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in (words[:2], words[2:])]
-    return iter(steps)
+    return steps
 
 
-def _values(chunks: ChunkPointers, first: int) -> Iterator[list[ir.Value]]:
-    """Yield the registers of each instruction's left operand: the channels of a block from `first` on, 16 tokens.
+def _values(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
+    """Registers of each instruction's left operand: the channels of a block from `first` on, 16 tokens.
 
     One `ldmatrix` loads four matrices of 8 tokens and a chunk each, transposed: 32 tokens of one chunk.
     """
@@ -183,4 +184,4 @@ def _values(chunks: ChunkPointers, first: int) -> Iterator[list[ir.Value]]:
         pointer = chunks.pointer(tokens, first // 16)
         eights = [converted(word, assembly) for word in load_matrices(pointer, rows=False)]
         steps += [[*eights[i], *eights[i + 1]] for i in (0, 2)]
-    return iter(steps)
+    return steps

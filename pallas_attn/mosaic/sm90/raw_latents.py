@@ -147,7 +147,7 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
     """Compute (QUERY_SCALE · rotated + the sum over groups of scale · latent @ qᵀ) / the last scale, in float32.
 
     Args:
-      rotated: [TOKENS, N], a product that may be in flight.
+      rotated: [TOKENS, N], a product that may be in flight, in layout `wgmma.UNPAIRED`.
       latent: e4m3 tile [TOKENS, L].
       qs: [N, columns], the columns of queries one after the other, of `convert_queries`.
       scales: float32 [pages, at least page_tokens · groups] in shared memory; raised to SMALLEST_SCALE at least.
@@ -169,14 +169,14 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         return total
 
     @plgpu.inline_mgpu(
-        arg_types=(TILE, QUANTISED_REF, plgpu.RefType(), *[operand_ref()] * len(qs)),
+        arg_types=(wgmma.UNPAIRED, QUANTISED_REF, plgpu.RefType(), *[operand_ref()] * len(qs)),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE),
     )
     def add(_: Any, total: Any, latent: ir.Value, scales: ir.Value, *qs: ir.Value) -> Any:
         warp, lane = _warp_and_lane()
         token = plus(times(warp, 16), masked(lane, 15))
         chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
-        total, rights = total.to_layout(wgmma.ACCUMULATOR), iter(qs)
+        rights = iter(qs)
         row = plus(times(warp, 16), shifted(lane, 2))
         own = _scales_of(scales, row, page_tokens, groups)
         before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2

@@ -256,7 +256,7 @@ class RawTurns[Split]:
     def scores(self, slot: Any) -> Any:
         """Products of the query with a tile, [TOKENS, rows], divided by the scales of the last group of columns."""
         mem, zero = self.memory, basics.unknown_zero()
-        rotated = wgmma.start_scores(mem.rope.at[slot], mem.q_rope.at[zero], None, tiles.ROW_BYTES)
+        rotated = wgmma.start_scores([(mem.rope.at[slot], mem.q_rope.at[zero])], None, tiles.ROW_BYTES)
         queries = [q.at[zero] for q in mem.q]
         return raw_latents.add_scores(rotated, mem.k.at[slot], queries, mem.scales.at[slot], self.static.page_tokens)
 

@@ -35,7 +35,7 @@ from pallas_attn.mosaic import basics, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
-from pallas_attn.mosaic.sm90.wgmma import RESCALE_THRESHOLD_LOG2, partial_sums, rescale_accumulator
+from pallas_attn.mosaic.sm90.wgmma import RESCALE_THRESHOLD_LOG2, UNPAIRED, partial_sums, rescale_accumulator
 from pallas_attn.mosaic.split_states import AttentionState, load_fragments
 from pallas_attn.mosaic.tiles import BY_64, over_tokens
 
@@ -118,7 +118,8 @@ class SeesawState(NamedTuple):
     Attributes:
       m: [ROWS], what scores are relative to, times log2 e: at most RESCALE_THRESHOLD_LOG2 below the largest so far.
       l: [ROWS, 8], its own tiles' share of the sums of 2**(score - m) of columns that are a multiple of 8 apart.
-      acc: [ROWS, columns], all latents times those weights, in its own columns.
+      acc: [ROWS, columns], all latents times those weights, in its own columns; in layout `UNPAIRED` while pairs
+        of tiles are added.
     """
 
     m: Any
@@ -168,14 +169,15 @@ class SeesawTurns[Split]:
         return SeesawState(
             tiles.filled(INITIAL_MAX, (ROWS,), PER_ROW),
             tiles.filled(0.0, (ROWS, 8), TILE),
-            tiles.filled(0.0, (ROWS, self.static.widths[self.half]), TILE),
+            tiles.filled(0.0, (ROWS, self.static.widths[self.half]), UNPAIRED),
         )
 
     def attend(self, split: Split, first: Any, count: Any) -> SeesawState:
         """Attend to `count` pairs of tiles, at least one, of which `first` is the first."""
         state = self.empty()
         if self.half:
-            return lax.fori_loop(0, count, lambda i, state: self.odd(split, first + i, state), state)
+            state = lax.fori_loop(0, count, lambda i, state: self.odd(split, first + i, state), state)
+            return state._replace(acc=wgmma.as_tile(state.acc))
 
         def step(i: Any, carry: tuple[SeesawState, Any, Any]) -> tuple[SeesawState, Any, Any]:
             return self.even(split, first + i, *carry, more=True)
@@ -183,7 +185,7 @@ class SeesawTurns[Split]:
         s, full = self.first_scores(first)
         state, s, full = lax.fori_loop(0, count - 1, step, (state, s, full))
         state, *_ = self.even(split, first + (count - 1), state, s, full, more=False)
-        return state
+        return state._replace(acc=wgmma.as_tile(state.acc))
 
     def slots(self, pair: Any) -> tuple[Any, Any]:
         """Slots of the tiles of a pair."""
@@ -198,17 +200,17 @@ class SeesawTurns[Split]:
         m, p, p16 = self.probabilities(split, pair, mine, state.m, s, full)
         wgmma.publish_probs(p16, self.probs(mine, 0), m, mem.stats.at[0], self.static.row_bytes)
         plgpu.barrier_arrive(mem.ready.at[0])
-        acc, l = rescale_accumulator((state.acc, state.l), state.m, m)  # noqa: E741
+        acc, l = rescale_accumulator((state.acc, state.l), (UNPAIRED, TILE), state.m, m)  # noqa: E741
         acc = self.start_values(p16, mine, acc)
         l = l + partial_sums(p)  # noqa: E741
-        acc = wgmma.finish(acc, under_way=0)
+        acc = wgmma.finish(acc, UNPAIRED, UNPAIRED, under_way=0)
         self.release(mine)
         plgpu.barrier_wait(mem.ready.at[1])
         m_both = basics.load(mem.stats.at[1], PER_ROW)
-        acc, l = rescale_accumulator((acc, l), m, m_both)  # noqa: E741
+        acc, l = rescale_accumulator((acc, l), (UNPAIRED, TILE), m, m_both)  # noqa: E741
         self.clear_dead_rows(split, pair, 1, other)
         acc = self.start_values(self.probs(other, 1), other, acc)
-        acc = wgmma.finish(acc, under_way=0)
+        acc = wgmma.finish(acc, UNPAIRED, UNPAIRED, under_way=0)
         self.release(other)
         if more:
             s, full = self.first_scores(pair + 1)
@@ -218,7 +220,7 @@ class SeesawTurns[Split]:
         """Products with the first tile of a pair, and whether every row sees all of it."""
         s = self.start_scores(pair, self.slots(pair)[0], (0, 1, 2))
         full = self.is_full(pair, 0)  # after the products, it would be waited for
-        return wgmma.finish(s, under_way=0), full
+        return wgmma.finish(s, UNPAIRED, TILE, under_way=0), full
 
     def odd(self, split: Split, pair: Any, state: SeesawState) -> SeesawState:
         """Attend to a pair of tiles, of which this warpgroup scores the second."""
@@ -227,19 +229,19 @@ class SeesawTurns[Split]:
         full = self.is_full(pair, 1)
         plgpu.barrier_wait(mem.ready.at[0])
         m_first = basics.load(mem.stats.at[0], PER_ROW)
-        acc, l = rescale_accumulator((state.acc, state.l), state.m, m_first)  # noqa: E741
+        acc, l = rescale_accumulator((state.acc, state.l), (UNPAIRED, TILE), state.m, m_first)  # noqa: E741
         self.clear_dead_rows(split, pair, 0, other)
         acc = self.start_values(self.probs(other, 0), other, acc)
-        s = wgmma.finish(s, under_way=1)
+        s = wgmma.finish(s, UNPAIRED, TILE, under_way=1)
         m, p, p16 = self.probabilities(split, pair, mine, m_first, s, full)
         wgmma.publish_probs(p16, self.probs(mine, 1), m, mem.stats.at[1], self.static.row_bytes)
-        acc = wgmma.finish(acc, under_way=0)
+        acc = wgmma.finish(acc, UNPAIRED, UNPAIRED, under_way=0)
         self.release(other)
         plgpu.barrier_arrive(mem.ready.at[1])
-        acc, l = rescale_accumulator((acc, l), m_first, m)  # noqa: E741
+        acc, l = rescale_accumulator((acc, l), (UNPAIRED, TILE), m_first, m)  # noqa: E741
         acc = self.start_values(p16, mine, acc)
         l = l + partial_sums(p)  # noqa: E741
-        acc = wgmma.finish(acc, under_way=0)
+        acc = wgmma.finish(acc, UNPAIRED, UNPAIRED, under_way=0)
         self.release(mine)
         return SeesawState(m, l, acc)
 
@@ -267,9 +269,9 @@ class SeesawTurns[Split]:
         q, k, zero, columns = self.mem.q, self.mem.k, basics.unknown_zero(), self.static.row_bytes // 2
         for part in parts:
             self.await_part(pair, slot, part)
-            for i in range(0, q[part].shape[2], columns):
-                left, right = q[part].at[zero, :, pl.ds(i, columns)], k[part].at[slot, :, pl.ds(i, columns)]
-                s = wgmma.start_scores(left, right, s, self.static.row_bytes)
+            chunks = [pl.ds(i, columns) for i in range(0, q[part].shape[2], columns)]
+            pieces = [(q[part].at[zero, :, chunk], k[part].at[slot, :, chunk]) for chunk in chunks]
+            s = wgmma.start_scores(pieces, s, self.static.row_bytes)
         return s
 
     def start_values(self, p: Any, slot: Any, acc: Any) -> Any:

@@ -11,6 +11,7 @@ Here registers are fenced only while no product that uses them is in flight. The
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -36,6 +37,11 @@ DEPTH = 16
 ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
 """Layout like `TILE`, with one number in each register instead of pairs."""
 
+UNPAIRED = plgpu.Layout.TILED(ACCUMULATOR.tiling, ACCUMULATOR.warp_dims, ACCUMULATOR.lane_dims, ACCUMULATOR.vector_dim)
+"""`ACCUMULATOR` as Pallas's layout: of sums to which one product after the other is added. To take pairs apart and put
+them together again for each would be several operations a register for jax, and none in machine code.
+"""
+
 
 def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Start (qs[0] + ...) @ kᵀ, and after it o + p @ v, for qs [64, D], k [N, D], v [N, Dv] in shared memory, all of
@@ -53,9 +59,9 @@ def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tupl
         arg_types=(operand_ref(), TILE, operand_ref(), TILE, *[operand_ref()] * len(qs)), return_type=results
     )
     def begin(_: Any, k: ir.Value, p: Any, v: ir.Value, o: Any, *qs: ir.Value) -> Any:
-        p, o = fragmented_array.optimization_barrier(p, o.to_layout(ACCUMULATOR))
+        lefts, total = fenced_product(words(p), o.to_layout(ACCUMULATOR))
         nvvm.wgmma_fence_aligned()
-        products = _scores(qs, k), _weighted(p, v, o)
+        products = _scores(qs, k), _weighted(lefts, v, total, o.shape)
         return tuple(product.to_layout(fragmented_array.WGMMA_LAYOUT) for product in products)
 
     return begin(k, p, v, o, *qs)
@@ -83,34 +89,39 @@ def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
     return added
 
 
-def start_scores(q: Ref, k: Ref, total: jax.Array | None, row_bytes: int) -> jax.Array:
-    """Start total + q @ kᵀ, for q [64, n] and k [N, n] in shared memory; a total of None is 0.
+def start_scores(parts: Sequence[tuple[Ref, Ref]], total: jax.Array | None, row_bytes: int) -> jax.Array:
+    """Start total + the sum of q @ kᵀ over parts, q [64, n] and k [N, n] in shared memory; a total of None is 0.
 
-    The total may itself be in flight. Nothing may touch the result before `finish`.
+    The total may itself be in flight. Nothing may touch the result, in layout `UNPAIRED`, before `finish`.
     """
     if interpreted():
-        product = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
+        for q, k in parts:
+            product = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
+            total = product if total is None else total + product
         plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
-        return product if total is None else total + product
-    refs, more = (operand_ref(row_bytes),) * 2, () if total is None else (total,)
-    shape = plgpu.ShapeDtypeStruct((q.shape[0], k.shape[0]), jnp.float32, layout=TILE)
+        return total
+    refs, more = [operand_ref(row_bytes)] * (2 * len(parts)), () if total is None else (total,)
+    shape = plgpu.ShapeDtypeStruct((parts[0][0].shape[0], parts[0][1].shape[0]), jnp.float32, layout=UNPAIRED)
 
-    @plgpu.inline_mgpu(arg_types=(*refs, *[TILE] * len(more)), return_type=shape)
-    def begin(_: Any, q: ir.Value, k: ir.Value, *total: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(*refs, *[UNPAIRED] * len(more)), return_type=shape)
+    def begin(_: Any, *given: Any) -> Any:
+        refs, total = given[: 2 * len(parts)], given[2 * len(parts) :]
         if not total:
             nvvm.wgmma_fence_aligned()
-        sums = list(total[0].to_layout(ACCUMULATOR).registers.flat) if total else []
-        sums = add_scores(sums, q, k, row_bytes)
+        sums = list(total[0].registers.flat) if total else []
+        for q, k in zip(refs[::2], refs[1::2], strict=True):
+            sums = add_scores(sums, q, k, row_bytes)
         commit()
-        return fragments(sums, shape.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
+        return fragments(sums, shape.shape)
 
-    return begin(q, k, *more)
+    return begin(*itertools.chain(*parts), *more)
 
 
 def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -> jax.Array:
-    """Start total + p @ v, for p [64, N] in registers or shared memory and v [N, columns] in shared memory.
+    """Start total + p @ v, for p [64, N] in registers or shared memory, v [N, columns] in shared memory, and a total in
+    layout `UNPAIRED`.
 
-    Nothing may touch the result, nor change p, before `finish`.
+    Nothing may touch the result, in the same layout, nor change p, before `finish`.
     """
     in_registers = isinstance(p, jax.Array)
     if interpreted():
@@ -118,24 +129,20 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
         plgpu.commit_smem()
         return total + product
     refs = operand_ref(row_bytes)
-    arg_types = TILE if in_registers else refs, refs, TILE
+    arg_types = TILE if in_registers else refs, refs, UNPAIRED
 
-    @plgpu.inline_mgpu(arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE))
+    @plgpu.inline_mgpu(
+        arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=UNPAIRED)
+    )
     def begin(_: Any, p: Any, v: ir.Value, total: Any) -> Any:
-        total = total.to_layout(ACCUMULATOR)
-        if in_registers:
-            p, total = fragmented_array.optimization_barrier(p, total)
-        else:
-            total = fragmented_array.optimization_barrier(total)
+        lefts, sums = fenced_product(words(p) if in_registers else [], total)
         nvvm.wgmma_fence_aligned()
-        if in_registers:
-            lefts = words(p)
-        else:
+        if not in_registers:
             (_, keys), _ = mma_utils.tiled_memref_shape(p)
-            lefts = ([a] for a in left_steps(p, keys, row_bytes))
-        sums = add_values(list(total.registers.flat), lefts, v, row_bytes)
+            lefts = left_steps(p, keys, row_bytes)
+        sums = add_values(sums, lefts, v, row_bytes)
         commit()
-        return fragments(sums, total.shape).to_layout(fragmented_array.WGMMA_LAYOUT)
+        return fragments(sums, total.shape)
 
     return begin(p, v, total)
 
@@ -160,17 +167,35 @@ def publish_probs(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: in
     write(p, to, m, stats)
 
 
-def finish(product: jax.Array, *, under_way: int) -> jax.Array:
-    """Wait for a product, until at most `under_way` of those started after it are in flight."""
+def finish(product: jax.Array, layout: Any, result_layout: Any, *, under_way: int) -> jax.Array:
+    """Wait for a product, until at most `under_way` of those started after it are in flight.
+
+    Args:
+      layout, result_layout: `UNPAIRED` or `TILE`, of the product and of the result.
+    """
     if interpreted():
         return product
+    shape = plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=result_layout)
 
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=TILE))
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
     def wait(_: Any, product: Any) -> Any:
         assembly(f"wgmma.wait_group.sync.aligned {under_way};")
-        return fragmented_array.optimization_barrier(product)
+        sums = fenced(list(product.to_layout(ACCUMULATOR).registers.flat))
+        return fragments(sums, product.shape).to_layout(result_layout.to_mgpu())
 
     return wait(product)
+
+
+def as_tile(sums: jax.Array) -> jax.Array:
+    """Bring sums [64, n] from layout `UNPAIRED` to layout `TILE`."""
+    if interpreted():
+        return sums
+
+    @plgpu.inline_mgpu(arg_types=(UNPAIRED,), return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=TILE))
+    def pair(_: Any, sums: Any) -> Any:
+        return sums.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return pair(sums)
 
 
 RESCALE_THRESHOLD_LOG2 = 8
@@ -180,11 +205,12 @@ float is as precise at 2**8 as at 1, so rescaling may wait until a maximum excee
 
 
 def rescale_accumulator(
-    totals: Sequence[jax.Array], before: jax.Array, after: jax.Array, *, finished: bool = True
+    totals: Sequence[jax.Array], layouts: Sequence[Any], before: jax.Array, after: jax.Array, *, finished: bool = True
 ) -> list[jax.Array]:
     """Multiply totals [64, n] with 2**(before - after) [64]; a warp none of whose rows change skips it.
 
     Args:
+      layouts: `UNPAIRED` or `TILE`, of each total and its result.
       finished: whether the totals are finished. If not, all products in flight are waited for after the branch on
         whether to skip. The assembler moves no arithmetic past a branch: what precedes overlaps the products.
     """
@@ -193,8 +219,11 @@ def rescale_accumulator(
         return [total * over_tokens(factor, total.shape) for total in totals]
 
     @plgpu.inline_mgpu(
-        arg_types=(*[TILE] * len(totals), PER_TOKEN, PER_TOKEN),
-        return_type=[plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE) for total in totals],
+        arg_types=(*layouts, PER_TOKEN, PER_TOKEN),
+        return_type=[
+            plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=layout)
+            for total, layout in zip(totals, layouts, strict=True)
+        ],
     )
     def multiply(_: Any, *given: Any) -> Any:
         *totals, before, after = given
@@ -205,7 +234,7 @@ def rescale_accumulator(
         constraints = ["=f"] * len(sums) + [str(i) for i in range(len(sums))] + ["f"] * len(rows)
         registers = iter(floats(len(sums), text, constraints, [*sums, *rows]))
         results = [fragments([next(registers) for _ in total.registers.flat], total.shape) for total in totals]
-        return [result.to_layout(fragmented_array.WGMMA_LAYOUT) for result in results]
+        return [result.to_layout(layout.to_mgpu()) for result, layout in zip(results, layouts, strict=True)]
 
     return multiply(*totals, before, after)
 
@@ -347,23 +376,47 @@ def _number(x: int) -> Any:
 def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
     """Start (qs[0] + ...) @ kᵀ as a commit group."""
     total: list[ir.Value] = []
+    (columns, depth), dtype = mma_utils.tiled_memref_shape(k)
     for q in qs:
-        total = add_scores(total, q, k)
+        lefts = ([a] for a in left_steps(q, depth).each())
+        rights = _steps(*_right(mgpu.memref_transpose(k, (1, 0, 3, 2)), columns, ROW_BYTES), depth, ROW_BYTES)
+        total = _one_by_one(total, lefts, rights, columns=columns, dtype=dtype, transposed=False)
     commit()
     return fragments(total, (mma_utils.tiled_memref_shape(qs[0])[0][0], mma_utils.tiled_memref_shape(k)[0][0]))
 
 
-def _weighted(p: Any, v: ir.Value, o: Any) -> Any:
-    """Start o + p @ v as a commit group."""
-    total = add_values(list(o.registers.flat), words(p), v)
+def _weighted(
+    lefts: Sequence[Sequence[ir.Value]], v: ir.Value, total: Sequence[ir.Value], shape: tuple[int, ...]
+) -> Any:
+    """Start total + p @ v as a commit group, p in the registers of each instruction's left operand."""
+    (keys, values), dtype = mma_utils.tiled_memref_shape(v)
+    rights = _steps(*_right(v, values, ROW_BYTES), keys, ROW_BYTES)
+    total = _one_by_one(total, lefts, rights, columns=values, dtype=dtype, transposed=True)
     commit()
-    return fragments(total, o.shape)
+    return fragments(total, shape)
 
 
 def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
     """Start total + q @ kᵀ, or q @ kᵀ where the total has no registers; return the result's registers."""
     (_, depth), _ = mma_utils.tiled_memref_shape(q)
-    return RightOperand(k, row_bytes).add(total, ([a] for a in left_steps(q, depth, row_bytes)))
+    return RightOperand(k, row_bytes).add(total, left_steps(q, depth, row_bytes))
+
+
+class Descriptors(NamedTuple):
+    """Descriptors of an operand in shared memory, one for each instruction.
+
+    Attributes:
+      first: of the first instruction.
+      offsets: what is added to it for each.
+    """
+
+    first: ir.Value
+    offsets: Sequence[int]
+
+    def each(self) -> Iterator[ir.Value]:
+        """Yield them, each made when it is asked for."""
+        for offset in self.offsets:
+            yield arith.addi(self.first, mgpu.c(offset, self.first.type))
 
 
 class RightOperand:
@@ -376,44 +429,50 @@ class RightOperand:
         (self._columns, depth), own_dtype = mma_utils.tiled_memref_shape(ref)
         self._dtype = dtype or own_dtype
         rights = _right(mgpu.memref_transpose(ref, (1, 0, 3, 2)), self._columns, row_bytes)
-        self._steps = _steps(*rights, depth, row_bytes)
+        self._first, offsets = _steps(*rights, depth, row_bytes)
+        self._offsets = iter(offsets)
 
-    def add(self, total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]]) -> list[ir.Value]:
+    def add(self, total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
         """Start total + the product of left operands [M, DEPTH] and the next of this; return the result's registers.
 
         Args:
           total: overwritten if it has no registers.
-          lefts: registers, or one descriptor, of the left operand of each instruction.
+          lefts: left operand of each instruction: its registers, or all descriptors.
         """
-        for left in lefts:
-            step = next(self._steps)
-            total = _instruction(total, left, step, columns=self._columns, dtype=self._dtype, transposed=False)
-        return list(total)
+        count = len(lefts.offsets if isinstance(lefts, Descriptors) else lefts)
+        rights: Any = Descriptors(self._first, list(itertools.islice(self._offsets, count)))
+        if not isinstance(lefts, Descriptors):  # LLVM makes each descriptor once for all products with it
+            rights = list(rights.each())
+        return _products(total, lefts, rights, columns=self._columns, dtype=self._dtype, transposed=False)
 
 
 def add_values(
-    total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]], v: ir.Value, row_bytes: int = ROW_BYTES
+    total: Sequence[ir.Value],
+    lefts: Descriptors | Sequence[Sequence[ir.Value]],
+    v: ir.Value,
+    row_bytes: int = ROW_BYTES,
 ) -> list[ir.Value]:
     """Start total + p @ v; return the result's registers.
 
     Args:
-      lefts: left operand of each instruction: registers from `words`, or a descriptor from `left_steps`.
+      lefts: left operand of each instruction: registers from `words`, or the descriptors of `left_steps`.
     """
     (keys, values), dtype = mma_utils.tiled_memref_shape(v)
-    for a, b in zip(lefts, _steps(*_right(v, values, row_bytes), keys, row_bytes), strict=True):
-        total = _instruction(total, a, b, columns=values, dtype=dtype, transposed=True)
-    return list(total)
+    right = _steps(*_right(v, values, row_bytes), keys, row_bytes)
+    return _products(total, lefts, right, columns=values, dtype=dtype, transposed=True)
 
 
-def words(p: Any) -> Iterator[list[ir.Value]]:
-    """Yield the registers of each instruction's left operand, 16 columns of p."""
+def words(p: Any) -> list[list[ir.Value]]:
+    """Registers of each instruction's left operand, 16 columns of p."""
     word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-    for i in range(0, p.shape[1], DEPTH):
-        yield [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
+    return [
+        [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
+        for i in range(0, p.shape[1], DEPTH)
+    ]
 
 
-def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Iterator[ir.Value]:
-    """Yield the descriptor of each instruction's left operand in shared memory."""
+def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Descriptors:
+    """Descriptors of each instruction's left operand in shared memory."""
     (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
         ref, swizzle=row_bytes, large_tile=(64, row_bytes // 2), group_size=(64, row_bytes // 2), logical_k_major=False
     )
@@ -431,42 +490,81 @@ def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
     return base, step, chunk
 
 
-def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Iterator[ir.Value]:
-    """Yield the descriptor of each instruction's operand, which sums over `DEPTH` of `depth`.
-
-    Descriptors are made one by one, right before their instructions. All at once they would take registers from the
-    accumulators.
-    """
-    i64 = ir.IntegerType.get_signless(64)
-    for i, j in np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH):
-        yield arith.addi(base, mgpu.c(mma_utils.encode_addr(i * chunk + j * step), i64))
+def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Descriptors:
+    """Descriptors of the operand of each instruction, which sums over `DEPTH` of `depth`."""
+    places = np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH)
+    return Descriptors(base, [mma_utils.encode_addr(i * chunk + j * step) for i, j in places])
 
 
-def _instruction(
-    total: Sequence[ir.Value], left: Sequence[ir.Value], right: ir.Value, *, columns: int, dtype: Any, transposed: bool
+def _products(
+    total: Sequence[ir.Value],
+    lefts: Descriptors | Sequence[Sequence[ir.Value]],
+    rights: Descriptors | Sequence[ir.Value],
+    *,
+    columns: int,
+    dtype: Any,
+    transposed: bool,
 ) -> list[ir.Value]:
-    """Issue one wgmma, which adds to a total, or overwrites if that has no registers; return the result's registers.
+    """Issue a wgmma for each left and right operand, which add to a total, or overwrite if that has no registers;
+    return the result's registers.
+
+    All are one piece of assembly: each of its own would be as many operations for jax as it has registers. It makes
+    `Descriptors` right before their instructions. LLVM would make all of them first, in registers that accumulators
+    need.
 
     Args:
-      left: descriptor of the left operand, or the registers that hold it.
-      columns: N of the instruction.
+      lefts: registers that hold each left operand, or its descriptor; or descriptors of all.
+      rights: descriptors of the right operands.
+      columns: N of the instructions.
       transposed: whether the right operand [K, N] has its N contiguous in memory; else its K.
     """
     count = columns // 2
-    places = iter(f"${i}" for i in range(2 * count + len(left) + 1))
-    results = [next(places) for _ in range(count)]
-    for _ in total:
-        next(places)
-    a = [next(places) for _ in left]
-    in_registers = len(left) > 1
-    operand, flags = (f"{{{', '.join(a)}}}", "") if in_registers else (a[0], "0, ")
-    text = (
-        f"{{ .reg .pred p; setp.ne.b32 p, {int(bool(total))}, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{dtype}.{dtype} "
-        f"{{{', '.join(results)}}}, {operand}, {next(places)}, p, 1, 1, {flags}{int(transposed)}; }}"
+    in_registers = not isinstance(lefts, Descriptors) and len(lefts[0]) > 1
+    operands, kinds = list(total), ["=f"] * count + [str(i) for i in range(len(total))]
+
+    def place(operand: ir.Value, kind: str) -> str:
+        operands.append(operand)
+        kinds.append(kind)
+        return f"${count + len(operands) - 1}"
+
+    def made(name: str, descriptors: Descriptors) -> list[tuple[str, str]]:
+        """PTX that makes the descriptor of each instruction, and its name."""
+        first = place(descriptors.first, "l")
+        return [(f"add.s64 {name}, {first}, {offset}; ", name) for offset in descriptors.offsets]
+
+    if isinstance(lefts, Descriptors):
+        left = made("left", lefts)
+    elif in_registers:
+        left = [("", f"{{{', '.join(place(register, 'r') for register in registers)}}}") for registers in lefts]
+    else:
+        left = [("", place(descriptor, "l")) for (descriptor,) in lefts]
+    if isinstance(rights, Descriptors):
+        right = made("right", rights)
+    else:
+        right = [("", place(descriptor, "l")) for descriptor in rights]
+    results = ", ".join(f"${i}" for i in range(count))
+    flags = f"1, 1, {'' if in_registers else '0, '}{int(transposed)}"
+    instructions = (
+        f"{make_a}{make_b}wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{dtype}.{dtype} "
+        f"{{{results}}}, {a}, {b}, {'adds' if total or i else 'overwrites'}, {flags}; "
+        for i, ((make_a, a), (make_b, b)) in enumerate(zip(left, right, strict=True))
     )
-    constraints = ["=f"] * count + [str(i) for i in range(len(total))] + ["r" if in_registers else "l"] * len(left)
-    return floats(count, text, [*constraints, "l"], [*total, *left, right])
+    text = (
+        "{ .reg .pred overwrites, adds; .reg .b64 left, right; "
+        f"setp.ne.b32 overwrites, 0, 0; setp.ne.b32 adds, 1, 0; {''.join(instructions)}}}"
+    )
+    return floats(count, text, kinds, operands)
+
+
+def _one_by_one(
+    total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]], rights: Descriptors, **facts: Any
+) -> list[ir.Value]:
+    """`_products` as a piece of assembly for each: where there are registers for them, LLVM makes descriptors once for
+    several products.
+    """
+    for left, right in zip(lefts, rights.each(), strict=True):
+        total = _products(total, [left], [right], **facts)
+    return list(total)
 
 
 def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence[ir.Value]) -> list[ir.Value]:
@@ -481,6 +579,27 @@ def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence
         has_side_effects=True,
     )
     return [llvm.extractvalue(number, results, [i]) for i in range(count)]
+
+
+def fenced(registers: Sequence[ir.Value]) -> list[ir.Value]:
+    """The same registers, float32 or words of 32 bits, computed before any side effect that follows is had.
+
+    `fragmented_array.optimization_barrier` does the same in four times as many operations.
+    """
+    count = len(registers)
+    kinds = ["r" if isinstance(register.type, ir.IntegerType) else "f" for register in registers]
+    constraints = ",".join([*(f"={kind}" for kind in kinds), *map(str, range(count))])
+    types = [register.type for register in registers]
+    results: Any = llvm.inline_asm(
+        llvm.StructType.get_literal(types), list(registers), "", constraints, asm_dialect=0, has_side_effects=True
+    )
+    return [llvm.extractvalue(kind, results, [i]) for i, kind in enumerate(types)]
+
+
+def fenced_product(lefts: Sequence[Sequence[ir.Value]], total: Any) -> tuple[list[list[ir.Value]], list[ir.Value]]:
+    """Left operands in registers and the registers of a total in layout `ACCUMULATOR`, `fenced` together."""
+    registers = iter(fenced([*itertools.chain(*lefts), *total.registers.flat]))
+    return [[next(registers) for _ in left] for left in lefts], list(registers)
 
 
 def fragments(registers: Sequence[ir.Value], shape: tuple[int, ...]) -> Any:

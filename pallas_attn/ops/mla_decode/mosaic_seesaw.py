@@ -338,7 +338,7 @@ def _attend(x: RowInputs, static: SeesawStatic, out_dtype: jax.typing.DTypeLike)
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=SeesawScratch.types(static, x.q_latent.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANE_SEMANTICS),
         kernel_name="mla_decode_rows",
     )(basics.materialize(x))
 
@@ -471,9 +471,8 @@ class SeesawProducer:
             entries = [split.start + first + j for j in range(static.pages)]
             pages = [tables[split.row, jnp.minimum(entry, tables.shape[1] - 1)] for entry in entries]
             for j, (entry, page) in enumerate(zip(entries, pages, strict=True)):
-                self.page_ids(split, i, tile)[j] = jnp.where(
-                    (entry < split.stop) & basics.in_pool(page, num_pages), page, -1
-                )
+                is_page = (entry < split.stop) & basics.in_pool(page, num_pages)
+                basics.store_scalar(self.page_ids(split, i, tile).at[j], jnp.where(is_page, page, -1))
 
     def copy_pair(self, split: LatentSplit, i: Any, oldest_query: Any) -> None:
         """Start the copies of a pair of tiles: of each half as soon as the one that it replaces is free.
@@ -509,8 +508,8 @@ class SeesawProducer:
         for j in range(static.pages):
             exists = ids[j] >= 0
             visibility = jnp.where(exists, visibility, DEAD)
-            meta[1 + j] = jnp.where(exists, first_token + j * static.page_tokens, ABSENT)
-        meta[0] = visibility
+            basics.store_scalar(meta.at[1 + j], jnp.where(exists, first_token + j * static.page_tokens, ABSENT))
+        basics.store_scalar(meta.at[0], visibility)
 
     def copy_pages(self, slot: Any, parts: tuple[int, ...], ids: Ref, page: Any, tile_of_page: Any) -> None:
         """Start the copies of parts of a tile, of which `page` is the first page."""

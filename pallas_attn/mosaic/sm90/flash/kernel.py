@@ -213,11 +213,11 @@ class Consumer:
         self._await_turn()
         s, o = wgmma.start(self._query_terms(), k, state.p, v, state.o)
         self._pass_turn()
-        s = wgmma.finish(s, under_way=1)
+        s = wgmma.finish(s, TILE, TILE, under_way=1)
         self._release_keys(slot, more)
         scores = scores_of(s)
         m = scores.update_max(state.m)
-        o, l = wgmma.rescale_accumulator((o, state.l), state.m, m, finished=False)  # noqa: E741
+        o, l = wgmma.rescale_accumulator((o, state.l), (TILE, TILE), state.m, m, finished=False)  # noqa: E741
         plgpu.barrier_arrive(rings.v_free.at[previous])
         # Only now: the product that is finished read the registers of the last probabilities.
         p, more_l = scores.probabilities(m)
