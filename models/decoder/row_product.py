@@ -83,6 +83,10 @@ class RowProduct(NamedTuple):
       gated: silu(left half of the columns) · right half is wanted, N / 2 columns; else all N columns.
       halved: a program takes 64 columns and half of K, for a better balance where all pairs are few. Both halves'
         products are returned, to be added up.
+      shared: weights of S experts that all rows have, as of one that is S times as wide: if gated [K, S · N], the gates
+        of all before their up columns; else [S · K, N]. None for no such experts.
+      num_rows: number of rows that shared experts have. Their pairs come after the others, `num_rows` for each expert.
+        If gated, these take the first rows of `x`; else, as all pairs do then, rows of their own.
     """
 
     x: Float[Array, "M K"]
@@ -91,6 +95,18 @@ class RowProduct(NamedTuple):
     copies: int
     gated: bool
     halved: bool = False
+    shared: Float[Array, "K SN"] | Float[Array, "SK N"] | None = None
+    num_rows: int = 0
+
+    @property
+    def num_shared(self) -> int:
+        """S."""
+        return 0 if self.shared is None else self.shared.size // (self.weights.shape[1] * self.weights.shape[2])
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs with shared experts included."""
+        return self.pairs.expert.shape[0] + self.num_shared * self.num_rows
 
 
 def padded_rows(num_rows: int) -> int:
@@ -121,7 +137,7 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
     Raises:
       NotImplementedError: columns that a program's do not divide, or more than `MOST_ROWS` rows.
     """
-    x, weights, pairs, copies, gated, halved = call
+    x, weights, pairs, copies, gated, halved, shared, shared_rows = call
     num_rows, columns = x.shape[0], weights.shape[2]
     if num_rows > MOST_ROWS:
         raise NotImplementedError(f"takes {MOST_ROWS} rows at most, got {num_rows}")
@@ -137,10 +153,10 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
         landed=plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     )
-    shape = (padded_rows(pairs.expert.shape[0]), columns // 2 if gated else columns)
+    shape = (padded_rows(call.num_pairs), columns // 2 if gated else columns)
     out_type = jax.ShapeDtypeStruct((2, *shape), jnp.float32) if halved else jax.ShapeDtypeStruct(shape, x.dtype)
     return plgpu.kernel(
-        functools.partial(_kernel, copies, gated),
+        functools.partial(_kernel, copies, gated, call.num_shared, shared_rows),
         out_type=out_type,
         grid=(PROGRAMS,),
         grid_names=("program",),
@@ -148,7 +164,7 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
         thread_name="warpgroup",
         scratch_types=(scratch,),
         kernel_name="row_product",
-    )(x, weights, pairs)
+    )(x, weights, shared, pairs)
 
 
 class RowScratch(NamedTuple):
@@ -160,12 +176,24 @@ class RowScratch(NamedTuple):
     free: Any
 
 
-def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: Any, scratch: RowScratch) -> None:
+def _kernel(
+    copies: int,
+    gated: bool,
+    num_shared: int,
+    shared_rows: int,
+    x: Any,
+    weights: Any,
+    shared: Any,
+    pairs: Pairs,
+    out: Any,
+    scratch: RowScratch,
+) -> None:
     program, (stages, parts) = lax.axis_index("program"), scratch.weights.shape[:2]
     halves, num_pairs = len(out.shape) - 1, pairs.expert.shape[0]
+    end = num_pairs + num_shared * shared_rows
     steps = weights.shape[1] // DEPTH // halves
     tiles = out.shape[-1] // (COLUMNS if gated else parts * COLUMNS)
-    count = num_pairs if pairs.count is None else pairs.count[0]
+    count = (num_pairs if pairs.count is None else pairs.count[0]) + num_shared
     own_items = lax.div(jnp.maximum(count * tiles * halves - program + (PROGRAMS - 1), 0), PROGRAMS)
 
     def half_of(number: Any) -> Any:
@@ -173,12 +201,29 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
         return lax.rem(program + number * PROGRAMS, halves)
 
     def item(number: Any) -> tuple[Any, Any]:
-        """First pair of its expert, and first column of the result."""
+        """First pair of its expert, and first column of the result. Shared experts come first."""
         index = lax.div(program + number * PROGRAMS, halves)
         width = COLUMNS if gated else parts * COLUMNS
-        number_of_expert = lax.div(index, tiles)
-        pair = number_of_expert if pairs.first is None else pairs.first[number_of_expert]
+        of_expert = lax.div(index, tiles) - num_shared
+        pair = of_expert if pairs.first is None else pairs.first[jnp.maximum(of_expert, 0)]
+        if num_shared:
+            pair = jnp.where(of_expert < 0, num_pairs + (of_expert + num_shared) * shared_rows, pair)
         return pair, lax.rem(index, tiles) * width
+
+    def row_of(pair: Any) -> Any:
+        row = lax.div(pair, copies)
+        if num_shared and gated:
+            row = jnp.where(pair < num_pairs, row, lax.rem(pair - num_pairs, shared_rows))
+        return row
+
+    def next_of(pair: Any) -> Any:
+        """Next pair of an expert; `end` after its last."""
+        following = pairs.next[jnp.minimum(pair, num_pairs - 1)]
+        if num_shared:
+            following = jnp.where(following == num_pairs, end, following)
+            is_last = lax.rem(pair - num_pairs + 1, shared_rows) == 0
+            following = jnp.where(pair < num_pairs, following, jnp.where(is_last, end, pair + 1))
+        return following
 
     def slot_of(number: Any, step: Any) -> Any:
         return lax.rem(number * steps + step, stages)
@@ -186,7 +231,7 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
     def copy_all() -> None:
         def copy_item(number: Any, _: None) -> None:
             pair, column = item(number)
-            expert = pairs.expert[pair]
+            expert = pairs.expert[jnp.minimum(pair, num_pairs - 1)]
             firsts = [column + part * (out.shape[-1] if gated else COLUMNS) for part in range(parts)]
 
             def copy(step: Any, _: None) -> None:
@@ -197,10 +242,27 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
                     plgpu.barrier_wait(scratch.free.at[slot])
 
                 landed = scratch.landed.at[slot]
-                for part, first in enumerate(firsts):
-                    source = weights.at[expert, depth, pl.ds(first, COLUMNS)]
-                    plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
                 plgpu.copy_gmem_to_smem(x.at[:, depth], scratch.x.at[slot], landed)
+
+                def copy_routed() -> None:
+                    for part, first in enumerate(firsts):
+                        source = weights.at[expert, depth, pl.ds(first, COLUMNS)]
+                        plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
+
+                def copy_shared() -> None:
+                    number = lax.div(pair - num_pairs, shared_rows)
+                    down = depth if gated else pl.ds(number * weights.shape[1] + depth.start, DEPTH)
+                    for part, first in enumerate(firsts):
+                        across = first
+                        if gated:  # its own columns among the gates of all, or among the up columns of all
+                            across = number * out.shape[-1] + column + part * (shared.shape[1] // 2)
+                        source = shared.at[down, pl.ds(across, COLUMNS)]
+                        plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
+
+                if num_shared:
+                    lax.cond(pair < num_pairs, copy_routed, copy_shared)
+                else:
+                    copy_routed()
 
             lax.fori_loop(0, steps, copy, None)
 
@@ -241,16 +303,16 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
             row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, x.shape[0]), 1), plgpu.Layout.WGMMA)
 
             def store(pair: Any) -> Any:
-                own = row == lax.div(pair, copies)
+                own = row == row_of(pair)
                 for part, result in enumerate(results):
                     values = jnp.sum(jnp.where(own, result, jnp.zeros_like(result)), axis=1)
                     target[pair, pl.ds(column + part * COLUMNS, COLUMNS)] = values.astype(out.dtype)
-                return None if pairs.next is None else pairs.next[pair]
+                return None if pairs.next is None else next_of(pair)
 
             if pairs.next is None:
                 store(pair)
             else:
-                lax.while_loop(lambda pair: pair < num_pairs, store, pair)
+                lax.while_loop(lambda pair: pair < end, store, pair)
 
         lax.fori_loop(0, own_items, multiply_item, None)
 
