@@ -303,7 +303,7 @@ def apply_experts(
     num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
     num_pairs = chosen.size
     has_expert = None if expected is None else chosen < num_experts
-    multiply_rows = way_of_few_rows(num_pairs, experts, are_distinct=x.shape[0] == 1 and has_expert is None)
+    multiply_rows = way_of_few_rows(x.shape[0], num_pairs, experts, are_distinct=x.shape[0] == 1 and has_expert is None)
     if multiply_rows is not None:
         y = multiply_rows(x, experts, chosen.reshape(-1))
         return _weighted_sum(y, weights, x.dtype, has_expert)
@@ -378,8 +378,12 @@ def _weighted_sum(
     return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
 
 
+SPREAD_ROWS = 64
+"""Rows up to which the kernel for few rows takes more pairs than its tiles have rows."""
+
+
 def way_of_few_rows(
-    num_pairs: int, experts: Experts, *, are_distinct: bool = False
+    num_rows: int, num_pairs: int, experts: Experts, *, are_distinct: bool = False
 ) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
     """Product of so few pairs that reading weights is all, without sorting them; None if they are many, or the
     call is not compiled for a GPU. On an H100, V2-Lite's experts take 163 us for 30 pairs by the kernel and 196 row by
@@ -390,7 +394,8 @@ def way_of_few_rows(
     if hopper_takes(experts):
         from models.decoder.row_product import MOST_ROWS
 
-        if num_pairs <= MOST_ROWS:
+        is_plain = experts.activation is swiglu and experts.gate_up_bias is None and experts.down_bias is None
+        if num_pairs <= MOST_ROWS or (num_rows <= SPREAD_ROWS and is_plain):
             return functools.partial(hopper_rows, are_distinct=True) if are_distinct else hopper_rows
     return row_by_row if num_pairs <= experts.gate_up.shape[0] else None
 
@@ -400,15 +405,15 @@ def takes_shared(pairs: tuple[int, ...], experts: Experts, shared: MLP) -> bool:
     rows, copies = pairs
     width, whole = experts.down.shape[1], shared.down_proj.weight.shape[0]
     num_pairs = rows * (copies + whole // width)
-    return whole % width == 0 and hopper_takes(experts) and way_of_few_rows(num_pairs, experts) is hopper_rows
+    return whole % width == 0 and way_of_few_rows(rows, num_pairs, experts) is hopper_rows
 
 
 def apply_with_shared(
     x: Float[Array, "T D"], chosen: Int32[Array, "T k"], weights: Float32[Array, "T k"], experts: Experts, shared: MLP
 ) -> Float[Array, "T D"]:
-    """Sum of what `apply_experts` returns and shared experts, where `takes_shared`: these are experts that every row has
-    chosen, with weight 1. One kernel reads all of them, where three of XLA's took 19 us a layer for the shared ones of
-    one row (DeepSeek-V2-Lite, H100), 35 MB."""
+    """Sum of what `apply_experts` returns and what shared experts make of every row, where `takes_shared`. One kernel
+    reads the weights of all: by themselves, the shared ones of one row took three of XLA's kernels and 19 us a layer
+    for 35 MB (DeepSeek-V2-Lite, H100)."""
     own = shared.gate_up_proj.weight[...], shared.down_proj.weight[...]
     y = hopper_rows(x, experts, chosen.reshape(-1), are_distinct=x.shape[0] == 1, shared=own).astype(jnp.float32)
     routed, of_all_rows = jnp.split(y, [chosen.size])
@@ -449,28 +454,27 @@ def hopper_rows(
     """Applies each pair's expert to its row, M / T pairs a row, by a kernel for Hopper that reads each expert once.
     `are_distinct` says that every pair has an expert of its own, as the pairs of one row have. `shared` experts, whose
     weights lie side by side as those of one, are applied to all rows, and their results follow, expert by expert."""
-    from models.decoder.row_product import Pairs, RowProduct, padded_rows, row_product
+    from models.decoder.row_product import MOST_ROWS, Pairs, RowProduct, padded_rows, row_product
 
-    num_pairs, copies = expert.shape[0], expert.shape[0] // x.shape[0]
-    gate_up, down = shared or (None, None)
-    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, experts.gate_up.shape[0])
+    num_pairs, num_rows, (gate_up, down) = expert.shape[0], x.shape[0], shared or (None, None)
     gated = experts.activation is swiglu and experts.gate_up_bias is None
-
-    if shared is not None and not gated:
-        raise NotImplementedError("shared: takes those of gated experts without biases")
+    all_pairs = num_pairs + (0 if down is None else down.shape[0] // experts.down.shape[1] * num_rows)
+    few = all_pairs <= MOST_ROWS
+    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, experts.gate_up.shape[0], counted=few)
+    multiply = functools.partial(RowProduct, pairs=pairs, num_rows=num_rows, copies=num_pairs // num_rows)
 
     def biased(y: Array, bias: Array | None) -> Array:
         return y if bias is None else y.at[:num_pairs].add(bias[expert])
 
-    num_rows = x.shape[0]
     x = jnp.pad(x, ((0, padded_rows(num_rows) - num_rows), (0, 0)))
-    first = RowProduct(x, experts.gate_up, pairs, copies, gated, shared=gate_up, num_rows=num_rows)
-    hidden = biased(run_kept(row_product, first), experts.gate_up_bias)
+    hidden = biased(
+        run_kept(row_product, multiply(x, experts.gate_up, gated=gated, shared=gate_up)), experts.gate_up_bias
+    )
     hidden = hidden if gated else experts.activation(hidden)
-    halved = halves_help(first.num_pairs, experts.down.shape[1:], are_distinct)
-    y = run_kept(row_product, RowProduct(hidden, experts.down, pairs, 1, False, halved, down, num_rows))
+    halved = halves_help(all_pairs, experts.down.shape[1:], are_distinct)
+    y = run_kept(row_product, multiply(hidden, experts.down, second=True, halved=halved, shared=down))
     y = (y[0] + y[1]).astype(x.dtype) if halved else y
-    return biased(y, experts.down_bias)[: first.num_pairs]
+    return biased(y, experts.down_bias)[:all_pairs]
 
 
 def halves_help(num_pairs: int, shape: tuple[int, ...], are_distinct: bool) -> bool:

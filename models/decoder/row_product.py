@@ -21,6 +21,7 @@ Neither waits for what comes later: both go through the same tiles in the same o
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,65 +49,103 @@ class Pairs(NamedTuple):
 
     Attributes:
       expert: of each pair.
-      first: the first pair of each expert that has any, in the order of the pairs.
-      count: number of those, in an array of one.
       next: for each pair the next one with its expert; the number of pairs for the last.
+      first: the first pair of each expert that has any, in the order of the pairs; if `count` is None, of every expert,
+        the number of pairs for one that has none.
+      count: number of experts that have any, in an array of one.
 
-    The last three are None where every pair has an expert of its own.
+    All but `expert` are None where every pair has an expert of its own.
     """
 
     expert: Int32[Array, "P"]
-    first: Int32[Array, "P"] | None = None
-    count: Int32[Array, "1"] | None = None
     next: Int32[Array, "P"] | None = None
+    first: Int32[Array, "P"] | Int32[Array, "E"] | None = None
+    count: Int32[Array, "1"] | None = None
 
     @staticmethod
-    def of(expert: Int32[Array, "P"], num_experts: int) -> Pairs:
-        """Finds pairs that share an expert by comparing all with all: there are few."""
+    def of(expert: Int32[Array, "P"], num_experts: int, *, counted: bool = True) -> Pairs:
+        """Finds pairs that share an expert by comparing all with all: there are few. Unless `counted`, experts that
+        have no pair are not left out."""
         pair = jnp.arange(expert.shape[0], dtype=jnp.int32)
         same = expert[:, None] == expert[None]
-        is_first = ~jnp.any(same & (pair[None] < pair[:, None]), axis=1) & (expert < num_experts)
         following = jnp.min(jnp.where(same & (pair[None] > pair[:, None]), pair[None], len(pair)), axis=1)
+        if not counted:
+            is_own = expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+            return Pairs(expert, following, jnp.min(jnp.where(is_own, pair[None], len(pair)), axis=1))
+        is_first = ~jnp.any(same & (pair[None] < pair[:, None]), axis=1) & (expert < num_experts)
         place = jnp.sum(is_first[None] & (pair[None] < pair[:, None]), axis=1, dtype=jnp.int32)
         first = jnp.sum(jnp.where(is_first[None] & (place[None] == pair[:, None]), pair[None], 0), axis=1)
-        return Pairs(expert, first, jnp.sum(is_first, dtype=jnp.int32)[None], following)
+        return Pairs(expert, following, first, jnp.sum(is_first, dtype=jnp.int32)[None])
 
 
 class RowProduct(NamedTuple):
-    """A call of `row_product`.
+    """A call of `row_product`, the first product of pairs of rows and experts or, of its results, the second one.
 
     Attributes:
-      x: rows, 16 bits, `padded_rows(...)` of them; those of no pair may hold anything.
+      x: 16 bits. Of the first product the rows, padded to `padded_rows(num_rows)` of them, of which pair p takes row
+        p // copies; of the second what the first returned. Rows of no pair may hold anything.
       weights: of each expert; K and the columns that a program takes divide it, see `column_parts`.
       pairs: `Pairs.of(...)`.
-      copies: pairs of each row: pair p takes row p // copies.
+      num_rows: number of rows. No expert has one of them twice.
+      copies: pairs of each row.
+      second: whether it is the second product.
       gated: silu(left half of the columns) · right half is wanted, N / 2 columns; else all N columns.
       halved: a program takes 64 columns and half of K, for a better balance where all pairs are few. Both halves'
         products are returned, to be added up.
-      shared: weights of S experts that all rows have, as of one that is S times as wide: if gated [K, S · N], the gates
-        of all before their up columns; else [S · K, N]. None for no such experts.
-      num_rows: number of rows that shared experts have. Their pairs come after the others, `num_rows` for each expert.
-        If gated, these take the first rows of `x`; else, as all pairs do then, rows of their own.
+      shared: weights of S experts that all rows have, as of one that is S times as wide: of the first product
+        [K, S · N], gates of all before their up columns; of the second [S · K, N]. None for no such experts. Their
+        pairs come after the others, `num_rows` of each expert.
     """
 
     x: Float[Array, "M K"]
     weights: Float[Array, "E K N"]
     pairs: Pairs
+    num_rows: int
     copies: int
-    gated: bool
+    second: bool = False
+    gated: bool = False
     halved: bool = False
     shared: Float[Array, "K SN"] | Float[Array, "SK N"] | None = None
-    num_rows: int = 0
 
     @property
-    def num_shared(self) -> int:
-        """S."""
-        return 0 if self.shared is None else self.shared.size // (self.weights.shape[1] * self.weights.shape[2])
+    def sizes(self) -> Sizes:
+        """All that a kernel has to know of numbers of rows."""
+        num_experts, depth, columns = self.weights.shape
+        num_shared = 0 if self.shared is None else self.shared.size // (depth * columns)
+        num_pairs = self.pairs.expert.shape[0]
+        spread = self.pairs.first is not None and self.pairs.count is None
+        return Sizes(self.num_rows, self.copies, num_pairs, num_experts, num_shared, spread)
+
+
+class Sizes(NamedTuple):
+    """Numbers of rows and pairs.
+
+    Attributes:
+      rows, copies: rows, and pairs of each with routed experts.
+      pairs: pairs with routed experts.
+      experts, shared: routed experts; shared ones, with each of which every row is a pair, too.
+      spread: whether the first product's results lie as rows of each expert, though most have few of them, so that the
+        second has no more rows at a time than the first. Otherwise they lie in the order of the pairs.
+    """
+
+    rows: int
+    copies: int
+    pairs: int
+    experts: int
+    shared: int
+    spread: bool
 
     @property
-    def num_pairs(self) -> int:
+    def all_pairs(self) -> int:
         """Pairs with shared experts included."""
-        return self.pairs.expert.shape[0] + self.num_shared * self.num_rows
+        return self.pairs + self.shared * self.rows
+
+    @property
+    def results(self) -> int:
+        """Rows of the first product's results."""
+        if self.spread:
+            return (self.experts + self.shared) * padded_rows(self.rows)
+        return padded_rows(self.all_pairs)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -131,19 +170,23 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
     """Multiplies each pair's row with its expert's weights, in float32.
 
     Returns:
-      Products in the order of the pairs and of `call.x`'s dtype; if halved, [2, P_padded, N_out] of float32. Those of
-      pairs without an expert, and of padding, hold anything.
+      Products, of `call.x`'s dtype: the first ones for the second call, the second ones in the order of the pairs; if
+      halved, [2, P_padded, N_out] of float32. Those of pairs without an expert, and of padding, hold anything.
 
     Raises:
-      NotImplementedError: columns that a program's do not divide, or more than `MOST_ROWS` rows.
+      NotImplementedError: columns that a program's do not divide, more than `MOST_ROWS` rows, or shared experts without
+        gates.
     """
-    x, weights, pairs, copies, gated, halved, shared, shared_rows = call
-    num_rows, columns = x.shape[0], weights.shape[2]
+    x, weights, pairs, sizes = call.x, call.weights, call.pairs, call.sizes
+    columns = weights.shape[2]
+    num_rows = padded_rows(sizes.rows) if sizes.spread else x.shape[0]
     if num_rows > MOST_ROWS:
         raise NotImplementedError(f"takes {MOST_ROWS} rows at most, got {num_rows}")
-    if halved and (gated or weights.shape[1] % (2 * DEPTH)):
+    if call.shared is not None and not (call.second or call.gated):
+        raise NotImplementedError("shared: takes those of gated experts")
+    if call.halved and (call.gated or weights.shape[1] % (2 * DEPTH)):
         raise NotImplementedError(f"halved: takes no gates and a K that is a multiple of 128, got {weights.shape[1]}")
-    parts = 1 if halved else column_parts(columns, gated=gated)
+    parts = 1 if call.halved else column_parts(columns, gated=call.gated)
     stages = min(MOST_STAGES, OPERAND_BYTES // ((parts * COLUMNS + num_rows) * DEPTH * x.dtype.itemsize))
 
     operand = functools.partial(operand_type, dtype=x.dtype)
@@ -153,10 +196,10 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
         landed=plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     )
-    shape = (padded_rows(call.num_pairs), columns // 2 if gated else columns)
-    out_type = jax.ShapeDtypeStruct((2, *shape), jnp.float32) if halved else jax.ShapeDtypeStruct(shape, x.dtype)
+    shape = padded_rows(sizes.all_pairs) if call.second else sizes.results, columns // 2 if call.gated else columns
+    out_type = jax.ShapeDtypeStruct((2, *shape), jnp.float32) if call.halved else jax.ShapeDtypeStruct(shape, x.dtype)
     return plgpu.kernel(
-        functools.partial(_kernel, copies, gated, call.num_shared, shared_rows),
+        functools.partial(_kernel, sizes, call.second, call.gated),
         out_type=out_type,
         grid=(PROGRAMS,),
         grid_names=("program",),
@@ -164,7 +207,7 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
         thread_name="warpgroup",
         scratch_types=(scratch,),
         kernel_name="row_product",
-    )(x, weights, shared, pairs)
+    )(x, weights, call.shared, pairs)
 
 
 class RowScratch(NamedTuple):
@@ -177,10 +220,9 @@ class RowScratch(NamedTuple):
 
 
 def _kernel(
-    copies: int,
+    sizes: Sizes,
+    second: bool,
     gated: bool,
-    num_shared: int,
-    shared_rows: int,
     x: Any,
     weights: Any,
     shared: Any,
@@ -189,11 +231,11 @@ def _kernel(
     scratch: RowScratch,
 ) -> None:
     program, (stages, parts) = lax.axis_index("program"), scratch.weights.shape[:2]
-    halves, num_pairs = len(out.shape) - 1, pairs.expert.shape[0]
-    end = num_pairs + num_shared * shared_rows
+    halves, tile_rows = len(out.shape) - 1, scratch.x.shape[1]
     steps = weights.shape[1] // DEPTH // halves
     tiles = out.shape[-1] // (COLUMNS if gated else parts * COLUMNS)
-    count = (num_pairs if pairs.count is None else pairs.count[0]) + num_shared
+    listed = pairs.count[0] if pairs.count is not None else sizes.experts if sizes.spread else sizes.pairs
+    count = listed + sizes.shared
     own_items = lax.div(jnp.maximum(count * tiles * halves - program + (PROGRAMS - 1), 0), PROGRAMS)
 
     def half_of(number: Any) -> Any:
@@ -201,37 +243,58 @@ def _kernel(
         return lax.rem(program + number * PROGRAMS, halves)
 
     def item(number: Any) -> tuple[Any, Any]:
-        """First pair of its expert, and first column of the result. Shared experts come first."""
+        """Place of its expert in the list of them, of which shared ones are the first, and first column of the
+        result."""
         index = lax.div(program + number * PROGRAMS, halves)
         width = COLUMNS if gated else parts * COLUMNS
-        of_expert = lax.div(index, tiles) - num_shared
-        pair = of_expert if pairs.first is None else pairs.first[jnp.maximum(of_expert, 0)]
-        if num_shared:
-            pair = jnp.where(of_expert < 0, num_pairs + (of_expert + num_shared) * shared_rows, pair)
-        return pair, lax.rem(index, tiles) * width
+        return lax.div(index, tiles), lax.rem(index, tiles) * width
+
+    def of_listed(place: Any, routed: Callable[[Any], Any], of_shared: Callable[[Any], Any]) -> Any:
+        """What either says of an expert: one of the list of routed ones, or of the shared ones."""
+        if not sizes.shared:
+            return routed(place)
+        of_routed = routed(jnp.maximum(place - sizes.shared, 0))
+        return jnp.where(place < sizes.shared, of_shared(place), of_routed)
+
+    def first_of(place: Any) -> Any:
+        """First pair of an expert; the number of all if it has none."""
+
+        def routed(place: Any) -> Any:
+            first = place if pairs.first is None else pairs.first[place]
+            return jnp.where(first == sizes.pairs, sizes.all_pairs, first) if sizes.spread else first
+
+        return of_listed(place, routed, lambda place: sizes.pairs + place * sizes.rows)
+
+    def begin_of(place: Any) -> Any:
+        """First row of the first product's results that an expert has."""
+        if not sizes.spread:
+            return 0
+        number = of_listed(place, lambda expert: expert, lambda place: sizes.experts + place)
+        return pl.multiple_of(number * padded_rows(sizes.rows), ROWS)
 
     def row_of(pair: Any) -> Any:
-        row = lax.div(pair, copies)
-        if num_shared and gated:
-            row = jnp.where(pair < num_pairs, row, lax.rem(pair - num_pairs, shared_rows))
-        return row
+        routed = lax.div(pair, sizes.copies)
+        behind = pair - sizes.pairs
+        return jnp.where(behind < 0, routed, lax.rem(behind, sizes.rows)) if sizes.shared else routed
 
     def next_of(pair: Any) -> Any:
-        """Next pair of an expert; `end` after its last."""
-        following = pairs.next[jnp.minimum(pair, num_pairs - 1)]
-        if num_shared:
-            following = jnp.where(following == num_pairs, end, following)
-            is_last = lax.rem(pair - num_pairs + 1, shared_rows) == 0
-            following = jnp.where(pair < num_pairs, following, jnp.where(is_last, end, pair + 1))
-        return following
+        """Next pair of an expert; the number of all after its last one."""
+        following = pairs.next[jnp.minimum(pair, sizes.pairs - 1)]
+        following = jnp.where(following == sizes.pairs, sizes.all_pairs, following)
+        if not sizes.shared:
+            return following
+        is_last = lax.rem(pair - sizes.pairs, sizes.rows) == sizes.rows - 1
+        return jnp.where(pair < sizes.pairs, following, jnp.where(is_last, sizes.all_pairs, pair + 1))
 
     def slot_of(number: Any, step: Any) -> Any:
         return lax.rem(number * steps + step, stages)
 
     def copy_all() -> None:
         def copy_item(number: Any, _: None) -> None:
-            pair, column = item(number)
-            expert = pairs.expert[jnp.minimum(pair, num_pairs - 1)]
+            place, column = item(number)
+            routed = jnp.maximum(place - sizes.shared, 0)
+            expert = routed if sizes.spread else pairs.expert[routed if pairs.first is None else pairs.first[routed]]
+            rows = pl.ds(begin_of(place) if second else 0, tile_rows)
             firsts = [column + part * (out.shape[-1] if gated else COLUMNS) for part in range(parts)]
 
             def copy(step: Any, _: None) -> None:
@@ -242,7 +305,7 @@ def _kernel(
                     plgpu.barrier_wait(scratch.free.at[slot])
 
                 landed = scratch.landed.at[slot]
-                plgpu.copy_gmem_to_smem(x.at[:, depth], scratch.x.at[slot], landed)
+                plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[slot], landed)
 
                 def copy_routed() -> None:
                     for part, first in enumerate(firsts):
@@ -250,17 +313,16 @@ def _kernel(
                         plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
 
                 def copy_shared() -> None:
-                    number = lax.div(pair - num_pairs, shared_rows)
-                    down = depth if gated else pl.ds(number * weights.shape[1] + depth.start, DEPTH)
+                    down = pl.ds(place * weights.shape[1] + depth.start, DEPTH) if second else depth
                     for part, first in enumerate(firsts):
-                        across = first
-                        if gated:  # its own columns among the gates of all, or among the up columns of all
-                            across = number * out.shape[-1] + column + part * (shared.shape[1] // 2)
+                        # Of the first product the gates of all shared experts lie together, and their up columns.
+                        own = place * out.shape[-1] + column + part * (shared.shape[1] // 2)
+                        across = first if second else own
                         source = shared.at[down, pl.ds(across, COLUMNS)]
                         plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
 
-                if num_shared:
-                    lax.cond(pair < num_pairs, copy_routed, copy_shared)
+                if sizes.shared:
+                    lax.cond(place < sizes.shared, copy_shared, copy_routed)
                 else:
                     copy_routed()
 
@@ -275,7 +337,7 @@ def _kernel(
 
     def compute_all() -> None:
         def multiply_item(number: Any, _: None) -> None:
-            pair, column = item(number)
+            place, column = item(number)
 
             def multiply(*sums: Any) -> list[Any]:
                 def step_on(step: Any, _: None) -> None:
@@ -295,24 +357,26 @@ def _kernel(
                 return [total[...] for total in sums]
 
             target = out.at[half_of(number)] if halves == 2 else out
-            results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, x.shape[0]))] * parts)
+            results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, tile_rows))] * parts)
             plgpu.barrier_arrive(scratch.free.at[slot_of(number, steps - 1)])
             if gated:
                 gate, up = results
                 results = [silu(gate) * up]
-            row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, x.shape[0]), 1), plgpu.Layout.WGMMA)
+            row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, tile_rows), 1), plgpu.Layout.WGMMA)
+            first, begin = first_of(place), begin_of(place)
 
             def store(pair: Any) -> Any:
-                own = row == row_of(pair)
+                own = row == (row_of(pair) if sizes.spread or not second else pair)
+                to = begin + row_of(pair) if sizes.spread and not second else pair
                 for part, result in enumerate(results):
                     values = jnp.sum(jnp.where(own, result, jnp.zeros_like(result)), axis=1)
-                    target[pair, pl.ds(column + part * COLUMNS, COLUMNS)] = values.astype(out.dtype)
+                    target[to, pl.ds(column + part * COLUMNS, COLUMNS)] = values.astype(out.dtype)
                 return None if pairs.next is None else next_of(pair)
 
             if pairs.next is None:
-                store(pair)
+                store(first)
             else:
-                lax.while_loop(lambda pair: pair < end, store, pair)
+                lax.while_loop(lambda pair: pair < sizes.all_pairs, store, first)
 
         lax.fori_loop(0, own_items, multiply_item, None)
 
