@@ -21,7 +21,7 @@ from models.engine.group_sizes import group_sizes
 from models.engine.layered_step import LayeredStep
 from models.engine.packed_step import PackedStep
 from models.engine.plain_step import run_step
-from models.engine.runner import GPU_OPTIONS
+from models.engine.runner import gpu_options
 from models.engine.speculative_step import allocate_state, proposer_sizes, run_speculative_step
 from pallas_attn import FULL
 from scripts.bench.shapes import DEEPSEEK_V3
@@ -82,7 +82,7 @@ def step(
         temporaries=temporaries,
         one_graph=True,
         output=_packed_output(config, bucket),
-        options=GPU_OPTIONS | UNTIMED,
+        options=gpu_options(bucket) | UNTIMED,
     )
 
 
@@ -105,7 +105,7 @@ def first_piece(config: ModelConfig, bucket: Bucket, num_pieces: int) -> Case:
         temporaries=512 * 2**20,
         one_graph=True,
         output=_packed_output(config, bucket),
-        options=GPU_OPTIONS | UNTIMED,
+        options=gpu_options() | UNTIMED,
     )
 
 

@@ -14,7 +14,7 @@ from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
 from models.engine.packed_step import PackedStep
 from models.engine.request import Request
-from models.engine.runner import GPU_OPTIONS, Runner, gpu_options
+from models.engine.runner import DECODE_OPTIONS, GPU_OPTIONS, Runner, gpu_options
 from models.engine.step_plan import ScheduledRow, StepPlan
 from pallas_attn import FULL
 from tests.models.engine_case import CONFIG, compile_events, model
@@ -195,3 +195,9 @@ def test_flags_of_the_user_win(monkeypatch, tmp_path, flags, kept, in_file):
         (tmp_path / "flags").write_text(flags + "\n")
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if in_file else flags)
     assert gpu_options() == (GPU_OPTIONS if kept else {})
+
+
+def test_steps_without_prompts_have_options_of_their_own_on_one_device(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert gpu_options(Bucket(8, 0)) == GPU_OPTIONS | DECODE_OPTIONS
+    assert gpu_options(Bucket(8, 32)) == gpu_options(Bucket(8, 0), on_mesh=True) == GPU_OPTIONS
