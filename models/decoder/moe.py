@@ -8,7 +8,8 @@ the groups, and two for few rows:
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
-- `hopper_rows`, for 16-bit weights on Hopper: a kernel of ours (`row_product.py`) that reads the chosen experts once.
+- `hopper_rows`, for 16-bit weights on Hopper and up to 64 rows: a kernel of ours (`row_product.py`) that reads the
+  chosen experts once, and shared ones with them.
 - `row_by_row`: each row with its own expert, on any GPU, where there are no more rows than experts and that kernel does
   not take them. What multiplies groups reads every expert, whether it has rows or not, and takes 300 us a layer
   (DeepSeek-V2-Lite on an H200) where 6 rows take 48 one by one, 48 rows 220 and 72 rows 315.

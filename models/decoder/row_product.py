@@ -2,9 +2,12 @@
 
     Y[pair] = X[row of pair] @ W[expert of pair]        or silu(· @ gate columns) · (· @ up columns)
 
-An expert that several pairs have is read once, and one that none has is not read. A program takes the columns of one
-expert, 64 or two times 64, and multiplies them with all rows, since on the tensor cores eight rows cost what one does;
-each pair then takes its own row of the result. Weights are the left operand, so that rows may be few:
+An expert that several pairs have is read once, and one that none has is not read, as long as pairs are few. A program
+takes the columns of one expert, 64 or two times 64, and multiplies them with all rows, since on the tensor cores eight
+rows cost what one does, and 64 rows less than reading the weights; each pair then takes its own row of the result. The
+first product's rows are those of the step, the second's are the pairs' own: all of them where they are few, else the
+place that every expert has for all rows of the step, most of which nobody wrote or reads. Shared experts, which all
+rows have, are the first of the list. Weights are the left operand, so that rows may be few:
 
     (W[:, columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows], of which pair p takes column `row of p`
 

@@ -237,18 +237,21 @@ def test_few_rows_on_hopper_go_to_the_kernel_as_long_as_it_takes_them(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("tokens", "copies", "width", "biased"),
-    [(1, 3, 128, False), (9, 2, 640, False), (5, 2, 192, True)],
-    ids=["one token", "more steps than slots", "biased, an odd number of parts"],
+    ("tokens", "copies", "width", "biased", "most_rows"),
+    [(1, 3, 128, False, 128), (9, 2, 640, False, 128), (9, 2, 128, False, 16), (5, 2, 192, True, 128)],
+    ids=["one token", "more steps than slots", "more pairs than rows of tiles", "biased, an odd number of parts"],
 )
-def test_hopper_reads_the_experts_of_few_rows(rng, monkeypatch, tokens: int, copies: int, width: int, biased: bool):
+def test_hopper_reads_the_experts_of_few_rows(
+    rng, monkeypatch, tokens: int, copies: int, width: int, biased: bool, most_rows: int
+):
     """The kernel, interpreted, agrees where pairs share an expert, have none, or are fewer than the programs' tiles."""
     monkeypatch.setattr(row_product, "PROGRAMS", 2)
+    monkeypatch.setattr(row_product, "MOST_ROWS", most_rows)
     experts = moe.Experts(*draw_experts(rng, width, 64, jnp.bfloat16))
     if biased:
         experts = biased_experts(rng, experts)
     x = jnp.asarray(rng.standard_normal((tokens, width)), jnp.bfloat16)
-    chosen = np.asarray(rng.integers(0, 4, tokens * copies), np.int32)
+    chosen = np.asarray([rng.permutation([0, 1, 3])[:copies] for _ in range(tokens)], np.int32).reshape(-1)
     chosen[-1] = 4
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out = moe.hopper_rows(x, experts, jnp.asarray(chosen))
