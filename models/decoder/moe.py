@@ -59,7 +59,8 @@ class Router(nnx.Module):
         experts, weights = best_experts(choice, scores, config.num_experts_per_tok)
         if config.norm_topk_prob:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        return experts, weights * config.routed_scaling_factor
+        # Otherwise XLA computes the choice again in each program of the kernels that add up what experts return.
+        return jax.lax.optimization_barrier((experts, weights * config.routed_scaling_factor))
 
 
 RANKED_ROWS = 64
@@ -379,6 +380,9 @@ def _weighted_sum(
     return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
 
 
+KEPT_PAIRS = 32
+"""Pairs up to which the results of the first product stay in their order: a tile of the second has all of them."""
+
 SPREAD_ROWS = 64
 """Rows up to which the kernel for few rows takes more pairs than its tiles have rows."""
 
@@ -460,9 +464,12 @@ def hopper_rows(
     num_pairs, num_rows, (gate_up, down) = expert.shape[0], x.shape[0], shared or (None, None)
     gated = experts.activation is swiglu and experts.gate_up_bias is None
     all_pairs = num_pairs + (0 if down is None else down.shape[0] // experts.down.shape[1] * num_rows)
-    few = all_pairs <= MOST_ROWS
-    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, experts.gate_up.shape[0], counted=few)
-    multiply = functools.partial(RowProduct, pairs=pairs, num_rows=num_rows, copies=num_pairs // num_rows)
+    counted = all_pairs <= MOST_ROWS
+    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, experts.gate_up.shape[0], counted=counted)
+    spread = all_pairs > KEPT_PAIRS and gated
+    multiply = functools.partial(
+        RowProduct, pairs=pairs, num_rows=num_rows, copies=num_pairs // num_rows, spread=spread
+    )
 
     def biased(y: Array, bias: Array | None) -> Array:
         return y if bias is None else y.at[:num_pairs].add(bias[expert])

@@ -92,6 +92,8 @@ class RowProduct(NamedTuple):
       num_rows: number of rows. No expert has one of them twice.
       copies: pairs of each row.
       second: whether it is the second product.
+      spread: whether the first product's results lie as rows of each expert, though most have few of them, so that the
+        second has no more rows at a time than the first. Otherwise they lie in the order of the pairs.
       gated: silu(left half of the columns) · right half is wanted, N / 2 columns; else all N columns.
       halved: a program takes 64 columns and half of K, for a better balance where all pairs are few. Both halves'
         products are returned, to be added up.
@@ -106,6 +108,7 @@ class RowProduct(NamedTuple):
     num_rows: int
     copies: int
     second: bool = False
+    spread: bool = False
     gated: bool = False
     halved: bool = False
     shared: Float[Array, "K SN"] | Float[Array, "SK N"] | None = None
@@ -116,8 +119,7 @@ class RowProduct(NamedTuple):
         num_experts, depth, columns = self.weights.shape
         num_shared = 0 if self.shared is None else self.shared.size // (depth * columns)
         num_pairs = self.pairs.expert.shape[0]
-        spread = self.pairs.first is not None and self.pairs.count is None
-        return Sizes(self.num_rows, self.copies, num_pairs, num_experts, num_shared, spread)
+        return Sizes(self.num_rows, self.copies, num_pairs, num_experts, num_shared, self.spread)
 
 
 class Sizes(NamedTuple):
@@ -127,8 +129,7 @@ class Sizes(NamedTuple):
       rows, copies: rows, and pairs of each with routed experts.
       pairs: pairs with routed experts.
       experts, shared: routed experts; shared ones, with each of which every row is a pair, too.
-      spread: whether the first product's results lie as rows of each expert, though most have few of them, so that the
-        second has no more rows at a time than the first. Otherwise they lie in the order of the pairs.
+      spread: as of the call.
     """
 
     rows: int
@@ -237,7 +238,8 @@ def _kernel(
     halves, tile_rows = len(out.shape) - 1, scratch.x.shape[1]
     steps = weights.shape[1] // DEPTH // halves
     tiles = out.shape[-1] // (COLUMNS if gated else parts * COLUMNS)
-    listed = pairs.count[0] if pairs.count is not None else sizes.experts if sizes.spread else sizes.pairs
+    lists_all = pairs.first is not None and pairs.count is None
+    listed = pairs.count[0] if pairs.count is not None else sizes.experts if lists_all else sizes.pairs
     count = listed + sizes.shared
     own_items = lax.div(jnp.maximum(count * tiles * halves - program + (PROGRAMS - 1), 0), PROGRAMS)
 
@@ -259,12 +261,18 @@ def _kernel(
         of_routed = routed(jnp.maximum(place - sizes.shared, 0))
         return jnp.where(place < sizes.shared, of_shared(place), of_routed)
 
+    def routed_first(place: Any) -> Any:
+        return place if pairs.first is None else pairs.first[place]
+
+    def routed_expert(place: Any) -> Any:
+        return place if lists_all else pairs.expert[routed_first(place)]
+
     def first_of(place: Any) -> Any:
         """First pair of an expert; the number of all if it has none."""
 
         def routed(place: Any) -> Any:
-            first = place if pairs.first is None else pairs.first[place]
-            return jnp.where(first == sizes.pairs, sizes.all_pairs, first) if sizes.spread else first
+            first = routed_first(place)
+            return jnp.where(first == sizes.pairs, sizes.all_pairs, first) if lists_all else first
 
         return of_listed(place, routed, lambda place: sizes.pairs + place * sizes.rows)
 
@@ -272,7 +280,7 @@ def _kernel(
         """First row of the first product's results that an expert has."""
         if not sizes.spread:
             return 0
-        number = of_listed(place, lambda expert: expert, lambda place: sizes.experts + place)
+        number = of_listed(place, routed_expert, lambda place: sizes.experts + place)
         return pl.multiple_of(number * padded_rows(sizes.rows), ROWS)
 
     def row_of(pair: Any) -> Any:
@@ -295,8 +303,7 @@ def _kernel(
     def copy_all() -> None:
         def copy_item(number: Any, _: None) -> None:
             place, column = item(number)
-            routed = jnp.maximum(place - sizes.shared, 0)
-            expert = routed if sizes.spread else pairs.expert[routed if pairs.first is None else pairs.first[routed]]
+            expert = routed_expert(jnp.maximum(place - sizes.shared, 0))
             rows = pl.ds(begin_of(place) if second else 0, tile_rows)
             firsts = [column + part * (out.shape[-1] if gated else COLUMNS) for part in range(parts)]
 

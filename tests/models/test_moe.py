@@ -247,6 +247,7 @@ def test_hopper_reads_the_experts_of_few_rows(
     """The kernel, interpreted, agrees where pairs share an expert, have none, or are fewer than the programs' tiles."""
     monkeypatch.setattr(row_product, "PROGRAMS", 2)
     monkeypatch.setattr(row_product, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(moe, "KEPT_PAIRS", most_rows)
     experts = moe.Experts(*draw_experts(rng, width, 64, jnp.bfloat16))
     if biased:
         experts = biased_experts(rng, experts)
@@ -279,6 +280,7 @@ def test_hopper_reads_shared_experts_with_those_of_few_rows(rng, monkeypatch, to
     """The kernel, interpreted, takes two shared experts, whose weights lie side by side, as experts that all rows have;
     halves of a product, and more pairs than a tile's rows, too."""
     monkeypatch.setattr(row_product, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(moe, "KEPT_PAIRS", most_rows)
     monkeypatch.setattr(row_product, "PROGRAMS", 4)
     monkeypatch.setattr(moe, "halves_help", lambda pairs, shape, are_distinct: are_distinct)
     width, hidden = 192, 128
