@@ -255,7 +255,7 @@ def _kernel(
         return lax.div(index, tiles), lax.rem(index, tiles) * width
 
     def of_listed(place: Any, routed: Callable[[Any], Any], of_shared: Callable[[Any], Any]) -> Any:
-        """What either says of an expert: one of the list of routed ones, or of the shared ones."""
+        """Answer of one of two functions: for routed experts by their place in the list, for shared ones by theirs."""
         if not sizes.shared:
             return routed(place)
         of_routed = routed(jnp.maximum(place - sizes.shared, 0))
