@@ -9,7 +9,7 @@ the groups, and two for few rows:
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
 - `hopper_rows`, for 16-bit weights on Hopper and up to 64 rows: a kernel of ours (`row_product.py`) that reads the
-  chosen experts once, and shared ones with them.
+  chosen experts once.
 - `row_by_row`: each row with its own expert, on any GPU, where there are no more rows than experts and that kernel does
   not take them. What multiplies groups reads every expert, whether it has rows or not, and takes 300 us a layer
   (DeepSeek-V2-Lite on an H200) where 6 rows take 48 one by one, 48 rows 220 and 72 rows 315.
@@ -112,11 +112,9 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
         chosen, weights = self.gate(x)
-        experts, shared = Experts(self.gate_up_proj[...], self.down_proj[...]), self.shared_experts
-        if shared is not None and self.split.devices == 1 and takes_shared(chosen.shape, experts, shared):
-            return apply_with_shared(x, chosen, weights, experts, shared)
+        experts = Experts(self.gate_up_proj[...], self.down_proj[...])
         y = routed_experts(x, chosen, weights, experts, self.split, is_live)
-        return y if shared is None else y + shared(x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
 class BiasedMoE(nnx.Module):
@@ -405,27 +403,6 @@ def way_of_few_rows(
     return row_by_row if num_pairs <= experts.gate_up.shape[0] else None
 
 
-def takes_shared(pairs: tuple[int, ...], experts: Experts, shared: MLP) -> bool:
-    """Whether the kernel for few rows, which has so many rows and experts of each, takes shared experts, too."""
-    rows, copies = pairs
-    width, whole = experts.down.shape[1], shared.down_proj.weight.shape[0]
-    num_pairs = rows * (copies + whole // width)
-    return whole % width == 0 and way_of_few_rows(rows, num_pairs, experts) is hopper_rows
-
-
-def apply_with_shared(
-    x: Float[Array, "T D"], chosen: Int32[Array, "T k"], weights: Float32[Array, "T k"], experts: Experts, shared: MLP
-) -> Float[Array, "T D"]:
-    """Sum of what `apply_experts` returns and what shared experts make of every row, where `takes_shared`. One kernel
-    reads the weights of all: by themselves, the shared ones of one row took three of XLA's kernels and 19 us a layer
-    for 35 MB (DeepSeek-V2-Lite, H100)."""
-    own = shared.gate_up_proj.weight[...], shared.down_proj.weight[...]
-    y = hopper_rows(x, experts, chosen.reshape(-1), are_distinct=x.shape[0] == 1, shared=own).astype(jnp.float32)
-    routed, of_all_rows = jnp.split(y, [chosen.size])
-    routed = _weighted_sum(routed, weights, jnp.float32)
-    return (routed + jnp.sum(of_all_rows.reshape(-1, *x.shape), axis=0)).astype(x.dtype)
-
-
 def row_by_row(x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
     """Applies each pair's expert to its row, M / T of them a row. XLA reads weights in place, in the loop that sums."""
     rows = jnp.repeat(x, expert.shape[0] // x.shape[0], axis=0)
@@ -449,40 +426,33 @@ def hopper_takes(experts: Experts) -> bool:
 
 
 def hopper_rows(
-    x: Float[Array, "T D"],
-    experts: Experts,
-    expert: Int32[Array, "M"],
-    *,
-    are_distinct: bool = False,
-    shared: tuple[Float[Array, "D SF2"], Float[Array, "SF D"]] | None = None,
-) -> Float[Array, "pairs D"]:
+    x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"], *, are_distinct: bool = False
+) -> Float[Array, "M D"]:
     """Applies each pair's expert to its row, M / T pairs a row, by a kernel for Hopper that reads each expert once.
-    `are_distinct` says that every pair has an expert of its own, as the pairs of one row have. `shared` experts, whose
-    weights lie side by side as those of one, are applied to all rows, and their results follow, expert by expert."""
+    `are_distinct` says that every pair has an expert of its own, as the pairs of one row have."""
     from models.decoder.row_product import MOST_ROWS, Pairs, RowProduct, padded_rows, row_product
 
-    num_pairs, num_rows, (gate_up, down) = expert.shape[0], x.shape[0], shared or (None, None)
+    num_pairs, num_rows, num_experts = expert.shape[0], x.shape[0], experts.gate_up.shape[0]
     gated = experts.activation is swiglu and experts.gate_up_bias is None
-    all_pairs = num_pairs + (0 if down is None else down.shape[0] // experts.down.shape[1] * num_rows)
-    counted = all_pairs <= MOST_ROWS
-    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, experts.gate_up.shape[0], counted=counted)
-    spread = all_pairs > KEPT_PAIRS and gated
-    multiply = functools.partial(
-        RowProduct, pairs=pairs, num_rows=num_rows, copies=num_pairs // num_rows, spread=spread
+    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, num_experts, counted=num_pairs <= MOST_ROWS)
+    call = functools.partial(
+        RowProduct,
+        pairs=pairs,
+        num_rows=num_rows,
+        copies=num_pairs // num_rows,
+        spread=num_pairs > KEPT_PAIRS and gated,
     )
 
     def biased(y: Array, bias: Array | None) -> Array:
         return y if bias is None else y.at[:num_pairs].add(bias[expert])
 
     x = jnp.pad(x, ((0, padded_rows(num_rows) - num_rows), (0, 0)))
-    hidden = biased(
-        run_kept(row_product, multiply(x, experts.gate_up, gated=gated, shared=gate_up)), experts.gate_up_bias
-    )
+    hidden = biased(run_kept(row_product, call(x, experts.gate_up, gated=gated)), experts.gate_up_bias)
     hidden = hidden if gated else experts.activation(hidden)
-    halved = halves_help(all_pairs, experts.down.shape[1:], are_distinct)
-    y = run_kept(row_product, multiply(hidden, experts.down, second=True, halved=halved, shared=down))
+    halved = halves_help(num_pairs, experts.down.shape[1:], are_distinct)
+    y = run_kept(row_product, call(hidden, experts.down, second=True, halved=halved))
     y = (y[0] + y[1]).astype(x.dtype) if halved else y
-    return biased(y, experts.down_bias)[:all_pairs]
+    return biased(y, experts.down_bias)[:num_pairs]
 
 
 def halves_help(num_pairs: int, shape: tuple[int, ...], are_distinct: bool) -> bool:

@@ -5,9 +5,9 @@
 An expert that several pairs have is read once, and one that none has is not read, as long as pairs are few. A program
 takes the columns of one expert, 64 or two times 64, and multiplies them with all rows, since on the tensor cores eight
 rows cost what one does, and 64 rows less than reading the weights; each pair then takes its own row of the result. The
-first product's rows are those of the step, the second's are the pairs' own: all of them where they are few, else the
-place that every expert has for all rows of the step, most of which nobody wrote or reads. Shared experts, which all
-rows have, are the first of the list. Weights are the left operand, so that rows may be few:
+first product's rows are those of the step. The second's are the first's results: all pairs where they are few, else
+the part that every expert has for all rows of the step, most of which nobody wrote, and nobody looks at. Weights are
+the left operand, so that rows may be few:
 
     (W[:, columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows], of which pair p takes column `row of p`
 
@@ -24,7 +24,6 @@ Neither waits for what comes later: both go through the same tiles in the same o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -97,9 +96,6 @@ class RowProduct(NamedTuple):
       gated: silu(left half of the columns) · right half is wanted, N / 2 columns; else all N columns.
       halved: a program takes 64 columns and half of K, for a better balance where all pairs are few. Both halves'
         products are returned, to be added up.
-      shared: weights of S experts that all rows have, as of one that is S times as wide: of the first product
-        [K, S · N], gates of all before their up columns; of the second [S · K, N]. None for no such experts. Their
-        pairs come after the others, `num_rows` of each expert.
     """
 
     x: Float[Array, "M K"]
@@ -111,45 +107,13 @@ class RowProduct(NamedTuple):
     spread: bool = False
     gated: bool = False
     halved: bool = False
-    shared: Float[Array, "K SN"] | Float[Array, "SK N"] | None = None
 
     @property
-    def sizes(self) -> Sizes:
-        """All that a kernel has to know of numbers of rows."""
-        num_experts, depth, columns = self.weights.shape
-        num_shared = 0 if self.shared is None else self.shared.size // (depth * columns)
-        num_pairs = self.pairs.expert.shape[0]
-        return Sizes(self.num_rows, self.copies, num_pairs, num_experts, num_shared, self.spread)
-
-
-class Sizes(NamedTuple):
-    """Numbers of rows and pairs.
-
-    Attributes:
-      rows, copies: rows, and pairs of each with routed experts.
-      pairs: pairs with routed experts.
-      experts, shared: routed experts; shared ones, with each of which every row is a pair, too.
-      spread: as of the call.
-    """
-
-    rows: int
-    copies: int
-    pairs: int
-    experts: int
-    shared: int
-    spread: bool
-
-    @property
-    def all_pairs(self) -> int:
-        """Pairs with shared experts included."""
-        return self.pairs + self.shared * self.rows
-
-    @property
-    def results(self) -> int:
-        """Rows of the first product's results."""
-        if self.spread:
-            return (self.experts + self.shared) * padded_rows(self.rows)
-        return padded_rows(self.all_pairs)
+    def num_results(self) -> int:
+        """Rows of the results."""
+        if self.spread and not self.second:
+            return self.weights.shape[0] * padded_rows(self.num_rows)
+        return padded_rows(self.pairs.expert.shape[0])
 
 
 def padded_rows(num_rows: int) -> int:
@@ -178,16 +142,12 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
       halved, [2, P_padded, N_out] of float32. Those of pairs without an expert, and of padding, hold anything.
 
     Raises:
-      NotImplementedError: columns that a program's do not divide, more than `MOST_ROWS` rows, or shared experts without
-        gates.
+      NotImplementedError: columns that a program's do not divide, or more than `MOST_ROWS` rows.
     """
-    x, weights, pairs, sizes = call.x, call.weights, call.pairs, call.sizes
-    columns = weights.shape[2]
-    num_rows = padded_rows(sizes.rows) if sizes.spread else x.shape[0]
+    x, weights, columns = call.x, call.weights, call.weights.shape[2]
+    num_rows = padded_rows(call.num_rows) if call.spread else x.shape[0]
     if num_rows > MOST_ROWS:
         raise NotImplementedError(f"takes {MOST_ROWS} rows at most, got {num_rows}")
-    if call.shared is not None and not (call.second or call.gated):
-        raise NotImplementedError("shared: takes those of gated experts")
     if call.halved and (call.gated or weights.shape[1] % (2 * DEPTH)):
         raise NotImplementedError(f"halved: takes no gates and a K that is a multiple of 128, got {weights.shape[1]}")
     parts = 1 if call.halved else column_parts(columns, gated=call.gated)
@@ -200,10 +160,10 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
         landed=plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     )
-    shape = padded_rows(sizes.all_pairs) if call.second else sizes.results, columns // 2 if call.gated else columns
+    shape = call.num_results, columns // 2 if call.gated else columns
     out_type = jax.ShapeDtypeStruct((2, *shape), jnp.float32) if call.halved else jax.ShapeDtypeStruct(shape, x.dtype)
     return plgpu.kernel(
-        functools.partial(_kernel, sizes, call.second, call.gated),
+        functools.partial(_kernel, padded_rows(call.num_rows), call.copies, call.second, call.spread, call.gated),
         out_type=out_type,
         grid=(PROGRAMS,),
         grid_names=("program",),
@@ -211,7 +171,7 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
         thread_name="warpgroup",
         scratch_types=(scratch,),
         kernel_name="row_product",
-    )(x, weights, call.shared, pairs)
+    )(x, weights, call.pairs)
 
 
 class RowScratch(NamedTuple):
@@ -224,87 +184,47 @@ class RowScratch(NamedTuple):
 
 
 def _kernel(
-    sizes: Sizes,
+    stride: int,
+    copies: int,
     second: bool,
+    spread: bool,
     gated: bool,
     x: Any,
     weights: Any,
-    shared: Any,
     pairs: Pairs,
     out: Any,
     scratch: RowScratch,
 ) -> None:
     program, (stages, parts) = lax.axis_index("program"), scratch.weights.shape[:2]
-    halves, tile_rows = len(out.shape) - 1, scratch.x.shape[1]
+    halves, tile_rows, num_pairs = len(out.shape) - 1, scratch.x.shape[1], pairs.expert.shape[0]
     steps = weights.shape[1] // DEPTH // halves
     tiles = out.shape[-1] // (COLUMNS if gated else parts * COLUMNS)
     lists_all = pairs.first is not None and pairs.count is None
-    listed = pairs.count[0] if pairs.count is not None else sizes.experts if lists_all else sizes.pairs
-    count = listed + sizes.shared
+    count = pairs.count[0] if pairs.count is not None else weights.shape[0] if lists_all else num_pairs
     own_items = lax.div(jnp.maximum(count * tiles * halves - program + (PROGRAMS - 1), 0), PROGRAMS)
 
     def half_of(number: Any) -> Any:
         """Which part of K an item is of."""
         return lax.rem(program + number * PROGRAMS, halves)
 
-    def item(number: Any) -> tuple[Any, Any]:
-        """Place of its expert in the list of them, of which shared ones are the first, and first column of the
-        result."""
+    def item(number: Any) -> tuple[Any, Any, Any]:
+        """Its expert, the first pair of that, and the first column of the result."""
         index = lax.div(program + number * PROGRAMS, halves)
-        width = COLUMNS if gated else parts * COLUMNS
-        return lax.div(index, tiles), lax.rem(index, tiles) * width
+        place, width = lax.div(index, tiles), COLUMNS if gated else parts * COLUMNS
+        first = place if pairs.first is None else pairs.first[place]
+        return place if lists_all else pairs.expert[first], first, lax.rem(index, tiles) * width
 
-    def of_listed(place: Any, routed: Callable[[Any], Any], of_shared: Callable[[Any], Any]) -> Any:
-        """Answer of one of two functions: for routed experts by their place in the list, for shared ones by theirs."""
-        if not sizes.shared:
-            return routed(place)
-        of_routed = routed(jnp.maximum(place - sizes.shared, 0))
-        return jnp.where(place < sizes.shared, of_shared(place), of_routed)
-
-    def routed_first(place: Any) -> Any:
-        return place if pairs.first is None else pairs.first[place]
-
-    def routed_expert(place: Any) -> Any:
-        return place if lists_all else pairs.expert[routed_first(place)]
-
-    def first_of(place: Any) -> Any:
-        """First pair of an expert; the number of all if it has none."""
-
-        def routed(place: Any) -> Any:
-            first = routed_first(place)
-            return jnp.where(first == sizes.pairs, sizes.all_pairs, first) if lists_all else first
-
-        return of_listed(place, routed, lambda place: sizes.pairs + place * sizes.rows)
-
-    def begin_of(place: Any) -> Any:
+    def begin_of(expert: Any) -> Any:
         """First row of the first product's results that an expert has."""
-        if not sizes.spread:
-            return 0
-        number = of_listed(place, routed_expert, lambda place: sizes.experts + place)
-        return pl.multiple_of(number * padded_rows(sizes.rows), ROWS)
-
-    def row_of(pair: Any) -> Any:
-        routed = lax.div(pair, sizes.copies)
-        behind = pair - sizes.pairs
-        return jnp.where(behind < 0, routed, lax.rem(behind, sizes.rows)) if sizes.shared else routed
-
-    def next_of(pair: Any) -> Any:
-        """Next pair of an expert; the number of all after its last one."""
-        following = pairs.next[jnp.minimum(pair, sizes.pairs - 1)]
-        following = jnp.where(following == sizes.pairs, sizes.all_pairs, following)
-        if not sizes.shared:
-            return following
-        is_last = lax.rem(pair - sizes.pairs, sizes.rows) == sizes.rows - 1
-        return jnp.where(pair < sizes.pairs, following, jnp.where(is_last, sizes.all_pairs, pair + 1))
+        return pl.multiple_of(expert * stride, ROWS) if spread else 0
 
     def slot_of(number: Any, step: Any) -> Any:
         return lax.rem(number * steps + step, stages)
 
     def copy_all() -> None:
         def copy_item(number: Any, _: None) -> None:
-            place, column = item(number)
-            expert = routed_expert(jnp.maximum(place - sizes.shared, 0))
-            rows = pl.ds(begin_of(place) if second else 0, tile_rows)
+            expert, _, column = item(number)
+            rows = pl.ds(begin_of(expert) if second else 0, tile_rows)
             firsts = [column + part * (out.shape[-1] if gated else COLUMNS) for part in range(parts)]
 
             def copy(step: Any, _: None) -> None:
@@ -317,24 +237,9 @@ def _kernel(
                 landed = scratch.landed.at[slot]
                 plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[slot], landed)
 
-                def copy_routed() -> None:
-                    for part, first in enumerate(firsts):
-                        source = weights.at[expert, depth, pl.ds(first, COLUMNS)]
-                        plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
-
-                def copy_shared() -> None:
-                    down = pl.ds(place * weights.shape[1] + depth.start, DEPTH) if second else depth
-                    for part, first in enumerate(firsts):
-                        # Of the first product the gates of all shared experts lie together, and their up columns.
-                        own = place * out.shape[-1] + column + part * (shared.shape[1] // 2)
-                        across = first if second else own
-                        source = shared.at[down, pl.ds(across, COLUMNS)]
-                        plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
-
-                if sizes.shared:
-                    lax.cond(place < sizes.shared, copy_shared, copy_routed)
-                else:
-                    copy_routed()
+                for part, first in enumerate(firsts):
+                    source = weights.at[expert, depth, pl.ds(first, COLUMNS)]
+                    plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
 
             lax.fori_loop(0, steps, copy, None)
 
@@ -347,7 +252,7 @@ def _kernel(
 
     def compute_all() -> None:
         def multiply_item(number: Any, _: None) -> None:
-            place, column = item(number)
+            expert, first, column = item(number)
 
             def multiply(*sums: Any) -> list[Any]:
                 def step_on(step: Any, _: None) -> None:
@@ -373,20 +278,20 @@ def _kernel(
                 gate, up = results
                 results = [silu(gate) * up]
             row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, tile_rows), 1), plgpu.Layout.WGMMA)
-            first, begin = first_of(place), begin_of(place)
+            begin = begin_of(expert)
 
             def store(pair: Any) -> Any:
-                own = row == (row_of(pair) if sizes.spread or not second else pair)
-                to = begin + row_of(pair) if sizes.spread and not second else pair
+                own = row == (lax.div(pair, copies) if spread or not second else pair)
+                to = begin + lax.div(pair, copies) if spread and not second else pair
                 for part, result in enumerate(results):
                     values = jnp.sum(jnp.where(own, result, jnp.zeros_like(result)), axis=1)
                     target[to, pl.ds(column + part * COLUMNS, COLUMNS)] = values.astype(out.dtype)
-                return None if pairs.next is None else next_of(pair)
+                return None if pairs.next is None else pairs.next[pair]
 
             if pairs.next is None:
                 store(first)
             else:
-                lax.while_loop(lambda pair: pair < sizes.all_pairs, store, first)
+                lax.while_loop(lambda pair: pair < num_pairs, store, first)
 
         lax.fori_loop(0, own_items, multiply_item, None)
 

@@ -13,7 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.config import PRESETS, DeepSeekConfig
 from models.decoder import group_product, moe, row_product
-from models.decoder.layers import MLP
 from pallas_attn import Capability
 from tests.models import oracle
 
@@ -273,37 +272,6 @@ def test_hopper_is_told_that_experts_are_distinct(rng, monkeypatch, halved: bool
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out, want = (moe.hopper_rows(x, experts, chosen, are_distinct=told) for told in (True, False))
     np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=0.01 * halved)
-
-
-@pytest.mark.parametrize(("tokens", "most_rows"), [(1, 128), (5, 128), (5, 8)], ids=["one", "few", "spread"])
-def test_hopper_reads_shared_experts_with_those_of_few_rows(rng, monkeypatch, tokens: int, most_rows: int):
-    """The kernel, interpreted, takes two shared experts, whose weights lie side by side, as experts that all rows have;
-    halves of a product, and more pairs than a tile's rows, too."""
-    monkeypatch.setattr(row_product, "MOST_ROWS", most_rows)
-    monkeypatch.setattr(moe, "KEPT_PAIRS", most_rows)
-    monkeypatch.setattr(row_product, "PROGRAMS", 4)
-    monkeypatch.setattr(moe, "halves_help", lambda pairs, shape, are_distinct: are_distinct)
-    width, hidden = 192, 128
-    experts, shared = moe.Experts(*draw_experts(rng, width, hidden, jnp.bfloat16)), MLP(width, 2 * hidden, jnp.bfloat16)
-    for linear in (shared.gate_up_proj, shared.down_proj):
-        shape = linear.weight.shape
-        linear.weight[...] = jnp.asarray(rng.standard_normal(shape) * shape[0] ** -0.5, jnp.bfloat16)
-    x = jnp.asarray(rng.standard_normal((tokens, width)), jnp.bfloat16)
-    chosen = jnp.asarray([rng.permutation(4)[:3] for _ in range(tokens)], jnp.int32)
-    weights = jnp.asarray(rng.random((tokens, 3)), jnp.float32)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        out = moe.apply_with_shared(x, chosen, weights, experts, shared)
-    want = moe.apply_experts(x, chosen, weights, experts) + shared(x)
-    np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=0.05)
-
-
-def test_shared_experts_go_to_the_kernel_where_it_takes_rows_and_experts(monkeypatch):
-    experts = moe.Experts(jnp.zeros((16, 64, 128), jnp.bfloat16), jnp.zeros((16, 64, 64), jnp.bfloat16))
-    shared, narrow = MLP(64, 128, jnp.bfloat16), MLP(64, 96, jnp.bfloat16)
-    assert not moe.takes_shared((1, 6), experts, shared)
-    monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (9, 0)))
-    assert [moe.takes_shared((rows, 6), experts, shared) for rows in (1, 64, 65)] == [True, True, False]
-    assert not moe.takes_shared((1, 6), experts, narrow)
 
 
 def test_halves_help_where_programs_would_be_idle():
