@@ -379,7 +379,8 @@ def _weighted_sum(
 
 
 KEPT_PAIRS = 32
-"""Pairs up to which the results of the first product stay in their order: a tile of the second has all of them."""
+"""Pairs up to which the results of the first product stay in their order: a tile of the second has all of them. Chosen,
+not measured."""
 
 SPREAD_ROWS = 64
 """Rows up to which the kernel for few rows takes more pairs than its tiles have rows."""
