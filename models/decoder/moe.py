@@ -113,7 +113,7 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
         chosen, weights = self.gate(x)
         experts, shared = Experts(self.gate_up_proj[...], self.down_proj[...]), self.shared_experts
-        if shared is not None and self.split.devices == 1 and takes_shared(chosen.shape, experts, shared):
+        if False and shared is not None and self.split.devices == 1 and takes_shared(chosen.shape, experts, shared):
             return apply_with_shared(x, chosen, weights, experts, shared)
         y = routed_experts(x, chosen, weights, experts, self.split, is_live)
         return y if shared is None else y + shared(x)
