@@ -52,7 +52,7 @@ cached prefix to read."""
 DECODE_OPTIONS: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """More options for steps without prompts on one device. Kernels whose arrays do not depend on each other run side by
 side in their graph: a router beside the shared experts, a latent's norm beside the queries. One sequence's step takes
-2.5 ms in place of 2.9, and 64 sequences' 10.4 in place of 10.8 (DeepSeek-V2-Lite, H200; benchmarks/log/100). Arrays of
+2.5 ms in place of 2.8, and 64 sequences' 10.4 in place of 10.8 (DeepSeek-V2-Lite, H200; benchmarks/log/100). Arrays of
 activations share less memory then, which is little without prompts; and collectives would have no order."""
 
 
