@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax._src.lib import mosaic_gpu_dialect as mosaic_gpu
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.mosaic.gpu import constraints, core, layouts
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu.constraints import ConstraintSystem, RegisterLayout, Unsatisfiable, Variable
@@ -51,6 +53,9 @@ def unpatched(monkeypatch: pytest.MonkeyPatch):
     faster_lowering.apply.cache_clear()
     for replacement in REPLACEMENTS:
         monkeypatch.setattr(replacement.place, replacement.name, replacement.original)
+    for rules in lowering.mosaic_lowering_rules.values():
+        for primitive, rule in rules.items():
+            monkeypatch.setitem(rules, primitive, inspect.unwrap(rule))
     yield
     faster_lowering.apply.cache_clear()
 

@@ -4,6 +4,7 @@ Stand-ins that implement the packages' documentation in numpy give our results: 
 passed in the packages' own form.
 """
 
+import functools
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -92,8 +93,9 @@ def flash_attn_with_kvcache(
     return np.stack(outs)
 
 
-def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal):
+def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal, num_splits=1):
     assert (max_q, max_k) == (np.diff(cu_q).max(), np.diff(cu_k).max())
+    assert num_splits in (0, 1)  # its own choice, or none
     outs = []
     for queries, keys in zip(map(slice, cu_q, cu_q[1:]), map(slice, cu_k, cu_k[1:]), strict=True):
         own_q, own_k, own_v = (a.astype(np.float32) for a in (q[queries], k[keys], v[keys]))
@@ -193,7 +195,11 @@ def test_what_they_do_not_take_is_refused_with_the_reason(installed):
         (flash_attention.mla, MlaDecodeCase(MlaDecode(1, 64, 4, latent_dim=128)), "128"),
         (flash_attention.decode, DecodeCase(Decode(1, 64, 4, 2, 16), "int8-head"), "int8-head"),
         (flash_attention.decode, DecodeCase(Decode(1, 64, 4, 2, 16, window=8)), "windows"),
-        (flash_attention.ragged, RaggedAttentionCase(RaggedPrefill(1, 8, 0, 4, 2, 16, 16), "f32"), "f32"),
+        (
+            functools.partial(flash_attention.ragged, 0),
+            RaggedAttentionCase(RaggedPrefill(1, 8, 0, 4, 2, 16, 16), "f32"),
+            "f32",
+        ),
     ]
     nothing: Any = None
     for contender, case, reason in refused:

@@ -73,8 +73,11 @@ class SeesawFacts(Protocol):
       row_bytes: of a swizzled row of a tile.
       sm_scale: multiplies the scores.
       widths: columns of the latent that each warpgroup accumulates.
+      quantised: whether latents have 8 bits, so that threads that convert them leave fewer registers to products.
     """
 
+    @property
+    def quantised(self) -> bool: ...
     @property
     def row_bytes(self) -> int: ...
     @property
@@ -271,12 +274,13 @@ class SeesawTurns[Split]:
             self.await_part(pair, slot, part)
             chunks = [pl.ds(i, columns) for i in range(0, q[part].shape[2], columns)]
             pieces = [(q[part].at[zero, :, chunk], k[part].at[slot, :, chunk]) for chunk in chunks]
-            s = wgmma.start_scores(pieces, s, self.static.row_bytes)
+            s = wgmma.start_scores(pieces, s, self.static.row_bytes, apart=self.static.quantised)
         return s
 
     def start_values(self, p: Any, slot: Any, acc: Any) -> Any:
         """Start the product of probabilities with this warpgroup's half of a tile."""
-        return wgmma.start_values(p, self.mem.k[self.half].at[slot], acc, self.static.row_bytes)
+        v = self.mem.k[self.half].at[slot]
+        return wgmma.start_values(p, v, acc, self.static.row_bytes, apart=self.static.quantised)
 
     # Results
 
