@@ -204,6 +204,7 @@ ALL_FEATURES: dict[str, Any] = {
     "features": ("head-tables", "head-windows", "sinks"),
     "soft_cap": 50.0,
     "tokens": 512,
+    "splits": 6,
     "out_dtype": jnp.float32,
 }
 BUT_CAP = {name: value for name, value in ALL_FEATURES.items() if name != "soft_cap"}
