@@ -182,8 +182,9 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2
         words = [_load(chunks.pointer(0, first // 16), rows=True) for first in (0, PIECE)]
         left = _keys(words.pop(0))
+        right, sums = wgmma.RightOperand(next(rights), dtype="f16"), list[ir.Value]()
         for first in range(0, channels, PIECE):
-            if first in begins:
+            if first in begins[1:]:
                 right = wgmma.RightOperand(next(rights), dtype="f16")
             _await(KEYS_UNDER_WAY - 1 if first % LATENT_GROUP else 0)
             if first % LATENT_GROUP == 0:
@@ -255,9 +256,9 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
             return _values(words, eights)
 
         words = [load(0), load(1)]
-        left = piece(0, words.pop(0))
+        left, right = piece(0, words.pop(0)), wgmma.RightOperand(p)
         for i, (block, tokens) in enumerate(pieces):
-            if tokens == 0:
+            if i and tokens == 0:
                 right = wgmma.RightOperand(p)
             if i >= VALUES_UNDER_WAY:
                 _await(VALUES_UNDER_WAY - 1)
@@ -398,7 +399,8 @@ def largest_of_rows(x: jax.Array, scratch: Ref) -> jax.Array:
 
 
 def _from_lane(x: ir.Value, distance: int) -> ir.Value:
-    all_lanes, bits, clamp = (mgpu.c(number, i32()) for number in (0xFFFFFFFF, distance, 31))
+    operands: list[Any] = [mgpu.c(number, i32()) for number in (0xFFFFFFFF, distance, 31)]
+    all_lanes, bits, clamp = operands
     return nvvm.shfl_sync(all_lanes, x, bits, clamp, nvvm.ShflKind.bfly)
 
 
@@ -526,7 +528,9 @@ def total_weights(sums: Ref, columns: int, scratch: Ref) -> jax.Array:
         if not count:
             return _over_warps(dict(enumerate(numbers)), 4, columns, scratch, arith.addf)
         first = _first_column(columns)
-        by_place = {plus(first, mgpu.c(i, i32())): number for i, number in enumerate(numbers)}
+        by_place: dict[int | ir.Value, ir.Value] = {
+            plus(first, mgpu.c(i, i32())): number for i, number in enumerate(numbers)
+        }
         return _over_warps(by_place, 4 << count, columns, scratch, arith.addf)
 
     return add(sums, scratch)

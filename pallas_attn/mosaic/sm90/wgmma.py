@@ -104,7 +104,7 @@ def start_scores(
             product = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
             total = product if total is None else total + product
         plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
-        return total
+        return jnp.asarray(total)
     refs, more = [operand_ref(row_bytes)] * (2 * len(parts)), () if total is None else (total,)
     shape = plgpu.ShapeDtypeStruct((parts[0][0].shape[0], parts[0][1].shape[0]), jnp.float32, layout=UNPAIRED)
 
@@ -386,7 +386,7 @@ def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
     total: list[ir.Value] = []
     (columns, depth), dtype = mma_utils.tiled_memref_shape(k)
     for q in qs:
-        lefts = ([a] for a in left_steps(q, depth).each())
+        lefts = left_steps(q, depth)
         rights = _steps(*_right(mgpu.memref_transpose(k, (1, 0, 3, 2)), columns, ROW_BYTES), depth, ROW_BYTES)
         total = _one_by_one(total, lefts, rights, columns=columns, dtype=dtype, transposed=False)
     commit()

@@ -99,11 +99,13 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
         "sm_scale": call.sm_scale,
     }
     static: SparseFacts
+    inputs = SparseInputs.of(call, facts["heads"])
     if raw:
-        static, attend = mosaic_raw.RawSparseStatic(**facts), mosaic_raw.attend
+        static = raw_static = mosaic_raw.RawSparseStatic(**facts)
+        results = mosaic_raw.attend(inputs, raw_static, call.output_dtype)
     else:
-        static, attend = SparseStatic(**facts, quantised=quantised), _attend
-    results = attend(SparseInputs.of(call, static.heads), static, call.output_dtype)
+        static = own_static = SparseStatic(**facts, quantised=quantised)
+        results = _attend(inputs, own_static, call.output_dtype)
     out, lse = results if static.splits == 1 else merge_splits(results, static, num_tokens, call.output_dtype)
     return out[:, :num_heads], lse.reshape(num_tokens, -1)[:, :num_heads]
 
