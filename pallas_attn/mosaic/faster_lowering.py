@@ -1,7 +1,8 @@
 """Lower Mosaic GPU kernels in less than half the time, by replacing functions of jax, most of its layout inference.
 
-None of the replacements changes what is inferred. On two busy cores jax 0.11.2 lowers `paged_decode` with its plan in
-13 s, with the first of them replaced in 7 and with all in 4; `mla_decode` of 128 heads in 34, 11 and 9.
+None of the replacements changes what is inferred. On two busy cores jax 0.11.2 lowered `paged_decode` with its plan in
+13 s, with the first of them replaced in 7 and with the first four in 4; `mla_decode` of 128 heads in 34, 11 and 9. What
+the others and smaller kernels gained beyond: benchmarks/log/104.
 
 - `constraints.compute_transitively_equal_vars` sorts its variables by their text, to be deterministic. The text of a
   variable is that of its MLIR operation, and printing one operation numbers the whole module first, so the time grows

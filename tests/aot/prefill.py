@@ -204,10 +204,12 @@ ALL_FEATURES: dict[str, Any] = {
     "features": ("head-tables", "head-windows", "sinks"),
     "soft_cap": 50.0,
     "tokens": 512,
-    "splits": 6,
+    "splits": 4,
     "out_dtype": jnp.float32,
 }
 BUT_CAP = {name: value for name, value in ALL_FEATURES.items() if name != "soft_cap"}
+TWO_CONSUMERS: dict[str, Any] = {"splits": 6}
+"""Blocks of two consumers are half as many as those of one, so their keys, in tiles of 64, may be cut in more."""
 FEW: dict[str, Any] = {"tokens": 96, "splits": 11}
 """Queries in so few blocks that keys are cut."""
 PREFILL: dict[str, DeferredCase] = {
@@ -231,14 +233,15 @@ PREFILL: dict[str, DeferredCase] = {
     **{f"paged-prefill-group{group}": paged(group=group) for group in (2, 5, 7, 16)},
     "paged-prefill-odd": paged(tokens=TOKENS - 3, group=1, splits=2),
     "paged-prefill-p64-all-features": paged(128, 64, **ALL_FEATURES),
-    **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128, 256)},
+    **{f"paged-prefill-d{head_dim}-all-features": paged(head_dim, 16, **ALL_FEATURES) for head_dim in (64, 128)},
+    "paged-prefill-d256-all-features": paged(256, 16, **(ALL_FEATURES | TWO_CONSUMERS)),
     "paged-prefill-few-all-features": paged(128, 16, **(ALL_FEATURES | FEW)),
     "paged-prefill-window": paged(window=1024),
     "paged-prefill-full": paged(causal=False, features=("head-tables", "sinks"), soft_cap=50.0),
     "paged-prefill-d64-group8-window-sinks": paged(64, group=8, window=128, features=("sinks",)),
     "paged-prefill-int8-channel-d128": paged(cache=CACHES["int8-channel"]),
     "paged-prefill-fp8-head-d64": paged(64, cache=CACHES["fp8-head"]),
-    "paged-prefill-fp8-head-d256-but-cap": paged(256, cache=CACHES["fp8-head"], **BUT_CAP),
+    "paged-prefill-fp8-head-d256-but-cap": paged(256, cache=CACHES["fp8-head"], **(BUT_CAP | TWO_CONSUMERS)),
     "paged-prefill-fp8-token-d256-p16-all-features": paged(256, 16, cache=CACHES["fp8-token"], **ALL_FEATURES),
 }
 """Every width, and each kind of call."""
