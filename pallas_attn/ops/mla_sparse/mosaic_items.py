@@ -106,6 +106,21 @@ class SparseResults(NamedTuple):
     out: Any
     lse: Any
 
+    @staticmethod
+    def types(static: SparseFacts, num_tokens: int, out_dtype: jax.typing.DTypeLike) -> SparseResults:
+        return SparseResults(
+            jax.ShapeDtypeStruct((num_tokens, static.heads, static.latent_dim), out_dtype),
+            jax.ShapeDtypeStruct((num_tokens, static.blocks, ROWS), jnp.float32),
+        )
+
+
+def results_of(static: SparseFacts, num_tokens: int, out_dtype: jax.typing.DTypeLike) -> SparseResults | PartialStates:
+    """Types of what a kernel writes: results, or the partial states of several splits."""
+    if static.splits == 1:
+        return SparseResults.types(static, num_tokens, out_dtype)
+    # A loader of states may read as many as another item has beyond the last one.
+    return PartialStates.types((num_tokens * static.blocks + 1) * static.splits, ROWS, static.latent_dim)
+
 
 class SparseItem(NamedTuple):
     """A block of heads of a token, and a share of the token's slots.
@@ -171,10 +186,7 @@ def merge_splits(
         columns //= 2  # to keep all multiprocessors busy
     return plgpu.kernel(
         functools.partial(_merge_kernel, static, columns),
-        out_type=SparseResults(
-            jax.ShapeDtypeStruct((num_tokens, static.heads, static.latent_dim), out_dtype),
-            jax.ShapeDtypeStruct((num_tokens, static.blocks, ROWS), jnp.float32),
-        ),
+        out_type=SparseResults.types(static, num_tokens, out_dtype),
         grid=(merge_programs(static.latent_dim // columns * items),),
         grid_names=("program",),
         scratch_types=[

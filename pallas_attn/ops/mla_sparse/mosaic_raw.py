@@ -34,7 +34,7 @@ from pallas_attn.mosaic.sm90.raw_seesaw import (
 )
 from pallas_attn.mosaic.sm90.seesaw import ROWS, log_sum_exp
 from pallas_attn.mosaic.sm90.sharing import PartBarriers
-from pallas_attn.mosaic.split_states import PartialStates, num_fragments
+from pallas_attn.mosaic.split_states import num_fragments
 from pallas_attn.mosaic.tiles import BY_64, over_tokens
 from pallas_attn.ops.mla_sparse.mosaic_items import (
     PAIR_TOKENS,
@@ -43,6 +43,7 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     SparseItem,
     SparseResults,
     for_each_item,
+    results_of,
 )
 
 THREADS = 8
@@ -92,13 +93,7 @@ class RawSparseScratch(NamedTuple):
 def attend(x: SparseInputs, static: RawSparseStatic, out_dtype: jax.typing.DTypeLike) -> Any:
     """Run the kernel: `SparseResults`, or the `PartialStates` of several splits."""
     num_tokens = x.q_latent.shape[0]
-    items = num_tokens * static.blocks
-    results: Any = PartialStates.types((items + 1) * static.splits, ROWS, static.latent_dim)
-    if static.splits == 1:
-        results = SparseResults(
-            jax.ShapeDtypeStruct((num_tokens, static.heads, static.latent_dim), out_dtype),
-            jax.ShapeDtypeStruct((num_tokens, static.blocks, ROWS), jnp.float32),
-        )
+    items, results = num_tokens * static.blocks, results_of(static, num_tokens, out_dtype)
     return plgpu.kernel(
         functools.partial(_kernel, static, type(results)),
         out_type=results,

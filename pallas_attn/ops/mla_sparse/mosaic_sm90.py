@@ -57,7 +57,7 @@ from pallas_attn.mosaic.sm90.seesaw import (
     normalise,
 )
 from pallas_attn.mosaic.sm90.sharing import PartBarriers
-from pallas_attn.mosaic.split_states import PartialStates, num_fragments, store_fragments
+from pallas_attn.mosaic.split_states import num_fragments, store_fragments
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns
 from pallas_attn.ops.mla_sparse import config, mosaic_raw
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
@@ -69,6 +69,7 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     SparseResults,
     for_each_item,
     merge_splits,
+    results_of,
 )
 from pallas_attn.types import LATENT_GROUP
 
@@ -90,23 +91,20 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     any_rows = raw or call.output_dtype == call.q_latent.dtype  # else outputs do not fit the query's memory
     unit = EIGHT_ROWS if blocks == 1 and any_rows else ROWS
     sharers = _sharers(blocks, latent_dim) if quantised and not raw else 1
-    facts = {
-        "latent_dim": latent_dim,
-        "top_k": top_k,
-        "heads": -(-num_heads // unit) * unit,
-        "sharers": sharers,
-        "splits": config.num_splits(num_tokens * blocks // sharers, pairs, programs // sharers),
-        "sm_scale": call.sm_scale,
-    }
-    static: SparseFacts
-    inputs = SparseInputs.of(call, facts["heads"])
+    facts = SparseFacts(
+        latent_dim=latent_dim,
+        top_k=top_k,
+        heads=-(-num_heads // unit) * unit,
+        sharers=sharers,
+        splits=config.num_splits(num_tokens * blocks // sharers, pairs, programs // sharers),
+        sm_scale=call.sm_scale,
+    )
+    inputs = SparseInputs.of(call, facts.heads)
     if raw:
-        static = raw_static = mosaic_raw.RawSparseStatic(**facts)
-        results = mosaic_raw.attend(inputs, raw_static, call.output_dtype)
+        results = mosaic_raw.attend(inputs, mosaic_raw.RawSparseStatic(**vars(facts)), call.output_dtype)
     else:
-        static = own_static = SparseStatic(**facts, quantised=quantised)
-        results = _attend(inputs, own_static, call.output_dtype)
-    out, lse = results if static.splits == 1 else merge_splits(results, static, num_tokens, call.output_dtype)
+        results = _attend(inputs, SparseStatic(**vars(facts), quantised=quantised), call.output_dtype)
+    out, lse = results if facts.splits == 1 else merge_splits(results, facts, num_tokens, call.output_dtype)
     return out[:, :num_heads], lse.reshape(num_tokens, -1)[:, :num_heads]
 
 
@@ -216,14 +214,7 @@ class SparseScratch(NamedTuple):
 def _attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLike) -> Any:
     """Run the kernel: `SparseResults`, or the `PartialStates` of several splits."""
     num_tokens = x.q_latent.shape[0]
-    items = num_tokens * static.blocks
-    # A loader of states may read as many as another item has beyond the last one.
-    results: Any = PartialStates.types((items + 1) * static.splits, ROWS, static.latent_dim)
-    if static.splits == 1:
-        results = SparseResults(
-            jax.ShapeDtypeStruct(x.q_latent.shape, out_dtype),
-            jax.ShapeDtypeStruct((num_tokens, static.blocks, ROWS), jnp.float32),
-        )
+    items, results = num_tokens * static.blocks, results_of(static, num_tokens, out_dtype)
     return plgpu.kernel(
         functools.partial(_kernel, static, type(results)),
         out_type=results,
