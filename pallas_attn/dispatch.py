@@ -148,6 +148,18 @@ def load(op: str, name: str, *, named: bool = True) -> ModuleType:
         dependency of one for any card is not there.
       BrokenImplementationError: it cannot be imported for any other reason, or is the one for this card.
     """
+    return find(op, name, named=named).load()
+
+
+def find(op: str, name: str, *, named: bool = True) -> kernel_cache.Implementation:
+    """Finds the implementation that is for the card of the call being traced, and imports nothing.
+
+    Args:
+      named: whether the caller named the implementation.
+
+    Raises:
+      NotImplementedError: the operation has none of this name, or none for this card.
+    """
     if name not in implementations(op):
         raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(implementations(op))}")
     module = MODULES[op].get((name, None))
@@ -158,8 +170,14 @@ def load(op: str, name: str, *, named: bool = True) -> ModuleType:
         module = MODULES[op][name, here.capability]
     elif module == "triton":
         device.triton_card(named=named)  # before triton is imported, which takes long
+    path = f"pallas_attn.ops.{op}.{module}"
+    return kernel_cache.Implementation(path, op, functools.partial(_import, path, op, name, for_this_card))
+
+
+def _import(path: str, op: str, name: str, for_this_card: bool) -> ModuleType:
+    """Imports the module of an implementation; raises as `load` does."""
     try:
-        return importlib.import_module(f"pallas_attn.ops.{op}.{module}")
+        return importlib.import_module(path)
     except (MemoryError, RecursionError):
         raise
     except Exception as error:
@@ -168,8 +186,10 @@ def load(op: str, name: str, *, named: bool = True) -> ModuleType:
         raise refusal(f"{op}'s {name!r} implementation cannot be imported: {_named(error)}{_versions(name)}") from error
 
 
-def choose[Result](op: str, implementation: Implementation, attempt: Callable[[str, ModuleType], Result]) -> Result:
-    """Calls `attempt(name, module)` for one candidate after the other and returns the first result.
+def choose[Result](
+    op: str, implementation: Implementation, attempt: Callable[[str, kernel_cache.Implementation], Result]
+) -> Result:
+    """Calls `attempt(name, found)` for one candidate after the other and returns the first result.
 
     Args:
       op: name of the operation.
@@ -200,11 +220,13 @@ def choose[Result](op: str, implementation: Implementation, attempt: Callable[[s
     raise ExceptionGroup(f"{op}: no implementation among {', '.join(names)} supports this call", refusals)
 
 
-def _try[Result](op: str, name: str, attempt: Callable[[str, ModuleType], Result], *, named: bool) -> Result:
+def _try[Result](
+    op: str, name: str, attempt: Callable[[str, kernel_cache.Implementation], Result], *, named: bool
+) -> Result:
     """An attempt with one implementation. Kernels, which a new jax may break, break as NotImplementedError."""
-    module = load(op, name, named=named)
+    found = find(op, name, named=named)
     try:
-        return attempt(name, module)
+        return attempt(name, found)
     except (NotImplementedError, ValueError, MemoryError, RecursionError):  # a refusal; the caller is wrong; no room
         raise
     except Exception as error:
@@ -237,8 +259,7 @@ class _Chosen:
         return choose(self.op, self.implementation, functools.partial(_attempt, call))
 
 
-def _attempt(call: Call, name: str, module: ModuleType) -> Any:
-    function = getattr(module, call.op)
+def _attempt(call: Call, name: str, function: kernel_cache.Implementation) -> Any:
     call = call.bounded()  # after gradients were refused: rounding has one, of 0
     if name not in KERNELS:
         return function(call)

@@ -30,13 +30,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
 from jax import export
 from jax.sharding import AxisType
 
-from pallas_attn import device, tuning
+from pallas_attn import device, mosaic_tools, tuning
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_KERNEL_CACHE"
 PLATFORM = "cuda"
@@ -80,7 +81,7 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
       >>> pallas_attn.run_kept(jnp.linalg.norm, jnp.array([3.0, 4.0]))
       Array(5., dtype=float32)
     """
-    if "<" in getattr(function, "__qualname__", "<"):
+    if not isinstance(function, Implementation) and "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(f"function: expected one that a module defines by name, got {function!r}")
     here = device.current()
     if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_typed_mesh():
@@ -95,6 +96,25 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
 
 class LoweringError(RuntimeError):
     """Failure to lower a traced function to a kernel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """A function of this package by name, so that what was kept of it is found without importing its module: Mosaic takes
+    longer to import than a kept kernel to load.
+
+    Attributes:
+      module: dotted name of its module.
+      name: its own.
+      load: imports the module.
+    """
+
+    module: str
+    name: str
+    load: Callable[[], ModuleType] = dataclasses.field(compare=False, repr=False)
+
+    def __call__(self, call: Any) -> Any:
+        return getattr(self.load(), self.name)(call)
 
 
 def _enabled() -> bool:
@@ -126,9 +146,8 @@ class _Key:
     @property
     def digest(self) -> str:
         """The same in every process that would lower the same."""
-        named = f"{self.function.__module__}.{self.function.__qualname__} {_source(self.function)}"
         fields = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "function"]
-        return hashlib.sha256("\n".join(map(repr, (named, *fields, *_process()))).encode()).hexdigest()
+        return hashlib.sha256("\n".join(map(repr, (_named(self.function), *fields, *_process()))).encode()).hexdigest()
 
     def batched(self, size: int, axes: tuple[int | None, ...]) -> _Key:
         """The same call under one more `jax.vmap`."""
@@ -157,8 +176,16 @@ def _process() -> tuple[str, ...]:
     for name in DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-    names = sorted(name for name in os.environ if name.startswith(("MOSAIC_GPU_", "TRITON_", "PALLAS_ATTN_PATCH")))
+    prefixes = ("MOSAIC_GPU_", "TRITON_", "PALLAS_ATTN_PATCH")
+    names = sorted(name for name in os.environ if name.startswith(prefixes) and name not in mosaic_tools.VARIABLES)
     return (*versions, platform.python_version(), _sources(), *(f"{name}={os.environ[name]}" for name in names))
+
+
+def _named(function: Callable[[Any], Any]) -> str:
+    """Name of a function, with a digest of its file unless it is ours: `_process` has all of our sources."""
+    if isinstance(function, Implementation):
+        return f"{function.module}.{function.name}"
+    return f"{function.__module__}.{function.__qualname__} {_source(function)}"
 
 
 @functools.cache
@@ -268,6 +295,7 @@ def _read(file: Path) -> export.Exported | None:
     header = len(MAGIC) + hashlib.sha256().digest_size
     if not content.startswith(MAGIC) or hashlib.sha256(content[header:]).digest() != content[len(MAGIC) : header]:
         return None
+    mosaic_tools.find()
     return export.deserialize(bytearray(content[header:]))
 
 

@@ -121,7 +121,7 @@ def test_the_card_picks_the_architecture(implement: Callable[..., None], monkeyp
     monkeypatch.setitem(dispatch.MODULES, "op", modules)
     for capability, runs in [((9, 0), "sm90"), ((10, 0), "sm100"), ((8, 0), "xla"), (None, "xla")]:
         monkeypatch.setattr(device, "current", lambda capability=capability: device.Device("gpu", "a card", capability))
-        assert dispatch.choose("op", None, lambda _, module: module.op(CALL)) == runs
+        assert dispatch.choose("op", None, lambda _, found: found(CALL)) == runs
     with pytest.raises(
         NotImplementedError,
         match=r"needs a GPU of compute capability 9\.0 \(H100, H200\) or 10\.0 \(B200, GB200\), this is gpu",
@@ -319,19 +319,19 @@ def arrays() -> dict[str, Any]:
 
 def ran(arrays: dict[str, Any], **kwargs: Any) -> list[str]:
     """Names of the implementations that took a call (which is only traced)."""
-    names, load = [], dispatch.load
+    names, find = [], dispatch.find
 
     def recording(op: str, name: str, *, named: bool) -> Any:
-        module = load(op, name, named=named)
+        found = find(op, name, named=named)
 
         def implementation(call: Any) -> Any:
-            result = getattr(module, op)(call)
+            result = found(call)
             names.append(name)
             return result
 
-        return SimpleNamespace(**{op: implementation})
+        return implementation
 
-    with mock.patch.object(dispatch, "load", recording):
+    with mock.patch.object(dispatch, "find", recording):
         jax.eval_shape(lambda: paged_decode(**arrays, **kwargs))
     return names
 

@@ -271,8 +271,8 @@ def _most_absorbed(
             soft_cap=soft_cap,
         )
 
-        def is_kernel(name: str, module: Any) -> bool:
-            return name == "mosaic" and module.num_programs(call) > 0
+        def is_kernel(name: str, found: Any) -> bool:
+            return name == "mosaic" and found.load().num_programs(call) > 0
 
         takes.append(dispatch.choose("mla_decode", implementation, is_kernel))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, Literal
 
 import jax
@@ -95,7 +94,8 @@ def plan_decode(
         call = _decode_call(q, cache, block_tables, kv_lens, q_lens, shown, soft_cap, out_dtype)
         call.validate()
 
-        def follow(name: str, module: ModuleType) -> tuple[str, str, int | None]:
+        def follow(name: str, found: Any) -> tuple[str, str, int | None]:
+            module = found.load()
             wanted = module.num_programs(call) if hasattr(module, "num_programs") else None
             return name, module.__name__.rpartition(".")[2], wanted
 
