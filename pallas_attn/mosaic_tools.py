@@ -1,4 +1,4 @@
-"""Where XLA finds the tools it compiles Mosaic kernels with, for processes that do not import Mosaic.
+"""Find the tools that XLA compiles Mosaic kernels with, for processes that do not import Mosaic.
 
 Importing `jax.experimental.mosaic.gpu` takes 0.3 to 0.4 s and sets environment variables that XLA reads when it compiles
 or loads a kernel. A kernel that was kept (`kernel_cache`) needs nothing else of Mosaic, so these are set here.
