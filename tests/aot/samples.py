@@ -88,9 +88,13 @@ def stream_matmul(x: jax.Array, w: jax.Array, *, slots: int = 2, accumulators: i
     )(x, w)
 
 
-PAGES = {"cache": shape(64, 64, 128), "page_ids": shape(8, dtype=jnp.int32)}
+def pages(num_copied: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Arguments of `copy_pages`, and so a kernel, for so many pages."""
+    return {"cache": shape(64, 64, 128), "page_ids": shape(num_copied, dtype=jnp.int32)}
+
+
 TILES = {"x": shape(16, 64, 64, dtype=jnp.float32), "w": shape(16, 64, 128)}
-COPIES_PAGES = Case(copy_pages, PAGES, cache="cache", donated=True, tensor_cores=False)
+COPIES_PAGES = Case(copy_pages, pages(8), cache="cache", donated=True, tensor_cores=False)
 STREAMS_TILES = Case(stream_matmul, TILES, tile=Tile(num_bytes=64 * 128 * 2, multiply_adds=64 * 64 * 128))
 
 
@@ -104,10 +108,12 @@ SAMPLES = {
     "streams-tiles": STREAMS_TILES,
     "spills": replace(STREAMS_TILES, function=functools.partial(stream_matmul, accumulators=4)),
     "does-not-fit-shared-memory": replace(STREAMS_TILES, function=functools.partial(stream_matmul, slots=8)),
-    "leaves-the-tensor-cores-idle": replace(COPIES_PAGES, tensor_cores=True),
-    "copies-its-cache": replace(COPIES_PAGES, donated=False),
-    "is-not-in-place": Case(widened, {"cache": PAGES["cache"]}, cache="cache", donated=True, tensor_cores=False),
+    "leaves-the-tensor-cores-idle": replace(COPIES_PAGES, arguments=pages(9), tensor_cores=True),
+    "copies-its-cache": replace(COPIES_PAGES, arguments=pages(10), donated=False),
+    "is-not-in-place": Case(widened, {"cache": shape(64, 64, 128)}, cache="cache", donated=True, tensor_cores=False),
     "has-no-kernel": replace(STREAMS_TILES, function=lambda x, w: jnp.float32(0)),
-    "is-not-one-graph": replace(STREAMS_TILES, one_graph=True),  # XLA leaves fewer than five operations as they are
-    "has-temporaries": replace(STREAMS_TILES, function=lambda x, w: stream_matmul(2 * x, w)),
+    # XLA leaves fewer than five operations as they are
+    "is-not-one-graph": replace(STREAMS_TILES, function=functools.partial(stream_matmul, slots=3), one_graph=True),
+    "has-temporaries": replace(STREAMS_TILES, function=lambda x, w: stream_matmul(2 * x, w, slots=4)),
 }
+"""Each has a kernel of its own: a process compiles a kernel once, and only the first report that has it shows it."""

@@ -54,6 +54,13 @@ def test_a_kernel_is_described(compiler):
     assert report.shared_memory == tiles + sums + barriers
 
 
+def test_samples_have_kernels_of_their_own(compiler):
+    """Whatever was compiled before them: a process compiles a kernel once."""
+    without = {"has-no-kernel", "is-not-in-place", "does-not-fit-shared-memory"}
+    counts = {name: len(compiler.report(name).kernels) for name in reversed(SAMPLES) if name not in without}
+    assert set(counts.values()) == {1}, counts
+
+
 def test_a_case_that_does_not_compile_ends_no_other(compiler):
     assert compiler.report("does-not-fit-shared-memory").error
     assert compiler.report("copies-pages").error is None
