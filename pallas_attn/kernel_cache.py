@@ -100,8 +100,8 @@ class LoweringError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A function of this package by name, so that what was kept of it is found without importing its module: Mosaic takes
-    longer to import than a kept kernel to load.
+    """A function of this package by name, so that what was kept of it is found without importing its module: importing
+    Mosaic takes longer than loading a kept kernel.
 
     Attributes:
       module: dotted name of its module.

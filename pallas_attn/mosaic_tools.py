@@ -1,7 +1,7 @@
 """Find the tools that XLA compiles Mosaic kernels with, for processes that do not import Mosaic.
 
-Importing `jax.experimental.mosaic.gpu` takes 0.3 to 0.4 s and sets environment variables that XLA reads when it compiles
-or loads a kernel. A kernel that was kept (`kernel_cache`) needs nothing else of Mosaic, so these are set here.
+Importing `jax.experimental.mosaic.gpu` takes 0.3 to 0.4 s and sets environment variables that XLA reads when it
+compiles or loads a kernel. A kept kernel (`kernel_cache`) needs nothing else of Mosaic, so they are set here.
 """
 
 from __future__ import annotations

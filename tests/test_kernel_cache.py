@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import device, kernel_cache, tuning
+from pallas_attn import device, kernel_cache, mosaic_tools, tuning
 from pallas_attn.portable.varying import call_unvarying
 
 CARD = device.Device(platform="gpu", name="a CPU in place of a card", capability=(9, 0), multiprocessors=2)
@@ -114,6 +115,47 @@ def test_functions_that_could_not_be_found_again_are_refused(
     monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, platform=platform))
     with pytest.raises(ValueError, match="function: expected one that a module defines by name, got"):
         kernel_cache.run_kept(function, Call(X, Y))
+
+
+def test_a_kept_implementation_is_not_imported(kept: Path) -> None:
+    """One that is not kept, or another of the module, is; once for each kernel."""
+    imported = []
+
+    def load() -> Any:
+        imported.append("module")
+        return SimpleNamespace(scaled_sum=scaled_sum, twice=lambda call: scaled_sum(dataclasses.replace(call, scale=4)))
+
+    def run(name: str) -> np.ndarray:
+        function = kernel_cache.Implementation("pallas_attn.ops.op.mosaic", name, load)
+        return np.asarray(kernel_cache.run_kept(function, Call(X, Y))[0])
+
+    for _ in range(2):
+        np.testing.assert_array_equal(run("scaled_sum"), X * 2 + 1)
+    assert len(imported) == 1
+    forget()
+    np.testing.assert_array_equal(run("scaled_sum"), X * 2 + 1)
+    assert len(imported) == 1
+    np.testing.assert_array_equal(run("twice"), X * 4 + 1)
+    assert len(imported) == 2
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_paths_that_importing_mosaic_sets_tell_no_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def process() -> tuple[str, ...]:
+        kernel_cache._process.cache_clear()
+        return kernel_cache._process()
+
+    monkeypatch.setattr(kernel_cache, "_sources", lambda: "sources")
+    try:
+        before = process()
+        for name in mosaic_tools.VARIABLES:
+            monkeypatch.setenv(name, "/elsewhere")
+        assert process() == before
+        monkeypatch.setenv("MOSAIC_GPU_OTHER", "1")
+        assert set(process()) == {*before, "MOSAIC_GPU_OTHER=1"}
+    finally:
+        monkeypatch.undo()
+        kernel_cache._process.cache_clear()
 
 
 @pytest.mark.parametrize("what", ["card", "setting", "sources", "file"])

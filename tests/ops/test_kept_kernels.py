@@ -5,6 +5,9 @@ rest).
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,3 +74,35 @@ def test_bits_are_those_of_kernels_traced_anew(op: str, monkeypatch: pytest.Monk
     for anew, first, second in zip(want, kept, found, strict=True):
         np.testing.assert_array_equal(anew.view(np.uint8), first.view(np.uint8))
         np.testing.assert_array_equal(anew.view(np.uint8), second.view(np.uint8))
+
+
+PROGRAM = """
+import sys
+import jax
+import numpy as np
+from tests.ops.test_kept_kernels import calls
+function, arguments = calls()["paged_decode"]
+leaves = jax.tree.leaves(jax.jit(function)(*arguments))
+np.savez(sys.argv[1], *(np.asarray(leaf).view(np.uint8) for leaf in leaves))
+print("jax.experimental.mosaic.gpu" in sys.modules)
+"""
+
+
+@pytest.mark.gpu
+def test_kept_kernels_run_without_mosaic(tmp_path: Path) -> None:
+    """Compiled anew, by tools that Mosaic would have found."""
+    results = []
+    for name in ("traced", "kept"):
+        variables = os.environ | {kernel_cache.ENVIRONMENT_VARIABLE: str(tmp_path / "kernels")}
+        variables |= {"JAX_ENABLE_COMPILATION_CACHE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / f"{name}.npz")]
+        done = subprocess.run(
+            command, env=variables, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        results.append((done.stdout.split()[-1], np.load(tmp_path / f"{name}.npz")))
+    (traced, want), (kept, got) = results
+    assert (traced, kept) == ("True", "False")
+    assert list(want)
+    for leaf in want:
+        np.testing.assert_array_equal(got[leaf], want[leaf])

@@ -1,0 +1,43 @@
+"""A process that imports no Mosaic finds the same tools as one that does, with the packages that have them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.aot import environment
+
+PROGRAM = """
+import json, os, sys
+import jax
+from pallas_attn import mosaic_tools
+if sys.argv[1] == "unknown":
+    mosaic_tools.KNOWN_CORE = frozenset()
+if sys.argv[1] == "imported":
+    import jax.experimental.mosaic.gpu
+else:
+    mosaic_tools.find()
+variables = {name: value for name, value in os.environ.items() if name.startswith("MOSAIC_GPU_")}
+print(json.dumps([variables, mosaic_tools.CORE in sys.modules]))
+"""
+
+
+def found(plugin, how):
+    """Variables of a process, and whether it imported Mosaic."""
+    variables = {k: v for k, v in environment.variables(plugin).items() if not k.startswith("MOSAIC_GPU_")}
+    variables["PYTHONPATH"] += f":{environment.ROOT}"
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], env=variables, capture_output=True, text=True, check=True
+    )
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("plugin", environment.PLUGINS)
+def test_they_are_those_that_importing_mosaic_finds(plugin):
+    if reason := environment.missing(plugin):
+        pytest.skip(reason)
+    want, _ = found(plugin, "imported")
+    assert set(want) == {"MOSAIC_GPU_CUDA_ROOT", "MOSAIC_GPU_RUNTIME_LIB_PATH"}
+    assert found(plugin, "known") == [want, False]
+    assert found(plugin, "unknown") == [want, True]
