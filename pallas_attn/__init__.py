@@ -70,7 +70,8 @@ from pallas_attn.device import capability as capability
 from pallas_attn.dispatch import Explanation as Explanation
 from pallas_attn.explain import explain as explain
 
-# Kernels of others, lowered once as ours are.
+# Kernels of others, lowered once as ours are; and all of them compiled ahead.
+from pallas_attn.kernel_cache import compile_ahead as compile_ahead
 from pallas_attn.kernel_cache import run_kept as run_kept
 
 # On several devices.

@@ -16,6 +16,7 @@ Files lie in a folder of jax's compilation cache (`jax_compilation_cache_dir`) w
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import gc
@@ -29,6 +30,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,6 +94,38 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
     static = tuple(leaf for leaf, flag in zip(leaves, is_array, strict=True) if not flag)
     avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
     return _lowered(_Key(function, tree, static, is_array, avals, here, _settings()))(*arrays)
+
+
+_ahead: contextvars.ContextVar[Executor | None] = contextvars.ContextVar("_ahead", default=None)
+
+
+@contextlib.contextmanager
+def compile_ahead(threads: Executor) -> Iterator[None]:
+    """Within it, each kernel that is lowered is compiled by itself, too, in one of these threads.
+
+    XLA compiles the kernels of a program one after the other, after it has optimised the program, and takes those that
+    the process has compiled before. So a large program that is lowered within this is compiled sooner. What fails here
+    fails again, and is raised, where the program is compiled.
+
+    Args:
+      threads: an executor, which the caller shuts down.
+
+    Example:
+      >>> from concurrent.futures import ThreadPoolExecutor
+      >>> with ThreadPoolExecutor() as threads, pallas_attn.compile_ahead(threads):
+      ...     lowered = jax.jit(jnp.sin).lower(1.0)  # a program with many kernels
+      >>> compiled = lowered.compile()
+    """
+    token = _ahead.set(threads)
+    try:
+        yield
+    finally:
+        _ahead.reset(token)
+
+
+def _compile_alone(exported: export.Exported, avals: tuple[jax.ShapeDtypeStruct, ...]) -> None:
+    with contextlib.suppress(Exception):
+        jax.jit(exported.call).lower(*avals).compile()
 
 
 class LoweringError(RuntimeError):
@@ -227,6 +261,8 @@ def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
         exported = _export(key)
         if isinstance(exported, LoweringError):
             return exported
+        if (threads := _ahead.get()) is not None:
+            threads.submit(_compile_alone, exported, key.avals)
         if file is not None:
             _write(file, exported)
     called = jax.custom_batching.custom_vmap(jax.jit(exported.call))

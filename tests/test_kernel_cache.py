@@ -158,6 +158,23 @@ def test_paths_that_importing_mosaic_sets_tell_no_kernels_apart(monkeypatch: pyt
         kernel_cache._process.cache_clear()
 
 
+def test_kernels_that_are_lowered_are_compiled_ahead(kept: Path) -> None:
+    """Once each, in the executor's threads; not those that are found, nor outside of it."""
+    submitted: list[Any] = []
+    threads = mock.Mock(submit=lambda function, *args: submitted.append(function(*args)))
+    compiled = mock.Mock(side_effect=RuntimeError("no memory"))
+    with mock.patch.object(jax.stages.Lowered, "compile", compiled):
+        for scale in (1.0, 2.0):
+            with kernel_cache.compile_ahead(threads):
+                jax.jit(lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y, scale=scale))[0]).lower(X)  # noqa: B023
+        jax.jit(lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y, scale=3.0))[0]).lower(X)
+        forget()
+        with kernel_cache.compile_ahead(threads):
+            jax.jit(lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y))[0]).lower(X)
+    assert submitted == [None, None]
+    assert compiled.call_count == 2
+
+
 @pytest.mark.parametrize("what", ["card", "setting", "sources", "file"])
 def test_surroundings_are_told_apart(kept: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Call(X, Y))

@@ -40,6 +40,7 @@ from models.engine.speculative_step import (
 )
 from models.engine.split_rows import SplitRows
 from models.engine.step_plan import RowTokens, StepPlan
+from pallas_attn import compile_ahead
 
 GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
@@ -283,7 +284,7 @@ class Runner:
         began = time.perf_counter()
         last_tokens = self._allocate()
         on_gpu, on_mesh = _is_on_gpu(last_tokens), self._mesh is not None
-        with ThreadPoolExecutor() as threads:
+        with ThreadPoolExecutor() as threads, compile_ahead(threads):
             compiled = {}
             for bucket in new:
                 options = gpu_options(bucket, on_mesh=on_mesh) if on_gpu else None
