@@ -270,9 +270,9 @@ class Runner:
 
     def compile(self, buckets: Sequence[Bucket]) -> None:
         """Compiles the buckets that are not yet compiled, each beside the tracing and the compiling of those after it,
-        since XLA spends most of its time on one core. Their kernels are compiled in threads of their own. On a GPU every compiled one is then run without rows, twice: the
-        first run loads its kernels, the second records them. That comes last, because XLA drops the CUDA graphs of all
-        programs whenever it makes another.
+        since XLA spends most of its time on one core, and their kernels in threads of their own. On a GPU every
+        compiled one is then run without rows, twice: the first run loads its kernels, the second records them. That
+        comes last, because XLA drops the CUDA graphs of all programs whenever it makes another.
         """
         new = [bucket for bucket in buckets if bucket not in self._compiled]
         if not new:

@@ -1,4 +1,4 @@
-"""What is chosen is as signed as what it is chosen from."""
+"""Chosen values are as signed as those they are chosen from."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def test_signs_are_kept(dtype: Any) -> None:
 
 @pytest.mark.usefixtures("checked")
 def test_jax_needs_it() -> None:
-    """If this fails, the newest jax keeps signs by itself; those that don't may still be admitted."""
+    """Fails once the newest jax keeps signs by itself; those that don't may still be admitted."""
     with pytest.raises(AssertionError, match=r"select_n: int32\[128\] is lowered with is_signed=False"):
         lower(jnp.int32, plgpu.LoweringSemantics.Lane, lambda _: 3, lambda x: x)
