@@ -16,8 +16,6 @@ the others and smaller kernels gained beyond: benchmarks/log/104.
   tried. Ours passes over those that it has reduced before, where none of their variables has got a layout since.
 - `constraints.Variable.__hash__`, and `to_mgpu` of Pallas's `ReducedLayout` and `ParameterizedLayout`, do the same work
   again at each of thousands of calls. Ours keep the result.
-- `fragmented_array.Tiling.tile_shape` and `untile_shape` work out one of a few shapes for each value that is made. Ours
-  keep them.
 - `lowering._cond_lowering_rule` lowers the first branch of a condition, to learn the types of its results, and throws
   it away; the first one inside that four times, and so on. Ours shows it a branch that only makes zeros of those types.
 - `_get_ptxas_isa_version` starts the assembler to ask for its version, at each conversion from or to bool or 8 bits: 20
@@ -178,17 +176,6 @@ def keeping_result(method: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
-def keeping_by_shape(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a frozen dataclass that keeps what it makes of shapes."""
-    kept = functools.lru_cache(maxsize=4096)(method)
-
-    @functools.wraps(method)
-    def of_shape(self: Any, shape: Any) -> Any:
-        return kept(self, shape) if isinstance(shape, tuple) else method(self, shape)
-
-    return of_shape
-
-
 def lowering_branches_once(lower_condition: Callable[..., Any]) -> Callable[..., Any]:
     """`_cond_lowering_rule` for which the first branch, where it is asked for by its number, only makes zeros."""
 
@@ -311,18 +298,6 @@ REPLACEMENTS = (
         "to_mgpu",
         "f7d515089b156ca77f12e4b2956269475eecb25c044db12881e2aa6d103a9b39",
         keeping_result,
-    ),
-    Replacement(
-        getattr(fragmented_array, "Tiling", None),
-        "tile_shape",
-        "af5248b339ae0141b977ebc513299b2a54481aeb390623ab541d32fc6a8d62de",
-        keeping_by_shape,
-    ),
-    Replacement(
-        getattr(fragmented_array, "Tiling", None),
-        "untile_shape",
-        "8dd99a7d57d78eede0dcf639d52c94419794d2cbbcd2242643fa0e1cefcb98a0",
-        keeping_by_shape,
     ),
     Replacement(
         lowering,

@@ -181,24 +181,6 @@ def test_results_are_kept() -> None:
     assert two == Two(2)
 
 
-def test_shapes_are_worked_out_once() -> None:
-    """Errors are raised each time, and lists are taken."""
-    asked = []
-
-    def tile_shape(self: fa.Tiling, shape: Any) -> Any:
-        asked.append(shape)
-        return JAX["Tiling.tile_shape"](self, shape)
-
-    kept, tiling = faster_lowering.keeping_by_shape(tile_shape), fa.Tiling(((64, 8), (16, 8)))
-    for shape in [(128, 64), (128, 64), [128, 64]]:
-        assert kept(tiling, shape) == tiling.tile_shape((128, 64))
-    assert kept(fa.Tiling(((8, 8),)), (128, 64)) == (16, 8, 8, 8)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="does not apply to shape"):
-            kept(tiling, (3, 64))
-    assert asked == [(128, 64), [128, 64], (128, 64), (3, 64), (3, 64)]
-
-
 @pytest.mark.usefixtures("unpatched")
 def test_branches_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And come out as they do from jax, which lowers the first one of three that are nested eight times."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from tests.aot import signs
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Checks signs of all that is lowered, with jax's own `select`."""
     rules = lowering.mosaic_lowering_rules[gpu_core.LANExWG_SEMANTICS]
     for primitive, rule in rules.items():
