@@ -151,7 +151,7 @@ def load(op: str, name: str, *, named: bool = True) -> ModuleType:
     return find(op, name, named=named).load()
 
 
-def find(op: str, name: str, *, named: bool = True) -> kernel_cache.Implementation:
+def find(op: str, name: str, *, named: bool = True) -> kernel_cache.NamedFunction:
     """Finds the implementation that is for the card of the call being traced, and imports nothing.
 
     Args:
@@ -171,7 +171,7 @@ def find(op: str, name: str, *, named: bool = True) -> kernel_cache.Implementati
     elif module == "triton":
         device.triton_card(named=named)  # before triton is imported, which takes long
     path = f"pallas_attn.ops.{op}.{module}"
-    return kernel_cache.Implementation(path, op, functools.partial(_import, path, op, name, for_this_card))
+    return kernel_cache.NamedFunction(path, op, functools.partial(_import, path, op, name, for_this_card))
 
 
 def _import(path: str, op: str, name: str, for_this_card: bool) -> ModuleType:
@@ -187,7 +187,7 @@ def _import(path: str, op: str, name: str, for_this_card: bool) -> ModuleType:
 
 
 def choose[Result](
-    op: str, implementation: Implementation, attempt: Callable[[str, kernel_cache.Implementation], Result]
+    op: str, implementation: Implementation, attempt: Callable[[str, kernel_cache.NamedFunction], Result]
 ) -> Result:
     """Calls `attempt(name, found)` for one candidate after the other and returns the first result.
 
@@ -221,7 +221,7 @@ def choose[Result](
 
 
 def _try[Result](
-    op: str, name: str, attempt: Callable[[str, kernel_cache.Implementation], Result], *, named: bool
+    op: str, name: str, attempt: Callable[[str, kernel_cache.NamedFunction], Result], *, named: bool
 ) -> Result:
     """An attempt with one implementation. Kernels, which a new jax may break, break as NotImplementedError."""
     found = find(op, name, named=named)
@@ -259,7 +259,7 @@ class _Chosen:
         return choose(self.op, self.implementation, functools.partial(_attempt, call))
 
 
-def _attempt(call: Call, name: str, function: kernel_cache.Implementation) -> Any:
+def _attempt(call: Call, name: str, function: kernel_cache.NamedFunction) -> Any:
     call = call.bounded()  # after gradients were refused: rounding has one, of 0
     if name not in KERNELS:
         return function(call)

@@ -83,7 +83,7 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
       >>> pallas_attn.run_kept(jnp.linalg.norm, jnp.array([3.0, 4.0]))
       Array(5., dtype=float32)
     """
-    if not isinstance(function, Implementation) and "<" in getattr(function, "__qualname__", "<"):
+    if not isinstance(function, NamedFunction) and "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(f"function: expected one that a module defines by name, got {function!r}")
     here = device.current()
     if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_typed_mesh():
@@ -133,7 +133,7 @@ class LoweringError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Implementation:
+class NamedFunction:
     """A function of this package by name, so that what was kept of it is found without importing its module: importing
     Mosaic takes longer than loading a kept kernel.
 
@@ -217,7 +217,7 @@ def _process() -> tuple[str, ...]:
 
 def _named(function: Callable[[Any], Any]) -> str:
     """Name of a function, with a digest of its file unless it is ours: `_process` has all of our sources."""
-    if isinstance(function, Implementation):
+    if isinstance(function, NamedFunction):
         return f"{function.module}.{function.name}"
     return f"{function.__module__}.{function.__qualname__} {_source(function)}"
 

@@ -126,7 +126,7 @@ def test_a_kept_implementation_is_not_imported(kept: Path) -> None:
         return SimpleNamespace(scaled_sum=scaled_sum, twice=lambda call: scaled_sum(dataclasses.replace(call, scale=4)))
 
     def run(name: str) -> np.ndarray:
-        function = kernel_cache.Implementation("pallas_attn.ops.op.mosaic", name, load)
+        function = kernel_cache.NamedFunction("pallas_attn.ops.op.mosaic", name, load)
         return np.asarray(kernel_cache.run_kept(function, Call(X, Y))[0])
 
     for _ in range(2):
