@@ -8,7 +8,8 @@ the groups, and two for few rows:
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
-- `hopper_rows`, for 16-bit weights on Hopper: a kernel of ours (`row_product.py`) that reads the chosen experts once.
+- `hopper_rows`, for 16-bit weights on Hopper and up to 64 rows: a kernel of ours (`row_product.py`) that reads the
+  chosen experts once.
 - `row_by_row`: each row with its own expert, on any GPU, where there are no more rows than experts and that kernel does
   not take them. What multiplies groups reads every expert, whether it has rows or not, and takes 300 us a layer
   (DeepSeek-V2-Lite on an H200) where 6 rows take 48 one by one, 48 rows 220 and 72 rows 315.
@@ -58,7 +59,8 @@ class Router(nnx.Module):
         experts, weights = best_experts(choice, scores, config.num_experts_per_tok)
         if config.norm_topk_prob:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        return experts, weights * config.routed_scaling_factor
+        # Otherwise XLA computes the choice again in each program of the kernels that add up what experts return.
+        return jax.lax.optimization_barrier((experts, weights * config.routed_scaling_factor))
 
 
 RANKED_ROWS = 64
@@ -301,7 +303,7 @@ def apply_experts(
     num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
     num_pairs = chosen.size
     has_expert = None if expected is None else chosen < num_experts
-    multiply_rows = way_of_few_rows(num_pairs, experts, are_distinct=x.shape[0] == 1 and has_expert is None)
+    multiply_rows = way_of_few_rows(x.shape[0], num_pairs, experts, are_distinct=x.shape[0] == 1 and has_expert is None)
     if multiply_rows is not None:
         y = multiply_rows(x, experts, chosen.reshape(-1))
         return _weighted_sum(y, weights, x.dtype, has_expert)
@@ -376,8 +378,15 @@ def _weighted_sum(
     return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
 
 
+KEPT_PAIRS = 32
+"""Pairs up to which the results of the first product stay in their order: a tile of the second has all of them."""
+
+SPREAD_ROWS = 64
+"""Rows up to which the kernel for few rows takes more pairs than its tiles have rows."""
+
+
 def way_of_few_rows(
-    num_pairs: int, experts: Experts, *, are_distinct: bool = False
+    num_rows: int, num_pairs: int, experts: Experts, *, are_distinct: bool = False
 ) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
     """Product of so few pairs that reading weights is all, without sorting them; None if they are many, or the
     call is not compiled for a GPU. On an H100, V2-Lite's experts take 163 us for 30 pairs by the kernel and 196 row by
@@ -388,7 +397,8 @@ def way_of_few_rows(
     if hopper_takes(experts):
         from models.decoder.row_product import MOST_ROWS
 
-        if num_pairs <= MOST_ROWS:
+        is_plain = experts.activation is swiglu and experts.gate_up_bias is None and experts.down_bias is None
+        if num_pairs <= MOST_ROWS or (num_rows <= SPREAD_ROWS and is_plain):
             return functools.partial(hopper_rows, are_distinct=True) if are_distinct else hopper_rows
     return row_by_row if num_pairs <= experts.gate_up.shape[0] else None
 
@@ -420,26 +430,28 @@ def hopper_rows(
 ) -> Float[Array, "M D"]:
     """Applies each pair's expert to its row, M / T pairs a row, by a kernel for Hopper that reads each expert once.
     `are_distinct` says that every pair has an expert of its own, as the pairs of one row have."""
-    from models.decoder.row_product import Pairs, RowProduct, padded_rows, row_product
+    from models.decoder.row_product import MOST_ROWS, Pairs, RowProduct, padded_rows, row_product
 
-    num_pairs, copies = expert.shape[0], expert.shape[0] // x.shape[0]
-    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, experts.gate_up.shape[0])
+    num_pairs, num_rows, num_experts = expert.shape[0], x.shape[0], experts.gate_up.shape[0]
     gated = experts.activation is swiglu and experts.gate_up_bias is None
-
-    def multiply(rows: Array, weight: Array, copies: int, gated: bool, halved: bool = False) -> Array:
-        return run_kept(row_product, RowProduct(rows, weight, pairs, copies, gated, halved))
+    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, num_experts, counted=num_pairs <= MOST_ROWS)
+    call = functools.partial(
+        RowProduct,
+        pairs=pairs,
+        num_rows=num_rows,
+        copies=num_pairs // num_rows,
+        spread=num_pairs > KEPT_PAIRS and gated,
+    )
 
     def biased(y: Array, bias: Array | None) -> Array:
         return y if bias is None else y.at[:num_pairs].add(bias[expert])
 
-    x = jnp.pad(x, ((0, padded_rows(x.shape[0]) - x.shape[0]), (0, 0)))
-    hidden = biased(multiply(x, experts.gate_up, copies, gated), experts.gate_up_bias)
+    x = jnp.pad(x, ((0, padded_rows(num_rows) - num_rows), (0, 0)))
+    hidden = biased(run_kept(row_product, call(x, experts.gate_up, gated=gated)), experts.gate_up_bias)
     hidden = hidden if gated else experts.activation(hidden)
-    if halves_help(num_pairs, experts.down.shape[1:], are_distinct):
-        halves = multiply(hidden, experts.down, 1, False, halved=True)
-        y = (halves[0] + halves[1]).astype(x.dtype)
-    else:
-        y = multiply(hidden, experts.down, 1, False)
+    halved = halves_help(num_pairs, experts.down.shape[1:], are_distinct)
+    y = run_kept(row_product, call(hidden, experts.down, second=True, halved=halved))
+    y = (y[0] + y[1]).astype(x.dtype) if halved else y
     return biased(y, experts.down_bias)[:num_pairs]
 
 
