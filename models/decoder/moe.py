@@ -468,38 +468,32 @@ def halves_help(num_pairs: int, shape: tuple[int, ...], are_distinct: bool) -> b
 
 
 FEW_ROWS = 64
-"""Rows an expert, on average, up to which jax's ragged product is taken, in tiles of as many rows: DeepSeek-V2-Lite's
-experts with 24 rows each take 466 us by it and 546 by ours, with 96 rows 650 and 536 (H100).
-"""
+"""Rows an expert, on average, up to which weights are the left operand of products (`swapped_product.py`)."""
 
 
 def hopper_groups(
     x: Float[Array, "T D"], source: Int32[Array, "M"], experts: Experts, sizes: Int32[Array, "E"]
 ) -> tuple[Float[Array, "rows D"], Int32[Array, "M"]]:
     """Applies experts to rows of `x`, as `block_groups` does, by kernels for Hopper."""
-    from models.decoder.group_product import GroupProduct, RowTiles, first_rows, group_product, padded_rows
+    from models.decoder.group_product import TILE_ROWS, GroupProduct, RowTiles, first_rows, group_product, padded_rows
+    from models.decoder.swapped_product import SwappedProduct, swapped_product, tile_rows_of
 
     num_pairs, num_experts = source.shape[0], sizes.shape[0]
-    ends, place = jnp.cumsum(sizes), jnp.arange(num_pairs, dtype=jnp.int32)
-    if num_pairs <= FEW_ROWS * num_experts:
-        row = jnp.arange(-(-num_pairs // 8) * 8, dtype=jnp.int32)  # copies to shared memory move tiles of 8 rows
-        rows, expert = x[source[jnp.minimum(row, num_pairs - 1)]], _group_of(ends, row)
-        gated = False
+    swapped = num_pairs <= FEW_ROWS * num_experts
+    tile_rows = tile_rows_of(num_pairs, num_experts) if swapped else TILE_ROWS
+    ends, place, first = jnp.cumsum(sizes), jnp.arange(num_pairs, dtype=jnp.int32), first_rows(sizes)
+    row = jnp.arange(padded_rows(num_pairs, num_experts, tile_rows), dtype=jnp.int32)
+    behind = first - (ends - sizes)  # how far a group begins behind its first place
+    expert = _group_of(first, row) - 1
+    rows = x[source[jnp.clip(row - behind[expert], 0, num_pairs - 1)]]
+    place += behind[jnp.minimum(_group_of(ends, place), num_experts - 1)]
+    tiles = RowTiles.of(sizes, num_pairs, tile_rows)
+    gated = experts.activation is swiglu and experts.gate_up_bias is None
 
-        def multiply(x: Array, weight: Array, _: bool = False) -> Array:
-            return run_kept(_ragged_product, (x, weight, sizes))
-    else:
-        first = first_rows(sizes)
-        row = jnp.arange(padded_rows(num_pairs, num_experts), dtype=jnp.int32)
-        behind = first - (ends - sizes)  # how far a group begins behind its first place
-        expert = _group_of(first, row) - 1
-        rows = x[source[jnp.clip(row - behind[expert], 0, num_pairs - 1)]]
-        place += behind[jnp.minimum(_group_of(ends, place), num_experts - 1)]
-        tiles = RowTiles.of(sizes, num_pairs)
-        gated = experts.activation is swiglu and experts.gate_up_bias is None
-
-        def multiply(x: Array, weight: Array, gated: bool = False) -> Array:
-            return run_kept(group_product, GroupProduct(x, weight, tiles, gated))
+    def multiply(x: Array, weight: Array, gated: bool = False) -> Array:
+        if swapped:
+            return run_kept(swapped_product, SwappedProduct(x, weight, tiles, tile_rows, gated))
+        return run_kept(group_product, GroupProduct(x, weight, tiles, gated))
 
     hidden = _biased(multiply(rows, experts.gate_up, gated), experts.gate_up_bias, expert)
     hidden = hidden if gated else experts.activation(hidden)
@@ -508,26 +502,6 @@ def hopper_groups(
 
 def _biased(y: Float[Array, "M N"], bias: Float[Array, "E N"] | None, expert: Int32[Array, "M"]) -> Float[Array, "M N"]:
     return y if bias is None else y + bias[expert]
-
-
-def _ragged_product(
-    call: tuple[Float[Array, "M D"], Float[Array, "E D N"], Int32[Array, "E"]],
-) -> Float[Array, "M N"]:
-    """Multiplies each group of rows with its expert's weights, by jax's kernel for Hopper."""
-    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
-
-    rows, weights, sizes = call
-    columns = next(columns for columns in (256, 128, 64) if weights.shape[2] % columns == 0)
-    return ragged_dot(
-        rows,
-        weights,
-        group_sizes=sizes,
-        block_m=FEW_ROWS,
-        block_n=columns,
-        block_k=64,
-        max_concurrent_steps=4,
-        grid_block_n=weights.shape[2] // columns,  # all columns of some rows, so that these stay in L2
-    )
 
 
 @jax.jit
