@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.config import PRESETS, DeepSeekConfig
-from models.decoder import group_product, moe, row_product
+from models.decoder import group_product, moe, row_product, swapped_product
 from pallas_attn import Capability
 from tests.models import oracle
 
@@ -119,20 +119,33 @@ def test_a_token_of_nans_harms_no_other(rng):
 
 @pytest.mark.parametrize(
     ("width", "hidden", "biased", "few"),
-    [(128, 64, False, True), (256, 64, True, True), (256, 128, False, False), (192, 64, True, False)],
-    ids=["plain", "wide and biased", "of many rows", "of many rows, biased, in three parts"],
+    [
+        (128, 64, False, True),
+        (512, 128, False, True),
+        (192, 64, True, True),
+        (256, 128, False, False),
+        (192, 64, True, False),
+    ],
+    ids=[
+        "swapped, one warpgroup",
+        "swapped, more steps than slots",
+        "swapped, biased, in one part",
+        "of many rows",
+        "of many rows, biased, in three parts",
+    ],
 )
 def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden: int, biased: bool, few: bool):
     """The kernels, interpreted, agree at sizes that are no multiple of their tiles, an empty group among them."""
     monkeypatch.setattr(moe, "FEW_ROWS", 64 if few else 1)
     monkeypatch.setattr(group_product, "PROGRAMS", 2)
+    monkeypatch.setattr(swapped_product, "PROGRAMS", 2)
     experts = moe.Experts(*draw_experts(rng, width, hidden, jnp.bfloat16))
     if biased:
         experts = biased_experts(rng, experts)
-    sizes = jnp.asarray([21, 0, 44, 5] if few else [21, 0, 204, 69], jnp.int32)
+    sizes = jnp.asarray([21, 0, 74, 5] if few else [21, 0, 204, 69], jnp.int32)
     x = jnp.asarray(rng.standard_normal((100, width)), jnp.bfloat16)
     source = jnp.asarray(rng.integers(0, 100, int(sizes.sum())), jnp.int32)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=not few)):
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out, row = moe.hopper_groups(x, source, experts, sizes)
     x, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (x, experts))
     want, place = moe.block_groups(x, source, experts, sizes)
@@ -161,6 +174,30 @@ def test_parts_divide_the_columns(columns: int, gated: bool, parts: tuple[int, i
 def test_columns_that_no_part_divides_are_refused():
     with pytest.raises(NotImplementedError, match="takes columns that are a multiple of 128, got 192"):
         group_product.column_parts(192, gated=True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "gated", "split"),
+    [
+        (2816, True, (2, 2)),
+        (128, True, (1, 2)),
+        (2048, False, (2, 2)),
+        (128, False, (2, 1)),
+        (2880, False, (1, 1)),
+    ],
+)
+def test_consumers_and_parts_divide_the_columns(columns: int, gated: bool, split: tuple[int, int]):
+    assert swapped_product.column_split(columns, gated=gated) == split
+
+
+def test_columns_that_no_consumer_divides_are_refused():
+    with pytest.raises(NotImplementedError, match="takes columns that are a multiple of 64, got 96"):
+        swapped_product.column_split(96, gated=False)
+
+
+def test_tiles_hold_most_groups():
+    rows = [swapped_product.tile_rows_of(num_rows, 64) for num_rows in (64, 1920, 3456, 4096, 8192)]
+    assert rows == [64, 64, 96, 96, 128]
 
 
 def biased_experts(rng, experts: moe.Experts) -> moe.Experts:
