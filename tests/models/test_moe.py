@@ -349,7 +349,7 @@ def test_few_rows_choose_the_experts_that_many_rows_choose(rng, monkeypatch, tie
     scores = jnp.asarray(rng.integers(0, 9, (7, 24)) / 8 if ties else rng.random((7, 24)), jnp.float32)
     choice = scores + 1
     few = moe.best_experts(choice, scores, 5)
-    monkeypatch.setattr(moe, "RANKED_ROWS", 6)
+    monkeypatch.setattr(moe, "MOST_COMPARED", 6 * 24**2)
     many = moe.best_experts(choice, scores, 5)
     for one, other in zip(few, many, strict=True):
         np.testing.assert_array_equal(one, other)
