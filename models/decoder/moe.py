@@ -3,8 +3,8 @@
 Where there are many rows they are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply
 the groups, and two for few rows:
 
-- `hopper_groups`, for 16-bit weights on Hopper: a kernel of ours (`group_product.py`), and for few rows an expert jax's
-  own Mosaic GPU ragged matrix product.
+- `hopper_groups`, for 16-bit weights on Hopper: kernels of ours, one for many rows an expert (`group_product.py`), and
+  one for up to 64 (`swapped_product.py`).
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.

@@ -147,8 +147,8 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
     own_items = lax.div(jnp.maximum(items - program + (PROGRAMS - 1), 0), PROGRAMS)
 
     def item(number: Any) -> tuple[Any, Any]:
-        """Tile of rows, and first column of the results. Neighbouring programs take the columns of one tile of rows, and
-        tiles of one group: both stay in L2."""
+        """Tile of rows, and first column of the results. Neighbouring programs take the columns of one tile of rows,
+        and tiles of one group: both stay in L2."""
         index = program + number * PROGRAMS
         return lax.div(index, column_tiles), lax.rem(index, column_tiles) * (consumers * own_width)
 

@@ -66,7 +66,9 @@ def test_waiting_counts_from_when_a_request_was_due(monkeypatch):
 
 
 def test_the_longest_steps_are_named():
-    steps = [SimpleNamespace(duration_s=s, decode_tokens=i, prefill_tokens=2 * i) for i, s in enumerate([0.1, 0.3, 0.2])]
+    steps = [
+        SimpleNamespace(duration_s=s, decode_tokens=i, prefill_tokens=2 * i) for i, s in enumerate([0.1, 0.3, 0.2])
+    ]
     first, second = arrivals.longest(cast(Any, steps), [0.0, 0.25, 0.0], count=2)
     assert (first["step"], first["decode_tokens"], first["prefill_tokens"]) == (1, 1, 2)
     assert first["ms"] == pytest.approx(300)

@@ -121,8 +121,8 @@ def measure(engine: Engine, work: Arrivals, rate: float, vocab_size: int, rng: n
 
 
 def longest(steps: Sequence[StepRecord], collected_s: Sequence[float], count: int = 5) -> list[dict[str, Any]]:
-    """Describes the longest steps, the longest first: which one each is, milliseconds, tokens, and milliseconds in which
-    Python collected garbage, of which `collected_s` has the seconds of each step."""
+    """Describes the longest steps, the longest first: which one each is, milliseconds, tokens, and milliseconds in
+    which Python collected garbage, of which `collected_s` has the seconds of each step."""
     order = sorted(range(len(steps)), key=lambda i: -steps[i].duration_s)[:count]
     return [
         {
