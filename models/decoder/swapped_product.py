@@ -108,7 +108,7 @@ def swapped_product(call: SwappedProduct) -> Float[Array, "M N_out"]:
     stages = min(MOST_STAGES, (OPERAND_BYTES - out_bytes) // slot_bytes)
 
     operand = functools.partial(operand_type, dtype=x.dtype)
-    scratch = Scratch(
+    scratch = SwappedScratch(
         x=operand((stages, tile_rows, DEPTH)),
         weights=operand((stages, consumers, parts, DEPTH, COLUMNS)),
         out=operand((consumers, tile_rows, COLUMNS)),
@@ -127,7 +127,7 @@ def swapped_product(call: SwappedProduct) -> Float[Array, "M N_out"]:
     )(x, weights, tiles)
 
 
-class Scratch(NamedTuple):
+class SwappedScratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
     x: Any
@@ -137,7 +137,7 @@ class Scratch(NamedTuple):
     free: Any
 
 
-def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out: Any, scratch: Scratch) -> None:
+def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out: Any, scratch: SwappedScratch) -> None:
     warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
     stages, consumers, parts = scratch.weights.shape[:3]
     tile_rows = scratch.x.shape[1]
