@@ -490,8 +490,10 @@ def hopper_groups(
     row = jnp.arange(padded_rows(num_pairs, num_experts, tile_rows), dtype=jnp.int32)
     behind = first - (ends - sizes)  # how far a group begins behind its first place
     expert = _group_of(first, row) - 1
-    rows = x[source[jnp.clip(row - behind[expert], 0, num_pairs - 1)]]
     place += behind[jnp.minimum(_group_of(ends, place), num_experts - 1)]
+    # Otherwise XLA looks for a row's group again at each of its numbers, in the kernels that gather rows and add them up.
+    source, place = jax.lax.optimization_barrier((source[jnp.clip(row - behind[expert], 0, num_pairs - 1)], place))
+    rows = x[source]
     tiles = RowTiles.of(sizes, num_pairs, tile_rows)
     gated = experts.activation is swiglu and experts.gate_up_bias is None
 
