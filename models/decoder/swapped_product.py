@@ -6,8 +6,8 @@ hundred tokens, where reading weights is still most of the time.
 Weights are the left operand (swap AB), as in `row_product.py`: columns fill the 64 rows of a product whatever the
 number of rows, which is the product's width. A program takes a tile of up to `tile_rows` rows of one group and 256
 columns, 128 gates and their up columns in the second form; so one group's weights are read once, and its rows, which
-stay in L2, by 22 programs in place of 44 with half as many columns. One warpgroup copies, two compute, half of the
-columns each, in up to two parts of 64:
+stay in L2, by half as many programs as with 128. One warpgroup copies, two compute, half of the columns each, in up to
+two parts of 64:
 
     (W[:, part])ᵀ  [64, K]   @   Xᵀ  [K, tile_rows]   ->   [64, tile_rows], stored as its transpose
 

@@ -25,7 +25,9 @@ class FakeEngine:
     def stats(self) -> Any:
         return SimpleNamespace(
             num_steps=len(self.durations),
-            steps=[SimpleNamespace(duration_s=d, decode_tokens=1, prefill_tokens=4) for d in self.durations],
+            steps=[
+                SimpleNamespace(duration_s=d, decode_tokens=1, prefill_tokens=4, launch_s=0.0) for d in self.durations
+            ],
         )
 
     @property
@@ -67,11 +69,13 @@ def test_waiting_counts_from_when_a_request_was_due(monkeypatch):
 
 def test_the_longest_steps_are_named():
     steps = [
-        SimpleNamespace(duration_s=s, decode_tokens=i, prefill_tokens=2 * i) for i, s in enumerate([0.1, 0.3, 0.2])
+        SimpleNamespace(duration_s=s, decode_tokens=i, prefill_tokens=2 * i, launch_s=s / 2)
+        for i, s in enumerate([0.1, 0.3, 0.2])
     ]
     first, second = arrivals.longest(cast(Any, steps), [0.0, 0.25, 0.0], count=2)
     assert (first["step"], first["decode_tokens"], first["prefill_tokens"]) == (1, 1, 2)
     assert first["ms"] == pytest.approx(300)
+    assert first["launch_ms"] == pytest.approx(150)
     assert first["garbage_collection_ms"] == pytest.approx(250)
     assert second["step"] == 2
 

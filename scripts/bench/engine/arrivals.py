@@ -4,7 +4,8 @@ lengths.
 Time to the first token counts from when a request was due, so a step that was running then counts, too. Time between
 tokens is that of each request's neighbouring tokens, as its caller gets them. Of the steps from the first arrival to
 the last, the longest is compared with the median: how much a prompt that arrives holds up those that decode. The
-report says which steps were the longest, what they computed, and how long Python collected garbage meanwhile.
+report says which steps were the longest, what they computed, how long the host took to launch them, and how long Python
+collected garbage meanwhile.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def measure(engine: Engine, work: Arrivals, rate: float, vocab_size: int, rng: n
 
 def longest(steps: Sequence[StepRecord], collected_s: Sequence[float], count: int = 5) -> list[dict[str, Any]]:
     """Describes the longest steps, the longest first: which one each is, milliseconds, tokens, and milliseconds in
-    which Python collected garbage, of which `collected_s` has the seconds of each step."""
+    which the host launched it and in which Python collected garbage, of which `collected_s` has the seconds of each."""
     order = sorted(range(len(steps)), key=lambda i: -steps[i].duration_s)[:count]
     return [
         {
@@ -130,6 +131,7 @@ def longest(steps: Sequence[StepRecord], collected_s: Sequence[float], count: in
             "ms": 1e3 * steps[i].duration_s,
             "decode_tokens": steps[i].decode_tokens,
             "prefill_tokens": steps[i].prefill_tokens,
+            "launch_ms": 1e3 * steps[i].launch_s,
             "garbage_collection_ms": 1e3 * collected_s[i],
         }
         for i in order
@@ -184,5 +186,5 @@ def line(result: dict[str, Any]) -> str:
         f"{result['rate']:g} requests/s, steps of {result['step_tokens']}: first token after {times('ttft_ms')} ms"
         f" (p50 / p90 / p99), others {times('between_tokens_ms')} ms, {result['tokens_per_s']:,.0f} tokens/s,"
         f" longest step {worst['ms']:.1f} ms, {result['longest_step_over_median']:.1f}x the median ({tokens},"
-        f" {worst['garbage_collection_ms']:.1f} ms of it Python's garbage collection)"
+        f" launched in {worst['launch_ms']:.1f} ms, garbage collected in {worst['garbage_collection_ms']:.1f} ms)"
     )
