@@ -60,16 +60,16 @@ class RowTiles(NamedTuple):
     count: Int32[Array, "1"]
 
     @staticmethod
-    def of(sizes: Int32[Array, "groups"], num_rows: int) -> RowTiles:
+    def of(sizes: Int32[Array, "groups"], num_rows: int, tile_rows: int = TILE_ROWS) -> RowTiles:
         """Tiles of groups of these sizes, at most `num_rows` in all, each of which begins at `first_rows(sizes)`."""
         aligned = _align(sizes)
-        tiles = (aligned + (TILE_ROWS - 1)) // TILE_ROWS
+        tiles = (aligned + (tile_rows - 1)) // tile_rows
         ends = jnp.cumsum(tiles)
-        index = jnp.arange(num_rows // TILE_ROWS + sizes.shape[0], dtype=jnp.int32)
+        index = jnp.arange(num_rows // tile_rows + sizes.shape[0], dtype=jnp.int32)
         group = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
         group = jnp.minimum(group, sizes.shape[0] - 1)
-        within = (index - (ends - tiles)[group]) * TILE_ROWS
-        rows = jnp.clip(aligned[group] - within, 0, TILE_ROWS)
+        within = (index - (ends - tiles)[group]) * tile_rows
+        rows = jnp.clip(aligned[group] - within, 0, tile_rows)
         return RowTiles(group, first_rows(sizes)[group] + within, rows, ends[-1:])
 
 
@@ -83,9 +83,9 @@ def first_rows(sizes: Int32[Array, "groups"]) -> Int32[Array, "groups"]:
     return jnp.cumsum(aligned) - aligned
 
 
-def padded_rows(num_rows: int, num_groups: int) -> int:
+def padded_rows(num_rows: int, num_groups: int, tile_rows: int = TILE_ROWS) -> int:
     """Rows of the operand: those of all groups, and what copies of the last tile read beyond them."""
-    return num_rows // ALIGNMENT * ALIGNMENT + num_groups * ALIGNMENT + TILE_ROWS
+    return num_rows // ALIGNMENT * ALIGNMENT + num_groups * ALIGNMENT + tile_rows
 
 
 def column_parts(columns: int, *, gated: bool) -> tuple[int, int]:
@@ -265,7 +265,7 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     scratch.out[warpgroup] = values.astype(x.dtype)
                     plgpu.commit_smem()
-                    _store(scratch.out.at[warpgroup], out.at[:, pl.ds(column, part_columns)], start, rows)
+                    store_rows(scratch.out.at[warpgroup], out.at[:, pl.ds(column, part_columns)], start, rows)
 
             # A tile of few rows has none for the second consumer.
             lax.cond(rows > 0, result, lambda: steps_of(lambda _: None))
@@ -287,22 +287,23 @@ def silu(x: Any) -> Any:
     return x / (1 + jnp.exp(-x))
 
 
-def _store(tile: Any, out: Any, start: Any, rows: Any) -> None:
+def store_rows(tile: Any, out: Any, start: Any, rows: Any) -> None:
     """Copies the first rows of a tile, a multiple of `ALIGNMENT`, to `out` from `start` on. A copy has a size that the
     compiler knows, so fewer rows than the tile has are put together of powers of two."""
+    tile_rows = tile.shape[0]
 
-    @pl.when(rows >= CONSUMER_ROWS)
+    @pl.when(rows >= tile_rows)
     def _all() -> None:
-        plgpu.copy_smem_to_gmem(tile, out.at[pl.ds(pl.multiple_of(start, ALIGNMENT), CONSUMER_ROWS)])
+        plgpu.copy_smem_to_gmem(tile, out.at[pl.ds(pl.multiple_of(start, ALIGNMENT), tile_rows)])
 
-    @pl.when(rows < CONSUMER_ROWS)
+    @pl.when(rows < tile_rows)
     def _some() -> None:
-        size = CONSUMER_ROWS // 2
+        size = 1 << (tile_rows - 1).bit_length() - 1
         while size >= ALIGNMENT:
 
             @pl.when(rows & size != 0)
             def _piece(size: int = size) -> None:
-                first = pl.multiple_of(rows & (CONSUMER_ROWS - 2 * size), ALIGNMENT)
+                first = pl.multiple_of(rows & -(2 * size), ALIGNMENT)
                 at = pl.multiple_of(start + first, ALIGNMENT)
                 plgpu.copy_smem_to_gmem(tile.at[pl.ds(first, size)], out.at[pl.ds(at, size)])
 

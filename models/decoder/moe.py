@@ -3,12 +3,13 @@
 Where there are many rows they are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply
 the groups, and two for few rows:
 
-- `hopper_groups`, for 16-bit weights on Hopper: a kernel of ours (`group_product.py`), and for few rows an expert jax's
-  own Mosaic GPU ragged matrix product.
+- `hopper_groups`, for 16-bit weights on Hopper: kernels of ours, one for many rows an expert (`group_product.py`), and
+  one for up to 64 (`swapped_product.py`).
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
-- `hopper_rows`, for 16-bit weights on Hopper: a kernel of ours (`row_product.py`) that reads the chosen experts once.
+- `hopper_rows`, for 16-bit weights on Hopper and up to 64 rows: a kernel of ours (`row_product.py`) that reads the
+  chosen experts once.
 - `row_by_row`: each row with its own expert, on any GPU, where there are no more rows than experts and that kernel does
   not take them. What multiplies groups reads every expert, whether it has rows or not, and takes 300 us a layer
   (DeepSeek-V2-Lite on an H200) where 6 rows take 48 one by one, 48 rows 220 and 72 rows 315.
@@ -58,11 +59,13 @@ class Router(nnx.Module):
         experts, weights = best_experts(choice, scores, config.num_experts_per_tok)
         if config.norm_topk_prob:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        return experts, weights * config.routed_scaling_factor
+        # Otherwise XLA computes the choice again in each program of the kernels that add up what experts return.
+        return jax.lax.optimization_barrier((experts, weights * config.routed_scaling_factor))
 
 
-RANKED_ROWS = 64
-"""Up to this many rows choose experts by counting instead of sorting."""
+MOST_COMPARED = 2**23
+"""Experts are chosen by counting instead of sorting where all rows compare at most so many pairs of experts: 2,048 rows
+of DeepSeek-V2-Lite, 128 of V3."""
 
 
 def best_experts(
@@ -73,7 +76,7 @@ def best_experts(
     Few rows are ranked by counting: two kernels, where XLA's sort takes one between two copies, and the scores another.
     A row with a NaN chooses any experts.
     """
-    if choice.shape[0] > RANKED_ROWS:
+    if choice.shape[0] * choice.shape[1] ** 2 > MOST_COMPARED:
         experts = jax.lax.top_k(choice, count)[1]
         return experts, jnp.take_along_axis(scores, experts, axis=-1)
     number = jnp.arange(choice.shape[1], dtype=jnp.int32)
@@ -183,8 +186,12 @@ class Experts:
 NOT_LIVE = -1
 """Expert of a row that is to have none."""
 
-COUNTED_ROWS = 1024
-"""Up to this many (token, expert) pairs are ranked by counting instead of sorting."""
+COUNTED_ROWS = 4096
+"""Up to this many (token, expert) pairs are ranked by counting instead of sorting: two passes over their square, 17
+million comparisons, in place of half a dozen kernels that sort."""
+
+UNCUT_PAIRS = 1024
+"""Up to this many pairs, of which other devices' experts have some, are multiplied at once."""
 
 
 UNREAD_ROWS = 512
@@ -301,14 +308,14 @@ def apply_experts(
     num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
     num_pairs = chosen.size
     has_expert = None if expected is None else chosen < num_experts
-    multiply_rows = way_of_few_rows(num_pairs, experts, are_distinct=x.shape[0] == 1 and has_expert is None)
+    multiply_rows = way_of_few_rows(x.shape[0], num_pairs, experts, are_distinct=x.shape[0] == 1 and has_expert is None)
     if multiply_rows is not None:
         y = multiply_rows(x, experts, chosen.reshape(-1))
         return _weighted_sum(y, weights, x.dtype, has_expert)
     groups = ExpertGroups.of(chosen.reshape(-1), num_experts)
     multiply = hopper_groups if hopper_takes(experts) else block_groups
     source, place = groups.row // copies, groups.place
-    piece = num_pairs if expected is None or num_pairs <= COUNTED_ROWS else -(-5 * expected // 4 // 64) * 64
+    piece = num_pairs if expected is None or num_pairs <= UNCUT_PAIRS else -(-5 * expected // 4 // 64) * 64
     if piece >= num_pairs:
         y, row = multiply(x, source, experts, groups.sizes)
         return _weighted_sum(y[row[place]], weights, x.dtype, has_expert)
@@ -376,8 +383,15 @@ def _weighted_sum(
     return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
 
 
+KEPT_PAIRS = 32
+"""Pairs up to which the results of the first product stay in their order: a tile of the second has all of them."""
+
+SPREAD_ROWS = 64
+"""Rows up to which the kernel for few rows takes more pairs than its tiles have rows."""
+
+
 def way_of_few_rows(
-    num_pairs: int, experts: Experts, *, are_distinct: bool = False
+    num_rows: int, num_pairs: int, experts: Experts, *, are_distinct: bool = False
 ) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
     """Product of so few pairs that reading weights is all, without sorting them; None if they are many, or the
     call is not compiled for a GPU. On an H100, V2-Lite's experts take 163 us for 30 pairs by the kernel and 196 row by
@@ -388,7 +402,8 @@ def way_of_few_rows(
     if hopper_takes(experts):
         from models.decoder.row_product import MOST_ROWS
 
-        if num_pairs <= MOST_ROWS:
+        is_plain = experts.activation is swiglu and experts.gate_up_bias is None and experts.down_bias is None
+        if num_pairs <= MOST_ROWS or (num_rows <= SPREAD_ROWS and is_plain):
             return functools.partial(hopper_rows, are_distinct=True) if are_distinct else hopper_rows
     return row_by_row if num_pairs <= experts.gate_up.shape[0] else None
 
@@ -420,26 +435,28 @@ def hopper_rows(
 ) -> Float[Array, "M D"]:
     """Applies each pair's expert to its row, M / T pairs a row, by a kernel for Hopper that reads each expert once.
     `are_distinct` says that every pair has an expert of its own, as the pairs of one row have."""
-    from models.decoder.row_product import Pairs, RowProduct, padded_rows, row_product
+    from models.decoder.row_product import MOST_ROWS, Pairs, RowProduct, padded_rows, row_product
 
-    num_pairs, copies = expert.shape[0], expert.shape[0] // x.shape[0]
-    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, experts.gate_up.shape[0])
+    num_pairs, num_rows, num_experts = expert.shape[0], x.shape[0], experts.gate_up.shape[0]
     gated = experts.activation is swiglu and experts.gate_up_bias is None
-
-    def multiply(rows: Array, weight: Array, copies: int, gated: bool, halved: bool = False) -> Array:
-        return run_kept(row_product, RowProduct(rows, weight, pairs, copies, gated, halved))
+    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, num_experts, counted=num_pairs <= MOST_ROWS)
+    call = functools.partial(
+        RowProduct,
+        pairs=pairs,
+        num_rows=num_rows,
+        copies=num_pairs // num_rows,
+        spread=num_pairs > KEPT_PAIRS and gated,
+    )
 
     def biased(y: Array, bias: Array | None) -> Array:
         return y if bias is None else y.at[:num_pairs].add(bias[expert])
 
-    x = jnp.pad(x, ((0, padded_rows(x.shape[0]) - x.shape[0]), (0, 0)))
-    hidden = biased(multiply(x, experts.gate_up, copies, gated), experts.gate_up_bias)
+    x = jnp.pad(x, ((0, padded_rows(num_rows) - num_rows), (0, 0)))
+    hidden = biased(run_kept(row_product, call(x, experts.gate_up, gated=gated)), experts.gate_up_bias)
     hidden = hidden if gated else experts.activation(hidden)
-    if halves_help(num_pairs, experts.down.shape[1:], are_distinct):
-        halves = multiply(hidden, experts.down, 1, False, halved=True)
-        y = (halves[0] + halves[1]).astype(x.dtype)
-    else:
-        y = multiply(hidden, experts.down, 1, False)
+    halved = halves_help(num_pairs, experts.down.shape[1:], are_distinct)
+    y = run_kept(row_product, call(hidden, experts.down, second=True, halved=halved))
+    y = (y[0] + y[1]).astype(x.dtype) if halved else y
     return biased(y, experts.down_bias)[:num_pairs]
 
 
@@ -456,38 +473,35 @@ def halves_help(num_pairs: int, shape: tuple[int, ...], are_distinct: bool) -> b
 
 
 FEW_ROWS = 64
-"""Rows an expert, on average, up to which jax's ragged product is taken, in tiles of as many rows: DeepSeek-V2-Lite's
-experts with 24 rows each take 466 us by it and 546 by ours, with 96 rows 650 and 536 (H100).
-"""
+"""Rows an expert, on average, up to which weights are the left operand of products (`swapped_product.py`). A product of
+DeepSeek-V2-Lite's experts with 54 rows each takes 212 us by it, and took 233 by jax's (H100; benchmarks/log/106)."""
 
 
 def hopper_groups(
     x: Float[Array, "T D"], source: Int32[Array, "M"], experts: Experts, sizes: Int32[Array, "E"]
 ) -> tuple[Float[Array, "rows D"], Int32[Array, "M"]]:
     """Applies experts to rows of `x`, as `block_groups` does, by kernels for Hopper."""
-    from models.decoder.group_product import GroupProduct, RowTiles, first_rows, group_product, padded_rows
+    from models.decoder.group_product import TILE_ROWS, GroupProduct, RowTiles, first_rows, group_product, padded_rows
+    from models.decoder.swapped_product import SwappedProduct, swapped_product, tile_rows_of
 
     num_pairs, num_experts = source.shape[0], sizes.shape[0]
-    ends, place = jnp.cumsum(sizes), jnp.arange(num_pairs, dtype=jnp.int32)
-    if num_pairs <= FEW_ROWS * num_experts:
-        row = jnp.arange(-(-num_pairs // 8) * 8, dtype=jnp.int32)  # copies to shared memory move tiles of 8 rows
-        rows, expert = x[source[jnp.minimum(row, num_pairs - 1)]], _group_of(ends, row)
-        gated = False
+    swapped = num_pairs <= FEW_ROWS * num_experts
+    tile_rows = tile_rows_of(num_pairs, num_experts) if swapped else TILE_ROWS
+    ends, place, first = jnp.cumsum(sizes), jnp.arange(num_pairs, dtype=jnp.int32), first_rows(sizes)
+    row = jnp.arange(padded_rows(num_pairs, num_experts, tile_rows), dtype=jnp.int32)
+    behind = first - (ends - sizes)  # how far a group begins behind its first place
+    expert = _group_of(first, row) - 1
+    place += behind[jnp.minimum(_group_of(ends, place), num_experts - 1)]
+    # Otherwise XLA looks for a row's group at each of its numbers, in the kernels that gather rows and add them up.
+    source, place = jax.lax.optimization_barrier((source[jnp.clip(row - behind[expert], 0, num_pairs - 1)], place))
+    rows = x[source]
+    tiles = RowTiles.of(sizes, num_pairs, tile_rows)
+    gated = experts.activation is swiglu and experts.gate_up_bias is None
 
-        def multiply(x: Array, weight: Array, _: bool = False) -> Array:
-            return run_kept(_ragged_product, (x, weight, sizes))
-    else:
-        first = first_rows(sizes)
-        row = jnp.arange(padded_rows(num_pairs, num_experts), dtype=jnp.int32)
-        behind = first - (ends - sizes)  # how far a group begins behind its first place
-        expert = _group_of(first, row) - 1
-        rows = x[source[jnp.clip(row - behind[expert], 0, num_pairs - 1)]]
-        place += behind[jnp.minimum(_group_of(ends, place), num_experts - 1)]
-        tiles = RowTiles.of(sizes, num_pairs)
-        gated = experts.activation is swiglu and experts.gate_up_bias is None
-
-        def multiply(x: Array, weight: Array, gated: bool = False) -> Array:
-            return run_kept(group_product, GroupProduct(x, weight, tiles, gated))
+    def multiply(x: Array, weight: Array, gated: bool = False) -> Array:
+        if swapped:
+            return run_kept(swapped_product, SwappedProduct(x, weight, tiles, tile_rows, gated))
+        return run_kept(group_product, GroupProduct(x, weight, tiles, gated))
 
     hidden = _biased(multiply(rows, experts.gate_up, gated), experts.gate_up_bias, expert)
     hidden = hidden if gated else experts.activation(hidden)
@@ -496,26 +510,6 @@ def hopper_groups(
 
 def _biased(y: Float[Array, "M N"], bias: Float[Array, "E N"] | None, expert: Int32[Array, "M"]) -> Float[Array, "M N"]:
     return y if bias is None else y + bias[expert]
-
-
-def _ragged_product(
-    call: tuple[Float[Array, "M D"], Float[Array, "E D N"], Int32[Array, "E"]],
-) -> Float[Array, "M N"]:
-    """Multiplies each group of rows with its expert's weights, by jax's kernel for Hopper."""
-    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
-
-    rows, weights, sizes = call
-    columns = next(columns for columns in (256, 128, 64) if weights.shape[2] % columns == 0)
-    return ragged_dot(
-        rows,
-        weights,
-        group_sizes=sizes,
-        block_m=FEW_ROWS,
-        block_n=columns,
-        block_k=64,
-        max_concurrent_steps=4,
-        grid_block_n=weights.shape[2] // columns,  # all columns of some rows, so that these stay in L2
-    )
 
 
 @jax.jit

@@ -2,9 +2,12 @@
 
     Y[pair] = X[row of pair] @ W[expert of pair]        or silu(· @ gate columns) · (· @ up columns)
 
-An expert that several pairs have is read once, and one that none has is not read. A program takes the columns of one
-expert, 64 or two times 64, and multiplies them with all rows, since on the tensor cores eight rows cost what one does;
-each pair then takes its own row of the result. Weights are the left operand, so that rows may be few:
+An expert that several pairs have is read once, and one that none has is not read, as long as pairs are few. A program
+takes the columns of one expert, 64 or two times 64, and multiplies them with all rows, since on the tensor cores eight
+rows cost what one does, and 64 rows less than reading the weights; each pair then takes its own row of the result. The
+first product's rows are those of the step. The second's are the first's results: all pairs where they are few, else
+the part that every expert has for all rows of the step, most of which nobody wrote, and nobody looks at. Weights are
+the left operand, so that rows may be few:
 
     (W[:, columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows], of which pair p takes column `row of p`
 
@@ -48,38 +51,48 @@ class Pairs(NamedTuple):
 
     Attributes:
       expert: of each pair.
-      first: the first pair of each expert that has any, in the order of the pairs.
-      count: number of those, in an array of one.
       next: for each pair the next one with its expert; the number of pairs for the last.
+      first: the first pair of each expert that has any, in the order of the pairs; if `count` is None, of every expert,
+        the number of pairs for one that has none.
+      count: number of experts that have any, in an array of one.
 
-    The last three are None where every pair has an expert of its own.
+    All but `expert` are None where every pair has an expert of its own.
     """
 
     expert: Int32[Array, "P"]
-    first: Int32[Array, "P"] | None = None
-    count: Int32[Array, "1"] | None = None
     next: Int32[Array, "P"] | None = None
+    first: Int32[Array, "P"] | Int32[Array, "E"] | None = None
+    count: Int32[Array, "1"] | None = None
 
     @staticmethod
-    def of(expert: Int32[Array, "P"], num_experts: int) -> Pairs:
-        """Finds pairs that share an expert by comparing all with all: there are few."""
+    def of(expert: Int32[Array, "P"], num_experts: int, *, counted: bool = True) -> Pairs:
+        """Finds pairs that share an expert by comparing all with all: there are few. Unless `counted`, experts that
+        have no pair are not left out."""
         pair = jnp.arange(expert.shape[0], dtype=jnp.int32)
         same = expert[:, None] == expert[None]
-        is_first = ~jnp.any(same & (pair[None] < pair[:, None]), axis=1) & (expert < num_experts)
         following = jnp.min(jnp.where(same & (pair[None] > pair[:, None]), pair[None], len(pair)), axis=1)
+        if not counted:
+            is_own = expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+            return Pairs(expert, following, jnp.min(jnp.where(is_own, pair[None], len(pair)), axis=1))
+        is_first = ~jnp.any(same & (pair[None] < pair[:, None]), axis=1) & (expert < num_experts)
         place = jnp.sum(is_first[None] & (pair[None] < pair[:, None]), axis=1, dtype=jnp.int32)
         first = jnp.sum(jnp.where(is_first[None] & (place[None] == pair[:, None]), pair[None], 0), axis=1)
-        return Pairs(expert, first, jnp.sum(is_first, dtype=jnp.int32)[None], following)
+        return Pairs(expert, following, first, jnp.sum(is_first, dtype=jnp.int32)[None])
 
 
 class RowProduct(NamedTuple):
-    """A call of `row_product`.
+    """A call of `row_product`, the first product of pairs of rows and experts or, of its results, the second one.
 
     Attributes:
-      x: rows, 16 bits, `padded_rows(...)` of them; those of no pair may hold anything.
+      x: 16 bits. Of the first product the rows, padded to `padded_rows(num_rows)` of them, of which pair p takes row
+        p // copies; of the second what the first returned. Rows of no pair may hold anything.
       weights: of each expert; K and the columns that a program takes divide it, see `column_parts`.
       pairs: `Pairs.of(...)`.
-      copies: pairs of each row: pair p takes row p // copies.
+      num_rows: number of rows. No expert has one of them twice.
+      copies: pairs of each row.
+      second: whether it is the second product.
+      spread: whether the first product's results lie as rows of each expert, though most have few of them, so that the
+        second has no more rows at a time than the first. Otherwise they lie in the order of the pairs.
       gated: silu(left half of the columns) · right half is wanted, N / 2 columns; else all N columns.
       halved: a program takes 64 columns and half of K, for a better balance where all pairs are few. Both halves'
         products are returned, to be added up.
@@ -88,9 +101,19 @@ class RowProduct(NamedTuple):
     x: Float[Array, "M K"]
     weights: Float[Array, "E K N"]
     pairs: Pairs
+    num_rows: int
     copies: int
-    gated: bool
+    second: bool = False
+    spread: bool = False
+    gated: bool = False
     halved: bool = False
+
+    @property
+    def num_results(self) -> int:
+        """Rows of the results."""
+        if self.spread and not self.second:
+            return self.weights.shape[0] * padded_rows(self.num_rows)
+        return padded_rows(self.pairs.expert.shape[0])
 
 
 def padded_rows(num_rows: int) -> int:
@@ -115,19 +138,19 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
     """Multiplies each pair's row with its expert's weights, in float32.
 
     Returns:
-      Products in the order of the pairs and of `call.x`'s dtype; if halved, [2, P_padded, N_out] of float32. Those of
-      pairs without an expert, and of padding, hold anything.
+      Products, of `call.x`'s dtype: the first ones for the second call, the second ones in the order of the pairs; if
+      halved, [2, P_padded, N_out] of float32. Those of pairs without an expert, and of padding, hold anything.
 
     Raises:
       NotImplementedError: columns that a program's do not divide, or more than `MOST_ROWS` rows.
     """
-    x, weights, pairs, copies, gated, halved = call
-    num_rows, columns = x.shape[0], weights.shape[2]
+    x, weights, columns = call.x, call.weights, call.weights.shape[2]
+    num_rows = padded_rows(call.num_rows) if call.spread else x.shape[0]
     if num_rows > MOST_ROWS:
         raise NotImplementedError(f"takes {MOST_ROWS} rows at most, got {num_rows}")
-    if halved and (gated or weights.shape[1] % (2 * DEPTH)):
+    if call.halved and (call.gated or weights.shape[1] % (2 * DEPTH)):
         raise NotImplementedError(f"halved: takes no gates and a K that is a multiple of 128, got {weights.shape[1]}")
-    parts = 1 if halved else column_parts(columns, gated=gated)
+    parts = 1 if call.halved else column_parts(columns, gated=call.gated)
     stages = min(MOST_STAGES, OPERAND_BYTES // ((parts * COLUMNS + num_rows) * DEPTH * x.dtype.itemsize))
 
     operand = functools.partial(operand_type, dtype=x.dtype)
@@ -137,10 +160,10 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
         landed=plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     )
-    shape = (padded_rows(pairs.expert.shape[0]), columns // 2 if gated else columns)
-    out_type = jax.ShapeDtypeStruct((2, *shape), jnp.float32) if halved else jax.ShapeDtypeStruct(shape, x.dtype)
+    shape = call.num_results, columns // 2 if call.gated else columns
+    out_type = jax.ShapeDtypeStruct((2, *shape), jnp.float32) if call.halved else jax.ShapeDtypeStruct(shape, x.dtype)
     return plgpu.kernel(
-        functools.partial(_kernel, copies, gated),
+        functools.partial(_kernel, padded_rows(call.num_rows), call.copies, call.second, call.spread, call.gated),
         out_type=out_type,
         grid=(PROGRAMS,),
         grid_names=("program",),
@@ -148,7 +171,7 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
         thread_name="warpgroup",
         scratch_types=(scratch,),
         kernel_name="row_product",
-    )(x, weights, pairs)
+    )(x, weights, call.pairs)
 
 
 class RowScratch(NamedTuple):
@@ -160,33 +183,48 @@ class RowScratch(NamedTuple):
     free: Any
 
 
-def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: Any, scratch: RowScratch) -> None:
+def _kernel(
+    stride: int,
+    copies: int,
+    second: bool,
+    spread: bool,
+    gated: bool,
+    x: Any,
+    weights: Any,
+    pairs: Pairs,
+    out: Any,
+    scratch: RowScratch,
+) -> None:
     program, (stages, parts) = lax.axis_index("program"), scratch.weights.shape[:2]
-    halves, num_pairs = len(out.shape) - 1, pairs.expert.shape[0]
+    halves, tile_rows, num_pairs = len(out.shape) - 1, scratch.x.shape[1], pairs.expert.shape[0]
     steps = weights.shape[1] // DEPTH // halves
     tiles = out.shape[-1] // (COLUMNS if gated else parts * COLUMNS)
-    count = num_pairs if pairs.count is None else pairs.count[0]
+    lists_all = pairs.first is not None and pairs.count is None
+    count = pairs.count[0] if pairs.count is not None else weights.shape[0] if lists_all else num_pairs
     own_items = lax.div(jnp.maximum(count * tiles * halves - program + (PROGRAMS - 1), 0), PROGRAMS)
 
     def half_of(number: Any) -> Any:
         """Which part of K an item is of."""
         return lax.rem(program + number * PROGRAMS, halves)
 
-    def item(number: Any) -> tuple[Any, Any]:
-        """First pair of its expert, and first column of the result."""
+    def item(number: Any) -> tuple[Any, Any, Any]:
+        """Its expert, the first pair of that, and the first column of the result."""
         index = lax.div(program + number * PROGRAMS, halves)
-        width = COLUMNS if gated else parts * COLUMNS
-        number_of_expert = lax.div(index, tiles)
-        pair = number_of_expert if pairs.first is None else pairs.first[number_of_expert]
-        return pair, lax.rem(index, tiles) * width
+        place, width = lax.div(index, tiles), COLUMNS if gated else parts * COLUMNS
+        first = place if pairs.first is None else pairs.first[place]
+        return place if lists_all else pairs.expert[first], first, lax.rem(index, tiles) * width
+
+    def begin_of(expert: Any) -> Any:
+        """First row of the first product's results that an expert has."""
+        return pl.multiple_of(expert * stride, ROWS) if spread else 0
 
     def slot_of(number: Any, step: Any) -> Any:
         return lax.rem(number * steps + step, stages)
 
     def copy_all() -> None:
         def copy_item(number: Any, _: None) -> None:
-            pair, column = item(number)
-            expert = pairs.expert[pair]
+            expert, _, column = item(number)
+            rows = pl.ds(begin_of(expert) if second else 0, tile_rows)
             firsts = [column + part * (out.shape[-1] if gated else COLUMNS) for part in range(parts)]
 
             def copy(step: Any, _: None) -> None:
@@ -197,10 +235,11 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
                     plgpu.barrier_wait(scratch.free.at[slot])
 
                 landed = scratch.landed.at[slot]
+                plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[slot], landed)
+
                 for part, first in enumerate(firsts):
                     source = weights.at[expert, depth, pl.ds(first, COLUMNS)]
                     plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
-                plgpu.copy_gmem_to_smem(x.at[:, depth], scratch.x.at[slot], landed)
 
             lax.fori_loop(0, steps, copy, None)
 
@@ -213,7 +252,7 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
 
     def compute_all() -> None:
         def multiply_item(number: Any, _: None) -> None:
-            pair, column = item(number)
+            expert, first, column = item(number)
 
             def multiply(*sums: Any) -> list[Any]:
                 def step_on(step: Any, _: None) -> None:
@@ -233,24 +272,26 @@ def _kernel(copies: int, gated: bool, x: Any, weights: Any, pairs: Pairs, out: A
                 return [total[...] for total in sums]
 
             target = out.at[half_of(number)] if halves == 2 else out
-            results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, x.shape[0]))] * parts)
+            results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, tile_rows))] * parts)
             plgpu.barrier_arrive(scratch.free.at[slot_of(number, steps - 1)])
             if gated:
                 gate, up = results
                 results = [silu(gate) * up]
-            row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, x.shape[0]), 1), plgpu.Layout.WGMMA)
+            row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, tile_rows), 1), plgpu.Layout.WGMMA)
+            begin = begin_of(expert)
 
             def store(pair: Any) -> Any:
-                own = row == lax.div(pair, copies)
+                own = row == (lax.div(pair, copies) if spread or not second else pair)
+                to = begin + lax.div(pair, copies) if spread and not second else pair
                 for part, result in enumerate(results):
                     values = jnp.sum(jnp.where(own, result, jnp.zeros_like(result)), axis=1)
-                    target[pair, pl.ds(column + part * COLUMNS, COLUMNS)] = values.astype(out.dtype)
+                    target[to, pl.ds(column + part * COLUMNS, COLUMNS)] = values.astype(out.dtype)
                 return None if pairs.next is None else pairs.next[pair]
 
             if pairs.next is None:
-                store(pair)
+                store(first)
             else:
-                lax.while_loop(lambda pair: pair < num_pairs, store, pair)
+                lax.while_loop(lambda pair: pair < num_pairs, store, first)
 
         lax.fori_loop(0, own_items, multiply_item, None)
 

@@ -116,6 +116,7 @@ class _Launched:
 
     result: StepResult
     planned_s: float
+    launched_s: float
     cached_tokens: int
     used_rows: tuple[int, ...]
 
@@ -709,7 +710,8 @@ class Engine:
         cached, used = self._hit_tokens - hits, self._num_owned
         self._peak_rows = tuple(map(max, self._peak_rows, used))
         self._peak_pages = max(self._peak_pages, self._pages(used))
-        return _Launched(self._launch_told(plans), planned_s, cached, used)
+        result = self._launch_told(plans)
+        return _Launched(result, planned_s, self._now(), cached, used)
 
     def _schedule(self) -> tuple[StepPlan | None, ...] | None:
         """Plans a step. If nothing runs and nobody can move, because of pages that are held for prompts to come, these
@@ -771,6 +773,7 @@ class Engine:
             used_rows=step.used_rows,
             drafted_tokens=sum(row.drafted for row in rows),
             accepted_tokens=sum(max(len(row.tokens) - 1, 0) for row in rows),
+            launch_s=step.launched_s - step.planned_s,
         )
         if self._decides_by_time:
             self._ranks.record_time(plans, record.duration_s)

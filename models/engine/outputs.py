@@ -51,6 +51,7 @@ class StepRecord:
       used_pages: pages that belonged to requests after it was planned, counted as in `EngineStats`.
       used_rows: rows that belonged to requests in each cache group, counted as in `GroupStats`.
       drafted_tokens, accepted_tokens: drafts that were verified, and those of them that were accepted.
+      launch_s: seconds of the host to plan and to start it, without compiling.
     """
 
     ended_s: float
@@ -62,6 +63,7 @@ class StepRecord:
     used_rows: tuple[int, ...] = ()
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    launch_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ IN_EVERY_RUN = frozenset(
         # Portable implementations: quantised ones do what others do, and more.
         "xla-paged-decode-fp8", "xla-write-kv-fp8-groups-decode", "xla-mla-decode-fp8", "xla-write-latent-fp8",
         "xla-gather-latent-fp8", "xla-ragged-attention",
-        "experts-21-tokens", "experts-1024-tokens",
+        "experts-21-tokens", "experts-576-tokens", "experts-1024-tokens",
         "plan-decode-64-windows",
         # Decode: the plainest, each kind of scales, the widest heads, all options at once, and what stands alone.
         "paged-decode-bf16-d128-n8", "paged-decode-int8-head-d256-n16",

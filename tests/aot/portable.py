@@ -142,15 +142,17 @@ def bf16(*dims: int) -> jax.Array:
 @deferred
 def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Case:
     experts = jax.eval_shape(make)
-    _, hidden, width = experts.down.shape
+    num_experts, hidden, width = experts.down.shape
     arguments = {
         "x": shape(tokens, width),
         "chosen": ints(tokens, top_k),
         "weights": shape(tokens, top_k, dtype=jnp.float32),
         "experts": experts,
     }
-    # Not all experts times the rows, which is what jax.lax.ragged_dot takes.
-    temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden)
+    # Not all experts times the pairs, which is what jax.lax.ragged_dot takes. Results of the first product for few rows
+    # lie as rows of each expert, and groups of others begin at multiples of 8 rows.
+    spread = num_experts * hidden * 2 * (-(-tokens // 8) * 8 if tokens <= moe.SPREAD_ROWS else 8)
+    temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden) + spread
     return Case(moe.routed_experts, arguments, temporaries=temporaries)
 
 
@@ -169,6 +171,6 @@ PORTABLE = {
     **latent_cases(jnp.bfloat16),
     **latent_cases(jnp.float8_e4m3fn, "-fp8"),
     "xla-ragged-attention": ragged_attention(),
-    **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 5, 21, 64, 171, 1024)},
+    **{f"experts-{tokens}-tokens": routed_experts(tokens) for tokens in (1, 5, 21, 64, 171, 576, 1024)},
     **{f"biased-experts-{tokens}-tokens": biased_experts(tokens) for tokens in (1, 4, 64, 1024)},
 }

@@ -58,7 +58,7 @@ def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSp
     if len(jax.devices()) < split.devices:
         pytest.skip(f"needs {split.devices} devices")
     monkeypatch.setattr(moe, "is_gathered", lambda split, copies: how == "gathered")
-    monkeypatch.setattr(moe, "COUNTED_ROWS", 32)  # more are multiplied in pieces
+    monkeypatch.setattr(moe, "UNCUT_PAIRS", 32)  # more are multiplied in pieces
     monkeypatch.setattr(expert_exchange, "_is_ragged", lambda: how == "ragged")
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, WIDTH, HIDDEN)))
@@ -91,7 +91,7 @@ def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSp
 
 
 def test_a_row_has_the_same_bits_wherever_pieces_begin(rng, monkeypatch):
-    monkeypatch.setattr(moe, "COUNTED_ROWS", 32)
+    monkeypatch.setattr(moe, "UNCUT_PAIRS", 32)
     experts = moe.Experts(*draw_experts(rng, WIDTH, HIDDEN))
     x = jnp.asarray(rng.standard_normal((NUM_TOKENS, WIDTH)), jnp.float32)
     weights = jnp.asarray(rng.uniform(0.1, 1, (NUM_TOKENS, 3)), jnp.float32)

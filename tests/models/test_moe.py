@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.config import PRESETS, DeepSeekConfig
-from models.decoder import group_product, moe, row_product
+from models.decoder import group_product, moe, row_product, swapped_product
 from pallas_attn import Capability
 from tests.models import oracle
 
@@ -119,20 +119,33 @@ def test_a_token_of_nans_harms_no_other(rng):
 
 @pytest.mark.parametrize(
     ("width", "hidden", "biased", "few"),
-    [(128, 64, False, True), (256, 64, True, True), (256, 128, False, False), (192, 64, True, False)],
-    ids=["plain", "wide and biased", "of many rows", "of many rows, biased, in three parts"],
+    [
+        (128, 64, False, True),
+        (512, 128, False, True),
+        (192, 64, True, True),
+        (256, 128, False, False),
+        (192, 64, True, False),
+    ],
+    ids=[
+        "swapped, one warpgroup",
+        "swapped, more steps than slots",
+        "swapped, biased, in one part",
+        "of many rows",
+        "of many rows, biased, in three parts",
+    ],
 )
 def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden: int, biased: bool, few: bool):
     """The kernels, interpreted, agree at sizes that are no multiple of their tiles, an empty group among them."""
     monkeypatch.setattr(moe, "FEW_ROWS", 64 if few else 1)
     monkeypatch.setattr(group_product, "PROGRAMS", 2)
+    monkeypatch.setattr(swapped_product, "PROGRAMS", 2)
     experts = moe.Experts(*draw_experts(rng, width, hidden, jnp.bfloat16))
     if biased:
         experts = biased_experts(rng, experts)
-    sizes = jnp.asarray([21, 0, 44, 5] if few else [21, 0, 204, 69], jnp.int32)
+    sizes = jnp.asarray([21, 0, 74, 5] if few else [21, 0, 204, 69], jnp.int32)
     x = jnp.asarray(rng.standard_normal((100, width)), jnp.bfloat16)
     source = jnp.asarray(rng.integers(0, 100, int(sizes.sum())), jnp.int32)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=not few)):
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out, row = moe.hopper_groups(x, source, experts, sizes)
     x, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (x, experts))
     want, place = moe.block_groups(x, source, experts, sizes)
@@ -161,6 +174,30 @@ def test_parts_divide_the_columns(columns: int, gated: bool, parts: tuple[int, i
 def test_columns_that_no_part_divides_are_refused():
     with pytest.raises(NotImplementedError, match="takes columns that are a multiple of 128, got 192"):
         group_product.column_parts(192, gated=True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "gated", "split"),
+    [
+        (2816, True, (2, 2)),
+        (128, True, (1, 2)),
+        (2048, False, (2, 2)),
+        (128, False, (2, 1)),
+        (2880, False, (1, 1)),
+    ],
+)
+def test_consumers_and_parts_divide_the_columns(columns: int, gated: bool, split: tuple[int, int]):
+    assert swapped_product.column_split(columns, gated=gated) == split
+
+
+def test_columns_that_no_consumer_divides_are_refused():
+    with pytest.raises(NotImplementedError, match="takes columns that are a multiple of 64, got 96"):
+        swapped_product.column_split(96, gated=False)
+
+
+def test_tiles_hold_most_groups():
+    rows = [swapped_product.tile_rows_of(num_rows, 64) for num_rows in (64, 1920, 3456, 4096, 8192)]
+    assert rows == [64, 64, 96, 96, 128]
 
 
 def biased_experts(rng, experts: moe.Experts) -> moe.Experts:
@@ -213,7 +250,7 @@ def test_few_rows_are_multiplied_one_by_one(monkeypatch, rng):
     """On a GPU, rows are multiplied one by one if they are no more than the experts."""
     experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 24, 12)))
     monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (8, 0)))
-    assert [rows for rows in range(6) if moe.way_of_few_rows(rows, experts) is moe.row_by_row] == [0, 1, 2, 3, 4]
+    assert [rows for rows in range(6) if moe.way_of_few_rows(rows, rows, experts) is moe.row_by_row] == [0, 1, 2, 3, 4]
     x, chosen = jnp.asarray(rng.standard_normal((1, 24)), jnp.float32), jnp.asarray([[3, 1]], jnp.int32)
     weights = jnp.asarray([[0.25, 0.75]], jnp.float32)
     few = moe.routed_experts(x, chosen, weights, experts)
@@ -222,29 +259,36 @@ def test_few_rows_are_multiplied_one_by_one(monkeypatch, rng):
 
 
 def test_rows_are_not_few_on_a_cpu(rng):
-    assert moe.way_of_few_rows(1, moe.Experts(*draw_experts(rng, 24, 12))) is None
+    assert moe.way_of_few_rows(1, 1, moe.Experts(*draw_experts(rng, 24, 12))) is None
 
 
 def test_few_rows_on_hopper_go_to_the_kernel_as_long_as_it_takes_them(monkeypatch):
     experts = moe.Experts(jnp.zeros((160, 64, 128), jnp.bfloat16), jnp.zeros((160, 64, 64), jnp.bfloat16))
     monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (9, 0)))
-    ways = [moe.way_of_few_rows(pairs, experts) for pairs in (1, 128, 129, 160, 161)]
-    assert ways == [moe.hopper_rows, moe.hopper_rows, moe.row_by_row, moe.row_by_row, None]
+    sizes = (1, 1), (64, 512), (65, 128), (65, 130), (80, 160), (81, 162)
+    ways = [moe.way_of_few_rows(rows, pairs, experts) for rows, pairs in sizes]
+    assert ways == [moe.hopper_rows] * 3 + [moe.row_by_row] * 2 + [None]
+    biased = dataclasses.replace(experts, down_bias=jnp.zeros((160, 64), jnp.bfloat16))
+    assert moe.way_of_few_rows(64, 161, biased) is None
 
 
 @pytest.mark.parametrize(
-    ("tokens", "copies", "width", "biased"),
-    [(1, 3, 128, False), (9, 2, 640, False), (5, 2, 192, True)],
-    ids=["one token", "more steps than slots", "biased, an odd number of parts"],
+    ("tokens", "copies", "width", "biased", "most_rows"),
+    [(1, 3, 128, False, 128), (9, 2, 640, False, 128), (9, 2, 128, False, 16), (5, 2, 192, True, 128)],
+    ids=["one token", "more steps than slots", "more pairs than rows of tiles", "biased, an odd number of parts"],
 )
-def test_hopper_reads_the_experts_of_few_rows(rng, monkeypatch, tokens: int, copies: int, width: int, biased: bool):
+def test_hopper_reads_the_experts_of_few_rows(
+    rng, monkeypatch, tokens: int, copies: int, width: int, biased: bool, most_rows: int
+):
     """The kernel, interpreted, agrees where pairs share an expert, have none, or are fewer than the programs' tiles."""
     monkeypatch.setattr(row_product, "PROGRAMS", 2)
+    monkeypatch.setattr(row_product, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(moe, "KEPT_PAIRS", most_rows)
     experts = moe.Experts(*draw_experts(rng, width, 64, jnp.bfloat16))
     if biased:
         experts = biased_experts(rng, experts)
     x = jnp.asarray(rng.standard_normal((tokens, width)), jnp.bfloat16)
-    chosen = np.asarray(rng.integers(0, 4, tokens * copies), np.int32)
+    chosen = np.asarray([rng.permutation([0, 1, 3])[:copies] for _ in range(tokens)], np.int32).reshape(-1)
     chosen[-1] = 4
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out = moe.hopper_rows(x, experts, jnp.asarray(chosen))
@@ -275,18 +319,27 @@ def test_halves_help_where_programs_would_be_idle():
 
 def test_pairs_know_who_shares_their_expert():
     pairs = row_product.Pairs.of(jnp.asarray([5, 2, 9, 5, 2, 5, 0], jnp.int32), 9)
-    expert, first, count, following = (np.asarray(array) for array in pairs)
+    expert, following, first, count = (np.asarray(array) for array in pairs)
     assert count.tolist() == [3]
     assert first[:3].tolist() == [0, 1, 6]
     assert expert.tolist() == [5, 2, 9, 5, 2, 5, 0]
     assert [following.tolist()[pair] for pair in (0, 1, 3, 4, 5, 6)] == [3, 4, 5, 7, 7, 7]
 
 
+def test_pairs_are_listed_for_every_expert_if_they_are_not_counted():
+    pairs = row_product.Pairs.of(jnp.asarray([3, 1, 3, 4, 1], jnp.int32), 4, counted=False)
+    assert pairs.first is not None
+    assert pairs.next is not None
+    assert pairs.count is None
+    assert pairs.first.tolist() == [5, 1, 5, 0]
+    assert pairs.next.tolist() == [2, 4, 5, 5, 5]
+
+
 def test_products_of_few_rows_refuse_what_they_cannot_take():
     zeros = functools.partial(jnp.zeros, dtype=jnp.bfloat16)
     pairs = row_product.Pairs.of(jnp.zeros(136, jnp.int32), 1)
     with pytest.raises(NotImplementedError, match="takes 128 rows at most, got 136"):
-        row_product.row_product(row_product.RowProduct(zeros((136, 64)), zeros((1, 64, 128)), pairs, 1, False))
+        row_product.row_product(row_product.RowProduct(zeros((136, 64)), zeros((1, 64, 128)), pairs, 136, 1))
     with pytest.raises(NotImplementedError, match="columns that are a multiple of 128, got 192"):
         row_product.column_parts(192, gated=True)
 
@@ -296,7 +349,7 @@ def test_few_rows_choose_the_experts_that_many_rows_choose(rng, monkeypatch, tie
     scores = jnp.asarray(rng.integers(0, 9, (7, 24)) / 8 if ties else rng.random((7, 24)), jnp.float32)
     choice = scores + 1
     few = moe.best_experts(choice, scores, 5)
-    monkeypatch.setattr(moe, "RANKED_ROWS", 6)
+    monkeypatch.setattr(moe, "MOST_COMPARED", 6 * 24**2)
     many = moe.best_experts(choice, scores, 5)
     for one, other in zip(few, many, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,10 @@ class FakeEngine:
 
     def stats(self) -> Any:
         return SimpleNamespace(
-            num_steps=len(self.durations), steps=[SimpleNamespace(duration_s=d) for d in self.durations]
+            num_steps=len(self.durations),
+            steps=[
+                SimpleNamespace(duration_s=d, decode_tokens=1, prefill_tokens=4, launch_s=0.0) for d in self.durations
+            ],
         )
 
     @property
@@ -63,6 +67,29 @@ def test_waiting_counts_from_when_a_request_was_due(monkeypatch):
     assert result["longest_step_over_median"] == 1  # steps until the last one arrived
 
 
+def test_the_longest_steps_are_named():
+    steps = [
+        SimpleNamespace(duration_s=s, decode_tokens=i, prefill_tokens=2 * i, launch_s=s / 2)
+        for i, s in enumerate([0.1, 0.3, 0.2])
+    ]
+    first, second = arrivals.longest(cast(Any, steps), [0.0, 0.25, 0.0], count=2)
+    assert (first["step"], first["decode_tokens"], first["prefill_tokens"]) == (1, 1, 2)
+    assert first["ms"] == pytest.approx(300)
+    assert first["launch_ms"] == pytest.approx(150)
+    assert first["garbage_collection_ms"] == pytest.approx(250)
+    assert second["step"] == 2
+
+
+def test_collections_of_garbage_are_timed_while_they_are_looked_at():
+    with arrivals._garbage_collection() as seconds:
+        gc.collect()
+    count = len(seconds)
+    assert count >= 1
+    assert min(seconds) > 0
+    gc.collect()
+    assert len(seconds) == count
+
+
 def test_a_report_of_a_small_model(tmp_path: Path, capsys):
     out = tmp_path / "serving.json"
     sizes = ["--rates", "200", "--requests", "5", "--prompt-tokens", "16", "--new-tokens", "4", "--step-tokens", "16"]
@@ -70,6 +97,7 @@ def test_a_report_of_a_small_model(tmp_path: Path, capsys):
     assert bench_serving.main([*options, *sizes, "--json", str(out)]) == 0
     [result] = json.loads(out.read_text())["results"]
     assert result["rate"] == 200
+    assert result["longest_steps"][0]["ms"] == pytest.approx(result["step_ms"]["max"])
     assert all(result["ttft_ms"][low] <= result["ttft_ms"]["max"] for low in ("p50", "p90", "p99"))
     assert "200 requests/s, steps of 16: first token after" in capsys.readouterr().out
 

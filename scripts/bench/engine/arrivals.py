@@ -3,12 +3,16 @@ lengths.
 
 Time to the first token counts from when a request was due, so a step that was running then counts, too. Time between
 tokens is that of each request's neighbouring tokens, as its caller gets them. Of the steps from the first arrival to
-the last, the longest is compared with the median: how much a prompt that arrives holds up those that decode.
+the last, the longest is compared with the median: how much a prompt that arrives holds up those that decode. The
+report says which steps were the longest, what they computed, how long the host took to launch them, and how long Python
+collected garbage meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +21,7 @@ import numpy as np
 
 from models.config import GQA_PRESETS, PRESETS, ModelConfig
 from models.decoder import AttentionSettings
-from models.engine import Engine, EngineConfig, SamplingParams
+from models.engine import Engine, EngineConfig, SamplingParams, StepRecord
 from scripts.bench.engine.random_model import random_model
 
 CONFIGS: dict[str, ModelConfig] = {**PRESETS, **GQA_PRESETS}
@@ -85,30 +89,73 @@ def measure(engine: Engine, work: Arrivals, rate: float, vocab_size: int, rng: n
     times: list[list[float]] = [[] for _ in prompts]
     first_step, added = engine.stats().num_steps, 0
     began = time.perf_counter()
-    last_arrival = first_step
-    while added < len(prompts) or engine.has_unfinished:
-        now = time.perf_counter() - began
-        while added < len(prompts) and due[added] <= now:
-            params = SamplingParams(max_tokens=outputs[added], ignore_eos=True)
-            engine.add_request(prompts[added], params, on_token=_noting(times[added], began))
-            added += 1
-            last_arrival = engine.stats().num_steps
-        if engine.has_unfinished:
-            engine.step()
-        else:
-            time.sleep(max(0.0, due[added] - (time.perf_counter() - began)))
+    last_arrival, collected_s = first_step, []
+    with _garbage_collection() as collections_s:
+        while added < len(prompts) or engine.has_unfinished:
+            now = time.perf_counter() - began
+            while added < len(prompts) and due[added] <= now:
+                params = SamplingParams(max_tokens=outputs[added], ignore_eos=True)
+                engine.add_request(prompts[added], params, on_token=_noting(times[added], began))
+                added += 1
+                last_arrival = engine.stats().num_steps
+            if engine.has_unfinished:
+                engine.step()
+            else:
+                time.sleep(max(0.0, due[added] - (time.perf_counter() - began)))
+            if engine.stats().num_steps - first_step > len(collected_s):
+                collected_s.append(sum(collections_s))
+                collections_s.clear()
     ended = time.perf_counter() - began
     if any(len(got) != wanted for got, wanted in zip(times, outputs, strict=True)):
         raise RuntimeError("a request ended early")
-    steps = [step.duration_s for step in engine.stats().steps[first_step : max(last_arrival, first_step + 1)]]
+    records = engine.stats().steps[first_step : max(last_arrival, first_step + 1)]
+    steps = [step.duration_s for step in records]
     return {
         "ttft_ms": summary([got[0] - at for got, at in zip(times, due, strict=True)]),
         "between_tokens_ms": summary(np.concatenate([np.diff(got) for got in times])),
         "step_ms": summary(steps),
         "longest_step_over_median": max(steps) / float(np.median(steps)),
+        "longest_steps": longest(records, collected_s),
         "tokens_per_s": sum(outputs) / ended,
         "offered_tokens_per_s": rate * work.new_tokens,
     }
+
+
+def longest(steps: Sequence[StepRecord], collected_s: Sequence[float], count: int = 5) -> list[dict[str, Any]]:
+    """Describes the longest steps, the longest first: which one each is, milliseconds, tokens, and milliseconds in
+    which the host launched it and in which Python collected garbage, of which `collected_s` has the seconds of each."""
+    order = sorted(range(len(steps)), key=lambda i: -steps[i].duration_s)[:count]
+    return [
+        {
+            "step": i,
+            "ms": 1e3 * steps[i].duration_s,
+            "decode_tokens": steps[i].decode_tokens,
+            "prefill_tokens": steps[i].prefill_tokens,
+            "launch_ms": 1e3 * steps[i].launch_s,
+            "garbage_collection_ms": 1e3 * collected_s[i],
+        }
+        for i in order
+    ]
+
+
+@contextlib.contextmanager
+def _garbage_collection() -> Iterator[list[float]]:
+    """Appends the seconds of every collection of garbage, while it lasts."""
+    seconds: list[float] = []
+    began = 0.0
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.perf_counter()
+        else:
+            seconds.append(time.perf_counter() - began)
+
+    gc.callbacks.append(note)
+    try:
+        yield seconds
+    finally:
+        gc.callbacks.remove(note)
 
 
 def _noting(times: list[float], began: float) -> Callable[..., None]:
@@ -133,8 +180,11 @@ def line(result: dict[str, Any]) -> str:
     def times(name: str) -> str:
         return " / ".join(f"{result[name][key]:,.1f}" for key in ("p50", "p90", "p99"))
 
+    worst = result["longest_steps"][0]
+    tokens = f"step {worst['step']}: {worst['decode_tokens']} tokens of decode, {worst['prefill_tokens']} of prompts"
     return (
         f"{result['rate']:g} requests/s, steps of {result['step_tokens']}: first token after {times('ttft_ms')} ms"
         f" (p50 / p90 / p99), others {times('between_tokens_ms')} ms, {result['tokens_per_s']:,.0f} tokens/s,"
-        f" longest step {result['longest_step_over_median']:.1f}x the median"
+        f" longest step {worst['ms']:.1f} ms, {result['longest_step_over_median']:.1f}x the median ({tokens},"
+        f" launched in {worst['launch_ms']:.1f} ms, garbage collected in {worst['garbage_collection_ms']:.1f} ms)"
     )
