@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent, tuning
 from pallas_attn.mosaic import shared_memory
-from pallas_attn.ops.mla_decode.config import conversion_config, seesaw_config
+from pallas_attn.ops.mla_decode.config import conversion_config, seesaw_config, stays_in_8_bits
+from pallas_attn.ops.mla_decode.mosaic_raw import RawDecodeScratch, RawDecodeStatic
 from pallas_attn.ops.mla_decode.mosaic_seesaw import SeesawScratch, SeesawStatic
 from tests.aot import mla_swap_ab
 from tests.aot.case import Case, DeferredCase, Tile, deferred, shape
@@ -82,6 +83,10 @@ class Configuration:
     @property
     def scratch_bytes(self) -> int:
         """Shared memory of the kernel of `arguments`, without a tuning."""
+        if self.quantised and stays_in_8_bits(-(-self.heads // ROWS)):
+            facts = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim, "queries": 1, "heads": self.heads}
+            raw = RawDecodeStatic(**facts, page_size=self.page_size, causal=True, sm_scale=0.1)
+            return shared_memory.block_bytes(RawDecodeScratch.types(raw, self.dtype))
         sizes = seesaw_config(self.latent_dim, self.rope_dim, self.page_size)
         static = SeesawStatic(
             latent_dim=self.latent_dim,

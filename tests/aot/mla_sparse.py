@@ -71,7 +71,7 @@ class Configuration:
     def stays_in_8_bits(self) -> bool:
         """Whether latents do, until they are multiplied."""
         items = self.tokens * -(-self.heads // ROWS)
-        return self.quantised and config.stays_in_8_bits(items, TOP_K // (2 * TOKENS), MULTIPROCESSORS)
+        return self.quantised and config.stays_in_8_bits(self.heads, items, TOP_K // (2 * TOKENS), MULTIPROCESSORS)
 
     @property
     def sharers(self) -> int:

@@ -60,8 +60,8 @@ PIECE = 32
 BLOCK = 64
 """Channels of values that are one wgmma's rows."""
 
-KEYS_UNDER_WAY, VALUES_UNDER_WAY = 2, 3
-"""Pieces that are multiplied while threads convert the next one, at most. Each takes eight registers of a thread."""
+FEW_COLUMNS = 32
+"""Columns of products, at most, whose registers leave room for more pieces under way."""
 
 SPLAT = plgpu.Layout.WG_SPLAT(())
 
@@ -179,6 +179,7 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         rights = iter(qs)
         row = plus(times(warp, 16), shifted(lane, 2))
         own = _scales_of(scales, row, page_tokens, groups)
+        under_way = _pieces_under_way(shape[1])
         before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2
         words = [_load(chunks.pointer(0, first // 16), rows=True) for first in (0, PIECE)]
         left = _keys(words.pop(0))
@@ -186,7 +187,7 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         for first in range(0, channels, PIECE):
             if first in begins[1:]:
                 right = wgmma.RightOperand(next(rights), dtype="f16")
-            _await(KEYS_UNDER_WAY - 1 if first % LATENT_GROUP else 0)
+            _await(under_way - 1 if first % LATENT_GROUP else 0)
             if first % LATENT_GROUP == 0:
                 total = fragmented_array.optimization_barrier(total)
                 after = [_scale(own, 8 * i * groups + first // LATENT_GROUP) for i in range(2)]
@@ -255,13 +256,14 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
             eights = factors[group][tokens // 8 : (tokens + PIECE) // 8]
             return _values(words, eights)
 
+        under_way = _pieces_under_way(columns)
         words = [load(0), load(1)]
         left, right = piece(0, words.pop(0)), wgmma.RightOperand(p)
         for i, (block, tokens) in enumerate(pieces):
             if i and tokens == 0:
                 right = wgmma.RightOperand(p)
-            if i >= VALUES_UNDER_WAY:
-                _await(VALUES_UNDER_WAY - 1)
+            if i >= under_way:
+                _await(under_way - 1)
             nvvm.wgmma_fence_aligned()
             blocks[block] = right.add(blocks[block], left)
             wgmma.commit()
@@ -274,6 +276,11 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
         return fragmented_array.optimization_barrier(done).to_layout(fragmented_array.WGMMA_LAYOUT)
 
     return add(latent, total, p, ratios)
+
+
+def _pieces_under_way(columns: int) -> int:
+    """Pieces that are multiplied at most while threads convert the next one. Each takes eight registers of a thread."""
+    return 2 if columns > FEW_COLUMNS else 4
 
 
 def _await(under_way: int) -> None:
@@ -330,11 +337,58 @@ def _load_word(base: ir.Value, offset: int) -> ir.Value:
     return word
 
 
+def clear_scales(scales: Ref, live_mask: jax.Array, page_tokens: int, latent_dim: int) -> None:
+    """Set all scales of tokens to 1 in shared memory where live_mask [TOKENS], in layout `PER_TOKEN`, is false.
+
+    Args:
+      scales: as in `add_scores`.
+    """
+    groups = latent_dim // LATENT_GROUP
+    if interpreted():
+        count = page_tokens * groups
+        kept = jnp.where(live_mask[:, None], scales[...][:, :count].reshape(TOKENS, groups), 1.0)
+        scales[:, pl.ds(0, count)] = kept.reshape(-1, count)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_TOKEN))
+    def write_ones(_: Any, scales: ir.Value, live_mask: Any) -> None:
+        warp, lane = _warp_and_lane()
+        row = plus(times(warp, 16), shifted(lane, 2))
+        number, one = ir.F32Type.get(), mgpu.c(1.0, ir.F32Type.get())
+        own = _scales_of(scales, row, page_tokens, groups)
+        none: Any = mgpu.c(0, i32())
+        for i, register in enumerate(live_mask.registers.flat):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, vector.extract(register, [], [0]), none)):
+                for group in range(groups):
+                    place = mgpu.utils.getelementptr(own, [8 * i * groups + group], number)
+                    llvm.store(one, place, alignment=4)
+
+    write_ones(scales, jnp.where(live_mask, 1, 0))
+
+
 def _scales_of(scales: ir.Value, row: ir.Value, page_tokens: int, groups: int) -> ir.Value:
     """Pointer to the scales of a token; those of the eight next ones follow."""
     in_page, page = masked(row, page_tokens - 1), shifted(row, page_tokens.bit_length() - 1)
     place = plus(times(in_page, groups), times(page, ir.MemRefType(scales.type).shape[1]))
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [place], ir.F32Type.get())
+
+
+def token_index() -> jax.Array:
+    """Index of each token of a tile, int32 [TOKENS] in layout `PER_TOKEN`, not kept in registers between tiles."""
+    if interpreted():
+        return jnp.arange(TOKENS, dtype=jnp.int32)
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((TOKENS,), jnp.int32, layout=PER_TOKEN))
+    def index(_: Any) -> Any:
+        warp, lane = _warp_and_lane()
+        first, layout = plus(times(warp, 16), shifted(lane, 2)), PER_TOKEN.to_mgpu()
+        registers = np.empty(layout.registers_shape((TOKENS,)), dtype=object)
+        for i in range(2):
+            row = plus(first, mgpu.c(8 * i, i32()))
+            registers.reshape(-1)[i] = vector.broadcast(ir.VectorType.get((1,), i32()), row)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    return index()
 
 
 # --- columns of scores: maxima, sums, factors

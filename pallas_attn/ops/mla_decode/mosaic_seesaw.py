@@ -132,7 +132,7 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
     if scale is not None:
         x = x._replace(pages=pages.reshape(-1, pages.shape[-1]), scale=scale.reshape(-1, scale.shape[-1]))
     out, lse, partials = _attend(x, static, call.output_dtype)
-    return out_of_blocks(call, *_merge_splits(out, lse, partials, plan))
+    return out_of_blocks(call, *merge_splits(out, lse, partials, plan))
 
 
 def num_programs(call: MlaDecodeCall) -> int:
@@ -388,20 +388,20 @@ class LatentSplit(NamedTuple):
     is_whole_row: Any
     pair: Any
 
-    def queries(self, static: SeesawStatic, x: RowInputs) -> Any:
+    def queries(self, static: LatentTiles, x: RowInputs) -> Any:
         """Number of queries."""
         return static.queries if x.q_lens is None else x.q_lens[self.row]
 
-    def oldest_query(self, static: SeesawStatic, x: RowInputs) -> Any:
+    def oldest_query(self, static: LatentTiles, x: RowInputs) -> Any:
         """Position of the first query."""
         return x.kv_lens[self.row] - self.queries(static, x)
 
-    def num_pairs(self, static: SeesawStatic) -> Any:
+    def num_pairs(self, static: LatentTiles) -> Any:
         num_tiles = pl.cdiv(self.stop - self.start, static.pages) * static.tiles_per_page
         return pl.cdiv(num_tiles, 2)
 
 
-def _for_each_split(static: SeesawStatic, plan: DecodePlan, attend: Callable[[LatentSplit], None]) -> None:
+def for_each_split(static: LatentTiles, plan: DecodePlan, attend: Callable[[LatentSplit], None]) -> None:
     """Call attend(split) for each split of this program."""
 
     def step(work: WorkTile, pair: Any) -> Any:
@@ -410,6 +410,28 @@ def _for_each_split(static: SeesawStatic, plan: DecodePlan, attend: Callable[[La
         return pair + split.num_pairs(static)
 
     for_each_work_tile(plan, step, jnp.int32(0))
+
+
+# --- visibility
+
+
+def token_bits(static: LatentTiles, x: RowInputs, split: LatentSplit, meta: Ref, token: Any) -> Any:
+    """Index of the bit that says whether a row sees each token of a tile with this metadata."""
+    position = token + meta[1]
+    for j in range(1, static.pages):
+        first = j * static.page_tokens
+        position = jnp.where(token >= first, token + (meta[1 + j] - first), position)
+    draft = position - split.oldest_query(static, x)
+    return jnp.where(draft < 0, OLDER_BIT, jnp.minimum(draft, NEVER_BIT))
+
+
+def seen_bits(static: LatentTiles, x: RowInputs, split: LatentSplit, row: Any, block: Any, layout: Any) -> Any:
+    """Bits [ROWS] of what each row of a block sees, in a layout; `row` are their indices among all blocks' in it."""
+    if x.seen is not None:
+        return basics.load(x.seen.at[split.row, pl.ds(block * ROWS, ROWS)], layout)
+    newer = static.queries - 1 - lax.div(row, static.heads)  # drafts that the row does not see
+    bits = lax.shift_right_logical(jnp.full_like(row, static.draft_bits), jnp.maximum(newer, 0))
+    return jnp.where(newer >= 0, bits | jnp.int32(-(2**OLDER_BIT)), 0)
 
 
 # --- the warpgroup that copies
@@ -426,7 +448,11 @@ class SeesawProducer:
 
     def run(self) -> None:
         """Start the copies of all splits."""
-        _for_each_split(self.static, self.x.plan, self.copy_split)
+        for_each_split(self.static, self.x.plan, self.copy_split)
+        self.await_end()
+
+    def await_end(self) -> None:
+        """Wait for the last phases of what consumers free."""
         plgpu.barrier_wait(self.mem.both.at[Q_FREE])
         for i in range(4 * self.static.pairs):
             plgpu.barrier_wait(self.mem.free.at[i])
@@ -491,14 +517,15 @@ class SeesawProducer:
             if tile == half:
                 self.store_meta(split, i, tile, oldest_query)
 
-    def store_meta(self, split: LatentSplit, i: Any, tile: int, oldest_query: Any) -> None:
-        """Store visibility and positions of a tile for the consumers, before the tile's last copies are started.
+    def store_meta(self, split: LatentSplit, i: Any, tile: int, oldest_query: Any, origin: Any = 0) -> None:
+        """Store visibility and positions, counted from an origin, of a tile for the consumers, before the tile's last
+        copies are started.
 
         All rows see what is older than their queries, and under a causal mask the newest one sees everything. The
         oldest query itself is seen by all then.
         """
         static, ids = self.static, self.page_ids(split, i, tile)
-        meta = self.mem.tile_meta.at[static.meta_slot(split.pair + i), tile]
+        meta = self.tile_meta(split.pair + i, tile)
         first, tile_of_page = static.first_page(2 * i + tile)
         first_token = (split.start + first) * static.page_size + tile_of_page * TOKENS
         newer = first_token + TOKENS - oldest_query  # tokens of the tile that are no older than the oldest query
@@ -508,8 +535,13 @@ class SeesawProducer:
         for j in range(static.pages):
             exists = ids[j] >= 0
             visibility = jnp.where(exists, visibility, DEAD)
-            basics.store_scalar(meta.at[1 + j], jnp.where(exists, first_token + j * static.page_tokens, ABSENT))
+            place = jnp.where(exists, first_token + j * static.page_tokens - origin, ABSENT)
+            basics.store_scalar(meta.at[1 + j], place)
         basics.store_scalar(meta.at[0], visibility)
+
+    def tile_meta(self, pair: Any, tile: int) -> Ref:
+        """Metadata of a tile of a pair."""
+        return self.mem.tile_meta.at[self.static.meta_slot(pair), tile]
 
     def copy_pages(self, slot: Any, parts: tuple[int, ...], ids: Ref, page: Any, tile_of_page: Any) -> None:
         """Start the copies of parts of a tile, of which `page` is the first page."""
@@ -661,7 +693,7 @@ class SeesawConsumer(SeesawTurns["LatentSplit"]):
             state = self.attend(split, split.pair, split.num_pairs(self.static))
             self.write(results, split, state)
 
-        _for_each_split(self.static, self.x.plan, attend)
+        for_each_split(self.static, self.x.plan, attend)
 
     def await_part(self, pair: Any, slot: Any, part: int) -> None:
         if self.static.quantised and part != ROPE:
@@ -686,13 +718,7 @@ class SeesawConsumer(SeesawTurns["LatentSplit"]):
 
     def token_bits(self, split: LatentSplit, pair: Any, tile: int, token: Any) -> Any:
         """Index of the bit that says whether a row sees each token of a tile."""
-        meta, oldest_query = self.tile_meta(pair, tile), split.oldest_query(self.static, self.x)
-        position = token + meta[1]
-        for j in range(1, self.static.pages):
-            first = j * self.static.page_tokens
-            position = jnp.where(token >= first, token + (meta[1 + j] - first), position)
-        draft = position - oldest_query
-        return jnp.where(draft < 0, OLDER_BIT, jnp.minimum(draft, NEVER_BIT))
+        return token_bits(self.static, self.x, split, self.tile_meta(pair, tile), token)
 
     def mask_scores(self, split: LatentSplit, pair: Any, s: Any) -> Any:
         """Scores, -inf where a row does not see a token."""
@@ -702,12 +728,8 @@ class SeesawConsumer(SeesawTurns["LatentSplit"]):
 
     def seen(self, split: LatentSplit) -> Any:
         """Bits [ROWS] of what each row sees."""
-        if self.x.seen is None:
-            row = self.block * ROWS + token_iota(ROWS)
-            newer = self.static.queries - 1 - lax.div(row, self.static.heads)  # drafts that the row does not see
-            bits = lax.shift_right_logical(jnp.full_like(row, self.static.draft_bits), jnp.maximum(newer, 0))
-            return jnp.where(newer >= 0, bits | jnp.int32(-(2**OLDER_BIT)), 0)
-        return basics.load(self.x.seen.at[split.row, pl.ds(self.block * ROWS, ROWS)], PER_ROW)
+        row = self.block * ROWS + token_iota(ROWS)
+        return seen_bits(self.static, self.x, split, row, self.block, PER_ROW)
 
     def clear_dead_rows(self, split: LatentSplit, pair: Any, tile: int, slot: Any) -> None:
         @pl.when(self.tile_meta(pair, tile)[0] == DEAD)
@@ -762,7 +784,7 @@ class SeesawConsumer(SeesawTurns["LatentSplit"]):
 # --- the merge
 
 
-def _merge_splits(
+def merge_splits(
     out: Float[Array, "B rows L"],
     lse: Float[Array, "blocks B ROWS"],
     partials: PartialStates,

@@ -204,9 +204,10 @@ class RawSparseConsumer(RawTurns[SparseItem]):
         for_each_item(self.static, x, attend)
         self.end()
 
-    def await_tile(self, slot: Any, use: Any) -> None:
+    def await_tile(self, slot: Any, use: Any, *, keys: bool) -> None:
         self.static.landed(self.mem).wait(slot, use)
-        sharing.see_copies()  # tensor cores read rotated keys where they are
+        if keys:
+            sharing.see_copies()
 
     def is_full(self, pair: Any, slot: Any) -> Any:
         given = self.mem.all_given.at[slot]

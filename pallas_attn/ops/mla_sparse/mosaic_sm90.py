@@ -87,7 +87,7 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     (num_tokens, num_heads, latent_dim), top_k = call.q_latent.shape, call.slots.shape[1]
     blocks, pairs, quantised = -(-num_heads // ROWS), -(-top_k // PAIR_TOKENS), call.cache.is_quantised
     programs = basics.multiprocessors()
-    raw = quantised and config.stays_in_8_bits(num_tokens * blocks, pairs, programs)
+    raw = quantised and config.stays_in_8_bits(num_heads, num_tokens * blocks, pairs, programs)
     any_rows = raw or call.output_dtype == call.q_latent.dtype  # else outputs do not fit the query's memory
     unit = EIGHT_ROWS if blocks == 1 and any_rows else ROWS
     sharers = _sharers(blocks, latent_dim) if quantised and not raw else 1
