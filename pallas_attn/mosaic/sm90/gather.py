@@ -37,11 +37,6 @@ BLOCK = 64
 """Columns of a swizzled row of a tile."""
 
 
-def threads_of_row(dtype: Any) -> int:
-    """Threads that share a row of latents: eight, which have 64 columns of 16 bits at a time, or four for 8 bits."""
-    return 8 * jnp.dtype(dtype).itemsize // 2
-
-
 def tile_row(threads: int) -> jax.Array:
     """Row of a tile whose place in the pool each thread looks up, int32 [WARPGROUP] in layout `PER_THREAD`.
 
@@ -173,102 +168,6 @@ def copy_scales(threads: int, ref: Ref, row: jax.Array, to: Ref) -> None:
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r", has_side_effects=True)
 
     copy(ref, row, tile_row(threads), to)
-
-
-def copy_raw_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> jax.Array | None:
-    """Start copies of ref[row[i], column : column + 64], of 8 bits, to where `convert_rows` makes 16 bits of them: each
-    16 bytes to the first half of what becomes of them. As `copy_rows` otherwise.
-
-    Args:
-      row: int32 [WARPGROUP] in the order of `tile_row` for four threads.
-      to: `tiles.operand` [rows, 64].
-
-    Returns:
-      Their numbers, for `convert_rows`; None on a card.
-    """
-    if interpreted():
-        row = _by_row(row, EIGHT_BIT_THREADS)
-        rows = ref[...][jnp.maximum(row, 0), column : column + BLOCK]
-        return jnp.where(row[:, None] >= 0, rows, jnp.zeros((), rows.dtype))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref()))
-    def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value) -> None:
-        pointers, _ = _raw_and_second(to)
-        chunk, row_bytes = masked(mgpu.utils.thread_idx(), EIGHT_BIT_THREADS - 1), ir.MemRefType(ref.type).shape[1]
-        for i, number in enumerate(_of_rows(row, EIGHT_BIT_THREADS)):
-            _copy_16_bytes(pointers.pointer(EIGHT_BIT_ROWS * i, 0), ref, number, row_bytes, chunk, [(0, column)])
-
-    copy(ref, row, to)
-    return None
-
-
-def convert_rows(values: jax.Array | None, to: Ref, scale: jax.Array, other: Ref | None = None) -> None:
-    """Convert what `copy_raw_rows` has brought: each thread what it copied itself, after `await_copies`.
-
-    Threads do not wait for each other: a `plgpu.commit_smem` has to follow.
-
-    Args:
-      values: of `copy_raw_rows`.
-      to: where it brought them, bfloat16.
-      scale: float32 [WARPGROUP] in the order of `tile_row`, which multiplies e4m3.
-      other: barrier of `sharing.PartBarriers`; rows are stored for the other program of the cluster, too.
-    """
-    if values is not None:
-        to[...] = (values.astype(jnp.float32) * _by_row(scale, EIGHT_BIT_THREADS)[:, None]).astype(to.dtype)
-        return
-    barriers = () if other is None else (other,)
-
-    @plgpu.inline_mgpu(arg_types=(operand_ref(), PER_THREAD, *[plgpu.RefType()] * len(barriers)))
-    def convert(_: Any, to: ir.Value, scale: Any, *barrier: ir.Value) -> None:
-        both = _raw_and_second(to)
-        for i, factor in enumerate(_of_rows(scale, EIGHT_BIT_THREADS)):
-            pointers = [each.pointer(EIGHT_BIT_ROWS * i, 0) for each in both]
-            raw: Any = llvm.inline_asm(
-                llvm.StructType.get_literal([i32()] * 4),
-                [llvm.ptrtoint(i32(), pointers[0])],
-                "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
-                "=r,=r,=r,=r,r",
-                has_side_effects=True,
-            )
-            four = [llvm.extractvalue(i32(), raw, [j]) for j in range(4)]
-            words = vector.from_elements(ir.VectorType.get((4,), i32()), four)
-            for pointer, word in zip(pointers, _scaled(words, factor), strict=True):
-                llvm.store(word, pointer, alignment=16)
-                if barrier:
-                    place = llvm.ptrtoint(i32(), pointer)
-                    sharing.store_to_other(word, place, sharing.shared_address(barrier[0]), sharing.other_program())
-
-    convert(to, scale, *barriers)
-
-
-def _raw_and_second(to: ir.Value) -> list[ChunkPointers]:
-    """Pointers to the chunks of a thread's first row that 16 numbers of 8 bits are copied to, and that they then take
-    besides.
-    """
-    warp, lane = warp_and_lane()
-    row = plus(times(warp, EIGHT_BIT_ROWS // 4), shifted(lane, EIGHT_BIT_THREADS.bit_length() - 1))
-    chunks = _Places.of(EIGHT_BIT_THREADS, 1).tile_chunks
-    return [ChunkPointers(to, 2 * BLOCK, row, chunk) for chunk in chunks]
-
-
-def commit_copies() -> None:
-    """Make a group of the copies that each thread has started since the last one."""
-    if not interpreted():
-        _statement("cp.async.commit_group;")
-
-
-def await_copies(groups: int) -> None:
-    """Wait for the copies that this thread has started, but for the last so many groups."""
-    if not interpreted():
-        _statement(f"cp.async.wait_group {groups};")
-
-
-def _statement(text: str) -> None:
-    @plgpu.inline_mgpu(arg_types=())
-    def run(_: Any) -> None:
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "~{memory}", has_side_effects=True)
-
-    run()
 
 
 def _copy_16_bytes(

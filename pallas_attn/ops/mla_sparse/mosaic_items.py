@@ -23,6 +23,9 @@ from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 PAIR_TOKENS = 2 * TOKENS
 """Latents of a pair of tiles."""
 
+THREADS = 8
+"""Threads that copy a row of latents together."""
+
 MERGE_COLUMNS = 64
 """Columns of the latent that one program of the merge takes, at most."""
 
@@ -35,7 +38,6 @@ class SparseFacts:
       latent_dim: L.
       top_k: K.
       heads: Hq, padded.
-      sharers: programs of a cluster, which share what they gather: 1 or 2.
       splits: shares of a token's slots.
       sm_scale: multiplies the scores.
     """
@@ -43,7 +45,6 @@ class SparseFacts:
     latent_dim: int
     top_k: int
     heads: int
-    sharers: int
     splits: int
     sm_scale: float
 
@@ -126,7 +127,7 @@ class SparseItem(NamedTuple):
     """A block of heads of a token, and a share of the token's slots.
 
     Attributes:
-      index: of the item, or of those of a cluster. Items of a token are neighbours: they read the same latents.
+      index: of the item. Items of a token are neighbours: they read the same latents.
       start, stop: first slot of the share, of all tokens', and one past the last.
       count: number of pairs of tiles, at least one.
       pair: number of pairs that the program took before.
@@ -146,17 +147,14 @@ class SparseItem(NamedTuple):
     def place(self, static: SparseFacts) -> tuple[Any, Any, Any]:
         """Token, block of its heads, and share of its slots."""
         index = lax.optimization_barrier(self.index)  # computed where it is needed, lest registers be kept for it
-        blocks = static.blocks // static.sharers
-        split, block = lax.div(index, blocks), lax.rem(index, blocks)
-        if static.sharers > 1:
-            block = block * static.sharers + lax.axis_index("cluster")
+        split, block = lax.div(index, static.blocks), lax.rem(index, static.blocks)
         return lax.div(split, static.splits), block, lax.rem(split, static.splits)
 
 
 def for_each_item(static: SparseFacts, x: SparseInputs, attend: Callable[[SparseItem], None]) -> None:
     """Call attend(item) for each item of this program."""
     program, programs = lax.axis_index("program"), lax.axis_size("program")
-    items = x.ends.shape[0] * static.blocks * static.splits // static.sharers
+    items = x.ends.shape[0] * static.blocks * static.splits
 
     def step(i: Any, pair: Any) -> Any:
         none = jnp.int32(0)

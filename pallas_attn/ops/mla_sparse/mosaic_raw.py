@@ -38,6 +38,7 @@ from pallas_attn.mosaic.split_states import num_fragments
 from pallas_attn.mosaic.tiles import BY_64, over_tokens
 from pallas_attn.ops.mla_sparse.mosaic_items import (
     PAIR_TOKENS,
+    THREADS,
     SparseFacts,
     SparseInputs,
     SparseItem,
@@ -45,9 +46,6 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     for_each_item,
     results_of,
 )
-
-THREADS = 8
-"""Threads that copy a row together."""
 
 
 @dataclasses.dataclass(frozen=True)
