@@ -24,7 +24,8 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, dequantise
 from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90 import raw_latents, sharing
+from pallas_attn.mosaic.sm90 import raw_latents
+from pallas_attn.mosaic.sm90.copy_barriers import see_copies
 from pallas_attn.mosaic.sm90.raw_seesaw import SLOTS, RawMemory, RawTurns, normalise, slot_of
 from pallas_attn.mosaic.sm90.seesaw import ROWS, log_sum_exp
 from pallas_attn.mosaic.split_states import PartialStates, num_fragments
@@ -237,7 +238,7 @@ class RawDecodeConsumer(RawTurns[LatentSplit]):
         plgpu.barrier_wait(self.mem.landed.at[slot])
 
     def release(self, slot: Any) -> None:
-        sharing.see_copies()  # threads have read what the next copy overwrites
+        see_copies()  # threads have read what the next copy overwrites
         super().release(slot)
 
     def is_full(self, pair: Any, slot: Any) -> Any:

@@ -7,9 +7,7 @@ latents are wide, so everything hangs on how soon probabilities are published an
 
 Programs of neighbouring blocks of a sequence are a cluster of two: each copies one half of what both read, to both.
 
-Latents in 8 bits are not copied. Threads of warpgroup 2 load them into registers, some pieces ahead of where there is
-room, and store them as bfloat16, scales multiplied in, once there is; each program of a cluster one half of every half,
-to both.
+Latents in 8 bits have a kernel of their own (`mosaic_raw`).
 
 Masking and clearing are for the tiles that need them, by the metadata that the copying warpgroup stores: a tile that
 all rows see in full is not masked. Latents that no row sees, past a sequence's end for one, become 0 before they are
@@ -19,7 +17,6 @@ No wait can last. Below, "waits for x" means that x was asked for and does not i
 
 - landed: copies, started after free. A page that does not exist arrives without a copy. Only the warpgroup that scores
   a tile waits for it, and for all of it; the other one reads values after ready, which comes after that.
-- converted: stored by warpgroup 2, of both programs of a cluster, after free; waited for like landed.
 - free: has one phase more than there are copies: consumers arrive once at the start, and after each use of a half. The
   producer waits for one phase before each copy, and for the last one before it ends, so that no program of a cluster
   ends while another still arrives there. Both programs of a cluster have the same plan, pages and order. The producer
@@ -39,7 +36,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,13 +48,12 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import gather, sharing
-from pallas_attn.mosaic.sm90.pieces import HALVES, ROPE, Place, Steps, pieces_of_half, stream
 from pallas_attn.mosaic.sm90.seesaw import (
+    HALVES,
     PARTS,
     PER_ROW,
     Q_FREE,
+    ROPE,
     ROWS,
     LatentParts,
     SeesawState,
@@ -68,7 +63,6 @@ from pallas_attn.mosaic.sm90.seesaw import (
     log_sum_exp,
     normalise,
 )
-from pallas_attn.mosaic.sm90.sharing import PartBarriers
 from pallas_attn.mosaic.sm90.tiles import token_iota
 from pallas_attn.mosaic.split_states import (
     FRAGMENT_COLUMNS,
@@ -100,10 +94,7 @@ from pallas_attn.ops.mla_decode.mosaic_rows import (
     out_of_blocks,
 )
 from pallas_attn.portable.schedule import most_splits
-from pallas_attn.types import LATENT_GROUP, DecodePlan
-
-PIECE = 64
-"""Columns of a tile of 8 bits that are converted at a time."""
+from pallas_attn.types import DecodePlan
 
 MERGE_COLUMNS = 64
 """Columns of the latent that one program of the merge takes, at most."""
@@ -114,7 +105,6 @@ MERGE_COLUMNS = 64
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     """Compute `mla_decode`, output and LSE, of many query rows."""
     settings = config.seesaw_config(call.latent_dim, call.rope_dim, call.page_size)
-    pages, scale = call.cache.pages, call.cache.scale
     blocks = -(-call.query_rows // ROWS)
     static = SeesawStatic(
         latent_dim=call.latent_dim,
@@ -124,14 +114,10 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
         page_size=call.page_size,
         pairs=settings.pairs,
         cluster=settings.cluster if blocks % settings.cluster == 0 else 1,
-        conversion=None if scale is None else config.conversion_config(call.latent_dim, call.page_size),
         causal=call.draft_mask is None,
         sm_scale=call.sm_scale,
     )
-    x = in_blocks(call, plan, ROWS)
-    if scale is not None:
-        x = x._replace(pages=pages.reshape(-1, pages.shape[-1]), scale=scale.reshape(-1, scale.shape[-1]))
-    out, lse, partials = _attend(x, static, call.output_dtype)
+    out, lse, partials = _attend(in_blocks(call, plan, ROWS), static, call.output_dtype)
     return out_of_blocks(call, *merge_splits(out, lse, partials, plan))
 
 
@@ -173,12 +159,10 @@ class SeesawStatic(LatentTiles):
     Attributes:
       pairs: of tiles in shared memory.
       cluster: blocks of rows that share what is read, on neighbouring multiprocessors.
-      conversion: sizes of that of latents in 8 bits; None for 16.
     """
 
     pairs: int
     cluster: int
-    conversion: config.ConversionConfig | None = None
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -194,49 +178,10 @@ class SeesawStatic(LatentTiles):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread that computes, and of one that copies: 504 for one in each warpgroup."""
-        if self.conversion is not None:
-            return self.conversion.compute_registers, self.conversion.registers
         return (232, 40) if self.widths[0] > 128 else (192, 120)
-
-    @property
-    def quantised(self) -> bool:
-        """Whether latents have 8 bits."""
-        return self.conversion is not None
-
-    @property
-    def sharers(self) -> int:
-        """Programs that share the conversion of each half. The interpreter has no stores to another program's memory:
-        there each converts everything.
-        """
-        return 1 if basics.interpreted() or any(width % (2 * PIECE) for width in self.widths) else self.cluster
-
-    @property
-    def looks_up_early(self) -> bool:
-        """Whether threads that convert take a pair's pages from where they were looked up, in the pair before; else
-        each looks up its own, for want of registers.
-        """
-        return self.cluster > 1 and self.pages == 1
-
-    @property
-    def copies_shares(self) -> bool:
-        """Whether a program's share of a half is copied to the other one, once it is complete. Where a tile is four
-        pages, registers do not suffice for that, and each piece is stored twice.
-        """
-        return self.sharers > 1 and self.pages < 4
-
-    def places(self, tile: int, half: int, sharer: int) -> list[Place]:
-        """Pieces of half of a tile that one of the programs that share it converts."""
-        share = self.widths[half] // self.sharers
-        return pieces_of_half(tile, half, sharer * share, (sharer + 1) * share, PIECE)
-
-    def converted(self, mem: SeesawScratch) -> PartBarriers:
-        """Barriers of the halves of tiles that are converted."""
-        return PartBarriers(mem.converted, shared=self.sharers > 1)
 
     def columns(self, part: int) -> Any:
         """Columns of a part, in what the cache holds for a token."""
-        if self.quantised:
-            return pl.ds(0, self.rope_dim)  # the others are not copied
         return pl.ds((0, self.widths[0], self.latent_dim)[part], (*self.widths, self.rope_dim)[part])
 
     def slot(self, pair: Any, tile: int) -> Any:
@@ -261,7 +206,6 @@ class SeesawScratch(NamedTuple):
       page_ids: int32 [pairs + 1, 2, pages]: the pages of either tile of a pair, looked up before there is room for
         them; negative where there is none. Where nothing is copied, a warp can be `pairs` ahead of another.
       q_landed, landed [2 · pairs · PARTS]: a query, a part of a tile, is there.
-      converted: [2 · pairs · 2], half of a tile of 8 bits is there; None for 16 bits.
       free: [2 · pairs · 2], half of a tile may be overwritten.
       ready: [2], the largest scores after either tile of a pair are in `stats`, and its probabilities in `p`.
       both: [SUMS], those of both warpgroups are in `stats`; [Q_FREE], the query may be overwritten.
@@ -275,7 +219,6 @@ class SeesawScratch(NamedTuple):
     page_ids: Any
     q_landed: Any
     landed: Any
-    converted: Any
     free: Any
     ready: Any
     both: Any
@@ -295,7 +238,6 @@ class SeesawScratch(NamedTuple):
             page_ids=plgpu.SMEM((static.pairs + 1, 2, static.pages), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
             landed=plgpu.Barrier(num_barriers=PARTS * slots, num_arrivals=static.pages),
-            converted=PartBarriers.types(2 * slots, shared=static.sharers > 1) if static.quantised else None,
             free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=2 * slots),
             ready=plgpu.Barrier(num_barriers=2),
             both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
@@ -348,25 +290,16 @@ def _kernel(static: SeesawStatic, x: RowInputs, out: Ref, lse: Ref, partials: Pa
     results = SeesawResults(out, lse, partials)
     warpgroup = lax.axis_index("warpgroup")
     mem = SeesawScratch(*scratch)
-    if static.quantised:
-        static.converted(mem).begin()
-
-    def block() -> Any:  # in each role anew: shared, it is kept in local memory while barriers are made
-        return lax.axis_index("blocks") * static.cluster + lax.axis_index("cluster")
+    block = lax.axis_index("blocks") * static.cluster + lax.axis_index("cluster")
 
     def compute(half: int) -> None:
         plgpu.set_max_registers(static.registers[0], action="increase")
-        SeesawConsumer(static, mem, half, x, block()).run(results)
+        SeesawConsumer(static, mem, half, x, block).run(results)
         plgpu.wait_smem_to_gmem(0)
 
     def copy() -> None:
         plgpu.set_max_registers(static.registers[1], action="decrease")
-        if static.conversion is None:
-            SeesawProducer(static, x, mem, block()).run()
-            return
-        pieces = static.conversion.pieces
-        run = [SeesawConverter(static, x, mem, block(), sharer, pieces).run for sharer in range(static.sharers)]
-        lax.switch(lax.axis_index("cluster"), run) if static.sharers > 1 else run[0]()
+        SeesawProducer(static, x, mem, block).run()
 
     lax.switch(warpgroup, [functools.partial(compute, 0), functools.partial(compute, 1), copy])
 
@@ -484,14 +417,9 @@ class SeesawProducer:
         """Pages of a tile in shared memory. Each thread reads what it has written itself."""
         return self.mem.page_ids.at[lax.rem(split.pair + i, self.static.pairs + 1), tile]
 
-    @property
-    def num_pages(self) -> int:
-        """Pages of the pool."""
-        return self.x.pages.shape[0]
-
     def look_up_pages(self, split: LatentSplit, i: Any) -> None:
         """Store the pages of a pair of tiles, while the pair before is attended to."""
-        tables, static, num_pages = self.x.block_tables, self.static, self.num_pages
+        tables, static, num_pages = self.x.block_tables, self.static, self.x.pages.shape[0]
         for tile in (0, 1):
             first, _ = static.first_page(2 * i + tile)
             entries = [split.start + first + j for j in range(static.pages)]
@@ -507,9 +435,9 @@ class SeesawProducer:
         be done before a half is free, or after its copies have started, is.
         """
         static = self.static
-        for tile, half in ((0, 0), (0, 1), (1, 1), (1, 0)):
+        for tile, half in HALVES:
             slot = static.slot(split.pair + i, tile) + basics.unknown_zero()
-            parts = (half,) if tile == half else (half, 2)
+            parts = (half,) if tile == half else (half, ROPE)
             ids = self.page_ids(split, i, tile)
             page, (_, tile_of_page) = ids[0], static.first_page(2 * i + tile)
             plgpu.barrier_wait(self.mem.free.at[2 * slot + half])
@@ -558,8 +486,7 @@ class SeesawProducer:
 
         @pl.when(page >= 0)
         def _copy() -> None:
-            pages = self.x.pages if self.x.rope is None else self.x.rope
-            source = pages.at[page, pl.ds(tile_of_page * TOKENS, static.page_tokens)]
+            source = self.x.pages.at[page, pl.ds(tile_of_page * TOKENS, static.page_tokens)]
             target = pl.ds(pl.multiple_of(j * static.page_tokens, static.page_tokens), static.page_tokens)
             for part, barrier in zip(parts, landed, strict=True):
                 columns, slots = source.at[:, static.columns(part)], self.mem.k[part].at[slot, target]
@@ -569,105 +496,6 @@ class SeesawProducer:
         def _arrive() -> None:
             for barrier in landed:
                 plgpu.barrier_arrive(barrier)
-
-
-@dataclasses.dataclass(frozen=True)
-class SeesawConverter(SeesawProducer):
-    """The warpgroup that converts latents in 8 bits, and starts copies of queries and of rotated keys.
-
-    Attributes:
-      sharer: which of the programs that share the conversion of each half this is.
-      pieces: on their way at a time.
-    """
-
-    sharer: int
-    pieces: int
-
-    @property
-    def num_pages(self) -> int:
-        return self.x.rope.shape[0]
-
-    def run(self) -> None:
-        plgpu.commit_smem()  # lest the assembler starts copies while all registers hold rows
-        super().run()
-
-    def copy_split(self, split: LatentSplit) -> None:
-        """Convert the latents of one split, and start the copies of its rotated keys and of its query, in the order of
-        a `SeesawProducer`.
-        """
-        oldest_query, static = split.oldest_query(self.static, self.x), self.static
-
-        def store(i: Any, place: Place, piece: tuple[jax.Array, jax.Array], _: Any) -> None:
-            slot = static.slot(split.pair + i, place.tile) + basics.unknown_zero()
-            if place.is_first:
-                self.make_room(split, i, place, slot, oldest_query)
-            self.store(slot, place, piece)
-
-        def rows(i: Any, tile: int) -> jax.Array:
-            found = self.rows(split, i, tile)
-            if tile == 1 and static.looks_up_early:  # of the pair before all threads have stored the last half
-                self.look_up_pages(split, i + 1)
-            return found
-
-        def then(i: Any) -> None:
-            if not static.looks_up_early:
-                self.look_up_pages(split, i + 1)
-            pl.when((i == 0) & (split.pair > 0))(lambda: self.copy_query(split))
-
-        self.look_up_pages(split, jnp.int32(0))
-        pl.when(split.pair == 0)(lambda: self.copy_query(split))
-        places = [static.places(tile, half, self.sharer) for tile, half in HALVES]
-        steps = Steps(rows, self.load, store, then)
-        stream(tuple(itertools.chain(*places)), self.pieces, split.num_pairs(static), steps)
-
-    def make_room(self, split: LatentSplit, i: Any, place: Place, slot: Any, oldest_query: Any) -> None:
-        """Wait until a half may be overwritten, and start the copy of the rotated keys that come with it."""
-        tile, half, ids = place.tile, place.part, self.page_ids(split, i, place.tile)
-        page, (_, tile_of_page) = ids[0], self.static.first_page(2 * i + tile)
-        plgpu.barrier_wait(self.mem.free.at[2 * slot + half])
-        if tile == half:
-            self.store_meta(split, i, tile, oldest_query)
-        else:
-            self.copy_pages(slot, (ROPE,), ids, page, tile_of_page)
-
-    def rows(self, split: LatentSplit, i: Any, tile: int) -> jax.Array:
-        """Rows of the pool that the tokens of a tile of the split's i-th pair are, in the order of `gather.tile_row`;
-        -1 for none.
-        """
-        x, static, token = self.x, self.static, gather.tile_row(gather.EIGHT_BIT_THREADS)
-        if static.looks_up_early:
-            page, (_, tile_of_page) = self.page_ids(split, i, tile)[0], static.first_page(2 * i + tile)
-            row = token + (page * static.page_size + tile_of_page * TOKENS)
-            return jnp.where(jnp.zeros_like(token) + page >= 0, row, -1)
-        token += (2 * lax.optimization_barrier(i) + tile) * TOKENS
-        entry = split.start + lax.shift_right_logical(token, static.page_size.bit_length() - 1)
-        width = x.block_tables.shape[1]
-        page = RowLayout(1, 1).take(x.block_tables, split.row * width + jnp.minimum(entry, width - 1))
-        row = page * static.page_size + (token & static.page_size - 1)
-        return jnp.where((entry < split.stop) & basics.in_pool(page, self.num_pages), row, -1)
-
-    def load(self, place: Place, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Load a piece of a tile: its numbers, and their scales."""
-        column = place.column + place.part * self.static.widths[0]
-        numbers = gather.load_rows(self.x.pages, rows, column, place.columns)
-        return numbers, gather.load_values(self.x.scale, rows, column // LATENT_GROUP)
-
-    def store(self, slot: Any, place: Place, piece: tuple[jax.Array, jax.Array]) -> None:
-        """Store a piece to its tile, and once this program's share of a half is complete, tell, and start its copy to
-        the other program.
-        """
-        static, part, barriers = self.static, 2 * slot + place.part, self.static.converted(self.mem)
-        tile, width = self.mem.k[place.part], static.widths[place.part]
-        numbers, scale = piece
-        to = tile.at[slot, :, pl.ds(place.column, place.columns)]
-        stored_twice = static.sharers > 1 and not static.copies_shares
-        gather.store_rows(numbers, to, scale, barriers.at(part) if stored_twice else None)
-        if place.is_last:
-            plgpu.commit_smem()
-            if static.copies_shares:
-                share = width // static.sharers
-                sharing.copy_to_other(tile.at[slot, :, pl.ds(self.sharer * share, share)], barriers.at(part))
-            barriers.arrive(part, TOKENS * width)  # half of its columns, of 16 bits
 
 
 # --- the two warpgroups that compute
@@ -696,10 +524,7 @@ class SeesawConsumer(SeesawTurns["LatentSplit"]):
         for_each_split(self.static, self.x.plan, attend)
 
     def await_part(self, pair: Any, slot: Any, part: int) -> None:
-        if self.static.quantised and part != ROPE:
-            self.static.converted(self.mem).wait(2 * slot + part, lax.div(pair, self.static.pairs))
-        else:
-            plgpu.barrier_wait(self.mem.landed.at[PARTS * slot + part])
+        plgpu.barrier_wait(self.mem.landed.at[PARTS * slot + part])
 
     def release(self, slot: Any) -> None:
         plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])

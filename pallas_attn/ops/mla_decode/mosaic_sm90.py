@@ -34,5 +34,4 @@ def _kernel(call: MlaDecodeCall) -> ModuleType:
     few = call.num_heads <= most if quantised else call.query_rows <= most
     if few:
         return mosaic_swap_ab
-    blocks = -(-call.query_rows // mosaic_seesaw.ROWS)
-    return mosaic_raw if quantised and config.stays_in_8_bits(blocks) else mosaic_seesaw
+    return mosaic_raw if quantised else mosaic_seesaw

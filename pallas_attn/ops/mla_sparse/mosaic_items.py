@@ -23,9 +23,6 @@ from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 PAIR_TOKENS = 2 * TOKENS
 """Latents of a pair of tiles."""
 
-THREADS = 8
-"""Threads that copy a row of latents together."""
-
 MERGE_COLUMNS = 64
 """Columns of the latent that one program of the merge takes, at most."""
 

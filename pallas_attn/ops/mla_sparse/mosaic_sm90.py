@@ -39,10 +39,12 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import gather, sharing
-from pallas_attn.mosaic.sm90.pieces import HALVES, ROPE
+from pallas_attn.mosaic.sm90 import gather
+from pallas_attn.mosaic.sm90.copy_barriers import CopyBarriers, see_copies
 from pallas_attn.mosaic.sm90.seesaw import (
+    HALVES,
     Q_FREE,
+    ROPE,
     ROWS,
     TOKENS,
     LatentParts,
@@ -51,14 +53,12 @@ from pallas_attn.mosaic.sm90.seesaw import (
     log_sum_exp,
     normalise,
 )
-from pallas_attn.mosaic.sm90.sharing import PartBarriers
 from pallas_attn.mosaic.split_states import num_fragments, store_fragments
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns
 from pallas_attn.ops.mla_sparse import config, mosaic_raw
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 from pallas_attn.ops.mla_sparse.mosaic_items import (
     PAIR_TOKENS,
-    THREADS,
     SparseFacts,
     SparseInputs,
     SparseItem,
@@ -121,20 +121,19 @@ def _refuse(call: MlaSparseCall) -> None:
 class SparseStatic(SparseFacts):
     """Compile-time facts of the kernel."""
 
-    quantised: bool = False
     row_bytes: int = tiles.ROW_BYTES
 
     def slot(self, pair: Any, tile: int) -> Any:
         """Slot in shared memory of a tile of a pair."""
         return tile
 
-    def landed(self, mem: SparseScratch) -> PartBarriers:
+    def landed(self, mem: SparseScratch) -> CopyBarriers:
         """Barriers of the halves of tiles."""
-        return PartBarriers(mem.landed, shared=False, copied=True)
+        return CopyBarriers(mem.landed)
 
-    def rope_landed(self, mem: SparseScratch) -> PartBarriers:
+    def rope_landed(self, mem: SparseScratch) -> CopyBarriers:
         """Barriers of the rotated keys of tiles."""
-        return PartBarriers(mem.rope_landed, shared=False, copied=True)
+        return CopyBarriers(mem.rope_landed)
 
 
 class SparseScratch(NamedTuple):
@@ -180,8 +179,8 @@ class SparseScratch(NamedTuple):
             is_none=plgpu.SMEM((2, TOKENS), jnp.int32),
             all_given=plgpu.SMEM((2, 4), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
-            landed=PartBarriers.types(4, shared=False, copied=True),
-            rope_landed=PartBarriers.types(2, shared=False, copied=True),
+            landed=CopyBarriers.types(4),
+            rope_landed=CopyBarriers.types(2),
             free=plgpu.Barrier(num_barriers=4),
             ready=plgpu.Barrier(num_barriers=2),
             both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
@@ -277,7 +276,7 @@ class SparseProducer:
         for none.
         """
         first = item.start + lax.optimization_barrier(i) * PAIR_TOKENS + tile * TOKENS  # not kept for each tile
-        place = first + gather.tile_row(THREADS)
+        place = first + gather.tile_row()
         slot = RowLayout(1, 1).take(self.x.slots, jnp.minimum(place, self.x.slots.shape[0] - 1))
         return jnp.where((place < item.stop) & basics.in_pool(slot, self.x.latents.shape[0]), slot, -1)
 
@@ -296,13 +295,13 @@ class SparseProducer:
         slot = static.slot(pair, tile)
         plgpu.barrier_wait(mem.free.at[2 * slot + half])
         if tile == half:
-            gather.store_none(THREADS, rows, mem.is_none.at[slot], mem.all_given.at[slot])
-        gather.copy_rows(THREADS, x.latents, rows, half * static.widths[0], mem.k[half].at[slot])
-        static.landed(mem).arrive_copies(2 * slot + half)
+            gather.store_none(rows, mem.is_none.at[slot], mem.all_given.at[slot])
+        gather.copy_rows(x.latents, rows, half * static.widths[0], mem.k[half].at[slot])
+        static.landed(mem).arrive(2 * slot + half)
         if tile != half:
             rope, column = (x.latents, static.latent_dim) if x.rope is None else (x.rope, 0)
-            gather.copy_rows(THREADS, rope, rows, column, mem.k[ROPE].at[slot])
-            static.rope_landed(mem).arrive_copies(slot)
+            gather.copy_rows(rope, rows, column, mem.k[ROPE].at[slot])
+            static.rope_landed(mem).arrive(slot)
 
 
 # --- the two warpgroups that compute
@@ -335,7 +334,7 @@ class SparseConsumer(SeesawTurns[SparseItem]):
             static.rope_landed(mem).wait(slot, pair)
         else:
             static.landed(mem).wait(2 * slot + part, pair)
-        sharing.see_copies()
+        see_copies()
 
     def release(self, slot: Any) -> None:
         plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])
