@@ -47,7 +47,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics, dequantise, tiles
 from pallas_attn.mosaic.basics import LOG2E
-from pallas_attn.mosaic.sm90 import raw_latents, wgmma
+from pallas_attn.mosaic.sm90 import raw_columns, raw_latents, wgmma
 from pallas_attn.mosaic.sm90.seesaw import INITIAL_MAX
 from pallas_attn.mosaic.sm90.wgmma import RESCALE_THRESHOLD_LOG2
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns, over_tokens
@@ -86,7 +86,7 @@ class RawMemory(NamedTuple):
       ratios: float16 [2, groups, TOKENS], scales of either tile by their token's largest one.
       stats: float32 [13, rows]: what probabilities are relative to; factors of either tile; sums of either warpgroup;
         memory for maxima and sums, four rows for each.
-      weights: of `raw_latents.sums_type`, of either warpgroup's tiles.
+      weights: of `raw_columns.sums_type`, of either warpgroup's tiles.
       changed: int32 [2], whether either tile of a pair has factors.
       q_landed: a query is there.
       free: [SLOTS], a tile may be overwritten.
@@ -131,7 +131,7 @@ class RawMemory(NamedTuple):
             p=tiles.operand((2, rows, TOKENS), jnp.float16),
             ratios=plgpu.SMEM((2, latent_dim // LATENT_GROUP, TOKENS), jnp.float16),
             stats=plgpu.SMEM((13, rows), jnp.float32),
-            weights=raw_latents.sums_type(rows),
+            weights=raw_columns.sums_type(rows),
             changed=plgpu.SMEM((2,), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
             free=plgpu.Barrier(num_barriers=SLOTS, num_arrivals=2),
@@ -232,7 +232,7 @@ class RawTurns[Split]:
             mem.stats[MAX] = tiles.filled(INITIAL_MAX, (rows,), PER_COLUMN)
             plgpu.commit_smem()
         acc = tiles.filled(0.0, (self.static.widths[self.half], rows), BY_64.tile)
-        raw_latents.clear_sums(mem.weights.at[self.half], rows)
+        raw_columns.clear_sums(mem.weights.at[self.half], rows)
         acc = lax.fori_loop(first, first + count, lambda pair, acc: self.attend_pair(split, first, pair, acc), acc)
         return acc if self.half else self.add_others(first + count - 1, acc)
 
@@ -265,7 +265,7 @@ class RawTurns[Split]:
         """Wait until the other warpgroup's tile of a pair is published, and let weights be relative to the same."""
         mem, tile = self.memory, 1 - self.half
         plgpu.barrier_wait(mem.ready.at[tile])
-        raw_latents.rescale_weights(mem.weights.at[self.half], mem.changed[tile], mem.stats.at[FACTORS + tile])
+        raw_columns.rescale_weights(mem.weights.at[self.half], mem.changed[tile], mem.stats.at[FACTORS + tile])
 
     def scores(self, slot: Any) -> Any:
         """Products of the query with a tile, [TOKENS, rows], divided by the scales of the last group of columns."""
@@ -291,29 +291,29 @@ class RawTurns[Split]:
         x = x + over_tokens(jnp.log2(largest), shape)
         plgpu.barrier_wait(mem.taken.at[half])
         relative = x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape)
-        changed = raw_latents.exceeds(relative, RESCALE_THRESHOLD_LOG2)
+        changed = raw_columns.exceeds(relative, RESCALE_THRESHOLD_LOG2)
 
         @pl.when(changed == 1)
         def _raise_max() -> None:
             m = basics.load(mem.stats.at[MAX], PER_COLUMN)
-            highest = raw_latents.largest_of_rows(x, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)])
+            highest = raw_columns.largest_of_rows(x, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)])
             raised = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
             mem.stats[FACTORS + half] = jnp.exp2(m - raised)
             mem.stats[MAX] = raised
 
         mem.changed[half] = changed
-        raw_latents.rescale_weights(mem.weights.at[half], changed, mem.stats.at[FACTORS + half])
+        raw_columns.rescale_weights(mem.weights.at[half], changed, mem.stats.at[FACTORS + half])
         p = jnp.exp2(x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape))
         ratios = [(scale / largest).astype(jnp.float16) for scale in self.scales(slot + basics.unknown_zero())]
         zero = basics.unknown_zero()  # places are computed here, not kept
-        raw_latents.publish(p.astype(jnp.float16), mem.p.at[half + zero], ratios, mem.ratios.at[half + zero])
+        raw_columns.publish(p.astype(jnp.float16), mem.p.at[half + zero], ratios, mem.ratios.at[half + zero])
         plgpu.barrier_arrive(mem.ready.at[half])
-        raw_latents.add_weights(mem.weights.at[half], p, 1 / largest)
+        raw_columns.add_weights(mem.weights.at[half], p, 1 / largest)
 
     def add(self, slot: Any, tile: int, acc: Any) -> Any:
         """Add a tile's latents times their probabilities."""
         mem, half = self.memory, self.half
-        acc = raw_latents.rescale_columns(acc, mem.changed[tile], mem.stats.at[FACTORS + tile])
+        acc = raw_columns.rescale_columns(acc, mem.changed[tile], mem.stats.at[FACTORS + tile])
         first, p = half * self.static.widths[0], mem.p.at[tile + basics.unknown_zero()]
         return raw_latents.add_values(acc, mem.k.at[slot], first, p, mem.ratios.at[tile])
 
@@ -323,7 +323,7 @@ class RawTurns[Split]:
         """Sums [rows] of the weights of all tiles, also the other warpgroup's. The next query may come."""
         mem, half = self.memory, self.half
         plgpu.barrier_arrive(mem.q_free)
-        own = raw_latents.total_weights(
+        own = raw_columns.total_weights(
             mem.weights.at[half], self.static.rows, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)]
         )
         mem.stats[SUMS + half] = own

@@ -64,6 +64,12 @@ INITIAL_MAX = -1e30
 """Initial running maximum: finite, so that no difference is NaN, and smaller than any score."""
 
 
+def halves(latent_dim: int) -> tuple[int, int]:
+    """Columns of the latent that each warpgroup accumulates: multiples of 64."""
+    left = -(-latent_dim // 128) * 64
+    return left, latent_dim - left
+
+
 class LatentParts(NamedTuple):
     """Columns of a query or a latent: those of either warpgroup, and the rotated ones."""
 

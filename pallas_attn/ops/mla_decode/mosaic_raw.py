@@ -27,7 +27,7 @@ from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.sm90 import raw_latents
 from pallas_attn.mosaic.sm90.copy_barriers import see_copies
 from pallas_attn.mosaic.sm90.raw_seesaw import SLOTS, RawMemory, RawTurns, normalise, slot_of
-from pallas_attn.mosaic.sm90.seesaw import ROWS, log_sum_exp
+from pallas_attn.mosaic.sm90.seesaw import ROWS, halves, log_sum_exp
 from pallas_attn.mosaic.split_states import PartialStates, num_fragments
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns, over_tokens
 from pallas_attn.ops.mla_decode import mosaic_seesaw
@@ -89,8 +89,7 @@ class RawDecodeStatic(LatentTiles):
     @property
     def widths(self) -> tuple[int, int]:
         """Columns of the latent that each warpgroup accumulates."""
-        left = -(-self.latent_dim // 128) * 64
-        return left, self.latent_dim - left
+        return halves(self.latent_dim)
 
 
 class RawDecodeScratch(NamedTuple):

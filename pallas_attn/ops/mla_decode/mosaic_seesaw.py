@@ -60,6 +60,7 @@ from pallas_attn.mosaic.sm90.seesaw import (
     SeesawTurns,
     add_partial_rows,
     empty_rows,
+    halves,
     log_sum_exp,
     normalise,
 )
@@ -167,8 +168,7 @@ class SeesawStatic(LatentTiles):
     @property
     def widths(self) -> tuple[int, int]:
         """Columns of the latent that each warpgroup accumulates."""
-        left = -(-self.latent_dim // 128) * 64
-        return left, self.latent_dim - left
+        return halves(self.latent_dim)
 
     @property
     def has_own_probs(self) -> bool:
@@ -290,16 +290,18 @@ def _kernel(static: SeesawStatic, x: RowInputs, out: Ref, lse: Ref, partials: Pa
     results = SeesawResults(out, lse, partials)
     warpgroup = lax.axis_index("warpgroup")
     mem = SeesawScratch(*scratch)
-    block = lax.axis_index("blocks") * static.cluster + lax.axis_index("cluster")
+
+    def block() -> Any:  # in each role anew: shared, it would be kept in local memory
+        return lax.axis_index("blocks") * static.cluster + lax.axis_index("cluster")
 
     def compute(half: int) -> None:
         plgpu.set_max_registers(static.registers[0], action="increase")
-        SeesawConsumer(static, mem, half, x, block).run(results)
+        SeesawConsumer(static, mem, half, x, block()).run(results)
         plgpu.wait_smem_to_gmem(0)
 
     def copy() -> None:
         plgpu.set_max_registers(static.registers[1], action="decrease")
-        SeesawProducer(static, x, mem, block).run()
+        SeesawProducer(static, x, mem, block()).run()
 
     lax.switch(warpgroup, [functools.partial(compute, 0), functools.partial(compute, 1), copy])
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90.seesaw import ROWS, TOKENS, add_partial_rows, empty_rows, log_sum_exp, normalise
+from pallas_attn.mosaic.sm90.seesaw import ROWS, TOKENS, add_partial_rows, empty_rows, halves, log_sum_exp, normalise
 from pallas_attn.mosaic.split_states import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
 from pallas_attn.mosaic.tile_scheduler import merge_programs
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
@@ -48,8 +48,7 @@ class SparseFacts:
     @property
     def widths(self) -> tuple[int, int]:
         """Columns of the latent that each warpgroup accumulates."""
-        left = -(-self.latent_dim // 128) * 64
-        return left, self.latent_dim - left
+        return halves(self.latent_dim)
 
     @property
     def rows(self) -> int:
