@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -557,12 +557,13 @@ def _products(
 
 
 def _one_by_one(
-    total: Sequence[ir.Value], lefts: Iterable[Sequence[ir.Value]], rights: Descriptors, **facts: Any
+    total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]], rights: Descriptors, **facts: Any
 ) -> list[ir.Value]:
     """`_products` as a piece of assembly for each: where there are registers for them, LLVM makes descriptors once for
     several products.
     """
-    for left, right in zip(lefts, rights.each(), strict=True):
+    each_left = ([left] for left in lefts.each()) if isinstance(lefts, Descriptors) else lefts
+    for left, right in zip(each_left, rights.each(), strict=True):
         total = _products(total, [left], [right], **facts)
     return list(total)
 
