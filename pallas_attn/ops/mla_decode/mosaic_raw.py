@@ -2,7 +2,7 @@
 
 A program holds 64 query rows of a sequence, and takes its share of the plan. Warpgroup 2 copies pages of latents, of
 their scales and of their rotated keys, three tiles ahead; the other two attend to them (`mosaic.sm90.raw_seesaw`, which
-tells why no wait can last). Splits, visibility and partial states are those of `mosaic_seesaw`.
+tells why no wait can last). Splits, visibility and partial states are those of `mosaic_splits`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.sm90 import raw_latents
 from pallas_attn.mosaic.sm90.copy_barriers import see_copies
 from pallas_attn.mosaic.sm90.raw_seesaw import SLOTS, RawMemory, RawTurns, normalise, slot_of
-from pallas_attn.mosaic.sm90.seesaw import ROWS, halves, log_sum_exp
+from pallas_attn.mosaic.sm90.seesaw import ROWS, log_sum_exp
 from pallas_attn.mosaic.split_states import PartialStates, num_fragments
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns, over_tokens
 from pallas_attn.ops.mla_decode import mosaic_seesaw
@@ -38,12 +38,19 @@ from pallas_attn.ops.mla_decode.mosaic_rows import (
     NEVER_BIT,
     OLDER_BIT,
     TOKENS,
-    LatentTiles,
     RowInputs,
     in_blocks,
     out_of_blocks,
 )
-from pallas_attn.ops.mla_decode.mosaic_seesaw import LatentSplit, SeesawProducer, SeesawResults
+from pallas_attn.ops.mla_decode.mosaic_splits import (
+    LatentSplit,
+    PageProducer,
+    PairedTiles,
+    SplitResults,
+    for_each_split,
+    merge_splits,
+    seen_bits,
+)
 from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import LATENT_GROUP, DecodePlan
 
@@ -51,8 +58,6 @@ COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 """Registers of a thread that computes, and of one that starts copies: of three warpgroups no more than the 3 x 168 that
 they start with, or one waits for more for ever.
 """
-
-num_programs = mosaic_seesaw.num_programs
 
 
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
@@ -69,27 +74,34 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
     x = in_blocks(call, plan, ROWS)
     x = x._replace(scale=x.scale.reshape(x.scale.shape[0], -1))
     out, lse, partials = _attend(x, static, call.output_dtype)
-    return out_of_blocks(call, *mosaic_seesaw.merge_splits(out, lse, partials, plan))
+    return out_of_blocks(call, *merge_splits(out, lse, partials, plan))
+
+
+def num_programs(call: MlaDecodeCall) -> int:
+    """Number of programs for plans of such calls.
+
+    Raises:
+      NotImplementedError: as `mosaic_seesaw.num_programs`; and unless queries are bfloat16 with 64 rotated columns.
+    """
+    programs = mosaic_seesaw.num_programs(call)
+    if call.q_latent.dtype != jnp.bfloat16 or call.rope_dim != TOKENS:
+        raise NotImplementedError(
+            f"takes bfloat16 queries and {TOKENS} rotated columns over quantised latents, "
+            f"got {call.q_latent.dtype.name} and {call.rope_dim}"
+        )
+    return programs
 
 
 @dataclasses.dataclass(frozen=True)
-class RawDecodeStatic(LatentTiles):
+class RawDecodeStatic(PairedTiles):
     """Compile-time facts of the kernel."""
 
-    @property
-    def pairs(self) -> int:
-        """Pairs of tiles that copies are ahead, at most."""
-        return 2
+    pairs: int = 2  # that copies are ahead, at most: shared memory holds a tile less
 
     @property
     def rows(self) -> int:
         """Query rows of a block."""
         return ROWS
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Columns of the latent that each warpgroup accumulates."""
-        return halves(self.latent_dim)
 
 
 class RawDecodeScratch(NamedTuple):
@@ -128,7 +140,7 @@ def _attend(
     blocks, programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
     return plgpu.kernel(
         functools.partial(_kernel, static),
-        out_type=SeesawResults(
+        out_type=SplitResults(
             jax.ShapeDtypeStruct((batch, rows, latent_dim), out_dtype),
             jax.ShapeDtypeStruct((blocks, batch, ROWS), jnp.float32),
             PartialStates.types(blocks * most_splits(x.plan, x.block_tables.shape[1]), ROWS, latent_dim),
@@ -145,7 +157,7 @@ def _attend(
 
 def _kernel(static: RawDecodeStatic, x: RowInputs, out: Ref, lse: Ref, partials: PartialStates, *scratch: Any) -> None:
     """Roles of the three warpgroups."""
-    results, mem = SeesawResults(out, lse, partials), RawDecodeScratch(*scratch)
+    results, mem = SplitResults(out, lse, partials), RawDecodeScratch(*scratch)
 
     def compute(half: int) -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
@@ -160,11 +172,8 @@ def _kernel(static: RawDecodeStatic, x: RowInputs, out: Ref, lse: Ref, partials:
 
 
 @dataclasses.dataclass(frozen=True)
-class RawDecodeProducer(SeesawProducer):
+class RawDecodeProducer(PageProducer[RawDecodeStatic, RawDecodeScratch]):
     """The warpgroup that starts all copies, of whole tiles."""
-
-    static: RawDecodeStatic
-    mem: RawDecodeScratch
 
     def await_end(self) -> None:
         plgpu.barrier_wait(self.mem.seesaw.q_free)
@@ -223,14 +232,14 @@ class RawDecodeConsumer(RawTurns[LatentSplit]):
     x: RowInputs
     block: Any
 
-    def run(self, results: SeesawResults) -> None:
+    def run(self, results: SplitResults) -> None:
         """Attend to all splits."""
         self.begin()
 
         def attend(split: LatentSplit) -> None:
             self.write(results, split, self.attend(split, split.pair, split.num_pairs(self.static)))
 
-        mosaic_seesaw.for_each_split(self.static, self.x.plan, attend)
+        for_each_split(self.static, self.x.plan, attend)
         self.end()
 
     def await_tile(self, slot: Any, use: Any, *, keys: bool) -> None:
@@ -270,7 +279,7 @@ class RawDecodeConsumer(RawTurns[LatentSplit]):
         static, x = self.static, self.x
         if x.seen is not None or basics.interpreted():
             row = self.block * ROWS + jnp.arange(ROWS, dtype=jnp.int32) if x.seen is None else None
-            return mosaic_seesaw.seen_bits(static, x, split, row, self.block, PER_COLUMN)
+            return seen_bits(static, x, split, row, self.block, PER_COLUMN)
 
         # Pallas finds no layouts for an iota of columns that is divided.
         @plgpu.inline_mgpu(
@@ -299,7 +308,7 @@ class RawDecodeConsumer(RawTurns[LatentSplit]):
 
         return bits(jnp.asarray(self.block, jnp.int32))
 
-    def write(self, results: SeesawResults, split: LatentSplit, acc: Any) -> None:
+    def write(self, results: SplitResults, split: LatentSplit, acc: Any) -> None:
         """Write this warpgroup's half of the output, or of the partial state, of a split."""
         static, half, block = self.static, self.half, self.block
         row, state = lax.optimization_barrier((split.row, split.state))  # places are computed here, not kept
