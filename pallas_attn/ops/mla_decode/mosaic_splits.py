@@ -47,7 +47,7 @@ class PairedTiles(LatentTiles):
     """Compile-time facts of a kernel that takes tiles in pairs.
 
     Attributes:
-      pairs: of tiles in shared memory.
+      pairs: of tiles, at most, that copies are ahead.
     """
 
     pairs: int
