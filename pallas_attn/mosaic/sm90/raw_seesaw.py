@@ -60,9 +60,6 @@ TOKENS = 64
 SLOTS = 3
 """Tiles in shared memory."""
 
-REGISTERS = 232, 40
-"""Registers of a thread that computes, and of one that fills tiles."""
-
 MAX, FACTORS, SUMS, SCRATCH = 0, 1, 3, 5
 """Rows of `RawMemory.stats`."""
 

@@ -55,9 +55,7 @@ from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import LATENT_GROUP, DecodePlan
 
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
-"""Registers of a thread that computes, and of one that starts copies: of three warpgroups no more than the 3 x 168 that
-they start with, or one waits for more for ever.
-"""
+"""Registers of a thread that computes, and of one that starts copies."""
 
 
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:

@@ -25,7 +25,6 @@ from pallas_attn.mosaic.row_layout import RowLayout
 from pallas_attn.mosaic.sm90 import gather, raw_latents
 from pallas_attn.mosaic.sm90.copy_barriers import CopyBarriers, see_copies
 from pallas_attn.mosaic.sm90.raw_seesaw import (
-    REGISTERS,
     SLOTS,
     TOKENS,
     RawMemory,
@@ -45,6 +44,9 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     for_each_item,
     results_of,
 )
+
+COMPUTE_REGISTERS, GATHER_REGISTERS = 232, 40
+"""Registers of a thread that computes, and of one that gathers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +112,11 @@ def _kernel(static: RawSparseStatic, kind: Callable[..., Any], x: SparseInputs, 
     static.landed(mem).begin()
 
     def compute(half: int) -> None:
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         RawSparseConsumer(static, mem.seesaw, half, mem).run(x, results)
 
     def fetch() -> None:
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(GATHER_REGISTERS, action="decrease")
         RawSparseProducer(static, x, mem).run()
 
     branches = [functools.partial(compute, 0), functools.partial(compute, 1), fetch]
