@@ -542,8 +542,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "triton-resources": resources("triton_resources"),
     "mla_sparse": operation(
         Cases("mla_sparse_copied_16_bits_nvidia_h100"),
-        Cases("mla_sparse_raw_beside_flash_mla_nvidia_h200", " B128 "),
-        Cases("mla_sparse_copied_8_bits_nvidia_h100", " B8 "),
+        Cases("mla_sparse_one_kernel_over_8_bits_nvidia_h100", " fp8"),
         Cases("mla_sparse_prefill_beside_flash_mla_nvidia_h100"),
     ),
     "sparse-layer": sparse_layer(Cases("sparse_layer_copied_nvidia_h100"), Cases("sparse_layer_8_bits_nvidia_h100")),

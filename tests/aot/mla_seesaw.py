@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent, tuning
 from pallas_attn.mosaic import shared_memory
-from pallas_attn.ops.mla_decode.config import conversion_config, seesaw_config
+from pallas_attn.ops.mla_decode.config import seesaw_config
+from pallas_attn.ops.mla_decode.mosaic_raw import RawDecodeScratch, RawDecodeStatic
 from pallas_attn.ops.mla_decode.mosaic_seesaw import SeesawScratch, SeesawStatic
 from tests.aot import mla_swap_ab
 from tests.aot.case import Case, DeferredCase, Tile, deferred, shape
@@ -73,15 +74,21 @@ class Configuration:
 
     @property
     def tile(self) -> Tile:
-        """Tile of `TOKENS` tokens for one block of rows; each of two blocks in a cluster copies half of it."""
+        """Tile of `TOKENS` tokens for one block of rows; each of two blocks in a cluster copies half of it, but
+        in 8 bits all.
+        """
         keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
-        sharers = 2 if -(-self.heads // ROWS) % 2 == 0 else 1
+        sharers = 2 if -(-self.heads // ROWS) % 2 == 0 and not self.quantised else 1
         num_bytes = self.shapes.tile.num_bytes if self.quantised else keys * jnp.dtype(self.dtype).itemsize
         return Tile(num_bytes // sharers, (keys + values) * ROWS)
 
     @property
     def scratch_bytes(self) -> int:
         """Shared memory of the kernel of `arguments`, without a tuning."""
+        if self.quantised:
+            facts = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim, "queries": 1, "heads": self.heads}
+            raw = RawDecodeStatic(**facts, page_size=self.page_size, causal=True, sm_scale=0.1)
+            return shared_memory.block_bytes(RawDecodeScratch.types(raw, self.dtype))
         sizes = seesaw_config(self.latent_dim, self.rope_dim, self.page_size)
         static = SeesawStatic(
             latent_dim=self.latent_dim,
@@ -91,7 +98,6 @@ class Configuration:
             page_size=self.page_size,
             pairs=sizes.pairs,
             cluster=sizes.cluster if -(-self.heads // ROWS) % sizes.cluster == 0 else 1,
-            conversion=conversion_config(self.latent_dim, self.page_size) if self.quantised else None,
             causal=True,
             sm_scale=0.1,
         )

@@ -13,14 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
 from pallas_attn.mosaic import shared_memory
-from pallas_attn.ops.mla_sparse import config
 from pallas_attn.ops.mla_sparse.mosaic_raw import RawSparseScratch, RawSparseStatic
 from pallas_attn.ops.mla_sparse.mosaic_sm90 import SparseScratch, SparseStatic
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
 
 ROWS, TOKENS, TOP_K = 64, 64, 2048
-MULTIPROCESSORS = 132
 
 mla_sparse = functools.partial(pallas_attn.mla_sparse, sm_scale=0.1, return_lse=True, implementation="mosaic")
 
@@ -68,23 +66,11 @@ class Configuration:
         }
 
     @property
-    def stays_in_8_bits(self) -> bool:
-        """Whether latents do, until they are multiplied."""
-        items = self.tokens * -(-self.heads // ROWS)
-        return self.quantised and config.stays_in_8_bits(items, TOP_K // (2 * TOKENS), MULTIPROCESSORS)
-
-    @property
-    def sharers(self) -> int:
-        """Programs that share what they gather."""
-        converts = self.quantised and not self.stays_in_8_bits
-        return 2 if converts and self.heads % 128 == 0 and self.latent_dim % 256 == 0 else 1
-
-    @property
     def tile(self) -> Tile:
         """Tile of `TOKENS` latents for one block of rows."""
         numbers = self.latent_dim + 2 * 64 + self.latent_dim // LATENT_GROUP * 4
         num_bytes = TOKENS * (numbers if self.quantised else 2 * (self.latent_dim + 64))
-        return Tile(num_bytes // self.sharers, TOKENS * (2 * self.latent_dim + 64) * ROWS)
+        return Tile(num_bytes, TOKENS * (2 * self.latent_dim + 64) * ROWS)
 
     @property
     def scratch_bytes(self) -> int:
@@ -92,15 +78,14 @@ class Configuration:
         facts = {
             "latent_dim": self.latent_dim,
             "top_k": TOP_K,
-            "heads": -(-self.heads // 8) * 8,  # rows of a block of the raw kernel; the other's has 64 always
-            "sharers": self.sharers,
+            "heads": -(-self.heads // 8) * 8,  # rows of a block over 8 bits; over 16 it has 64 always
             "splits": 1,
             "sm_scale": 0.1,
         }
-        if self.stays_in_8_bits:
+        if self.quantised:
             return shared_memory.block_bytes(RawSparseScratch.types(RawSparseStatic(**facts), self.dtype))
         reductions = plgpu.CompilerParams().reduction_scratch_bytes
-        types = SparseScratch.types(SparseStatic(**facts, quantised=self.quantised), self.dtype)
+        types = SparseScratch.types(SparseStatic(**facts), self.dtype)
         return shared_memory.block_bytes(types, reduction_bytes=reductions)
 
     @deferred

@@ -22,6 +22,9 @@ KERNEL = re.compile(r"((?:^(?:ptxas|    ).*\n)+)((?:^(?!ptxas).*\n?)*)", re.MULT
 TENSOR_CORES = r"\b(?:[HQI]GMMA|[HQIDB]MMA|UTC[A-Z]*MMA)\b[\w.]*"
 """Instructions that multiply matrices: of wgmma, of mma.sync, of tcgen05."""
 
+SET_REGISTERS = r"\bUSETMAXREG\.(TRY_ALLOC|DEALLOC)\S* (?:UP\d+, )?(0x[0-9a-f]+)"
+"""Instructions by which a warpgroup asks for registers, or gives some back."""
+
 OWN_TENSOR_CORES = {"H200": ("HGMMA", "QGMMA", "IGMMA"), "B200": ("UTC",), "L4": ()}
 """Beginnings of the names of those that use all of a card's tensor cores; there are no kernels for an L4."""
 
@@ -49,6 +52,21 @@ class Kernel:
     remarks: tuple[str, ...]
     tensor_cores: tuple[str, ...]
     sass: str
+
+    @property
+    def given_registers(self) -> int:
+        """Registers that a thread block's warpgroups have at entry, for one thread of each."""
+        return self.registers * (device.MULTIPROCESSOR_REGISTERS // WARPGROUP // self.registers)
+
+    @property
+    def wanted_registers(self) -> int:
+        """Registers that its warpgroups ask for, for one thread of each; 0 if none does. Those that ask for more may
+        share code, and one that asks for more than is left waits for ever.
+        """
+        asked = [(kind, int(count, 16)) for kind, count in re.findall(SET_REGISTERS, self.sass)]
+        fewer, more = ([count for kind, count in asked if kind == which] for which in ("DEALLOC", "TRY_ALLOC"))
+        warpgroups = self.given_registers // self.registers
+        return sum(fewer) + (warpgroups - len(fewer)) * max(more, default=self.registers) if asked else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +130,8 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
         if kernel.stack:
             yield f"{kernel.name} has a stack frame of {kernel.stack} bytes"
         yield from (f"{kernel.name}: {remark}" for remark in kernel.remarks)
+        if kernel.wanted_registers > kernel.given_registers:
+            yield f"{kernel.name}'s warpgroups want {kernel.wanted_registers} registers, of {kernel.given_registers}"
     if case.kernels and not report.kernels:
         yield "has no Mosaic GPU kernel"
     if case.tensor_cores and not any(kernel.tensor_cores for kernel in report.kernels):

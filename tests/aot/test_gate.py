@@ -223,6 +223,25 @@ def test_shared_memory_has_a_limit():
     assert "232456 bytes of shared memory" in complaint
 
 
+@pytest.mark.parametrize(
+    ("registers", "asked", "wanted"),
+    [
+        (168, ("TRY_ALLOC.CTAPOOL UP0, 0xe8", "DEALLOC.CTAPOOL 0x28", "TRY_ALLOC.CTAPOOL UP0, 0xe8"), 504),
+        (168, ("TRY_ALLOC.CTAPOOL UP0, 0xf0", "DEALLOC.CTAPOOL 0x20", "TRY_ALLOC.CTAPOOL UP0, 0xf0"), 512),
+        (128, ("DEALLOC.CTAPOOL 0x20", "TRY_ALLOC.CTAPOOL UP0, 0xa0"), 512),  # three warpgroups share the branch
+        (128, ("DEALLOC.CTAPOOL 0x28", "TRY_ALLOC.CTAPOOL UP0, 0xa0"), 520),
+        (255, (), 0),
+    ],
+)
+def test_warpgroups_ask_for_no_more_registers_than_there_are(registers, asked, wanted):
+    sass = "".join(f"/*0500*/ USETMAXREG.{each} ;\n" for each in asked)
+    kernel = Kernel("k", registers, 0, 0, 0, (), ("HGMMA",), sass)
+    assert kernel.wanted_registers == wanted
+    told = list(complaints(Report(kernels=(kernel,)), Case(abs, {"x": shape(1)})))
+    given = 504 if registers == 168 else 512
+    assert told == ([f"k's warpgroups want {wanted} registers, of {given}"] if wanted > given else [])
+
+
 def test_tensor_memory_has_a_limit():
     """A thread block takes a power of two of columns, and has to leave some to the blocks beside it."""
     kernel = Kernel("k", 32, 0, 0, 0, (), ("UTCHMMA",), "")

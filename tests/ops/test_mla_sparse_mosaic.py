@@ -1,4 +1,4 @@
-"""Tests of Hopper's kernel of `mla_sparse` beyond the contract: shares of slots and their merge, programs that take
+"""Tests of Hopper's kernels of `mla_sparse` beyond the contract: shares of slots and their merge, programs that take
 several items, pieces of other sizes.
 """
 
@@ -16,8 +16,8 @@ import pytest
 from pallas_attn import mla_sparse
 from pallas_attn.mosaic import basics
 from pallas_attn.ops.mla_sparse import config
-from tests.contract.backends import BACKENDS, MOSAIC
-from tests.contract.test_mla_sparse import CASES, SM_SCALE, SparseCase, SparseInputs
+from tests.contract.backends import MOSAIC
+from tests.contract.test_mla_sparse import SM_SCALE, SparseCase, SparseInputs
 from tests.ops import harness
 
 
@@ -30,13 +30,6 @@ def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> 
 
 MANY = SparseCase(chosen=(170, 3, 0, 129), top_k=400, heads=67, dtype="bfloat16", scattered=True)
 FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
-EVERY, NO = 0, 1_000_000
-"""Pairs of tiles of a program, `config.FEW_PAIRS`, with which latents in 8 bits always stay so, and never."""
-
-EXACT = next(backend for backend in BACKENDS if backend.name == "reference")
-"""Latents that stay in 8 bits mean what they mean to the reference; converted ones are rounded."""
-
-either_kernel = pytest.mark.parametrize("few_pairs", [pytest.param(EVERY, id="raw"), pytest.param(NO, id="converted")])
 
 
 @pytest.mark.parametrize(
@@ -44,40 +37,18 @@ either_kernel = pytest.mark.parametrize("few_pairs", [pytest.param(EVERY, id="ra
     [
         pytest.param(MANY, 3, 5, id="shares of two blocks, by programs that take several"),
         pytest.param(replace(MANY, latent_dim=448, heads=64, dtype="float16"), 1, 2, id="unequal halves"),
+        pytest.param(replace(FP8, latent_dim=384), 2, 64, id="8 bits, shares, halves of 192"),
+        pytest.param(replace(FP8, heads=9, chosen=(40, 170, 1)), 1, 1, id="8 bits, one program"),
+        pytest.param(replace(FP8, latent_dim=128), 1, 2, id="8 bits, narrow"),
+        pytest.param(replace(FP8, heads=70), 2, 4, id="8 bits, two blocks"),
+        pytest.param(replace(FP8, heads=70, latent_dim=512), 1, 3, id="8 bits, wide, by programs that take several"),
+        pytest.param(replace(FP8, chosen=(170, 60, 9), top_k=1300), 2, 1, id="8 bits, many pairs, one program"),
     ],
 )
 def test_shares_and_programs(case: SparseCase, splits: int, programs: int) -> None:
-    _compare(case, splits, programs, NO)
-
-
-@either_kernel
-@pytest.mark.parametrize(
-    ("case", "splits", "programs"),
-    [
-        pytest.param(replace(FP8, latent_dim=384), 2, 64, id="shares, halves of 192"),
-        pytest.param(replace(FP8, heads=9, chosen=(40, 170, 1)), 1, 1, id="one program"),
-        pytest.param(replace(FP8, latent_dim=128), 1, 2, id="narrow"),
-        pytest.param(replace(FP8, heads=70), 2, 4, id="two blocks, which share on a GPU"),
-        pytest.param(replace(FP8, heads=70, latent_dim=512), 1, 3, id="wide, by programs that take several"),
-    ],
-)
-def test_latents_in_8_bits(case: SparseCase, splits: int, programs: int, few_pairs: int) -> None:
-    _compare(case, splits, programs, few_pairs)
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.cache_dtype == "float8_e4m3fn"])
-def test_the_contract_of_latents_that_stay_in_8_bits(name: str) -> None:
-    """Cases of the contract suite are too small for that kernel to be chosen."""
-    case = CASES[name]
-    if (case.dtype or MOSAIC.dtype) == "bfloat16":
-        _compare(case, 1, 132, EVERY)
-
-
-def _compare(case: SparseCase, splits: int, programs: int, few_pairs: int) -> None:
     """Compare with numpy; on a GPU poison changes no bit."""
     inputs = SparseInputs.draw(case, harness.fresh_rng(), "bfloat16")
     with (
-        mock.patch.object(config, "FEW_PAIRS", few_pairs),
         mock.patch.object(config, "num_splits", return_value=splits),
         mock.patch.object(basics, "multiprocessors", return_value=programs),
     ):
@@ -85,16 +56,7 @@ def _compare(case: SparseCase, splits: int, programs: int, few_pairs: int) -> No
         got = call(**inputs.arguments())
         if not MOSAIC.interpreted:
             harness.assert_same_bits(got, call(**inputs.arguments(poisoned=False)))
-    expected = inputs.expected(EXACT if few_pairs == EVERY else MOSAIC)
-    harness.assert_attention_close(got, expected, harness.Variant("mosaic").tolerance(case.dtype))
-
-
-def test_few_pairs_are_converted_first() -> None:
-    """128 heads are two items a token, 2,048 slots are 16 pairs of tiles."""
-    assert not config.stays_in_8_bits(16, 16, 132)  # 8 rows, two pairs a program
-    assert config.stays_in_8_bits(256, 16, 132)
-    assert config.stays_in_8_bits(128, 16, 132)
-    assert not config.stays_in_8_bits(4096, 1, 5000)
+    harness.assert_attention_close(got, inputs.expected(), harness.Variant("mosaic").tolerance(case.dtype))
 
 
 def test_splits_fill_the_card_and_no_more() -> None:

@@ -1,17 +1,15 @@
 """Rows of a pool, gathered by a warpgroup into tiles that tensor cores read.
 
-Hopper's copy engine takes no list of rows. So threads copy rows asynchronously, or load them into registers before
-there is room for them in shared memory and store them once there is: swizzled, 16 bytes an access, such that the eight
-threads whose stores go to shared memory together touch all banks.
+Hopper's copy engine takes no list of rows. So threads copy rows asynchronously, swizzled, 16 bytes an access: eight
+threads share a row, 128 bytes at a time, so that they touch all banks.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -21,11 +19,16 @@ from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 from pallas_attn.mosaic.basics import Ref, interpreted
 from pallas_attn.mosaic.dequantise import QUANTISED_REF, ChunkPointers, i32, masked, plus, shifted, times, warp_and_lane
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import sharing
 from pallas_attn.mosaic.tiles import ROW_BYTES, operand_ref
 
-WARPGROUP, WARP = 128, 32
-"""Threads."""
+WARPGROUP, WARP, WARPS = 128, 32, 4
+"""Threads of a warpgroup and of a warp, and warps of a warpgroup."""
+
+THREADS = 8
+"""Threads that share a row."""
+
+ROWS, WARP_ROWS = WARPGROUP // THREADS, WARP // THREADS
+"""Rows that a warpgroup, and a warp, copies at a time."""
 
 TOKENS = 64
 """Rows of a tile."""
@@ -33,83 +36,40 @@ TOKENS = 64
 PER_THREAD = RowLayout(1, 1).per_row
 """Layout of a value for each thread of a warpgroup."""
 
-BLOCK = 64
-"""Columns of a swizzled row of a tile."""
 
-
-def threads_of_row(dtype: Any) -> int:
-    """Threads that share a row of latents: eight, which have 64 columns of 16 bits at a time, or four for 8 bits."""
-    return 8 * jnp.dtype(dtype).itemsize // 2
-
-
-def tile_row(threads: int) -> jax.Array:
+def tile_row() -> jax.Array:
     """Row of a tile whose place in the pool each thread looks up, int32 [WARPGROUP] in layout `PER_THREAD`.
 
     A warp has 16 rows of a tile, and a register holds all of their places: two threads know the same.
     """
     thread = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD)
     warp, which = lax.shift_right_logical(thread, 5), thread & 15
-    rows = WARP // threads  # of a warp at a time
-    first, within = which & -rows, which & rows - 1
-    return first * 4 + warp * rows + within
+    first, within = which & -WARP_ROWS, which & WARP_ROWS - 1
+    return first * WARPS + warp * WARP_ROWS + within
 
 
-def _by_row(per_thread: jax.Array, threads: int) -> jax.Array:
+def _by_row(per_thread: jax.Array) -> jax.Array:
     """Values [TOKENS] of the rows of a tile, of values in the order of `tile_row`, in the interpreter."""
-    rows = WARP // threads
     row = jnp.arange(TOKENS, dtype=jnp.int32)
-    return per_thread[row % (4 * rows) // rows * WARP + row // (4 * rows) * rows + row % rows]
+    warp, within = row % ROWS // WARP_ROWS, row // ROWS * WARP_ROWS + row % WARP_ROWS
+    return per_thread[warp * WARP + within]
 
 
-def _of_rows(values: Any, threads: int) -> list[ir.Value]:
+def _of_rows(values: Any) -> list[ir.Value]:
     """Values of the rows that a thread has a share of, of values in the order of `tile_row`."""
     _, lane = warp_and_lane()
     (register,) = values.registers.flat
-    number, first, rows = vector.extract(register, [], [0]), shifted(lane, threads.bit_length() - 1), WARP // threads
-    return [shuffled(number, plus(first, mgpu.c(i, i32()))) for i in range(0, TOKENS // 4, rows)]
+    number, first = vector.extract(register, [], [0]), shifted(lane, THREADS.bit_length() - 1)
+    return [shuffled(number, plus(first, mgpu.c(i, i32()))) for i in range(0, TOKENS // WARPS, WARP_ROWS)]
 
 
-def load_rows(ref: Ref, row: jax.Array, column: int, columns: int) -> jax.Array:
-    """Load ref[row[i], column : column + columns], of 8 bits, for each i; zeros, without an access, where row[i] is
-    negative.
-
-    Nothing may write to `ref` while the kernel runs. The result, words in an order of its own, is for `store_rows`.
-
-    Args:
-      ref: in global memory.
-      row: int32 [WARPGROUP] in the order of `tile_row` for four threads.
-      column, columns: multiples of 64.
-    """
-    if interpreted():
-        row = _by_row(row, EIGHT_BIT_THREADS)
-        rows = ref[...][jnp.maximum(row, 0), column : column + columns]
-        return jnp.where(row[:, None] >= 0, rows, jnp.zeros((), rows.dtype))
-    shape = TOKENS, columns // 4
-    held = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=EIGHT_BIT_WORDS.tile)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD), return_type=held)
-    def load(_: Any, ref: ir.Value, row: Any) -> Any:
-        (chunk,), row_bytes = _Places.of(EIGHT_BIT_THREADS, 1).chunks, ir.MemRefType(ref.type).shape[1]
-        layout = EIGHT_BIT_WORDS.tile.to_mgpu()
-        registers = np.empty(layout.registers_shape(shape), dtype=object)
-        by_row = registers.reshape(TOKENS // EIGHT_BIT_ROWS, -1)
-        for i, number in enumerate(_of_rows(row, EIGHT_BIT_THREADS)):
-            address = _address(ref, number, row_bytes, chunk)
-            for block in range(by_row.shape[1]):
-                by_row[i, block] = _load_16_bytes(address, column + BLOCK * block, number)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
-
-    return load(ref, row)
-
-
-def copy_rows(threads: int, ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
+def copy_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
     """Start copies of ref[row[i], column : column + columns of `to`] to a tile in shared memory, as tensor cores read
     it; of zeros, without an access, where row[i] is negative.
 
-    They are done once `PartBarriers.arrive_copies` says so, and seen by tensor cores after `sharing.see_copies`.
+    They are done once `CopyBarriers.arrive` says so, and seen by tensor cores after `see_copies` (`copy_barriers`).
 
     Args:
-      threads: that share a row; eight for numbers of 8 bits.
       ref: in global memory, numbers of 16 or 8 bits.
       row: int32 [WARPGROUP] in the order of `tile_row`.
       column: at a multiple of 16 bytes.
@@ -117,7 +77,7 @@ def copy_rows(threads: int, ref: Ref, row: jax.Array, column: int, to: Ref) -> N
     """
     columns, number_bytes = to.shape[1], jnp.dtype(to.dtype).itemsize
     if interpreted():
-        row = _by_row(row, threads)
+        row = _by_row(row)
         rows = ref[...][jnp.maximum(row, 0), column : column + columns]
         to[...] = jnp.where(row[:, None] >= 0, rows, jnp.zeros((), to.dtype))
         return
@@ -125,35 +85,33 @@ def copy_rows(threads: int, ref: Ref, row: jax.Array, column: int, to: Ref) -> N
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref() if number_bytes == 2 else QUANTISED_REF))
     def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value) -> None:
         warp, lane = warp_and_lane()
-        rows, in_row = WARPGROUP // threads, ROW_BYTES // number_bytes
-        first = plus(times(warp, rows // 4), shifted(lane, threads.bit_length() - 1))
+        first, in_row = plus(times(warp, WARP_ROWS), shifted(lane, THREADS.bit_length() - 1)), ROW_BYTES // number_bytes
         (_, stride, *_), _ = ir.MemRefType(to.type).get_strides_and_offset()
         steps = [
             (number_bytes * stride * block, number_bytes * (column + in_row * block))
             for block in range(columns // in_row)
         ]
         row_bytes = number_bytes * ir.MemRefType(ref.type).shape[1]
-        chunks = _Places.of(threads, 2).chunks
-        pointers = [ChunkPointers(to, number_bytes * columns, first, chunk) for chunk in chunks]
-        for i, number in enumerate(_of_rows(row, threads)):
-            for chunk, pointer in zip(chunks, pointers, strict=True):
-                _copy_16_bytes(pointer.pointer(rows * i, 0), ref, number, row_bytes, chunk, steps)
+        chunk = masked(lane, THREADS - 1)
+        pointers = ChunkPointers(to, number_bytes * columns, first, chunk)
+        for i, number in enumerate(_of_rows(row)):
+            _copy_16_bytes(pointers.pointer(ROWS * i, 0), ref, number, row_bytes, chunk, steps)
 
     copy(ref, row, to)
 
 
-def copy_scales(threads: int, ref: Ref, row: jax.Array, to: Ref) -> None:
+def copy_scales(ref: Ref, row: jax.Array, to: Ref) -> None:
     """Start copies of the scales of rows, ref[row[i]], to a row of shared memory; of zeros, without an access, where
     row[i] is negative. As `copy_rows` otherwise.
 
     Args:
-      threads, row: as in `copy_rows`.
+      row: as in `copy_rows`.
       ref: float32 [rows of the pool, groups] in global memory.
       to: float32 [TOKENS · groups].
     """
     groups = ref.shape[1]
     if interpreted():
-        row = _by_row(row, threads)
+        row = _by_row(row)
         to[...] = jnp.where(row[:, None] >= 0, ref[...][jnp.maximum(row, 0)], 0.0).reshape(-1)
         return
 
@@ -172,103 +130,7 @@ def copy_scales(threads: int, ref: Ref, row: jax.Array, to: Ref) -> None:
             operands = [llvm.ptrtoint(i32(), pointer), address, num_bytes]
             llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r", has_side_effects=True)
 
-    copy(ref, row, tile_row(threads), to)
-
-
-def copy_raw_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> jax.Array | None:
-    """Start copies of ref[row[i], column : column + 64], of 8 bits, to where `convert_rows` makes 16 bits of them: each
-    16 bytes to the first half of what becomes of them. As `copy_rows` otherwise.
-
-    Args:
-      row: int32 [WARPGROUP] in the order of `tile_row` for four threads.
-      to: `tiles.operand` [rows, 64].
-
-    Returns:
-      Their numbers, for `convert_rows`; None on a card.
-    """
-    if interpreted():
-        row = _by_row(row, EIGHT_BIT_THREADS)
-        rows = ref[...][jnp.maximum(row, 0), column : column + BLOCK]
-        return jnp.where(row[:, None] >= 0, rows, jnp.zeros((), rows.dtype))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref()))
-    def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value) -> None:
-        pointers, _ = _raw_and_second(to)
-        chunk, row_bytes = masked(mgpu.utils.thread_idx(), EIGHT_BIT_THREADS - 1), ir.MemRefType(ref.type).shape[1]
-        for i, number in enumerate(_of_rows(row, EIGHT_BIT_THREADS)):
-            _copy_16_bytes(pointers.pointer(EIGHT_BIT_ROWS * i, 0), ref, number, row_bytes, chunk, [(0, column)])
-
-    copy(ref, row, to)
-    return None
-
-
-def convert_rows(values: jax.Array | None, to: Ref, scale: jax.Array, other: Ref | None = None) -> None:
-    """Convert what `copy_raw_rows` has brought: each thread what it copied itself, after `await_copies`.
-
-    Threads do not wait for each other: a `plgpu.commit_smem` has to follow.
-
-    Args:
-      values: of `copy_raw_rows`.
-      to: where it brought them, bfloat16.
-      scale: float32 [WARPGROUP] in the order of `tile_row`, which multiplies e4m3.
-      other: barrier of `sharing.PartBarriers`; rows are stored for the other program of the cluster, too.
-    """
-    if values is not None:
-        to[...] = (values.astype(jnp.float32) * _by_row(scale, EIGHT_BIT_THREADS)[:, None]).astype(to.dtype)
-        return
-    barriers = () if other is None else (other,)
-
-    @plgpu.inline_mgpu(arg_types=(operand_ref(), PER_THREAD, *[plgpu.RefType()] * len(barriers)))
-    def convert(_: Any, to: ir.Value, scale: Any, *barrier: ir.Value) -> None:
-        both = _raw_and_second(to)
-        for i, factor in enumerate(_of_rows(scale, EIGHT_BIT_THREADS)):
-            pointers = [each.pointer(EIGHT_BIT_ROWS * i, 0) for each in both]
-            raw: Any = llvm.inline_asm(
-                llvm.StructType.get_literal([i32()] * 4),
-                [llvm.ptrtoint(i32(), pointers[0])],
-                "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
-                "=r,=r,=r,=r,r",
-                has_side_effects=True,
-            )
-            four = [llvm.extractvalue(i32(), raw, [j]) for j in range(4)]
-            words = vector.from_elements(ir.VectorType.get((4,), i32()), four)
-            for pointer, word in zip(pointers, _scaled(words, factor), strict=True):
-                llvm.store(word, pointer, alignment=16)
-                if barrier:
-                    place = llvm.ptrtoint(i32(), pointer)
-                    sharing.store_to_other(word, place, sharing.shared_address(barrier[0]), sharing.other_program())
-
-    convert(to, scale, *barriers)
-
-
-def _raw_and_second(to: ir.Value) -> list[ChunkPointers]:
-    """Pointers to the chunks of a thread's first row that 16 numbers of 8 bits are copied to, and that they then take
-    besides.
-    """
-    warp, lane = warp_and_lane()
-    row = plus(times(warp, EIGHT_BIT_ROWS // 4), shifted(lane, EIGHT_BIT_THREADS.bit_length() - 1))
-    chunks = _Places.of(EIGHT_BIT_THREADS, 1).tile_chunks
-    return [ChunkPointers(to, 2 * BLOCK, row, chunk) for chunk in chunks]
-
-
-def commit_copies() -> None:
-    """Make a group of the copies that each thread has started since the last one."""
-    if not interpreted():
-        _statement("cp.async.commit_group;")
-
-
-def await_copies(groups: int) -> None:
-    """Wait for the copies that this thread has started, but for the last so many groups."""
-    if not interpreted():
-        _statement(f"cp.async.wait_group {groups};")
-
-
-def _statement(text: str) -> None:
-    @plgpu.inline_mgpu(arg_types=())
-    def run(_: Any) -> None:
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "~{memory}", has_side_effects=True)
-
-    run()
+    copy(ref, row, tile_row(), to)
 
 
 def _copy_16_bytes(
@@ -290,113 +152,16 @@ def _copy_16_bytes(
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [place, address, num_bytes], text, "r,l,r", has_side_effects=True)
 
 
-def store_rows(values: jax.Array, to: Ref, scale: jax.Array, other: Ref | None = None) -> None:
-    """Store rows to columns of a bfloat16 tile in shared memory, as tensor cores read it.
-
-    Threads do not wait for each other: a `plgpu.commit_smem` has to follow.
+def store_none(row: jax.Array, is_none: Ref, all_given: Ref) -> None:
+    """Store to shared memory which rows are negative. Threads do not wait for each other.
 
     Args:
-      values: of `load_rows`.
-      to: `tiles.operand` [rows, columns].
-      scale: float32 [WARPGROUP] in the order of `tile_row`, which multiplies e4m3.
-      other: barrier of `sharing.PartBarriers`; rows are stored for the other program of the cluster, too.
-    """
-    if interpreted():
-        to[...] = (values.astype(jnp.float32) * _by_row(scale, EIGHT_BIT_THREADS)[:, None]).astype(to.dtype)
-        return
-    to_columns, barriers = to.shape[1], () if other is None else (other,)
-    types = [PER_THREAD, *(plgpu.RefType() for _ in barriers)]
-
-    @plgpu.inline_mgpu(arg_types=(EIGHT_BIT_WORDS.tile, operand_ref(), *types))
-    def store(_: Any, values: Any, to: ir.Value, scale: Any, *barrier: Any) -> None:
-        warp, lane = warp_and_lane()
-        row = plus(times(warp, EIGHT_BIT_ROWS // 4), shifted(lane, EIGHT_BIT_THREADS.bit_length() - 1))
-        pointers = [ChunkPointers(to, 2 * to_columns, row, c) for c in _Places.of(EIGHT_BIT_THREADS, 1).tile_chunks]
-        by_row = values.registers.reshape(TOKENS // EIGHT_BIT_ROWS, -1)
-        for i, (registers, factor) in enumerate(zip(by_row, _of_rows(scale, EIGHT_BIT_THREADS), strict=True)):
-            for block, words in enumerate(registers):
-                for pointer, word in zip(pointers, _scaled(words, factor), strict=True):
-                    place = pointer.pointer(EIGHT_BIT_ROWS * i, 8 * block)
-                    llvm.store(word, place, alignment=16)
-                    if barrier:
-                        address, told = llvm.ptrtoint(i32(), place), sharing.shared_address(barrier[0])
-                        sharing.store_to_other(word, address, told, sharing.other_program())
-
-    store(values, to, scale, *barriers)
-
-
-EIGHT_BIT_THREADS = 4
-"""Threads that share a row of numbers of 8 bits."""
-
-EIGHT_BIT_ROWS = WARPGROUP // EIGHT_BIT_THREADS
-"""Rows of numbers of 8 bits that threads have a chunk of at a time."""
-
-EIGHT_BIT_WORDS = RowLayout(EIGHT_BIT_THREADS, 4)
-"""Layout of rows of words of 32 bits, of which a thread has four neighbouring ones at a time."""
-
-
-class _Places(NamedTuple):
-    """Which of the chunks of a row's block of 64 columns a thread has.
-
-    Attributes:
-      chunks: in global memory.
-      tile_chunks: in a tile of 16 bits.
-    """
-
-    chunks: list[ir.Value]
-    tile_chunks: list[ir.Value]
-
-    @staticmethod
-    def of(threads: int, number_bytes: int) -> _Places:
-        """Places where so many threads share a row of numbers of so many bytes, such that eight threads store to all
-        banks at once: four of them to one row, the others to the next, whose chunks are permuted by the last bits of
-        its index.
-        """
-        thread = mgpu.utils.thread_idx()
-        chunk = masked(thread, threads - 1)
-        if threads == 8:
-            return _Places([chunk], [chunk])
-        if number_bytes == 1:
-            wide = times(chunk, 2)
-            return _Places([chunk], [wide, plus(wide, mgpu.c(1, i32()))])
-        chunk = plus(chunk, masked(thread, 4))  # in odd rows the second half comes first
-        both = [chunk, arith.xori(chunk, mgpu.c(4, i32()))]
-        return _Places(both, both)
-
-
-def load_values(ref: Ref, row: jax.Array, column: int) -> jax.Array:
-    """Load ref[row[i], column], float32, for each i; 0, without an access, where row[i] is negative. Rows and values
-    are in the order of `tile_row`. Nothing may write to `ref` while the kernel runs.
-    """
-    if interpreted():
-        return jnp.where(row >= 0, ref[...][jnp.maximum(row, 0), column], 0.0)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), PER_THREAD),
-        return_type=plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.float32, layout=PER_THREAD),
-    )
-    def load(_: Any, ref: ir.Value, row: Any) -> Any:
-        registers, number_type = np.empty_like(row.registers), ir.F32Type.get()
-        number = vector.extract(row.registers.flat[0], [], [0])
-        address = _address(ref, number, 4 * ir.MemRefType(ref.type).shape[1])
-        text = LOAD_4_BYTES.format(offset=4 * column)
-        value: Any = llvm.inline_asm(number_type, [address, number], text, "=&f,l,r", has_side_effects=True)
-        registers.reshape(-1)[0] = vector.broadcast(ir.VectorType.get((1,), number_type), value)
-        return mgpu.FragmentedArray(_registers=registers, _layout=row.layout, _is_signed=None)
-
-    return load(ref, row)
-
-
-def store_none(threads: int, row: jax.Array, is_none: Ref, all_given: Ref) -> None:
-    """Store to shared memory which rows are negative. Threads do not wait for each other, as in `store_rows`.
-
-    Args:
-      threads, row: as in `load_rows`.
+      row: as in `copy_rows`.
       is_none: int32 [TOKENS], 1 where a row is negative, else 0.
       all_given: int32 [4], for each warp 1 if none of its rows is, else 0.
     """
     if interpreted():
-        is_none[...] = jnp.where(_by_row(row, threads) < 0, 1, 0)
+        is_none[...] = jnp.where(_by_row(row) < 0, 1, 0)
         all_given[...] = jnp.full((4,), jnp.where((row >= 0).all(), 1, 0))
         return
 
@@ -410,7 +175,7 @@ def store_none(threads: int, row: jax.Array, is_none: Ref, all_given: Ref) -> No
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32()))):
             memref.store(votes, all_given, [arith.index_cast(index, warp)])
 
-    store(row, tile_row(threads), is_none, all_given)
+    store(row, tile_row(), is_none, all_given)
 
 
 ALL_GIVEN = """
@@ -422,75 +187,7 @@ selp.b32 $0, 1, 0, given;
 }
 """
 
-LOAD_4_BYTES = """
-{{
-.reg .pred given;
-setp.ge.s32 given, $2, 0;
-mov.b32 $0, 0f00000000;
-@given ld.global.nc.f32 $0, [$1 + {offset}];
-}}
-"""
-
-LOAD_16_BYTES = """
-{{
-.reg .pred given;
-setp.ge.s32 given, $5, 0;
-mov.b32 $0, 0;
-mov.b32 $1, 0;
-mov.b32 $2, 0;
-mov.b32 $3, 0;
-@given ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];
-}}
-"""
-
 COPY_16_BYTES = "cp.async.cg.shared.global.L2::128B [$0 + {to}], [$1 + {offset}], 16, $2;"
-
-E4M3_TO_BF16 = """
-{
-.reg .b16 low, high, h<4>;
-.reg .b32 pair<2>;
-.reg .f32 f<4>;
-mov.b32 {low, high}, $2;
-cvt.rn.f16x2.e4m3x2 pair0, low;
-cvt.rn.f16x2.e4m3x2 pair1, high;
-mov.b32 {h0, h1}, pair0;
-mov.b32 {h2, h3}, pair1;
-cvt.f32.f16 f0, h0;
-cvt.f32.f16 f1, h1;
-cvt.f32.f16 f2, h2;
-cvt.f32.f16 f3, h3;
-mul.f32 f0, f0, $3;
-mul.f32 f1, f1, $3;
-mul.f32 f2, f2, $3;
-mul.f32 f3, f3, $3;
-cvt.rn.bf16x2.f32 $0, f1, f0;
-cvt.rn.bf16x2.f32 $1, f3, f2;
-}
-"""
-
-
-def _load_16_bytes(place: ir.Value, offset: int, number: ir.Value) -> ir.Value:
-    """Load four words from an address in global memory, zeros if a number is negative."""
-    words: Any = llvm.inline_asm(
-        llvm.StructType.get_literal([i32()] * 4),
-        [place, number],
-        LOAD_16_BYTES.format(offset=offset),
-        "=&r,=&r,=&r,=&r,l,r",
-        has_side_effects=True,
-    )
-    four = [llvm.extractvalue(i32(), words, [i]) for i in range(4)]
-    return vector.from_elements(ir.VectorType.get((4,), i32()), four)
-
-
-def _scaled(words: ir.Value, factor: ir.Value) -> list[ir.Value]:
-    """Sixteen e4m3 times a factor, as two vectors of words with pairs of bfloat16."""
-    pairs = []
-    for i in range(4):
-        word = vector.extract(words, [], [i])
-        both: Any = llvm.inline_asm(llvm.StructType.get_literal([i32()] * 2), [word, factor], E4M3_TO_BF16, "=r,=r,r,f")
-        pairs += [llvm.extractvalue(i32(), both, [j]) for j in range(2)]
-    four = ir.VectorType.get((4,), i32())
-    return [vector.from_elements(four, pairs[half : half + 4]) for half in (0, 4)]
 
 
 def shuffled(number: ir.Value, lane: ir.Value) -> ir.Value:

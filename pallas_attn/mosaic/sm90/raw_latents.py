@@ -16,7 +16,7 @@ convert the next. The interpreter has neither.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ from pallas_attn.mosaic.dequantise import (
 from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.dequantise import as_keys, as_values, load_matrices
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
-from pallas_attn.mosaic.tiles import PER_COLUMN, ROW_BYTES, operand_ref, over_tokens
+from pallas_attn.mosaic.tiles import ROW_BYTES, operand_ref, over_tokens
 from pallas_attn.portable.quantise import QUERY_SCALE, float16_queries
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 
@@ -60,13 +60,11 @@ PIECE = 32
 BLOCK = 64
 """Channels of values that are one wgmma's rows."""
 
-KEYS_UNDER_WAY, VALUES_UNDER_WAY = 2, 3
-"""Pieces that are multiplied while threads convert the next one, at most. Each takes eight registers of a thread."""
-
-SPLAT = plgpu.Layout.WG_SPLAT(())
+FEW_COLUMNS = 32
+"""Columns of products, at most, whose registers leave room for more pieces under way."""
 
 
-def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
+def warp_and_lane() -> tuple[ir.Value, ir.Value]:
     """Warp of a thread in its warpgroup, and lane in its warp, as if they could change: what is computed of them is not
     kept in registers from one tile to the next.
     """
@@ -91,7 +89,7 @@ def convert_queries(q: Ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(operand_ref(),))
     def convert(_: Any, q: ir.Value) -> None:
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         thread, in_row = plus(times(warp, 32), lane), columns // 16
         (row_tile, column_tile, *_), _ = ir.MemRefType(q.type).get_strides_and_offset()
         four = ir.VectorType.get((4,), i32())
@@ -173,12 +171,13 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE),
     )
     def add(_: Any, total: Any, latent: ir.Value, scales: ir.Value, *qs: ir.Value) -> Any:
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         token = plus(times(warp, 16), masked(lane, 15))
         chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
         rights = iter(qs)
         row = plus(times(warp, 16), shifted(lane, 2))
         own = _scales_of(scales, row, page_tokens, groups)
+        under_way = _pieces_under_way(shape[1])
         before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2
         words = [_load(chunks.pointer(0, first // 16), rows=True) for first in (0, PIECE)]
         left = _keys(words.pop(0))
@@ -186,7 +185,7 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         for first in range(0, channels, PIECE):
             if first in begins[1:]:
                 right = wgmma.RightOperand(next(rights), dtype="f16")
-            _await(KEYS_UNDER_WAY - 1 if first % LATENT_GROUP else 0)
+            _await(under_way - 1 if first % LATENT_GROUP else 0)
             if first % LATENT_GROUP == 0:
                 total = fragmented_array.optimization_barrier(total)
                 after = [_scale(own, 8 * i * groups + first // LATENT_GROUP) for i in range(2)]
@@ -234,7 +233,7 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
         return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
     )
     def add(_: Any, latent: ir.Value, total: Any, p: ir.Value, ratios: ir.Value) -> Any:
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         chunks = ChunkPointers(latent, all_channels, lane, warp)
         own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ratios), [times(masked(lane, 3), 4)], i8())
         total = fragmented_array.optimization_barrier(total.to_layout(wgmma.ACCUMULATOR))
@@ -255,13 +254,14 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
             eights = factors[group][tokens // 8 : (tokens + PIECE) // 8]
             return _values(words, eights)
 
+        under_way = _pieces_under_way(columns)
         words = [load(0), load(1)]
         left, right = piece(0, words.pop(0)), wgmma.RightOperand(p)
         for i, (block, tokens) in enumerate(pieces):
             if i and tokens == 0:
                 right = wgmma.RightOperand(p)
-            if i >= VALUES_UNDER_WAY:
-                _await(VALUES_UNDER_WAY - 1)
+            if i >= under_way:
+                _await(under_way - 1)
             nvvm.wgmma_fence_aligned()
             blocks[block] = right.add(blocks[block], left)
             wgmma.commit()
@@ -274,6 +274,11 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
         return fragmented_array.optimization_barrier(done).to_layout(fragmented_array.WGMMA_LAYOUT)
 
     return add(latent, total, p, ratios)
+
+
+def _pieces_under_way(columns: int) -> int:
+    """Pieces that are multiplied at most while threads convert the next one. Each takes eight registers of a thread."""
+    return 2 if columns > FEW_COLUMNS else 4
 
 
 def _await(under_way: int) -> None:
@@ -330,6 +335,35 @@ def _load_word(base: ir.Value, offset: int) -> ir.Value:
     return word
 
 
+def clear_scales(scales: Ref, live_mask: jax.Array, page_tokens: int, latent_dim: int) -> None:
+    """Set all scales of tokens to 1 in shared memory where live_mask [TOKENS], in layout `PER_TOKEN`, is false.
+
+    Args:
+      scales: as in `add_scores`.
+    """
+    groups = latent_dim // LATENT_GROUP
+    if interpreted():
+        count = page_tokens * groups
+        kept = jnp.where(live_mask[:, None], scales[...][:, :count].reshape(TOKENS, groups), 1.0)
+        scales[:, pl.ds(0, count)] = kept.reshape(-1, count)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_TOKEN))
+    def write_ones(_: Any, scales: ir.Value, live_mask: Any) -> None:
+        warp, lane = warp_and_lane()
+        row = plus(times(warp, 16), shifted(lane, 2))
+        number, one = ir.F32Type.get(), mgpu.c(1.0, ir.F32Type.get())
+        own = _scales_of(scales, row, page_tokens, groups)
+        none: Any = mgpu.c(0, i32())
+        for i, register in enumerate(live_mask.registers.flat):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, vector.extract(register, [], [0]), none)):
+                for group in range(groups):
+                    place = mgpu.utils.getelementptr(own, [8 * i * groups + group], number)
+                    llvm.store(one, place, alignment=4)
+
+    write_ones(scales, jnp.where(live_mask, 1, 0))
+
+
 def _scales_of(scales: ir.Value, row: ir.Value, page_tokens: int, groups: int) -> ir.Value:
     """Pointer to the scales of a token; those of the eight next ones follow."""
     in_page, page = masked(row, page_tokens - 1), shifted(row, page_tokens.bit_length() - 1)
@@ -337,312 +371,22 @@ def _scales_of(scales: ir.Value, row: ir.Value, page_tokens: int, groups: int) -
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [place], ir.F32Type.get())
 
 
-# --- columns of scores: maxima, sums, factors
-
-
-def exceeds(x: jax.Array, limit: float) -> jax.Array:
-    """Whether any of x [TOKENS, N] exceeds a limit: int32, 1 or 0, for all threads of the warpgroup, which wait for
-    each other.
-    """
+def token_index() -> jax.Array:
+    """Index of each token of a tile, int32 [TOKENS] in layout `PER_TOKEN`, not kept in registers between tiles."""
     if interpreted():
-        plgpu.commit_smem()
-        return (x > limit).any().astype(jnp.int32)
+        return jnp.arange(TOKENS, dtype=jnp.int32)
 
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT))
-    def vote(_: Any, x: Any) -> Any:
-        numbers = [vector.extract(register, [], [i]) for register in x.registers.flat for i in range(2)]
-        while len(numbers) > 1:
-            rest = numbers[len(numbers) & -2 :]
-            numbers = [arith.maximumf(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=False)] + rest
-        bound: Any = mgpu.c(limit, ir.F32Type.get())
-        barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
-        any_: Any = llvm.inline_asm(i32(), [numbers[0], bound, barrier], VOTE, "=r,f,f,r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(any_, (), is_signed=True)
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((TOKENS,), jnp.int32, layout=PER_TOKEN))
+    def index(_: Any) -> Any:
+        warp, lane = warp_and_lane()
+        first, layout = plus(times(warp, 16), shifted(lane, 2)), PER_TOKEN.to_mgpu()
+        registers = np.empty(layout.registers_shape((TOKENS,)), dtype=object)
+        for i in range(2):
+            row = plus(first, mgpu.c(8 * i, i32()))
+            registers.reshape(-1)[i] = vector.broadcast(ir.VectorType.get((1,), i32()), row)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
-    return vote(x)
-
-
-VOTE = """
-{
-.reg .pred own, all;
-setp.gt.f32 own, $1, $2;
-barrier.cta.red.or.pred.aligned all, $3, 128, own;
-selp.b32 $0, 1, 0, all;
-}
-"""
-
-
-def largest_of_rows(x: jax.Array, scratch: Ref) -> jax.Array:
-    """Largest of each column of x [TOKENS, N]: float32 [N] in layout `PER_COLUMN`.
-
-    Args:
-      scratch: float32 [4 warps, N] of this warpgroup alone, whose threads wait for each other.
-    """
-    columns = x.shape[1]
-    if interpreted():
-        plgpu.commit_smem()
-        return x.max(axis=0)
-
-    @plgpu.inline_mgpu(
-        arg_types=(TILE, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN),
-    )
-    def reduce(_: Any, x: Any, scratch: ir.Value) -> Any:
-        registers = list(x.registers.flat)
-        registers = [arith.maximumf(a, b) for a, b in zip(registers[::2], registers[1::2], strict=True)]
-        numbers = [vector.extract(register, [], [i]) for register in registers for i in range(2)]
-        for distance in (4, 8, 16):
-            numbers = [arith.maximumf(x, _from_lane(x, distance)) for x in numbers]
-        return _over_warps(dict(enumerate(numbers)), 4, columns, scratch, arith.maximumf)
-
-    return reduce(x, scratch)
-
-
-def _from_lane(x: ir.Value, distance: int) -> ir.Value:
-    operands: list[Any] = [mgpu.c(number, i32()) for number in (0xFFFFFFFF, distance, 31)]
-    all_lanes, bits, clamp = operands
-    return nvvm.shfl_sync(all_lanes, x, bits, clamp, nvvm.ShflKind.bfly)
-
-
-def _over_warps(
-    numbers: Mapping[int | ir.Value, ir.Value], lanes: int, columns: int, scratch: ir.Value, combine: Callable[..., Any]
-) -> Any:
-    """Combine numbers of a thread's columns over warps: array [columns] in layout `PER_COLUMN`.
-
-    Args:
-      numbers: by index of a thread's columns, in pairs of neighbouring ones; of a pair the first one's index counts.
-      lanes: the first of each warp, which have them all.
-    """
-    warp, lane = _warp_and_lane()
-    number, pair = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
-    base, quarter = mgpu.utils.memref_ptr(scratch), times(masked(lane, 3), 2)
-    mgpu.utils.warpgroup_barrier()  # nobody reads what an earlier call wrote any more
-    own = mgpu.utils.getelementptr(base, [plus(times(warp, columns), quarter)], number)
-    with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, lane, mgpu.c(lanes, i32()))):
-        places = list(numbers)
-        for first, second in zip(places[::2], places[1::2], strict=True):
-            both = vector.from_elements(pair, [numbers[first], numbers[second]])
-            place = 4 * first if isinstance(first, int) else times(first, 4)
-            llvm.store(both, mgpu.utils.getelementptr(own, [place], number), alignment=8)
-    mgpu.utils.warpgroup_barrier()
-    first = mgpu.utils.getelementptr(base, [quarter], number)
-    results = []
-    for j in range(columns // 8):
-        of_warps = [
-            llvm.load(pair, mgpu.utils.getelementptr(first, [w * columns + 8 * j], number), alignment=8)
-            for w in range(4)
-        ]
-        results.append(combine(combine(of_warps[0], of_warps[1]), combine(of_warps[2], of_warps[3])))
-    return _per_column(results, columns)
-
-
-def halvings(columns: int) -> int:
-    """Number of times that threads halve the columns of which they keep sums, by trading with another lane."""
-    return 3 if columns % 64 == 0 else 2 if columns % 32 == 0 else 0
-
-
-def sums_type(columns: int) -> Any:
-    """Scratch type of sums of columns of either warpgroup: float32 [2, 128 threads · numbers]."""
-    return plgpu.SMEM((2, 32 * columns >> halvings(columns)), jnp.float32)
-
-
-def clear_sums(sums: Ref, columns: int) -> None:
-    """Set sums of columns to 0.
-
-    Args:
-      sums: of a warpgroup, one of `sums_type`. A thread's numbers are its own; `total_weights` adds them up.
-    """
-    if interpreted():
-        sums[...] = jnp.zeros(sums.shape, sums.dtype)
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def clear(_: Any, sums: ir.Value) -> None:
-        zeros = vector.broadcast(ir.VectorType.get((2,), ir.F32Type.get()), mgpu.c(0.0, ir.F32Type.get()))
-        for pointer in _own_sums(sums):
-            llvm.store(zeros, pointer, alignment=8)
-
-    clear(sums)
-
-
-def _own_sums(sums: ir.Value) -> list[ir.Value]:
-    """Pointers to a thread's pairs of sums."""
-    warp, lane = _warp_and_lane()
-    number = ir.F32Type.get()
-    thread = plus(times(warp, 32), lane)
-    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(sums), [times(thread, 2)], number)
-    (size,) = ir.MemRefType(sums.type).shape
-    return [mgpu.utils.getelementptr(own, [first], number) for first in range(0, size, 256)]
-
-
-def add_weights(sums: Ref, p: jax.Array, factor: jax.Array) -> None:
-    """Add p [TOKENS, N], times a factor [TOKENS], to sums of columns, as in `clear_sums`."""
-    columns = p.shape[1]
-    if interpreted():
-        of_columns = pl.ds(0, columns)
-        sums[of_columns] = sums[of_columns] + (p * over_tokens(factor, p.shape)).sum(axis=0)
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, PER_TOKEN))
-    def add(_: Any, sums: ir.Value, p: Any, factor: Any) -> None:
-        rows = [vector.extract(register, [], [0]) for register in factor.registers.flat]
-        numbers = []
-        for upper, lower in p.registers.reshape(-1, 2):
-            for i in range(2):
-                product = arith.mulf(vector.extract(upper, [], [i]), rows[0])
-                numbers.append(llvm.intr_fma(vector.extract(lower, [], [i]), rows[1], product))
-        for distance in (4, 8, 16)[: halvings(columns)]:
-            half, is_upper = len(numbers) // 2, _bit(distance)
-            low, high = numbers[:half], numbers[half:]
-            kept = [arith.select(is_upper, b, a) for a, b in zip(low, high, strict=True)]
-            given = [arith.select(is_upper, a, b) for a, b in zip(low, high, strict=True)]
-            numbers = [arith.addf(a, _from_lane(b, distance)) for a, b in zip(kept, given, strict=True)]
-        pair = ir.VectorType.get((2,), ir.F32Type.get())
-        for j, pointer in enumerate(_own_sums(sums)):
-            more = vector.from_elements(pair, numbers[2 * j : 2 * j + 2])
-            llvm.store(arith.addf(llvm.load(pair, pointer, alignment=8), more), pointer, alignment=8)
-
-    add(sums, p, factor)
-
-
-def total_weights(sums: Ref, columns: int, scratch: Ref) -> jax.Array:
-    """Add up what threads have of sums of columns: float32 [N] in layout `PER_COLUMN`.
-
-    Args:
-      scratch: as in `largest_of_rows`.
-    """
-    if interpreted():
-        plgpu.commit_smem()
-        return sums[pl.ds(0, columns)]
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN),
-    )
-    def add(_: Any, sums: ir.Value, scratch: ir.Value) -> Any:
-        pair, count = ir.VectorType.get((2,), ir.F32Type.get()), halvings(columns)
-        pairs = [llvm.load(pair, pointer, alignment=8) for pointer in _own_sums(sums)]
-        numbers = [vector.extract(both, [], [i]) for both in pairs for i in range(2)]
-        for distance in (4, 8, 16)[count:]:
-            numbers = [arith.addf(x, _from_lane(x, distance)) for x in numbers]
-        if not count:
-            return _over_warps(dict(enumerate(numbers)), 4, columns, scratch, arith.addf)
-        first = _first_column(columns)
-        by_place: dict[int | ir.Value, ir.Value] = {
-            plus(first, mgpu.c(i, i32())): number for i, number in enumerate(numbers)
-        }
-        return _over_warps(by_place, 4 << count, columns, scratch, arith.addf)
-
-    return add(sums, scratch)
-
-
-def _bit(distance: int) -> ir.Value:
-    """Whether a lane's index has the bit of a distance."""
-    _, lane = _warp_and_lane()
-    none: Any = mgpu.c(0, i32())
-    return arith.cmpi(arith.CmpIPredicate.ne, masked(lane, distance), none)
-
-
-def _first_column(columns: int) -> ir.Value:
-    """Index of the first of a thread's columns of which it keeps sums."""
-    _, lane = _warp_and_lane()
-    first, count = mgpu.c(0, i32()), columns // 4
-    for i in range(halvings(columns)):
-        count //= 2
-        first = plus(first, times(masked(shifted(lane, 2 + i), 1), count))
-    return first
-
-
-def rescale_columns(total: jax.Array, changed: Any, factors: Ref) -> jax.Array:
-    """Multiply the columns of total [K, N] with factors, float32 [N] in shared memory, unless `changed` is 0."""
-    columns = total.shape[1]
-    if interpreted():
-        plgpu.commit_smem()
-        return total * jnp.where(changed != 0, factors[...], 1.0)[None]
-
-    @plgpu.inline_mgpu(
-        arg_types=(TILE, SPLAT, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
-    )
-    def multiply(_: Any, total: Any, changed: Any, factors: ir.Value) -> Any:
-        total = total.to_layout(wgmma.ACCUMULATOR)
-        given = list(total.registers.flat)
-        count = len(given)
-        flag, place = (f"${2 * count + i}" for i in range(2))
-        text = f"{{ .reg .pred kept; .reg .f32 f<2>; setp.eq.s32 kept, {flag}, 0; @kept bra.uni done; "
-        for j in range(columns // 8):
-            text += f"ld.shared.v2.f32 {{f0, f1}}, [{place} + {32 * j}]; "
-            text += "".join(f"mul.f32 ${i}, ${i}, f{i % 2}; " for i in range(count) if i // 4 % (columns // 8) == j)
-        text += "done: }"
-        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r", "r"]
-        operands = [*given, changed.registers.item(), _own_factors(factors)]
-        scaled = wgmma.fragments(wgmma.floats(count, text, constraints, operands), total.shape)
-        return scaled.to_layout(fragmented_array.WGMMA_LAYOUT)
-
-    return multiply(total, changed, factors)
-
-
-def rescale_weights(sums: Ref, changed: Any, factors: Ref) -> None:
-    """Multiply sums of columns, of `clear_sums`, with factors, float32 [N] in shared memory, unless `changed` is 0."""
-    (columns,) = factors.shape
-    if interpreted():
-        factor = jnp.where(changed != 0, factors[...], 1.0)
-        plgpu.commit_smem()
-        sums[pl.ds(0, columns)] = sums[pl.ds(0, columns)] * factor
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, plgpu.RefType()))
-    def multiply(_: Any, sums: ir.Value, changed: Any, factors: ir.Value) -> None:
-        own_sums, place = _own_sums(sums), _own_factors(factors)
-        if halvings(columns):
-            place = plus(place, times(_first_column(columns), 16))
-        text = "{ .reg .pred kept; .reg .f32 f<4>; setp.eq.s32 kept, $0, 0; @kept bra.uni done; "
-        for j in range(len(own_sums)):
-            text += f"ld.shared.v2.f32 {{f0, f1}}, [$1 + {32 * j}]; ld.shared.v2.f32 {{f2, f3}}, [$2 + {1024 * j}]; "
-            text += f"mul.f32 f2, f2, f0; mul.f32 f3, f3, f1; st.shared.v2.f32 [$2 + {1024 * j}], {{f2, f3}}; "
-        text += "done: }"
-        operands = [changed.registers.item(), place, llvm.ptrtoint(i32(), own_sums[0])]
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,r,~{memory}", has_side_effects=True)
-
-    multiply(sums, changed, factors)
-
-
-def _own_factors(factors: ir.Value) -> ir.Value:
-    """Address of the factors of a thread's first columns."""
-    _, lane = _warp_and_lane()
-    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(factors), [times(masked(lane, 3), 8)], i8())
-    return llvm.ptrtoint(i32(), own)
-
-
-def _per_column(registers: Sequence[ir.Value], columns: int) -> Any:
-    """Array [columns] in layout `PER_COLUMN` of pairs of neighbouring columns."""
-    layout = PER_COLUMN.to_mgpu()
-    array = np.empty(layout.registers_shape((columns,)), dtype=object)
-    array.reshape(-1)[:] = registers
-    return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
-
-
-def publish(p: jax.Array, to: Ref, ratios: Sequence[jax.Array], ratios_to: Ref) -> None:
-    """Write float16 p [TOKENS, N] to shared memory [N, TOKENS], for tensor cores, and ratios [TOKENS] of each group,
-    for threads of any warpgroup. Nothing reads what was there any more.
-
-    Also makes what threads have stored before visible, as `plgpu.commit_smem`.
-    """
-    if interpreted():
-        to[...] = p.T
-        for i, ratio in enumerate(ratios):
-            ratios_to[i] = ratio
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu(arg_types=(TILE, operand_ref(), plgpu.RefType(), *[PER_TOKEN] * len(ratios)))
-    def write(_: Any, p: Any, to: ir.Value, ratios_to: ir.Value, *ratios: Any) -> None:
-        p.store_tiled(mgpu.memref_transpose(to, (1, 0, 3, 2)), swizzle=128)
-        for i, ratio in enumerate(ratios):
-            ratio.store_untiled(mgpu.utils.memref_slice(ratios_to, (i,)), optimized=False)
-        mgpu.commit_shared()
-
-    write(p, to, ratios_to, *ratios)
+    return index()
 
 
 # --- results
@@ -660,7 +404,7 @@ def store_heads(total: jax.Array, to: Ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
     def write(_: Any, total: Any, to: ir.Value) -> None:
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         strides, _ = ir.MemRefType(to.type).get_strides_and_offset()
         own = plus(times(masked(lane, 3), 2 * strides[0]), plus(times(warp, 16), times(shifted(lane, 2), 2)))
         number = ir.MemRefType(to.type).element_type
@@ -689,7 +433,7 @@ def store_fragments(total: jax.Array, to: Ref) -> None:
 
     @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
     def write(_: Any, total: Any, to: ir.Value) -> None:
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         number = ir.F32Type.get()
         group = shifted(lane, 2)  # of two channels
         fragment = plus(times(warp, 2), shifted(group, 2))

@@ -5,10 +5,15 @@ block, [L, 64] in float32, does not fit the registers of one warpgroup: each acc
 They score tiles of 64 latents in turn, and each needs the other's probabilities too:
 
     warpgroup 0                                  warpgroup 1
-    S0 = C0 Q^T                                  S1 = C1 Q^T
-    P0 = exp(S0 - m), publishes P0          ->   P1 = exp(S1 - m), publishes P1
-    O += left(C0)^T P0                           O += right(C0)^T P0
+    S2 = C2 Q^T                                  P1 = exp(S1 - m), publishes P1
     O += left(C1)^T P1                      <-   O += right(C1)^T P1
+    P2 = exp(S2 - m), publishes P2               S3 = C3 Q^T
+    O += left(C2)^T P2                      ->   O += right(C2)^T P2
+    S4 = C4 Q^T                                  P3 = exp(S3 - m), publishes P3
+
+So either one does the same, half a pair later: it scores its tile, adds the other's tile before it, publishes, and adds
+its own. A tile is held for little longer than that, of the time that two tiles take, and the rest is there to copy the
+tile that takes its place.
 
 What probabilities are relative to, m, goes from one to the other with them. It changes where a score exceeds it by
 much, so mostly not at all; then whoever changes it publishes the factor of the sums so far, too.
@@ -19,9 +24,9 @@ No wait can last. Below, "waits for x" means that x was asked for and does not i
 
 - free: both warpgroups, once at the start, and after each use of a tile. It has one phase more than there are tiles in
   a slot. Whoever fills tiles waits for one phase before each, and for the last one before it ends.
-- ready[0]: warpgroup 0 arrives after its scores, for which it waits for a tile to be filled, and for taken[0].
-  ready[1]: warpgroup 1 arrives after its scores, for which it waits for a tile, for ready[0] of the same pair and for
-  taken[1].
+- ready[i]: warpgroup i arrives after its scores, for which it waits for a tile to be filled, for ready of the tile
+  before, and for taken[i]. A tile is filled once that three before it is freed, which has to wait for nothing after the
+  scores of the tile after it.
 - taken[i]: the other warpgroup than that of ready[i], once at the start, and after each use of what was published.
   Warpgroup i waits for one phase before it publishes, and for the last one before it ends.
 - sums, q_converted: both warpgroups, as often as there are splits. q_free: both, once at the start, and after a split's
@@ -42,7 +47,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics, dequantise, tiles
 from pallas_attn.mosaic.basics import LOG2E
-from pallas_attn.mosaic.sm90 import raw_latents, wgmma
+from pallas_attn.mosaic.sm90 import raw_columns, raw_latents, wgmma
 from pallas_attn.mosaic.sm90.seesaw import INITIAL_MAX
 from pallas_attn.mosaic.sm90.wgmma import RESCALE_THRESHOLD_LOG2
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns, over_tokens
@@ -54,9 +59,6 @@ TOKENS = 64
 
 SLOTS = 3
 """Tiles in shared memory."""
-
-REGISTERS = 232, 40
-"""Registers of a thread that computes, and of one that fills tiles."""
 
 MAX, FACTORS, SUMS, SCRATCH = 0, 1, 3, 5
 """Rows of `RawMemory.stats`."""
@@ -81,7 +83,7 @@ class RawMemory(NamedTuple):
       ratios: float16 [2, groups, TOKENS], scales of either tile by their token's largest one.
       stats: float32 [13, rows]: what probabilities are relative to; factors of either tile; sums of either warpgroup;
         memory for maxima and sums, four rows for each.
-      weights: of `raw_latents.sums_type`, of either warpgroup's tiles.
+      weights: of `raw_columns.sums_type`, of either warpgroup's tiles.
       changed: int32 [2], whether either tile of a pair has factors.
       q_landed: a query is there.
       free: [SLOTS], a tile may be overwritten.
@@ -126,7 +128,7 @@ class RawMemory(NamedTuple):
             p=tiles.operand((2, rows, TOKENS), jnp.float16),
             ratios=plgpu.SMEM((2, latent_dim // LATENT_GROUP, TOKENS), jnp.float16),
             stats=plgpu.SMEM((13, rows), jnp.float32),
-            weights=raw_latents.sums_type(rows),
+            weights=raw_columns.sums_type(rows),
             changed=plgpu.SMEM((2,), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
             free=plgpu.Barrier(num_barriers=SLOTS, num_arrivals=2),
@@ -177,8 +179,12 @@ class RawTurns[Split]:
 
     # What a kernel defines
 
-    def await_tile(self, slot: Any, use: Any) -> None:
-        """Wait until a tile is there."""
+    def await_tile(self, slot: Any, use: Any, *, keys: bool) -> None:
+        """Wait until a tile is there.
+
+        Args:
+          keys: whether tensor cores read its rotated keys after that; else threads alone read its latents.
+        """
         raise NotImplementedError
 
     def release(self, slot: Any) -> None:
@@ -223,35 +229,40 @@ class RawTurns[Split]:
             mem.stats[MAX] = tiles.filled(INITIAL_MAX, (rows,), PER_COLUMN)
             plgpu.commit_smem()
         acc = tiles.filled(0.0, (self.static.widths[self.half], rows), BY_64.tile)
-        raw_latents.clear_sums(mem.weights.at[self.half], rows)
-        return lax.fori_loop(first, first + count, lambda pair, acc: self.attend_pair(split, pair, acc), acc)
+        raw_columns.clear_sums(mem.weights.at[self.half], rows)
+        acc = lax.fori_loop(first, first + count, lambda pair, acc: self.attend_pair(split, first, pair, acc), acc)
+        return acc if self.half else self.add_others(first + count - 1, acc)
 
-    def attend_pair(self, split: Split, pair: Any, acc: Any) -> Any:
-        """Attend to a pair of tiles."""
-        mem, half = self.memory, self.half
-        slots = [slot_of(pair, tile) for tile in range(2)]
-        self.await_tile(*slots[half])
-        s = self.scores(slots[half][0])
-        if half:
-            self.await_other()
-        self.publish(split, pair, slots[half][0], s)
-        plgpu.barrier_arrive(mem.ready.at[half])
-        for tile, (slot, use) in enumerate(slots):
-            if tile != half:
-                self.await_tile(slot, use)
-                if tile:
-                    self.await_other()
-            acc = self.add(slot, tile, acc)
-            self.release(slot)
-            if tile != half:
-                plgpu.barrier_arrive(mem.taken.at[tile])
+    def attend_pair(self, split: Split, first: Any, pair: Any, acc: Any) -> Any:
+        """Attend to this warpgroup's tile of a pair, and to the other one's before it."""
+        slot, use = slot_of(pair, self.half)
+        self.await_tile(slot, use, keys=True)
+        s = self.scores(slot)
+        if self.half:
+            acc = self.add_others(pair, acc)
+        else:
+            acc = lax.cond(pair > first, lambda acc: self.add_others(pair - 1, acc), lambda acc: acc, acc)
+        self.publish(split, pair, slot, s)
+        acc = self.add(slot, self.half, acc)
+        self.release(slot)
+        return acc
+
+    def add_others(self, pair: Any, acc: Any) -> Any:
+        """Add the other warpgroup's tile of a pair, once its probabilities are there."""
+        tile = 1 - self.half
+        slot, use = slot_of(pair, tile)
+        self.await_tile(slot, use, keys=False)
+        self.await_other()
+        acc = self.add(slot, tile, acc)
+        self.release(slot)
+        plgpu.barrier_arrive(self.memory.taken.at[tile])
         return acc
 
     def await_other(self) -> None:
         """Wait until the other warpgroup's tile of a pair is published, and let weights be relative to the same."""
         mem, tile = self.memory, 1 - self.half
         plgpu.barrier_wait(mem.ready.at[tile])
-        raw_latents.rescale_weights(mem.weights.at[self.half], mem.changed[tile], mem.stats.at[FACTORS + tile])
+        raw_columns.rescale_weights(mem.weights.at[self.half], mem.changed[tile], mem.stats.at[FACTORS + tile])
 
     def scores(self, slot: Any) -> Any:
         """Products of the query with a tile, [TOKENS, rows], divided by the scales of the last group of columns."""
@@ -277,28 +288,29 @@ class RawTurns[Split]:
         x = x + over_tokens(jnp.log2(largest), shape)
         plgpu.barrier_wait(mem.taken.at[half])
         relative = x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape)
-        changed = raw_latents.exceeds(relative, RESCALE_THRESHOLD_LOG2)
+        changed = raw_columns.exceeds(relative, RESCALE_THRESHOLD_LOG2)
 
         @pl.when(changed == 1)
         def _raise_max() -> None:
             m = basics.load(mem.stats.at[MAX], PER_COLUMN)
-            highest = raw_latents.largest_of_rows(x, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)])
+            highest = raw_columns.largest_of_rows(x, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)])
             raised = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
             mem.stats[FACTORS + half] = jnp.exp2(m - raised)
             mem.stats[MAX] = raised
 
         mem.changed[half] = changed
-        raw_latents.rescale_weights(mem.weights.at[half], changed, mem.stats.at[FACTORS + half])
+        raw_columns.rescale_weights(mem.weights.at[half], changed, mem.stats.at[FACTORS + half])
         p = jnp.exp2(x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape))
         ratios = [(scale / largest).astype(jnp.float16) for scale in self.scales(slot + basics.unknown_zero())]
         zero = basics.unknown_zero()  # places are computed here, not kept
-        raw_latents.publish(p.astype(jnp.float16), mem.p.at[half + zero], ratios, mem.ratios.at[half + zero])
-        raw_latents.add_weights(mem.weights.at[half], p, 1 / largest)
+        raw_columns.publish(p.astype(jnp.float16), mem.p.at[half + zero], ratios, mem.ratios.at[half + zero])
+        plgpu.barrier_arrive(mem.ready.at[half])
+        raw_columns.add_weights(mem.weights.at[half], p, 1 / largest)
 
     def add(self, slot: Any, tile: int, acc: Any) -> Any:
         """Add a tile's latents times their probabilities."""
         mem, half = self.memory, self.half
-        acc = raw_latents.rescale_columns(acc, mem.changed[tile], mem.stats.at[FACTORS + tile])
+        acc = raw_columns.rescale_columns(acc, mem.changed[tile], mem.stats.at[FACTORS + tile])
         first, p = half * self.static.widths[0], mem.p.at[tile + basics.unknown_zero()]
         return raw_latents.add_values(acc, mem.k.at[slot], first, p, mem.ratios.at[tile])
 
@@ -308,7 +320,7 @@ class RawTurns[Split]:
         """Sums [rows] of the weights of all tiles, also the other warpgroup's. The next query may come."""
         mem, half = self.memory, self.half
         plgpu.barrier_arrive(mem.q_free)
-        own = raw_latents.total_weights(
+        own = raw_columns.total_weights(
             mem.weights.at[half], self.static.rows, mem.stats.at[pl.ds(SCRATCH + 4 * half, 4)]
         )
         mem.stats[SUMS + half] = own

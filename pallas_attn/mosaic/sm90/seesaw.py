@@ -48,6 +48,12 @@ TOKENS = 64
 PARTS = 3
 """Parts of a tile: the latent's columns that either warpgroup accumulates, and the rotated columns."""
 
+HALVES = ((0, 0), (0, 1), (1, 1), (1, 0))
+"""Tile of a pair and half of its columns, in the order in which they fall free."""
+
+ROPE = 2
+"""Part of a tile that has the rotated keys."""
+
 Q_FREE, SUMS = 0, 1
 """Barriers for which both warpgroups arrive."""
 
@@ -56,6 +62,12 @@ PER_ROW = PER_TOKEN
 
 INITIAL_MAX = -1e30
 """Initial running maximum: finite, so that no difference is NaN, and smaller than any score."""
+
+
+def halves(latent_dim: int) -> tuple[int, int]:
+    """Columns of the latent that each warpgroup accumulates: multiples of 64."""
+    left = -(-latent_dim // 128) * 64
+    return left, latent_dim - left
 
 
 class LatentParts(NamedTuple):
@@ -73,11 +85,8 @@ class SeesawFacts(Protocol):
       row_bytes: of a swizzled row of a tile.
       sm_scale: multiplies the scores.
       widths: columns of the latent that each warpgroup accumulates.
-      quantised: whether latents have 8 bits, so that threads that convert them leave fewer registers to products.
     """
 
-    @property
-    def quantised(self) -> bool: ...
     @property
     def row_bytes(self) -> int: ...
     @property
@@ -274,13 +283,12 @@ class SeesawTurns[Split]:
             self.await_part(pair, slot, part)
             chunks = [pl.ds(i, columns) for i in range(0, q[part].shape[2], columns)]
             pieces = [(q[part].at[zero, :, chunk], k[part].at[slot, :, chunk]) for chunk in chunks]
-            s = wgmma.start_scores(pieces, s, self.static.row_bytes, apart=self.static.quantised)
+            s = wgmma.start_scores(pieces, s, self.static.row_bytes)
         return s
 
     def start_values(self, p: Any, slot: Any, acc: Any) -> Any:
         """Start the product of probabilities with this warpgroup's half of a tile."""
-        v = self.mem.k[self.half].at[slot]
-        return wgmma.start_values(p, v, acc, self.static.row_bytes, apart=self.static.quantised)
+        return wgmma.start_values(p, self.mem.k[self.half].at[slot], acc, self.static.row_bytes)
 
     # Results
 

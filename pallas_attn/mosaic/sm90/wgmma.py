@@ -89,15 +89,10 @@ def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
     return added
 
 
-def start_scores(
-    parts: Sequence[tuple[Ref, Ref]], total: jax.Array | None, row_bytes: int, *, apart: bool = False
-) -> jax.Array:
+def start_scores(parts: Sequence[tuple[Ref, Ref]], total: jax.Array | None, row_bytes: int) -> jax.Array:
     """Start total + the sum of q @ kᵀ over parts, q [64, n] and k [N, n] in shared memory; a total of None is 0.
 
     The total may itself be in flight. Nothing may touch the result, in layout `UNPAIRED`, before `finish`.
-
-    Args:
-      apart: whether each instruction is a piece of assembly of its own: fewer registers, and longer to lower.
     """
     if interpreted():
         for q, k in parts:
@@ -115,21 +110,18 @@ def start_scores(
             nvvm.wgmma_fence_aligned()
         sums = list(total[0].registers.flat) if total else []
         for q, k in zip(refs[::2], refs[1::2], strict=True):
-            sums = add_scores(sums, q, k, row_bytes, apart=apart)
+            sums = add_scores(sums, q, k, row_bytes)
         commit()
         return fragments(sums, shape.shape)
 
     return begin(*itertools.chain(*parts), *more)
 
 
-def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int, *, apart: bool = False) -> jax.Array:
+def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -> jax.Array:
     """Start total + p @ v, for p [64, N] in registers or shared memory, v [N, columns] in shared memory, and a total in
     layout `UNPAIRED`.
 
     Nothing may touch the result, in the same layout, nor change p, before `finish`.
-
-    Args:
-      apart: see `start_scores`.
     """
     in_registers = isinstance(p, jax.Array)
     if interpreted():
@@ -148,7 +140,7 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int, *
         if not in_registers:
             (_, keys), _ = mma_utils.tiled_memref_shape(p)
             lefts = left_steps(p, keys, row_bytes)
-        sums = add_values(sums, lefts, v, row_bytes, apart=apart)
+        sums = add_values(sums, lefts, v, row_bytes)
         commit()
         return fragments(sums, total.shape)
 
@@ -404,12 +396,10 @@ def _weighted(
     return fragments(total, shape)
 
 
-def add_scores(
-    total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES, *, apart: bool = False
-) -> list[ir.Value]:
+def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
     """Start total + q @ kᵀ, or q @ kᵀ where the total has no registers; return the result's registers."""
     (_, depth), _ = mma_utils.tiled_memref_shape(q)
-    return RightOperand(k, row_bytes).add(total, left_steps(q, depth, row_bytes), apart=apart)
+    return RightOperand(k, row_bytes).add(total, left_steps(q, depth, row_bytes))
 
 
 class Descriptors(NamedTuple):
@@ -442,24 +432,18 @@ class RightOperand:
         self._first, offsets = _steps(*rights, depth, row_bytes)
         self._offsets = iter(offsets)
 
-    def add(
-        self, total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]], *, apart: bool = False
-    ) -> list[ir.Value]:
+    def add(self, total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
         """Start total + the product of left operands [M, DEPTH] and the next of this; return the result's registers.
 
         Args:
           total: overwritten if it has no registers.
           lefts: left operand of each instruction: its registers, or all descriptors.
-          apart: see `start_scores`.
         """
         count = len(lefts.offsets if isinstance(lefts, Descriptors) else lefts)
         rights: Any = Descriptors(self._first, list(itertools.islice(self._offsets, count)))
-        facts = {"columns": self._columns, "dtype": self._dtype, "transposed": False}
-        if apart:
-            return _one_by_one(total, lefts, rights, **facts)
         if not isinstance(lefts, Descriptors):  # LLVM makes each descriptor once for all products with it
             rights = list(rights.each())
-        return _products(total, lefts, rights, **facts)
+        return _products(total, lefts, rights, columns=self._columns, dtype=self._dtype, transposed=False)
 
 
 def add_values(
@@ -467,19 +451,15 @@ def add_values(
     lefts: Descriptors | Sequence[Sequence[ir.Value]],
     v: ir.Value,
     row_bytes: int = ROW_BYTES,
-    *,
-    apart: bool = False,
 ) -> list[ir.Value]:
     """Start total + p @ v; return the result's registers.
 
     Args:
       lefts: left operand of each instruction: registers from `words`, or the descriptors of `left_steps`.
-      apart: see `start_scores`.
     """
     (keys, values), dtype = mma_utils.tiled_memref_shape(v)
     right = _steps(*_right(v, values, row_bytes), keys, row_bytes)
-    products = _one_by_one if apart else _products
-    return products(total, lefts, right, columns=values, dtype=dtype, transposed=True)
+    return _products(total, lefts, right, columns=values, dtype=dtype, transposed=True)
 
 
 def words(p: Any) -> list[list[ir.Value]]:

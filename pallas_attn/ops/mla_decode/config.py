@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from pallas_attn import tuning
 from pallas_attn.mosaic.decode_config import MAX_STAGES, DecodeConfig
-from pallas_attn.mosaic.sm90.pieces import PieceSizes
 from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
 from pallas_attn.types import LATENT_8BIT
 
@@ -154,16 +153,3 @@ def seesaw_config(latent_dim: int, rope_dim: int, page_size: int) -> SeesawConfi
     key = {"latent_dim": latent_dim, "rope_dim": rope_dim, "page_size": page_size}
     heuristic = SeesawConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
     return tuning.lookup("mla_decode/mosaic", key, SeesawConfig, lambda: heuristic)
-
-
-@dataclasses.dataclass(frozen=True)
-class ConversionConfig(PieceSizes):
-    """Sizes of the conversion of latents in 8 bits, in the kernel for many query rows."""
-
-
-def conversion_config(latent_dim: int, page_size: int) -> ConversionConfig:
-    """Sizes of the conversion of latents in 8 bits."""
-    key = {"latent_dim": latent_dim, "page_size": page_size}
-    pieces = 1 if page_size == 16 else 2  # pages of a tile take registers, too
-    heuristic = ConversionConfig(pieces, 56 if latent_dim > 256 else 120)
-    return tuning.lookup("mla_decode/mosaic_conversion", key, ConversionConfig, lambda: heuristic)

@@ -6,6 +6,7 @@ from types import ModuleType
 
 from jaxtyping import Array, Float
 
+import pallas_attn.ops.mla_decode.mosaic_raw as mosaic_raw
 import pallas_attn.ops.mla_decode.mosaic_seesaw as mosaic_seesaw
 import pallas_attn.ops.mla_decode.mosaic_swap_ab as mosaic_swap_ab
 from pallas_attn.mosaic import refusals
@@ -31,4 +32,6 @@ def _kernel(call: MlaDecodeCall) -> ModuleType:
     quantised, is_masked = call.cache.is_quantised, call.draft_mask is not None
     most = config.max_columns(call.output_dtype, quantised=quantised, masked=is_masked)
     few = call.num_heads <= most if quantised else call.query_rows <= most
-    return mosaic_swap_ab if few else mosaic_seesaw
+    if few:
+        return mosaic_swap_ab
+    return mosaic_raw if quantised else mosaic_seesaw

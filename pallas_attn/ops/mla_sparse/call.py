@@ -36,7 +36,8 @@ class MlaSparseCall:
     def chosen(self) -> Bool[Array, "T K"]:
         """Which slots are inside the pool."""
         num_pages, page_size, _ = self.cache.pages.shape
-        return (self.slots >= 0) & (self.slots // page_size < num_pages)
+        end = min(num_pages * page_size, 2**31)
+        return self.slots.astype(jnp.uint32) < jnp.uint32(end)  # as negative numbers are not
 
     def bounded(self) -> MlaSparseCall:
         """The call itself: slots outside the pool are none."""

@@ -9,12 +9,6 @@ MERGE_PAIRS = 3
 """Cost of writing and merging partial states, in pairs of tiles."""
 
 
-FEW_PAIRS = 4
-"""Pairs of tiles of a program, at most, for which latents in 8 bits become bfloat16 first. Where they stay in 8 bits, a
-pair takes 5.5 us for 7.2 (H200), and a program longer to begin.
-"""
-
-
 def num_splits(items: int, pairs: int, programs: int) -> int:
     """Shares of a token's slots.
 
@@ -29,10 +23,3 @@ def num_splits(items: int, pairs: int, programs: int) -> int:
         return rounds * (START_PAIRS + -(-pairs // splits)) + (MERGE_PAIRS if splits > 1 else 0)
 
     return min(range(1, pairs + 1), key=cost)
-
-
-def stays_in_8_bits(items: int, pairs: int, programs: int) -> bool:
-    """Whether latents in 8 bits stay so until they are multiplied; arguments as of `num_splits`."""
-    splits = num_splits(items, pairs, programs)
-    rounds = -(-items * splits // programs)
-    return rounds * -(-pairs // splits) > FEW_PAIRS

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90.seesaw import ROWS, TOKENS, add_partial_rows, empty_rows, log_sum_exp, normalise
+from pallas_attn.mosaic.sm90.seesaw import ROWS, TOKENS, add_partial_rows, empty_rows, halves, log_sum_exp, normalise
 from pallas_attn.mosaic.split_states import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
 from pallas_attn.mosaic.tile_scheduler import merge_programs
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
@@ -35,7 +35,6 @@ class SparseFacts:
       latent_dim: L.
       top_k: K.
       heads: Hq, padded.
-      sharers: programs of a cluster, which share what they gather: 1 or 2.
       splits: shares of a token's slots.
       sm_scale: multiplies the scores.
     """
@@ -43,15 +42,13 @@ class SparseFacts:
     latent_dim: int
     top_k: int
     heads: int
-    sharers: int
     splits: int
     sm_scale: float
 
     @property
     def widths(self) -> tuple[int, int]:
         """Columns of the latent that each warpgroup accumulates."""
-        left = -(-self.latent_dim // 128) * 64
-        return left, self.latent_dim - left
+        return halves(self.latent_dim)
 
     @property
     def rows(self) -> int:
@@ -126,7 +123,7 @@ class SparseItem(NamedTuple):
     """A block of heads of a token, and a share of the token's slots.
 
     Attributes:
-      index: of the item, or of those of a cluster. Items of a token are neighbours: they read the same latents.
+      index: of the item. Items of a token are neighbours: they read the same latents.
       start, stop: first slot of the share, of all tokens', and one past the last.
       count: number of pairs of tiles, at least one.
       pair: number of pairs that the program took before.
@@ -146,17 +143,14 @@ class SparseItem(NamedTuple):
     def place(self, static: SparseFacts) -> tuple[Any, Any, Any]:
         """Token, block of its heads, and share of its slots."""
         index = lax.optimization_barrier(self.index)  # computed where it is needed, lest registers be kept for it
-        blocks = static.blocks // static.sharers
-        split, block = lax.div(index, blocks), lax.rem(index, blocks)
-        if static.sharers > 1:
-            block = block * static.sharers + lax.axis_index("cluster")
+        split, block = lax.div(index, static.blocks), lax.rem(index, static.blocks)
         return lax.div(split, static.splits), block, lax.rem(split, static.splits)
 
 
 def for_each_item(static: SparseFacts, x: SparseInputs, attend: Callable[[SparseItem], None]) -> None:
     """Call attend(item) for each item of this program."""
     program, programs = lax.axis_index("program"), lax.axis_size("program")
-    items = x.ends.shape[0] * static.blocks * static.splits // static.sharers
+    items = x.ends.shape[0] * static.blocks * static.splits
 
     def step(i: Any, pair: Any) -> Any:
         none = jnp.int32(0)

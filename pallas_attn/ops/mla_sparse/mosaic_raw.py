@@ -22,9 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import LOG2E
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import gather, raw_latents, sharing
+from pallas_attn.mosaic.sm90 import gather, raw_latents
+from pallas_attn.mosaic.sm90.copy_barriers import CopyBarriers, see_copies
 from pallas_attn.mosaic.sm90.raw_seesaw import (
-    REGISTERS,
     SLOTS,
     TOKENS,
     RawMemory,
@@ -33,7 +33,6 @@ from pallas_attn.mosaic.sm90.raw_seesaw import (
     slot_of,
 )
 from pallas_attn.mosaic.sm90.seesaw import ROWS, log_sum_exp
-from pallas_attn.mosaic.sm90.sharing import PartBarriers
 from pallas_attn.mosaic.split_states import num_fragments
 from pallas_attn.mosaic.tiles import BY_64, over_tokens
 from pallas_attn.ops.mla_sparse.mosaic_items import (
@@ -46,8 +45,8 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     results_of,
 )
 
-THREADS = 8
-"""Threads that copy a row together."""
+COMPUTE_REGISTERS, GATHER_REGISTERS = 232, 40
+"""Registers of a thread that computes, and of one that gathers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +58,9 @@ class RawSparseStatic(SparseFacts):
         """Tokens of a tile whose scales lie together."""
         return TOKENS
 
-    def landed(self, mem: RawSparseScratch) -> PartBarriers:
+    def landed(self, mem: RawSparseScratch) -> CopyBarriers:
         """Barriers of the tiles."""
-        return PartBarriers(mem.landed, shared=False, copied=True)
+        return CopyBarriers(mem.landed)
 
 
 class RawSparseScratch(NamedTuple):
@@ -86,7 +85,7 @@ class RawSparseScratch(NamedTuple):
             seesaw=RawMemory.types(static.rows, static.widths, TOKENS, dtype),
             is_none=plgpu.SMEM((SLOTS, TOKENS), jnp.int32),
             all_given=plgpu.SMEM((SLOTS, 4), jnp.int32),
-            landed=PartBarriers.types(SLOTS, shared=False, copied=True),
+            landed=CopyBarriers.types(SLOTS),
         )
 
 
@@ -113,11 +112,11 @@ def _kernel(static: RawSparseStatic, kind: Callable[..., Any], x: SparseInputs, 
     static.landed(mem).begin()
 
     def compute(half: int) -> None:
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         RawSparseConsumer(static, mem.seesaw, half, mem).run(x, results)
 
     def fetch() -> None:
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(GATHER_REGISTERS, action="decrease")
         RawSparseProducer(static, x, mem).run()
 
     branches = [functools.partial(compute, 0), functools.partial(compute, 1), fetch]
@@ -169,7 +168,7 @@ class RawSparseProducer:
         for none.
         """
         first = item.start + lax.optimization_barrier(i) * PAIR_TOKENS + tile * TOKENS  # not kept for each tile
-        place = first + gather.tile_row(THREADS)
+        place = first + gather.tile_row()
         slot = RowLayout(1, 1).take(self.x.slots, jnp.minimum(place, self.x.slots.shape[0] - 1))
         return jnp.where((place < item.stop) & basics.in_pool(slot, self.x.latents.shape[0]), slot, -1)
 
@@ -178,11 +177,11 @@ class RawSparseProducer:
         x, mem, tiles = self.x, self.mem, self.mem.seesaw
         slot, _ = slot_of(pair, tile)
         plgpu.barrier_wait(tiles.free.at[slot])
-        gather.store_none(THREADS, rows, mem.is_none.at[slot], mem.all_given.at[slot])
-        gather.copy_rows(THREADS, x.latents, rows, 0, tiles.k.at[slot])
-        gather.copy_rows(THREADS, x.rope, rows, 0, tiles.rope.at[slot])
-        gather.copy_scales(THREADS, x.scale, rows, tiles.scales.at[slot, 0])
-        self.static.landed(mem).arrive_copies(slot)
+        gather.store_none(rows, mem.is_none.at[slot], mem.all_given.at[slot])
+        gather.copy_rows(x.latents, rows, 0, tiles.k.at[slot])
+        gather.copy_rows(x.rope, rows, 0, tiles.rope.at[slot])
+        gather.copy_scales(x.scale, rows, tiles.scales.at[slot, 0])
+        self.static.landed(mem).arrive(slot)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,9 +203,10 @@ class RawSparseConsumer(RawTurns[SparseItem]):
         for_each_item(self.static, x, attend)
         self.end()
 
-    def await_tile(self, slot: Any, use: Any) -> None:
+    def await_tile(self, slot: Any, use: Any, *, keys: bool) -> None:
         self.static.landed(self.mem).wait(slot, use)
-        sharing.see_copies()  # tensor cores read rotated keys where they are
+        if keys:
+            see_copies()
 
     def is_full(self, pair: Any, slot: Any) -> Any:
         given = self.mem.all_given.at[slot]

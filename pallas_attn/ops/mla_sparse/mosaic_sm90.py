@@ -3,11 +3,7 @@
 An item is a block of up to 64 heads of a token, and a share of the token's slots. Programs, one to a multiprocessor,
 take items in turn. Two warpgroups share the tiles of 64 latents and trade probabilities (`mosaic.sm90.seesaw`). The
 third one gathers: threads look up slots a pair of tiles ahead, and start asynchronous copies of rows to each half of a
-tile once it is free (`mosaic.sm90.gather`). Latents in 8 bits are copied to where bfloat16 numbers shall lie and, while
-the next half is on its way, become these in place, scales multiplied in, once for both products.
-
-Over 8 bits two blocks of heads of a token are a cluster: each of its programs copies and converts one half of every
-half of a tile, and stores it to both programs' tiles (`mosaic.sm90.sharing`).
+tile once it is free (`mosaic.sm90.gather`). Latents in 8 bits have a kernel of their own (`mosaic_raw`).
 
 A tile with tokens that are none has zeros in their place, and a mask for its scores. Tiles after the last slot of a
 token are left out. How many shares a token's slots have depends on shapes alone; each is an equal part of the tiles
@@ -15,13 +11,12 @@ that the token has. States of several are merged by a second kernel.
 
 No wait can last. Below, "waits for x" means that x was asked for and does not itself depend on the one that waits.
 
-- landed, rope_landed: copied or stored by the gathering warpgroup, of both programs of a cluster, after free. Only the
-  warpgroup that scores a tile waits for them, and for all of it; the other one reads values after ready, which comes
-  after that.
-- free: of both programs of a cluster. It has one phase more than there are stores: consumers arrive once at the start,
-  and after each use of a half. The gathering warpgroup waits for one phase before it copies a half, and for the last
-  one before it ends. It waits for left(C0), right(C0), right(C1), left(C1) of a pair in turn, which are freed before
-  anything of the next pair is waited for, and converts the last one before it waits for the next pair's first.
+- landed, rope_landed: copied by the gathering warpgroup, after free. Only the warpgroup that scores a tile waits for
+  them, and for all of it; the other one reads values after ready, which comes after that.
+- free: has one phase more than there are copies: consumers arrive once at the start, and after each use of a half. The
+  gathering warpgroup waits for one phase before it copies a half, and for the last one before it ends. It waits for
+  left(C0), right(C0), right(C1), left(C1) of a pair in turn, which are freed before anything of the next pair is waited
+  for.
 - ready, both: as in `mla_decode`'s kernel. The first item's query is copied at once, another one after the first pair
   of its item, for which halves are free once the pairs before are done, whatever becomes of their results.
 - The mask of a tile is stored after free of the half that the warpgroup which scores it frees, and read before that.
@@ -44,10 +39,12 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic import basics, refusals, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import gather, sharing
-from pallas_attn.mosaic.sm90.pieces import HALVES, ROPE
+from pallas_attn.mosaic.sm90 import gather
+from pallas_attn.mosaic.sm90.copy_barriers import CopyBarriers, see_copies
 from pallas_attn.mosaic.sm90.seesaw import (
+    HALVES,
     Q_FREE,
+    ROPE,
     ROWS,
     TOKENS,
     LatentParts,
@@ -56,7 +53,6 @@ from pallas_attn.mosaic.sm90.seesaw import (
     log_sum_exp,
     normalise,
 )
-from pallas_attn.mosaic.sm90.sharing import PartBarriers
 from pallas_attn.mosaic.split_states import num_fragments, store_fragments
 from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns
 from pallas_attn.ops.mla_sparse import config, mosaic_raw
@@ -71,7 +67,6 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     merge_splits,
     results_of,
 )
-from pallas_attn.types import LATENT_GROUP
 
 EIGHT_ROWS = 8
 """Rows of a block come in groups of so many, as they lie in shared memory."""
@@ -86,33 +81,22 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
     _refuse(call)
     (num_tokens, num_heads, latent_dim), top_k = call.q_latent.shape, call.slots.shape[1]
     blocks, pairs, quantised = -(-num_heads // ROWS), -(-top_k // PAIR_TOKENS), call.cache.is_quantised
-    programs = basics.multiprocessors()
-    raw = quantised and config.stays_in_8_bits(num_tokens * blocks, pairs, programs)
-    any_rows = raw or call.output_dtype == call.q_latent.dtype  # else outputs do not fit the query's memory
+    any_rows = quantised or call.output_dtype == call.q_latent.dtype  # else outputs do not fit the query's memory
     unit = EIGHT_ROWS if blocks == 1 and any_rows else ROWS
-    sharers = _sharers(blocks, latent_dim) if quantised and not raw else 1
     facts = SparseFacts(
         latent_dim=latent_dim,
         top_k=top_k,
         heads=-(-num_heads // unit) * unit,
-        sharers=sharers,
-        splits=config.num_splits(num_tokens * blocks // sharers, pairs, programs // sharers),
+        splits=config.num_splits(num_tokens * blocks, pairs, basics.multiprocessors()),
         sm_scale=call.sm_scale,
     )
     inputs = SparseInputs.of(call, facts.heads)
-    if raw:
+    if quantised:
         results = mosaic_raw.attend(inputs, mosaic_raw.RawSparseStatic(**vars(facts)), call.output_dtype)
     else:
-        results = _attend(inputs, SparseStatic(**vars(facts), quantised=quantised), call.output_dtype)
+        results = _attend(inputs, SparseStatic(**vars(facts)), call.output_dtype)
     out, lse = results if facts.splits == 1 else merge_splits(results, facts, num_tokens, call.output_dtype)
     return out[:, :num_heads], lse.reshape(num_tokens, -1)[:, :num_heads]
-
-
-def _sharers(blocks: int, latent_dim: int) -> int:
-    """Programs that share what they gather: those of two blocks, each a scale's columns of a half or less. In the
-    interpreter each gathers everything.
-    """
-    return 1 if blocks % 2 or latent_dim % 256 or basics.interpreted() else 2
 
 
 def _refuse(call: MlaSparseCall) -> None:
@@ -135,26 +119,21 @@ def _refuse(call: MlaSparseCall) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SparseStatic(SparseFacts):
-    """Compile-time facts of the kernel.
+    """Compile-time facts of the kernel."""
 
-    Attributes:
-      quantised: whether latents have 8 bits.
-    """
-
-    quantised: bool
     row_bytes: int = tiles.ROW_BYTES
 
     def slot(self, pair: Any, tile: int) -> Any:
         """Slot in shared memory of a tile of a pair."""
         return tile
 
-    def landed(self, mem: SparseScratch) -> PartBarriers:
+    def landed(self, mem: SparseScratch) -> CopyBarriers:
         """Barriers of the halves of tiles."""
-        return PartBarriers(mem.landed, shared=self.sharers > 1, copied=not self.quantised)
+        return CopyBarriers(mem.landed)
 
-    def rope_landed(self, mem: SparseScratch) -> PartBarriers:
+    def rope_landed(self, mem: SparseScratch) -> CopyBarriers:
         """Barriers of the rotated keys of tiles."""
-        return PartBarriers(mem.rope_landed, shared=False, copied=True)
+        return CopyBarriers(mem.rope_landed)
 
 
 class SparseScratch(NamedTuple):
@@ -200,9 +179,9 @@ class SparseScratch(NamedTuple):
             is_none=plgpu.SMEM((2, TOKENS), jnp.int32),
             all_given=plgpu.SMEM((2, 4), jnp.int32),
             q_landed=plgpu.Barrier(num_arrivals=3),
-            landed=PartBarriers.types(4, shared=static.sharers > 1, copied=not static.quantised),
-            rope_landed=PartBarriers.types(2, shared=False, copied=True),
-            free=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=4),
+            landed=CopyBarriers.types(4),
+            rope_landed=CopyBarriers.types(2),
+            free=plgpu.Barrier(num_barriers=4),
             ready=plgpu.Barrier(num_barriers=2),
             both=plgpu.Barrier(num_barriers=2, num_arrivals=2),
         )
@@ -218,10 +197,8 @@ def _attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLi
     return plgpu.kernel(
         functools.partial(_kernel, static, type(results)),
         out_type=results,
-        grid=(max(1, min(items * static.splits, basics.multiprocessors()) // static.sharers),),
+        grid=(max(1, min(items * static.splits, basics.multiprocessors())),),
         grid_names=("program",),
-        cluster=(static.sharers,),
-        cluster_names=("cluster",),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=SparseScratch.types(static, x.q_latent.dtype),
@@ -243,8 +220,7 @@ def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *re
 
     def fetch() -> None:
         plgpu.set_max_registers(GATHER_REGISTERS, action="decrease")
-        run = [SparseProducer(static, x, mem, sharer).run for sharer in range(static.sharers)]
-        lax.switch(lax.axis_index("cluster"), run) if static.sharers > 1 else run[0]()
+        SparseProducer(static, x, mem).run()
 
     branches = [functools.partial(compute, 0), functools.partial(compute, 1), fetch]
     lax.switch(lax.axis_index("warpgroup"), branches)
@@ -255,16 +231,11 @@ def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *re
 
 @dataclasses.dataclass(frozen=True)
 class SparseProducer:
-    """The warpgroup that gathers latents, and starts copies of queries.
-
-    Attributes:
-      sharer: which of the programs that share what they gather this is.
-    """
+    """The warpgroup that gathers latents, and starts copies of queries."""
 
     static: SparseStatic
     x: SparseInputs
     mem: SparseScratch
-    sharer: int
 
     def run(self) -> None:
         """Gather the latents of all items."""
@@ -300,17 +271,12 @@ class SparseProducer:
 
     # Rows
 
-    @property
-    def threads(self) -> int:
-        """Threads that share a row."""
-        return gather.threads_of_row(self.x.latents.dtype)
-
     def rows(self, item: SparseItem, i: Any, tile: int) -> jax.Array:
         """Rows of the pool that the tokens of a tile of the item's i-th pair are, in the order of `gather.tile_row`; -1
         for none.
         """
         first = item.start + lax.optimization_barrier(i) * PAIR_TOKENS + tile * TOKENS  # not kept for each tile
-        place = first + gather.tile_row(self.threads)
+        place = first + gather.tile_row()
         slot = RowLayout(1, 1).take(self.x.slots, jnp.minimum(place, self.x.slots.shape[0] - 1))
         return jnp.where((place < item.stop) & basics.in_pool(slot, self.x.latents.shape[0]), slot, -1)
 
@@ -318,62 +284,24 @@ class SparseProducer:
 
     def gather_pair(self, pair: Any, rows: tuple[jax.Array, ...]) -> None:
         """Gather a pair of tiles, half by half as these fall free."""
-        under_way: Callable[[int], None] | None = None
         for tile, half in HALVES:
-            convert = self.copy(pair, tile, half, rows[tile])
-            if under_way is not None:
-                under_way(1)
-            under_way = convert
-        if under_way is not None:
-            under_way(0)
+            self.copy(pair, tile, half, rows[tile])
 
-    def copy(self, pair: Any, tile: int, half: int, rows: jax.Array) -> Callable[[int], None] | None:
+    def copy(self, pair: Any, tile: int, half: int, rows: jax.Array) -> None:
         """Start copies of half of a tile once it is free; with the half whose last reader also reads the probabilities
         that lie over them, of the rotated keys.
-
-        Returns:
-          A function that converts what was copied, after all but so many halves are there; None if it is in 16 bits.
         """
         x, mem, static = self.x, self.mem, self.static
         slot = static.slot(pair, tile)
-        if static.sharers > 1:
-            slot += basics.unknown_zero()  # lest addresses of both programs' tiles be kept for the loop
         plgpu.barrier_wait(mem.free.at[2 * slot + half])
         if tile == half:
-            gather.store_none(self.threads, rows, mem.is_none.at[slot], mem.all_given.at[slot])
-        convert = None
-        if static.quantised:
-            convert = self.copy_quantised(slot, half, rows)
-        else:
-            gather.copy_rows(self.threads, x.latents, rows, half * static.widths[0], mem.k[half].at[slot])
-            static.landed(mem).arrive_copies(2 * slot + half)
+            gather.store_none(rows, mem.is_none.at[slot], mem.all_given.at[slot])
+        gather.copy_rows(x.latents, rows, half * static.widths[0], mem.k[half].at[slot])
+        static.landed(mem).arrive(2 * slot + half)
         if tile != half:
             rope, column = (x.latents, static.latent_dim) if x.rope is None else (x.rope, 0)
-            gather.copy_rows(self.threads, rope, rows, column, mem.k[ROPE].at[slot])
-            static.rope_landed(mem).arrive_copies(slot)
-        return convert
-
-    def copy_quantised(self, slot: Any, half: int, rows: jax.Array) -> Callable[[int], None]:
-        """Start copies of this program's share of half of a tile."""
-        x, mem, static = self.x, self.mem, self.static
-        share = static.widths[half] // static.sharers
-        pieces = []
-        for begin in range(self.sharer * share, (self.sharer + 1) * share, gather.BLOCK):
-            column, to = half * static.widths[0] + begin, mem.k[half].at[slot, :, pl.ds(begin, gather.BLOCK)]
-            pieces.append((column // LATENT_GROUP, gather.copy_raw_rows(x.latents, rows, column, to), to))
-        gather.commit_copies()
-        scales = {group: gather.load_values(x.scale, rows, group) for group, *_ in pieces}
-
-        def convert(others: int) -> None:
-            gather.await_copies(others)
-            landed, index = static.landed(mem), 2 * slot + half
-            other = landed.at(index) if static.sharers > 1 else None
-            for group, values, to in pieces:
-                gather.convert_rows(values, to, scales[group], other)
-            plgpu.commit_smem()
-            landed.arrive(index, TOKENS * static.widths[half])  # half of its columns, of 16 bits, come from the other
-
-        return convert
+            gather.copy_rows(rope, rows, column, mem.k[ROPE].at[slot])
+            static.rope_landed(mem).arrive(slot)
 
 
 # --- the two warpgroups that compute
@@ -406,8 +334,7 @@ class SparseConsumer(SeesawTurns[SparseItem]):
             static.rope_landed(mem).wait(slot, pair)
         else:
             static.landed(mem).wait(2 * slot + part, pair)
-        if part == ROPE or not static.quantised:
-            sharing.see_copies()
+        see_copies()
 
     def release(self, slot: Any) -> None:
         plgpu.barrier_arrive(self.mem.free.at[2 * slot + self.half])
