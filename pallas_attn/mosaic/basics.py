@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import memref
 
 from pallas_attn import device
-from pallas_attn.mosaic import faster_lowering
+from pallas_attn.mosaic import faster_lowering, mended_lowering
 from pallas_attn.mosaic.assembler import require_sound_assembler
 
 LOG2E = math.log2(math.e)
@@ -24,13 +24,17 @@ LOG2E = math.log2(math.e)
 Ref = Any
 """A reference to global or shared memory."""
 
-LANE_SEMANTICS = plgpu.LoweringSemantics.Lane
-"""Lowering semantics of kernels whose values all get their layout where they are made, and whose refs have all their
-transforms: what is traced becomes the code of a thread at once. Otherwise jax first infers layouts and transforms and
-lowers its dialect, which takes about as long again; the machine code comes out the same but for its order.
 
-Kernels that have it copy no fewer than 128 bytes at a time, and store single numbers by `store_scalar`.
-"""
+def lane_semantics() -> plgpu.LoweringSemantics:
+    """Lowering semantics of kernels whose values all get their layout where they are made, and whose refs have all
+    their transforms: what is traced becomes the code of a thread at once. Otherwise jax first infers layouts and
+    transforms and lowers its dialect, which takes about as long again; the machine code comes out the same but for its
+    order.
+
+    Kernels that have it copy no fewer than 128 bytes at a time, and store single numbers by `store_scalar`.
+    """
+    mended_lowering.apply()
+    return plgpu.LoweringSemantics.Lane
 
 
 def interpreted() -> bool:
@@ -72,7 +76,7 @@ def load(ref: Ref, layout: Any) -> jax.Array:
 
 
 def store_scalar(ref: Ref, value: Any) -> None:
-    """Store one number to shared memory, by every thread. Pallas, for a kernel with `LANE_SEMANTICS`, would have all
+    """Store one number to shared memory, by every thread. Pallas, for a kernel with `lane_semantics`, would have all
     threads of a warpgroup wait for each other before and after.
     """
     if interpreted():

@@ -20,7 +20,8 @@ from typing import IO
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tests.aot import device
+from pallas_attn.mosaic import faster_lowering
+from tests.aot import device, signs
 from tests.aot.case import Case, Cases
 from tests.aot.cases import ALL
 from tests.aot.report import Report, parse_kernels, parse_shared_memory, parse_tmem_columns
@@ -108,6 +109,8 @@ def joins(module: str, output: tuple[int, ...]) -> tuple[str, ...]:
 
 def main(requests: IO[str], card_name: str) -> None:
     gc.set_threshold(50_000, 20, 20)  # as in the tests' own process: most of what is made stays
+    faster_lowering.apply()
+    signs.check()
     answers = os.fdopen(os.dup(1), "w")
     printed, card, cases = Printed(), device.described(card_name), Cases(SAMPLES | ALL)
     for line in requests:

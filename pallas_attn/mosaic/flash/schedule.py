@@ -237,7 +237,7 @@ def _listed(blocking: Blocking, splits: KvSplits, l2_head_group: int, lengths: S
         scratch_types=(scratch,),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=basics.LANE_SEMANTICS),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=basics.lane_semantics()),
         kernel_name="list_blocks",
     )(basics.materialize(lengths))
     return listed._replace(blocks=listed.blocks.reshape(most, -1))

@@ -338,7 +338,7 @@ def _attend(x: RowInputs, static: SeesawStatic, out_dtype: jax.typing.DTypeLike)
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=SeesawScratch.types(static, x.q_latent.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANE_SEMANTICS),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.lane_semantics()),
         kernel_name="mla_decode_rows",
     )(basics.materialize(x))
 

@@ -225,7 +225,7 @@ def _attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLi
         num_threads=3,
         thread_name="warpgroup",
         scratch_types=SparseScratch.types(static, x.q_latent.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.LANE_SEMANTICS),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.lane_semantics()),
         kernel_name="mla_sparse_rows",
     )(basics.materialize(x))
 

@@ -160,7 +160,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
         scratch_types=(PlanScratch(sums, sums, keys, Lanes.types(static.warpgroups)),),
         num_threads=static.warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=basics.LANE_SEMANTICS),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=basics.lane_semantics()),
         kernel_name="plan_decode",
     )(basics.materialize(inputs))
     return DecodePlan(
