@@ -57,9 +57,9 @@ activations share less memory then, which is little without prompts; and collect
 
 
 MESH_OPTIONS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1"}
-"""More options for steps on a mesh. Between two collectives of a layer with experts there is little but a condition, for
-which XLA makes no graph by itself: the host would read it in every layer and start what follows. Prefill of two and four
-data ranks is 1.17 and 1.19 times as fast (DeepSeek-V2-Lite, H100; benchmarks/log/107)."""
+"""More options for steps on a mesh. Between two collectives of a layer with experts there is little but a condition,
+for which XLA makes no graph by itself: the host would read it in every layer and start what follows. Prefill of two
+and four data ranks is 1.17 and 1.19 times as fast (DeepSeek-V2-Lite, H100; benchmarks/log/107)."""
 
 
 def gpu_options(bucket: Bucket | None = None, *, on_mesh: bool = False) -> dict[str, str | bool]:
