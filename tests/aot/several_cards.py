@@ -29,7 +29,7 @@ from models.engine.config import Bucket
 from models.engine.group_sizes import group_sizes
 from models.engine.packed_step import PackedStep
 from models.engine.plain_step import run_step
-from models.engine.runner import GPU_OPTIONS
+from models.engine.runner import gpu_options
 from pallas_attn import (
     PagedKV,
     PagedLatent,
@@ -121,7 +121,7 @@ def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -
 
     split = over_mesh(step, cards, arguments, (WHOLE, WHOLE, caches, WHOLE))
     lowered = jax.jit(split, donate_argnums=(1, 2)).lower(*jax.tree.map(shape, own, arguments))
-    return dict(Counter(collectives(str(lowered.compile(GPU_OPTIONS).as_text()))))
+    return dict(Counter(collectives(str(lowered.compile(gpu_options(on_mesh=True)).as_text()))))
 
 
 STEPS: dict[str, tuple[Any, ...]] = {

@@ -5,8 +5,9 @@ by their LSE:
 
 - expanded: the prefix is gathered, expanded and attended in pieces of a fixed number of tokens, so that memory does not
   grow with the cached length;
-- absorbed: queries take up W_UK and attend to the latents in their pages, and W_UV is applied to the output. Nothing is
-  expanded, but a query and a key cost 2·L + R products instead of nope + R + v.
+- absorbed: queries take up W_UK and attend to the latents in their pages, and W_UV is applied to the output, for blocks
+  of tokens from the first that has a prefix to the last. Nothing is expanded, but a query and a key cost 2·L + R
+  products instead of nope + R + v.
 
 With a window, the tokens that it may show are expanded at once. There are no kernels of its own: `gather_latent`,
 `ragged_attention` and `mla_decode` do the work.
@@ -16,13 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_attn import checks, device, dispatch, sharded_calls, tuning
 from pallas_attn.ops.gather_latent import gather_latent
@@ -76,9 +76,9 @@ def mla_prefill(
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       absorbed: whether chunks attend to their prefix absorbed or expanded; None for what is expected to be faster,
         which is absorbed where Mosaic's `mla_decode` takes the call and sequences have up to n new tokens (300 with
-        128 heads of DeepSeek-V3's widths, 512 with 16, see `AbsorptionConfig`). Known while tracing is T: up to the
-        smaller of n and 128 all is absorbed, beyond n·min(S, 8) all expanded, and in between the device decides by the
-        mean of the sequences' new tokens, each counting as much as it has cached. With a window only False.
+        128 heads of DeepSeek-V3's widths, 512 with 16, see `AbsorptionConfig`). If T is at most n and 128, all is;
+        else the device decides by the mean of the sequences' new tokens, each counting as much as it has cached. With
+        a window only False.
       piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
         measured or is expected to be fastest, see `PieceConfig`. With a window there are no pieces.
       return_lse: also return the LSE.
@@ -167,26 +167,49 @@ def mla_prefill(
         state = varying_like(state, (state, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens))
         pieces = _PrefixPieces(cache, dtype, block_tables, num_cached, piece_tokens)
 
-        def with_pieces(state: PrefillState) -> PrefillState:
+        def with_pieces(state: PrefillState, is_wanted: Bool[Array, ""] | bool = True) -> PrefillState:
+            count = jnp.where(is_wanted, pieces.count, 0)
+
             def absorb(carry):
                 i, state = carry
                 latent, cu_kv_lens = pieces.load(i, implementation)
                 return i + 1, _merge(state, attend(latent, cu_kv_lens, False))
 
             start = jnp.zeros((), jnp.int32), state
-            return lax.while_loop(lambda carry: carry[0] < pieces.count, absorb, start)[1]
+            return lax.while_loop(lambda carry: carry[0] < count, absorb, start)[1]
+
+        options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
 
         def with_latents(state: PrefillState) -> PrefillState:
             prefix = _AbsorbedPrefix(cache, block_tables, cu_q_lens, num_cached)
-            options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
             return _merge(state, prefix.attend(q_nope, q_rope, w_uk, w_uv, **options))
 
-        forms = with_pieces, with_latents, lambda state: state
+        def with_latents_in_blocks(state: PrefillState, is_wanted: Bool[Array, ""] | bool = True) -> PrefillState:
+            has_prefix = is_wanted & (num_cached > 0) & (jnp.diff(cu_q_lens) > 0)
+            size, end = _block_tokens(*q.shape[:2]), jnp.max(jnp.where(has_prefix, cu_q_lens[1:], 0))
+
+            def absorb(carry):
+                first, state = carry
+                block = _TokenBlock(cu_q_lens, first, size, q.shape[0])
+                prefix = _AbsorbedPrefix(cache, block_tables, block.cu_q_lens, num_cached)
+                found = prefix.attend(block.take(q_nope), block.take(q_rope), w_uk, w_uv, **options)
+                return first + size, block.put(state, _merge(block.take(state), found))
+
+            start = jnp.min(jnp.where(has_prefix, cu_q_lens[:-1], q.shape[0])), state
+            return lax.while_loop(lambda carry: carry[0] < end, absorb, start)[1]
+
         if absorbed is None:
             most = _most_absorbed(q_nope, q_rope, cache, w_uk, w_uv, block_tables, soft_cap, implementation)
-            state = _by_rule(most, cu_q_lens, num_cached, q.shape[0], forms, state)
+            if q.shape[0] <= min(most, ABSORBED_TOKENS):
+                state = with_latents(state)
+            elif most:
+                # Two loops, of which one ends at once. A condition would copy the state.
+                is_short = _is_short(most, cu_q_lens, num_cached)
+                state = with_pieces(with_latents_in_blocks(state, is_short), ~is_short)
+            else:
+                state = with_pieces(state)
         else:
-            state = forms[absorbed](state)
+            state = with_latents_in_blocks(state) if absorbed else with_pieces(state)
     out = state[0].astype(q.dtype)
     return (out, state[1]) if return_lse else out
 
@@ -290,30 +313,10 @@ def _most_absorbed(
     return tuning.lookup("mla_prefill/absorbed", key, AbsorptionConfig, lambda: heuristic).max_new_tokens
 
 
-def _by_rule(
-    most: int,
-    cu_q_lens: Int32[Array, "S_plus_1"],
-    num_cached: Int32[Array, "S"],
-    num_tokens: int,
-    forms: tuple[Form, Form, Form],
-    state: PrefillState,
-) -> PrefillState:
-    """Attention over the prefix, added to that over the chunk, in the form that is expected to be faster.
-
-    Args:
-      most: new tokens of a sequence up to which absorbed is; 0 for never.
-      num_tokens: T, of which more may be padding than the sequences' new tokens are.
-      forms: expanded, absorbed, and where nothing is cached.
-    """
-    expanded, absorbed, _ = forms
-    if num_tokens <= min(most, ABSORBED_TOKENS):
-        return absorbed(state)
-    if num_tokens > most * min(num_cached.shape[0], CHOSEN_SEQUENCES):
-        return expanded(state)
+def _is_short(most: int, cu_q_lens: Int32[Array, "S_plus_1"], num_cached: Int32[Array, "S"]) -> Bool[Array, ""]:
+    """Whether sequences have at most so many new tokens in the mean, each counted as often as it has cached tokens."""
     cached, new = num_cached.astype(jnp.float32), jnp.diff(cu_q_lens).astype(jnp.float32)
-    total = jnp.sum(cached)
-    is_short = jnp.sum(cached * new) <= most * total
-    return lax.switch(jnp.where(total > 0, is_short.astype(jnp.int32), 2), forms, state)
+    return jnp.sum(cached * new) <= most * jnp.sum(cached)
 
 
 ABSORBED_TOKENS = 128
@@ -321,13 +324,41 @@ ABSORBED_TOKENS = 128
 without a prefix could attend to none; and a step that decides nothing is one CUDA graph.
 """
 
-CHOSEN_SEQUENCES = 8
-"""A call decides on the device for no more packed tokens than this many sequences attend absorbed: queries and outputs
-in latent space take memory.
-"""
-
 FILLED_ROWS = 128
 """Query rows (heads of each query) that share what kernels read of a prefix."""
+
+BLOCK_ROWS = 8192
+"""Query rows that attend absorbed at a time, in blocks of at least 128 tokens."""
+
+
+def _block_tokens(tokens: int, heads: int) -> int:
+    """Packed tokens that attend absorbed at a time.
+
+    They take memory for queries and outputs in latent space, and time whether they have a prefix or not: where prompts
+    are cut into chunks, one of a step's is the rest of a prompt, and all others are whole.
+    """
+    return min(tokens, max(ABSORBED_TOKENS, BLOCK_ROWS // heads))
+
+
+class _TokenBlock:
+    """Packed tokens that follow each other.
+
+    Attributes:
+      cu_q_lens: int32 [S+1], prefix sums of the sequences' tokens in it.
+    """
+
+    def __init__(self, cu_q_lens: Int32[Array, "S_plus_1"], first: Int32[Array, ""], size: int, num_tokens: int):
+        """Take `size` of `num_tokens` tokens from `first` on; if there are fewer, tokens before it, of no sequence."""
+        self._start, self._size = jnp.minimum(first, num_tokens - size), size
+        self.cu_q_lens = jnp.clip(cu_q_lens - self._start, first - self._start, size)
+
+    def take(self, x: Any) -> Any:
+        """Its tokens of arrays [T, ...]."""
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self._start, self._size), x)
+
+    def put(self, x: Any, own: Any) -> Any:
+        """Arrays with its tokens replaced."""
+        return jax.tree.map(lambda x, own: lax.dynamic_update_slice_in_dim(x, own, self._start, 0), x, own)
 
 
 class _AbsorbedPrefix:
@@ -382,9 +413,6 @@ class _AbsorbedPrefix:
 
 type PrefillState = tuple[Float32[Array, "T Hq v"], Float32[Array, "T Hq"]]
 """Attention over some of the keys, and its LSE."""
-
-type Form = Callable[[PrefillState], PrefillState]
-"""Adds attention over the prefix to a state."""
 
 
 def _merge(one: PrefillState, other: PrefillState) -> PrefillState:
