@@ -200,11 +200,12 @@ def most_absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_to
 
 
-EXPANDED, ABSORBED, NEITHER = range(3)
+EXPANDED, ABSORBED, FEW_ABSORBED, NEITHER = range(4)
 DECIDED = {
     "as many as that": ((0, 13, 28, 8), (6, 6, 6, 6), ABSORBED),
     "more after most of what is cached": ((0, 13, 28, 8), (3, 2, 14, 5), EXPANDED),
     "more where nothing is cached": ((0, 13, 28, 8), (14, 5, 3, 2), ABSORBED),
+    "few after what is cached": ((0, 13, 0, 8), (8, 4, 10, 2), FEW_ABSORBED),
     "nothing cached": ((0, 0, 0, 0), (6, 6, 6, 6), NEITHER),
     "more than float32 counts": ((0, 2**30, 2**30, 0), (0, 4, 9, 0), EXPANDED),
 }
@@ -214,14 +215,16 @@ DECIDED = {
 def test_the_form_that_the_device_decides_for(cached: tuple[int, ...], new: tuple[int, ...], form: int) -> None:
     """Up to 6 new tokens of a sequence in the mean, each counted as often as it has cached tokens."""
     module = importlib.import_module("pallas_attn.ops.mla_prefill")
-    forms = tuple(lambda state, i=i: (state[0] + i, state[1]) for i in (EXPANDED, ABSORBED, NEITHER))
+    forms = tuple(lambda state, i=i: (state[0] + i, state[1]) for i in (EXPANDED, ABSORBED, FEW_ABSORBED, NEITHER))
     decide = jax.jit(lambda cu_q_lens, cached: module._by_rule(6, cu_q_lens, cached, 24, forms, empty))
     empty = jnp.zeros((24, 1, 1)), jnp.zeros((24, 1))
     found, _ = decide(np.cumsum((0, *new), dtype=np.int32), np.array(cached, np.int32))
     assert found[0, 0, 0] == form
 
 
-@pytest.mark.parametrize("cached", [(0, 13, 28, 8), (0, 28, 2, 1), (0, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize(
+    "cached", [(0, 13, 28, 8), (0, 28, 2, 1), (0, 0, 0, 0), (0, 0, 13, 0), (0, 0, 0, 28), (3, 0, 0, 0)], ids=str
+)
 @every_variant
 def test_decided_on_the_device(variant: Variant, most_absorbed: Callable[..., None], cached: tuple[int, ...]) -> None:
     most_absorbed(6)

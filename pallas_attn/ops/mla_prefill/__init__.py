@@ -33,6 +33,7 @@ from pallas_attn.portable.gradients import refuse_gradients
 from pallas_attn.portable.latents import as_read_back
 from pallas_attn.portable.merge import finite_or_zero
 from pallas_attn.portable.query_rows import QueryRows
+from pallas_attn.portable.segments import segment_of
 from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import Implementation, PagedLatent
 
@@ -78,7 +79,8 @@ def mla_prefill(
         which is absorbed where Mosaic's `mla_decode` takes the call and sequences have up to n new tokens (300 with
         128 heads of DeepSeek-V3's widths, 512 with 16, see `AbsorptionConfig`). Known while tracing is T: up to the
         smaller of n and 128 all is absorbed, beyond n·min(S, 8) all expanded, and in between the device decides by the
-        mean of the sequences' new tokens, each counting as much as it has cached. With a window only False.
+        mean of the sequences' new tokens, each counting as much as it has cached; of up to min(n, T / 4) tokens that
+        have a prefix, the others have no part in it. With a window only False.
       piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
         measured or is expected to be fastest, see `PieceConfig`. With a window there are no pieces.
       return_lse: also return the LSE.
@@ -176,12 +178,19 @@ def mla_prefill(
             start = jnp.zeros((), jnp.int32), state
             return lax.while_loop(lambda carry: carry[0] < pieces.count, absorb, start)[1]
 
+        options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
+
         def with_latents(state: PrefillState) -> PrefillState:
             prefix = _AbsorbedPrefix(cache, block_tables, cu_q_lens, num_cached)
-            options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
             return _merge(state, prefix.attend(q_nope, q_rope, w_uk, w_uv, **options))
 
-        forms = with_pieces, with_latents, lambda state: state
+        def with_latents_of_few(state: PrefillState) -> PrefillState:
+            few = _TokensOnPrefix(cu_q_lens, num_cached, q.shape[0], _few_tokens(most, q.shape[0]))
+            prefix = _AbsorbedPrefix(cache, block_tables, few.cu_q_lens, num_cached)
+            values, lse = prefix.attend(few.pack(q_nope), few.pack(q_rope), w_uk, w_uv, **options)
+            return _merge(state, (few.unpack(values, 0.0), few.unpack(lse, -jnp.inf)))
+
+        forms = with_pieces, with_latents, with_latents_of_few, lambda state: state
         if absorbed is None:
             most = _most_absorbed(q_nope, q_rope, cache, w_uk, w_uv, block_tables, soft_cap, implementation)
             state = _by_rule(most, cu_q_lens, num_cached, q.shape[0], forms, state)
@@ -295,7 +304,7 @@ def _by_rule(
     cu_q_lens: Int32[Array, "S_plus_1"],
     num_cached: Int32[Array, "S"],
     num_tokens: int,
-    forms: tuple[Form, Form, Form],
+    forms: tuple[Form, Form, Form, Form],
     state: PrefillState,
 ) -> PrefillState:
     """Attention over the prefix, added to that over the chunk, in the form that is expected to be faster.
@@ -303,9 +312,9 @@ def _by_rule(
     Args:
       most: new tokens of a sequence up to which absorbed is; 0 for never.
       num_tokens: T, of which more may be padding than the sequences' new tokens are.
-      forms: expanded, absorbed, and where nothing is cached.
+      forms: expanded, absorbed, absorbed for the few tokens that have a prefix, and where nothing is cached.
     """
-    expanded, absorbed, _ = forms
+    expanded, absorbed, *_ = forms
     if num_tokens <= min(most, ABSORBED_TOKENS):
         return absorbed(state)
     if num_tokens > most * min(num_cached.shape[0], CHOSEN_SEQUENCES):
@@ -313,7 +322,17 @@ def _by_rule(
     cached, new = num_cached.astype(jnp.float32), jnp.diff(cu_q_lens).astype(jnp.float32)
     total = jnp.sum(cached)
     is_short = jnp.sum(cached * new) <= most * total
-    return lax.switch(jnp.where(total > 0, is_short.astype(jnp.int32), 2), forms, state)
+    is_few = jnp.sum(jnp.where(cached > 0, new, 0)) <= _few_tokens(most, num_tokens)
+    return lax.switch(jnp.where(total > 0, jnp.where(is_short, 1 + is_few.astype(jnp.int32), 0), 3), forms, state)
+
+
+def _few_tokens(most: int, num_tokens: int) -> int:
+    """Tokens of sequences with a prefix, at most, that are picked out of all packed tokens to attend to it absorbed.
+
+    Where prompts are cut into chunks, one of a step's is often the rest of a prompt, and all others are whole. Absorbed
+    queries of all 4,096 tokens of a step took 0.7 ms a layer of DeepSeek-V2-Lite on an H200 (benchmarks/log/102).
+    """
+    return min(most, num_tokens // 4)
 
 
 ABSORBED_TOKENS = 128
@@ -378,6 +397,38 @@ class _AbsorbedPrefix:
         latent, lse = unpack(out[0], 0.0), unpack(out[1], -jnp.inf)
         values = jnp.einsum("thl,hvl->thv", latent, w_uv, precision=precision, preferred_element_type=jnp.float32)
         return values, lse
+
+
+class _TokensOnPrefix:
+    """The new tokens of sequences that have a prefix, packed by themselves: at most `capacity` of `num_tokens`.
+
+    Attributes:
+      cu_q_lens: int32 [S+1], prefix sums of their numbers.
+    """
+
+    def __init__(
+        self, cu_q_lens: Int32[Array, "S_plus_1"], num_cached: Int32[Array, "S"], num_tokens: int, capacity: int
+    ):
+        last = num_cached.shape[0] - 1
+        has_prefix = num_cached > 0
+        lens = jnp.where(has_prefix, jnp.diff(cu_q_lens), 0)
+        self.cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
+        behind = cu_q_lens[:-1] - self.cu_q_lens[:-1]  # tokens before each sequence that are left out
+        packed = jnp.arange(capacity, dtype=jnp.int32)
+        sequence = jnp.minimum(segment_of(self.cu_q_lens[1:], packed), last)
+        self._token = jnp.clip(packed + behind[sequence], 0, num_tokens - 1)
+        token = jnp.arange(num_tokens, dtype=jnp.int32)
+        sequence = segment_of(cu_q_lens[1:], token)
+        self._is_packed = (token >= cu_q_lens[0]) & (sequence <= last) & has_prefix[jnp.minimum(sequence, last)]
+        self._place = jnp.where(self._is_packed, token - behind[jnp.minimum(sequence, last)], 0)
+
+    def pack(self, x: Float[Array, "T *rest"]) -> Float[Array, "U *rest"]:
+        """Values of these tokens; anything behind the last."""
+        return x[self._token]
+
+    def unpack(self, x: Float[Array, "U *rest"], empty: float) -> Float[Array, "T *rest"]:
+        """Values in the order of all packed tokens, `empty` for the others."""
+        return jnp.where(self._is_packed.reshape(-1, *[1] * (x.ndim - 1)), x[self._place], jnp.asarray(empty, x.dtype))
 
 
 type PrefillState = tuple[Float32[Array, "T Hq v"], Float32[Array, "T Hq"]]
