@@ -176,12 +176,27 @@ def mla_prefill(
             start = jnp.zeros((), jnp.int32), state
             return lax.while_loop(lambda carry: carry[0] < pieces.count, absorb, start)[1]
 
+        options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
+
         def with_latents(state: PrefillState) -> PrefillState:
+            size, has_prefix = _window_tokens(*q.shape[:2]), (num_cached > 0) & (jnp.diff(cu_q_lens) > 0)
+            end = jnp.max(jnp.where(has_prefix, cu_q_lens[1:], 0))
+
+            def absorb(carry):
+                begin, state = carry
+                window = _Window(cu_q_lens, begin, size, q.shape[0])
+                prefix = _AbsorbedPrefix(cache, block_tables, window.cu_q_lens, num_cached)
+                found = prefix.attend(window.take(q_nope), window.take(q_rope), w_uk, w_uv, **options)
+                return begin + size, window.put(state, _merge(window.take(state), found))
+
+            start = jnp.min(jnp.where(has_prefix, cu_q_lens[:-1], q.shape[0])), state
+            return lax.while_loop(lambda carry: carry[0] < end, absorb, start)[1]
+
+        def with_latents_at_once(state: PrefillState) -> PrefillState:
             prefix = _AbsorbedPrefix(cache, block_tables, cu_q_lens, num_cached)
-            options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
             return _merge(state, prefix.attend(q_nope, q_rope, w_uk, w_uv, **options))
 
-        forms = with_pieces, with_latents, lambda state: state
+        forms = with_pieces, with_latents if q.shape[0] > _window_tokens(*q.shape[:2]) else with_latents_at_once
         if absorbed is None:
             most = _most_absorbed(q_nope, q_rope, cache, w_uk, w_uv, block_tables, soft_cap, implementation)
             state = _by_rule(most, cu_q_lens, num_cached, q.shape[0], forms, state)
@@ -295,7 +310,7 @@ def _by_rule(
     cu_q_lens: Int32[Array, "S_plus_1"],
     num_cached: Int32[Array, "S"],
     num_tokens: int,
-    forms: tuple[Form, Form, Form],
+    forms: tuple[Form, Form],
     state: PrefillState,
 ) -> PrefillState:
     """Attention over the prefix, added to that over the chunk, in the form that is expected to be faster.
@@ -303,17 +318,16 @@ def _by_rule(
     Args:
       most: new tokens of a sequence up to which absorbed is; 0 for never.
       num_tokens: T, of which more may be padding than the sequences' new tokens are.
-      forms: expanded, absorbed, and where nothing is cached.
+      forms: expanded, and absorbed.
     """
-    expanded, absorbed, _ = forms
+    expanded, absorbed = forms
     if num_tokens <= min(most, ABSORBED_TOKENS):
         return absorbed(state)
-    if num_tokens > most * min(num_cached.shape[0], CHOSEN_SEQUENCES):
+    if not most:
         return expanded(state)
     cached, new = num_cached.astype(jnp.float32), jnp.diff(cu_q_lens).astype(jnp.float32)
-    total = jnp.sum(cached)
-    is_short = jnp.sum(cached * new) <= most * total
-    return lax.switch(jnp.where(total > 0, is_short.astype(jnp.int32), 2), forms, state)
+    is_short = jnp.sum(cached * new) <= most * jnp.sum(cached)
+    return lax.cond(is_short, absorbed, expanded, state)
 
 
 ABSORBED_TOKENS = 128
@@ -321,13 +335,35 @@ ABSORBED_TOKENS = 128
 without a prefix could attend to none; and a step that decides nothing is one CUDA graph.
 """
 
-CHOSEN_SEQUENCES = 8
-"""A call decides on the device for no more packed tokens than this many sequences attend absorbed: queries and outputs
-in latent space take memory.
-"""
-
 FILLED_ROWS = 128
 """Query rows (heads of each query) that share what kernels read of a prefix."""
+
+
+def _window_tokens(tokens: int, heads: int) -> int:
+    """Packed tokens that attend absorbed at a time: their queries and outputs in latent space take memory, and of few
+    tokens that have a prefix most are others'."""
+    return min(tokens, max(128, 8192 // heads))
+
+
+class _Window:
+    """Some packed tokens that follow each other.
+
+    Attributes:
+      cu_q_lens: int32 [S+1], prefix sums of the sequences' tokens in it.
+    """
+
+    def __init__(self, cu_q_lens: Int32[Array, "S_plus_1"], begin: Int32[Array, ""], size: int, num_tokens: int):
+        """Take `size` of `num_tokens` from `begin` on; where there are fewer, those before it belong to no sequence."""
+        self._start, self._size = jnp.minimum(begin, num_tokens - size), size
+        self.cu_q_lens = jnp.clip(cu_q_lens - self._start, begin - self._start, size)
+
+    def take(self, x: Any) -> Any:
+        """Values of its tokens, of each array [T, ...]."""
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self._start, self._size), x)
+
+    def put(self, x: Any, part: Any) -> Any:
+        """Arrays with other values of its tokens."""
+        return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, self._start, 0), x, part)
 
 
 class _AbsorbedPrefix:
