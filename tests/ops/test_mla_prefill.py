@@ -180,6 +180,38 @@ def test_lengths_absorbed(variant: Variant, cached: tuple[int, ...], new: tuple[
     check(variant, replace(BASE, cached=cached, new=new, soft_cap=3.0), absorbed=True)
 
 
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the packed tokens that attend absorbed at a time."""
+
+    def set_to(tokens: int) -> None:
+        module = importlib.import_module("pallas_attn.ops.mla_prefill")
+        monkeypatch.setattr(module, "_window_tokens", lambda num_tokens, heads: min(num_tokens, tokens))
+
+    return set_to
+
+
+@pytest.mark.parametrize("heads", [3, 130])
+@pytest.mark.parametrize("tokens", [5, 16])
+@every_variant
+def test_absorbed_in_windows(variant: Variant, windows: Callable[[int], None], tokens: int, heads: int) -> None:
+    """Of which the last reaches back to tokens of the one before; and there may be none."""
+    windows(tokens)
+    for lengths in ("parts of pages", "one long prefix", "prefixes without new tokens", "nothing cached"):
+        cached, new = LENGTHS[lengths]
+        check(variant, replace(BASE, heads=heads, cached=cached, new=new), absorbed=True)
+    check(variant, replace(BASE, heads=heads, cached=(0, 9, 0, 0), new=(14, 3, 4, 3)), absorbed=True)
+
+
+def test_the_last_window_reaches_back() -> None:
+    """Tokens of the window before belong to no sequence in it."""
+    module = importlib.import_module("pallas_attn.ops.mla_prefill")
+    window = module._Window(jnp.array([0, 14, 17, 21, 24], jnp.int32), jnp.int32(22), 4, 24)
+    assert window.cu_q_lens.tolist() == [2, 2, 2, 2, 4]
+    assert window.take(jnp.arange(24)).tolist() == [20, 21, 22, 23]
+    assert window.put(jnp.zeros(24, jnp.int32), jnp.arange(1, 5))[18:].tolist() == [0, 0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("heads", [50, 130])
 @every_variant
 def test_heads_absorbed(variant: Variant, heads: int) -> None:
@@ -200,12 +232,12 @@ def most_absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_to
 
 
-EXPANDED, ABSORBED, NEITHER = range(3)
+EXPANDED, ABSORBED = range(2)
 DECIDED = {
     "as many as that": ((0, 13, 28, 8), (6, 6, 6, 6), ABSORBED),
     "more after most of what is cached": ((0, 13, 28, 8), (3, 2, 14, 5), EXPANDED),
     "more where nothing is cached": ((0, 13, 28, 8), (14, 5, 3, 2), ABSORBED),
-    "nothing cached": ((0, 0, 0, 0), (6, 6, 6, 6), NEITHER),
+    "nothing cached": ((0, 0, 0, 0), (6, 6, 6, 6), ABSORBED),
     "more than float32 counts": ((0, 2**30, 2**30, 0), (0, 4, 9, 0), EXPANDED),
 }
 
@@ -214,7 +246,7 @@ DECIDED = {
 def test_the_form_that_the_device_decides_for(cached: tuple[int, ...], new: tuple[int, ...], form: int) -> None:
     """Up to 6 new tokens of a sequence in the mean, each counted as often as it has cached tokens."""
     module = importlib.import_module("pallas_attn.ops.mla_prefill")
-    forms = tuple(lambda state, i=i: (state[0] + i, state[1]) for i in (EXPANDED, ABSORBED, NEITHER))
+    forms = tuple(lambda state, i=i: (state[0] + i, state[1]) for i in (EXPANDED, ABSORBED))
     decide = jax.jit(lambda cu_q_lens, cached: module._by_rule(6, cu_q_lens, cached, 24, forms, empty))
     empty = jnp.zeros((24, 1, 1)), jnp.zeros((24, 1))
     found, _ = decide(np.cumsum((0, *new), dtype=np.int32), np.array(cached, np.int32))
@@ -223,8 +255,11 @@ def test_the_form_that_the_device_decides_for(cached: tuple[int, ...], new: tupl
 
 @pytest.mark.parametrize("cached", [(0, 13, 28, 8), (0, 28, 2, 1), (0, 0, 0, 0)], ids=str)
 @every_variant
-def test_decided_on_the_device(variant: Variant, most_absorbed: Callable[..., None], cached: tuple[int, ...]) -> None:
+def test_decided_on_the_device(
+    variant: Variant, most_absorbed: Callable[..., None], windows: Callable[[int], None], cached: tuple[int, ...]
+) -> None:
     most_absorbed(6)
+    windows(10)
     check(variant, replace(BASE, cached=cached, new=(7, 8, 4, 4)), PS)
 
 
@@ -234,7 +269,7 @@ def test_decided_on_the_device(variant: Variant, most_absorbed: Callable[..., No
         (24, 24, (True, False)),
         (24, 23, (True, True)),
         (6, 128, (True, True)),
-        (5, 128, (False, True)),
+        (1, 128, (True, True)),
         (0, 0, (False, True)),
     ],
 )
@@ -248,13 +283,15 @@ def test_forms_that_a_call_is_compiled_for(
     assert ("mla_decode" in names, "gather_latent" in names) == scopes
 
 
+@pytest.mark.parametrize("absorbed", [None, True], ids=["expanded", "in windows"])
 @every_variant
-def test_any_lengths(variant: Variant) -> None:
+def test_any_lengths(variant: Variant, windows: Callable[[int], None], absorbed: bool | None) -> None:
+    windows(7)
     rng = harness.fresh_rng()
     for _ in range(15):
         cached = rng.integers(0, TABLE_WIDTH * PS + 1, 4) * rng.integers(0, 2, 4)
         new = rng.multinomial(rng.integers(25), [0.25] * 4)
-        check(variant, replace(BASE, cached=tuple(cached.tolist()), new=tuple(new.tolist())), PS)
+        check(variant, replace(BASE, cached=tuple(cached.tolist()), new=tuple(new.tolist())), PS, absorbed=absorbed)
 
 
 DTYPES = {
