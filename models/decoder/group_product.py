@@ -161,6 +161,67 @@ class Scratch(NamedTuple):
     free: Any
 
 
+class Slots(NamedTuple):
+    """Slots of shared memory that a producer fills and consumers empty in turn, `steps` of them for each item of work.
+
+    Attributes:
+      landed: a barrier for each, where its copies arrive.
+      free: a barrier for each, where every consumer arrives that has read it.
+      count: number of slots.
+      steps: for each item.
+    """
+
+    landed: Any
+    free: Any
+    count: int
+    steps: int
+
+    def of(self, number: Any, step: Any) -> Any:
+        """Slot of a step of an item."""
+        return lax.rem(number * self.steps + step, self.count)
+
+    def fill(self, number: Any, copy: Callable[[Any, Any], None]) -> None:
+        """Calls `copy(slot, step)`, which starts the copies of a slot, for each step of an item once it is free."""
+
+        def fill_one(step: Any, _: None) -> None:
+            slot = self.of(number, step)
+
+            @pl.when(number * self.steps + step >= self.count)
+            def _wait() -> None:
+                plgpu.barrier_wait(self.free.at[slot])
+
+            copy(slot, step)
+
+        lax.fori_loop(0, self.steps, fill_one, None)
+
+    def await_last(self, items: Any) -> None:
+        """Waits, after so many items, until all is read: a thread that waits for a barrier has to see all that arrive
+        there."""
+        for slot in range(self.count):
+
+            @pl.when(items * self.steps > slot)
+            def _see_last(slot: int = slot) -> None:
+                plgpu.barrier_wait(self.free.at[slot])
+
+    def empty(self, number: Any, use: Callable[[Any], None]) -> None:
+        """Calls `use(slot)` for each step of an item once the slot is full, and frees the one before, whose products
+        are done by then; `free_last` frees the item's last."""
+
+        def use_one(step: Any, _: None) -> None:
+            slot = self.of(number, step)
+            plgpu.barrier_wait(self.landed.at[slot])
+            use(slot)
+
+            @pl.when(step > 0)
+            def _free() -> None:
+                plgpu.barrier_arrive(self.free.at[self.of(number, step - 1)])
+
+        lax.fori_loop(0, self.steps, use_one, None)
+
+    def free_last(self, number: Any) -> None:
+        plgpu.barrier_arrive(self.free.at[self.of(number, self.steps - 1)])
+
+
 class Item(NamedTuple):
     """A tile of rows and parts of the columns.
 
@@ -191,9 +252,7 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
         return Item(tile, columns, columns)
 
     own_items = lax.div(jnp.maximum(items - program + (PROGRAMS - 1), 0), PROGRAMS)
-
-    def slot_of(number: Any, step: Any) -> Any:
-        return lax.rem(number * steps + step, STAGES)
+    slots = Slots(scratch.landed, scratch.free, STAGES, steps)
 
     def produce() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
@@ -203,27 +262,17 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
             group = tiles.group[this.tile]
             start = pl.multiple_of(tiles.start[this.tile], ALIGNMENT)
 
-            def copy(step: Any, _: None) -> None:
-                slot, depth = slot_of(number, step), pl.ds(step * TILE_DEPTH, TILE_DEPTH)
-
-                @pl.when(number * steps + step >= STAGES)
-                def _wait() -> None:
-                    plgpu.barrier_wait(scratch.free.at[slot])
-
-                landed = scratch.landed.at[slot]
+            def copy(slot: Any, step: Any) -> None:
+                landed, depth = scratch.landed.at[slot], pl.ds(step * TILE_DEPTH, TILE_DEPTH)
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(start, TILE_ROWS), depth], scratch.x.at[slot], landed)
                 for part, column in enumerate(this.columns):
                     source = weights.at[group, depth, pl.ds(column, part_columns)]
                     plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
 
-            lax.fori_loop(0, steps, copy, None)
+            slots.fill(number, copy)
 
         lax.fori_loop(0, own_items, copy_item, None)
-        for slot in range(STAGES):  # a thread that waits for a barrier has to see all that arrive there
-
-            @pl.when(own_items * steps > slot)
-            def _see_last(slot: int = slot) -> None:
-                plgpu.barrier_wait(scratch.free.at[slot])
+        slots.await_last(own_items)
 
     def consume() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
@@ -233,18 +282,6 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
             start = pl.multiple_of(tiles.start[this.tile], ALIGNMENT) + warpgroup * CONSUMER_ROWS
             rows = tiles.rows[this.tile] - warpgroup * CONSUMER_ROWS
 
-            def steps_of(use: Callable[[Any], None]) -> None:
-                def step_on(step: Any, _: None) -> None:
-                    slot = slot_of(number, step)
-                    plgpu.barrier_wait(scratch.landed.at[slot])
-                    use(slot)
-
-                    @pl.when(step > 0)
-                    def _free() -> None:
-                        plgpu.barrier_arrive(scratch.free.at[slot_of(number, step - 1)])
-
-                lax.fori_loop(0, steps, step_on, None)
-
             def multiply(*sums: Any) -> list[Any]:
                 def products(slot: Any) -> None:
                     own = scratch.x.at[slot, pl.ds(warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)]
@@ -252,7 +289,7 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
                         plgpu.wgmma(total, own, scratch.weights.at[slot, part])
                     plgpu.wgmma_wait(parts)
 
-                steps_of(products)
+                slots.empty(number, products)
                 plgpu.wgmma_wait(0)
                 return [total[...] for total in sums]
 
@@ -268,8 +305,8 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
                     store_rows(scratch.out.at[warpgroup], out.at[:, pl.ds(column, part_columns)], start, rows)
 
             # A tile of few rows has none for the second consumer.
-            lax.cond(rows > 0, result, lambda: steps_of(lambda _: None))
-            plgpu.barrier_arrive(scratch.free.at[slot_of(number, steps - 1)])
+            lax.cond(rows > 0, result, lambda: slots.empty(number, lambda _: None))
+            slots.free_last(number)
 
         lax.fori_loop(0, own_items, multiply_item, None)
         plgpu.wait_smem_to_gmem(0)

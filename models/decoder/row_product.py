@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from models.decoder.group_product import PROGRAMS, operand_type, silu
+from models.decoder.group_product import PROGRAMS, Slots, operand_type, silu
 
 COLUMNS, DEPTH = 64, 64
 ROWS = 8
@@ -218,8 +218,7 @@ def _kernel(
         """First row of the first product's results that an expert has."""
         return pl.multiple_of(expert * stride, ROWS) if spread else 0
 
-    def slot_of(number: Any, step: Any) -> Any:
-        return lax.rem(number * steps + step, stages)
+    slots = Slots(scratch.landed, scratch.free, stages, steps)
 
     def copy_all() -> None:
         def copy_item(number: Any, _: None) -> None:
@@ -227,53 +226,37 @@ def _kernel(
             rows = pl.ds(begin_of(expert) if second else 0, tile_rows)
             firsts = [column + part * (out.shape[-1] if gated else COLUMNS) for part in range(parts)]
 
-            def copy(step: Any, _: None) -> None:
-                slot, depth = slot_of(number, step), pl.ds((half_of(number) * steps + step) * DEPTH, DEPTH)
-
-                @pl.when(number * steps + step >= stages)
-                def _wait() -> None:
-                    plgpu.barrier_wait(scratch.free.at[slot])
-
-                landed = scratch.landed.at[slot]
+            def copy(slot: Any, step: Any) -> None:
+                landed, depth = scratch.landed.at[slot], pl.ds((half_of(number) * steps + step) * DEPTH, DEPTH)
                 plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[slot], landed)
 
                 for part, first in enumerate(firsts):
                     source = weights.at[expert, depth, pl.ds(first, COLUMNS)]
                     plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
 
-            lax.fori_loop(0, steps, copy, None)
+            slots.fill(number, copy)
 
         lax.fori_loop(0, own_items, copy_item, None)
-        for slot in range(stages):  # a thread that waits for a barrier has to see all that arrive there
-
-            @pl.when(own_items * steps > slot)
-            def _see_last(slot: int = slot) -> None:
-                plgpu.barrier_wait(scratch.free.at[slot])
+        slots.await_last(own_items)
 
     def compute_all() -> None:
         def multiply_item(number: Any, _: None) -> None:
             expert, first, column = item(number)
 
             def multiply(*sums: Any) -> list[Any]:
-                def step_on(step: Any, _: None) -> None:
-                    slot = slot_of(number, step)
-                    plgpu.barrier_wait(scratch.landed.at[slot])
+                def products(slot: Any) -> None:
                     rows = scratch.x.at[slot].transpose((1, 0))
                     for part, total in enumerate(sums):
                         plgpu.wgmma(total, scratch.weights.at[slot, part].transpose((1, 0)), rows)
                     plgpu.wgmma_wait(parts)
 
-                    @pl.when(step > 0)
-                    def _free() -> None:
-                        plgpu.barrier_arrive(scratch.free.at[slot_of(number, step - 1)])
-
-                lax.fori_loop(0, steps, step_on, None)
+                slots.empty(number, products)
                 plgpu.wgmma_wait(0)
                 return [total[...] for total in sums]
 
             target = out.at[half_of(number)] if halves == 2 else out
             results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, tile_rows))] * parts)
-            plgpu.barrier_arrive(scratch.free.at[slot_of(number, steps - 1)])
+            slots.free_last(number)
             if gated:
                 gate, up = results
                 results = [silu(gate) * up]

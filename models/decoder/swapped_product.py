@@ -39,6 +39,8 @@ from models.decoder.group_product import (
     PRODUCER_REGISTERS,
     PROGRAMS,
     RowTiles,
+    Scratch,
+    Slots,
     operand_type,
     silu,
     store_rows,
@@ -108,7 +110,7 @@ def swapped_product(call: SwappedProduct) -> Float[Array, "M N_out"]:
     stages = min(MOST_STAGES, (OPERAND_BYTES - out_bytes) // slot_bytes)
 
     operand = functools.partial(operand_type, dtype=x.dtype)
-    scratch = SwappedScratch(
+    scratch = Scratch(
         x=operand((stages, tile_rows, DEPTH)),
         weights=operand((stages, consumers, parts, DEPTH, COLUMNS)),
         out=operand((consumers, tile_rows, COLUMNS)),
@@ -127,17 +129,7 @@ def swapped_product(call: SwappedProduct) -> Float[Array, "M N_out"]:
     )(x, weights, tiles)
 
 
-class SwappedScratch(NamedTuple):
-    """Shared memory and barriers of a program."""
-
-    x: Any
-    weights: Any
-    out: Any
-    landed: Any
-    free: Any
-
-
-def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out: Any, scratch: SwappedScratch) -> None:
+def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out: Any, scratch: Scratch) -> None:
     warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
     stages, consumers, parts = scratch.weights.shape[:3]
     tile_rows = scratch.x.shape[1]
@@ -152,8 +144,7 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
         index = program + number * PROGRAMS
         return lax.div(index, column_tiles), lax.rem(index, column_tiles) * (consumers * own_width)
 
-    def slot_of(number: Any, step: Any) -> Any:
-        return lax.rem(number * steps + step, stages)
+    slots = Slots(scratch.landed, scratch.free, stages, steps)
 
     def produce() -> None:
         if consumers == 2:
@@ -163,14 +154,8 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
             tile, column = item(number)
             group, start = tiles.group[tile], pl.multiple_of(tiles.start[tile], ALIGNMENT)
 
-            def copy(step: Any, _: None) -> None:
-                slot, depth = slot_of(number, step), pl.ds(step * DEPTH, DEPTH)
-
-                @pl.when(number * steps + step >= stages)
-                def _wait() -> None:
-                    plgpu.barrier_wait(scratch.free.at[slot])
-
-                landed = scratch.landed.at[slot]
+            def copy(slot: Any, step: Any) -> None:
+                landed, depth = scratch.landed.at[slot], pl.ds(step * DEPTH, DEPTH)
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(start, tile_rows), depth], scratch.x.at[slot], landed)
                 for consumer in range(consumers):
                     for part in range(parts):
@@ -178,14 +163,10 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
                         source = weights.at[group, depth, pl.ds(first, COLUMNS)]
                         plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, consumer, part], landed)
 
-            lax.fori_loop(0, steps, copy, None)
+            slots.fill(number, copy)
 
         lax.fori_loop(0, own_items, copy_item, None)
-        for slot in range(stages):  # a thread that waits for a barrier has to see all that arrive there
-
-            @pl.when(own_items * steps > slot)
-            def _see_last(slot: int = slot) -> None:
-                plgpu.barrier_wait(scratch.free.at[slot])
+        slots.await_last(own_items)
 
     def consume() -> None:
         if consumers == 2:
@@ -195,24 +176,18 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
             tile, column = item(number)
 
             def multiply(*sums: Any) -> list[Any]:
-                def step_on(step: Any, _: None) -> None:
-                    slot = slot_of(number, step)
-                    plgpu.barrier_wait(scratch.landed.at[slot])
+                def products(slot: Any) -> None:
                     rows = scratch.x.at[slot].transpose((1, 0))
                     for part, total in enumerate(sums):
                         plgpu.wgmma(total, scratch.weights.at[slot, warpgroup, part].transpose((1, 0)), rows)
                     plgpu.wgmma_wait(parts)
 
-                    @pl.when(step > 0)
-                    def _free() -> None:
-                        plgpu.barrier_arrive(scratch.free.at[slot_of(number, step - 1)])
-
-                lax.fori_loop(0, steps, step_on, None)
+                slots.empty(number, products)
                 plgpu.wgmma_wait(0)
                 return [total[...] for total in sums]
 
             results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, tile_rows))] * parts)
-            plgpu.barrier_arrive(scratch.free.at[slot_of(number, steps - 1)])
+            slots.free_last(number)
             if gated:
                 gate, up = results
                 results = [silu(gate) * up]
