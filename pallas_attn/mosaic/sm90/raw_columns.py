@@ -31,7 +31,7 @@ SPLAT = plgpu.Layout.WG_SPLAT(())
 
 def exceeds(x: jax.Array, limit: float) -> jax.Array:
     """Whether any of x [TOKENS, N] exceeds a limit: int32, 1 or 0, for all threads of the warpgroup, which wait for
-    each other.
+    each other. NaN, which a row that is no query may have, exceeds nothing.
     """
     if interpreted():
         plgpu.commit_smem()
@@ -42,7 +42,7 @@ def exceeds(x: jax.Array, limit: float) -> jax.Array:
         numbers = [vector.extract(register, [], [i]) for register in x.registers.flat for i in range(2)]
         while len(numbers) > 1:
             rest = numbers[len(numbers) & -2 :]
-            numbers = [arith.maximumf(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=False)] + rest
+            numbers = [arith.maxnumf(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=False)] + rest
         bound: Any = mgpu.c(limit, ir.F32Type.get())
         barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
         any_: Any = llvm.inline_asm(i32(), [numbers[0], bound, barrier], VOTE, "=r,f,f,r", has_side_effects=True)
