@@ -38,10 +38,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax._src import api_util, core, flattree
+from jax._src import config as jax_config
+from jax._src.interpreters import partial_eval
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import lowering
-from jax.experimental.mosaic.gpu import constraints, fragmented_array, layout_inference, layouts
+from jax.experimental.mosaic.gpu import (
+    FragmentedArray,
+    constraints,
+    fragmented_array,
+    layout_inference,
+    layouts,
+    utils,
+)
+from jax.experimental.mosaic.gpu.mma import MMALayouts
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_attn.mosaic import faster_tracing, reused_values
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_PATCH_JAX"
 
@@ -210,6 +226,96 @@ class _Branches(tuple[Any, ...]):
         return self._brief if number == 0 else super().__getitem__(number)
 
 
+def keeping_by_argument(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a frozen dataclass that keeps what it returns for each of its arguments, beside the fields."""
+    name = f"_kept{method.__name__}"
+
+    @functools.wraps(method)
+    def kept(self: Any, argument: Any) -> Any:
+        results = self.__dict__.setdefault(name, {})
+        key = tuple(argument)
+        if key not in results:
+            results[key] = method(self, argument)
+        return results[key]
+
+    return kept
+
+
+def keeping_layouts(build: Callable[..., Any]) -> Callable[..., Any]:
+    """`MMALayouts.__init__` that builds the layouts once for each width of elements and number of warps."""
+    built: dict[tuple[int, int], dict[str, Any]] = {}
+
+    @functools.wraps(build)
+    def take(self: Any, element_type: Any, *, m_warps: int = 4) -> None:
+        if not isinstance(element_type, ir.Type):
+            build(self, element_type, m_warps=m_warps)
+            return
+        key = utils.bitwidth(element_type), m_warps
+        if key not in built:
+            build(self, element_type, m_warps=m_warps)
+            built[key] = dict(vars(self))
+        vars(self).update(built[key])
+
+    return take
+
+
+def tracing_once(_: Callable[..., Any]) -> Callable[..., Any]:
+    """`_lower_fn_with_avals` that traces a partial function once for equal arguments and types."""
+    traced: dict[Any, Any] = {}
+
+    def lower_with_avals(function: Any, avals: Any) -> Callable[..., Any]:
+        leaves, tree = jax.tree.flatten(avals)
+        key = function.func, function.args, tuple(leaves), tree, jax_config.trace_context()
+        if key not in traced:
+            info = api_util.debug_info("traced once", function, ("",) * len(avals), {}).with_unknown_names()
+            jaxpr, out_avals = partial_eval.trace_to_jaxpr(
+                function, flattree.flatten_args(*avals), debug_info=info, requires_low=True
+            )
+            traced[key] = jaxpr, out_avals.tree, out_avals.unflatten()
+        jaxpr, out_tree, out_avals = traced[key]
+
+        def lower(ctx: Any, *args: Any) -> Any:
+            out = lowering.lower_jaxpr_to_mosaic_gpu(
+                ctx.module_ctx, ctx.launch_ctx, jaxpr, jax.tree.leaves(args), jaxpr.consts
+            )
+            return out_tree.unflatten(out), out_avals
+
+        return lower
+
+    return lower_with_avals
+
+
+def of_alike(pointwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`FragmentedArray._pointwise` that makes no copies of operands which have the layout and the shape of the result."""
+
+    @functools.wraps(pointwise)
+    def apply(
+        self: Any, op: Any, *others: Any, output_is_signed: bool | None = None, restrict_bitwidth: bool = True
+    ) -> Any:
+        registers, layout = self.registers, self.layout
+        alike = all(
+            isinstance(other, FragmentedArray)
+            and (other.layout is layout or other.layout == layout)
+            and other.registers.shape == registers.shape
+            for other in others
+        )
+        if not alike or (restrict_bitwidth and 1 < utils.bitwidth(self.mlir_dtype) <= 8):
+            return pointwise(
+                self, op, *others, output_is_signed=output_is_signed, restrict_bitwidth=restrict_bitwidth
+            )
+        results = np.empty_like(registers)
+        for index, register in np.ndenumerate(registers):
+            results[index] = op(register, *(other.registers[index] for other in others))
+        element = results.flat[0].type
+        if isinstance(element, ir.VectorType):
+            element = element.element_type
+        if output_is_signed is None and isinstance(element, ir.IntegerType):
+            output_is_signed = self.is_signed
+        return FragmentedArray(_registers=results, _layout=layout, _is_signed=output_is_signed)
+
+    return apply
+
+
 class Replacement:
     """A function of jax, and what makes ours of it.
 
@@ -305,6 +411,76 @@ REPLACEMENTS = (
         "65a4f7c05b7f873c52ce40c5bdb1bb5624cf3d0bc2331583caed7efc4a160af2",
         lowering_branches_once,
     ),
+    Replacement(
+        lowering,
+        "lower_jaxpr_to_mosaic_gpu",
+        "9e0d84df8a8ac4c4e7288689ec180ad82bfc5e803fac71d225bb9449617088dd",
+        reused_values.emitting_once,
+    ),
+    Replacement(
+        arith,
+        "constant",
+        "2c99bc16cb9978aaac6a32f4bbe8ffa91b00d7bdfbe3ac185380a0c32132a33f",
+        reused_values.constant_once,
+    ),
+    Replacement(
+        getattr(fragmented_array, "TiledLayout", None),
+        "lane_indices",
+        "4e429de9dfa24261d14f5ec187ebd7fc11aebbe4aeb5a225d3796e1e6388aa70",
+        reused_values.computed_once,
+    ),
+    Replacement(
+        getattr(fragmented_array, "TiledLayout", None),
+        "warp_indices",
+        "edabd6edb720751ad3ecb230920d5f5ac0801c359d5e93566324123d8c4bed6f",
+        reused_values.computed_once,
+    ),
+    Replacement(
+        lowering,
+        "_lower_fn_with_avals",
+        "a2d25621a387b46bf18a86176e8196703ae97ebd52d6898e4eed6e95a2bf91a0",
+        tracing_once,
+    ),
+    Replacement(
+        getattr(fragmented_array, "TiledLayout", None),
+        "registers_shape",
+        "d95af4ca66858abb9f7c177b6dabd8f01f7257f06c624ab0520e2487ab63034f",
+        keeping_by_argument,
+    ),
+    Replacement(
+        getattr(fragmented_array, "TiledLayout", None),
+        "shape_from_registers_shape",
+        "32cf9892928bd464eec3b3d390fcdb4083db7d95b3d60fc900cf3037b02c0a8c",
+        keeping_by_argument,
+    ),
+    Replacement(
+        getattr(fragmented_array, "TiledLayout", None),
+        "reduce",
+        "eca3b9738ea2bc69308a6f0363b79afa606f79d644075de7a8a109359f098756",
+        keeping_by_argument,
+    ),
+    Replacement(
+        MMALayouts,
+        "__init__",
+        "23f40224c8906edb97c24f5de6229e822897b26e52825bf36687ad334d4fb050",
+        keeping_layouts,
+    ),
+    Replacement(
+        FragmentedArray,
+        "_pointwise",
+        "230f490e1bd57075c0dbc2a9c02473877dd7b80a306f069ac27c971641d5e656",
+        of_alike,
+    ),
+    *(
+        Replacement(core.ShapedArray, name, source, faster_tracing.binding(*how))
+        for name, (source, *how) in faster_tracing.OPERATORS.items()
+    ),
+    Replacement(
+        jnp,
+        "where",
+        "0a02706023a2e014c01d31a8375a4ca483b7593a5d5bd65d8ef32cb8b254a3bc",
+        faster_tracing.selecting,
+    ),
 )
 
 ASSEMBLER_VERSION = "_get_ptxas_isa_version"
@@ -323,7 +499,7 @@ def apply() -> tuple[str, ...]:
     if wanted == "0":
         return ()
     replaced = [replacement.title for replacement in REPLACEMENTS if replacement.apply()]
-    return (*replaced, ASSEMBLER_VERSION) if ask_assembler_once() else tuple(replaced)
+    return (*replaced, *(title for title, replace in OTHERS.items() if replace()))
 
 
 def ask_assembler_once() -> bool:
@@ -334,6 +510,22 @@ def ask_assembler_once() -> bool:
         return False
     setattr(extension, ASSEMBLER_VERSION, functools.cache(version))
     return True
+
+
+NUMBER_SOURCE = "89cfb8b0170cf06c4f3933115c43de747aef36acd7ad2a68141dc20a30c0ce23"
+
+
+def number_threads_once() -> bool:
+    """Have `utils.thread_idx`, a partial function, reuse the number of the thread; return whether it is the known one."""
+    number = getattr(utils, "thread_idx", None)
+    if not isinstance(number, functools.partial) or fingerprint(number.func) != NUMBER_SOURCE:
+        return False
+    utils.thread_idx = reused_values.computed_once(number)
+    return True
+
+
+OTHERS = {ASSEMBLER_VERSION: ask_assembler_once, "utils.thread_idx": number_threads_once}
+"""Replacements of what has no source of its own."""
 
 
 def fingerprint(function: Any) -> str:
