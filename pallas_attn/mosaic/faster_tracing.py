@@ -22,6 +22,8 @@ from pallas_attn import kernel_cache
 NUMBERS = frozenset(map(np.dtype, ("int32", "uint32", "float32")))
 BITS = frozenset(map(np.dtype, ("int32", "uint32", "bool")))
 
+INTEGERS = frozenset({np.dtype("int32")})
+
 INT32 = np.dtype("int32")
 FLOAT32 = np.dtype("float32")
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -177,6 +179,12 @@ OPERATORS: dict[str, tuple[str, Callable[[Any, Any], Any], frozenset[Any], bool]
         "f54816e207186e136128464d7cf3f39c1dd9b6677d91d5fd4e6068466ecfbdfb",
         lax.bitwise_or,
         BITS,
+        False,
+    ),
+    "_rshift": (
+        "9951094da80166f583bc5848bd9e09dd0d47dc415c4d3051a9c328501f5191a7",
+        lax.shift_right_arithmetic,
+        INTEGERS,
         False,
     ),
 }
