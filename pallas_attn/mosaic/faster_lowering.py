@@ -260,6 +260,22 @@ def keeping_by_argument(method: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
+def keeping_answers(is_supported: Callable[..., bool]) -> Callable[..., bool]:
+    """`IsTransferableSmemRegisters._is_supported_smem_transfer`, which emits the transfer to find out, that keeps what
+    came of it.
+    """
+    answers: dict[Any, bool] = {}
+
+    @functools.wraps(is_supported)
+    def ask(self: Any, smem_layout: Any, reg_layout: Any) -> bool:
+        key = (self.shape, self.strides, self.bitwidth, self.optimized, smem_layout, reg_layout)
+        if key not in answers:
+            answers[key] = is_supported(self, smem_layout, reg_layout)
+        return answers[key]
+
+    return ask
+
+
 def keeping_layouts(build: Callable[..., Any]) -> Callable[..., Any]:
     """`MMALayouts.__init__` that builds the layouts once for each width of elements and number of warps."""
     built: dict[tuple[int, int], dict[str, Any]] = {}
@@ -424,6 +440,12 @@ REPLACEMENTS = (
         "to_mgpu",
         "f7d515089b156ca77f12e4b2956269475eecb25c044db12881e2aa6d103a9b39",
         keeping_result,
+    ),
+    Replacement(
+        getattr(constraints, "IsTransferableSmemRegisters", None),
+        "_is_supported_smem_transfer",
+        "d9a40db663b337f15eb0b2e90b5a60684e36e826034b582427095f1c451b8169",
+        keeping_answers,
     ),
     Replacement(
         lowering,
