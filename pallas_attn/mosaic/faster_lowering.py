@@ -46,6 +46,8 @@ from jax._src import config as jax_config
 from jax._src.interpreters import partial_eval
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import lowering
+from jax._src.state import indexing
+from jax._src.state.indexing import Slice
 from jax.experimental.mosaic.gpu import (
     FragmentedArray,
     constraints,
@@ -65,6 +67,8 @@ ENVIRONMENT_VARIABLE = "PALLAS_ATTN_PATCH_JAX"
 
 KNOWN_FILES = frozenset(
     {
+        "4f38df02f4a04835692f016e0593c1819aa0c253bf3367b8ccc2161c4381c3dc",  # core.py
+        "b5da7f36b8c52c95c40efaf3ca1581531e8c9d5e543dc3e71f90402e92a49803",  # indexing.py
         "8fd17af6f016caa7fdc2ec161d6ced5f9859e4fa64d43bbf368e63289ddbd03b",  # array_methods.py
         "519d25e5ade0f5a55302935a94d1aa5410f3f9e4858d674d25616dde9dd88bf7",  # lax_numpy.py
         "3f63ca73332f1d7ab0e48f6dcb596bfa897842f5c5ddca11fab4f14b368ae564",  # core.py
@@ -276,6 +280,42 @@ def keeping_answers(is_supported: Callable[..., bool]) -> Callable[..., bool]:
     return ask
 
 
+def of_numbers(is_dim: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """`core.is_dim` that sees at once that an int is one."""
+
+    @functools.wraps(is_dim)
+    def ask(value: Any) -> bool:
+        return type(value) is int or is_dim(value)
+
+    return ask
+
+
+def indexer_shape(indexer: Any) -> tuple[Any, ...]:
+    """Shape of what an `NDIndexer` takes: `get_indexer_shape` without numpy, which takes longer than the rest."""
+    sizes = tuple(index.size for index in indexer.indices if isinstance(index, Slice))
+    places = [place for place, index in enumerate(indexer.indices) if not isinstance(index, Slice)]
+    if not places:
+        return sizes
+    first = places[0] if places[-1] - places[0] == len(places) - 1 else 0  # numbers that are neighbours stay in place
+    return (*sizes[:first], *indexer.int_indexer_shape, *sizes[first:])
+
+
+def of_known_width(to_ir_type: Callable[[Any], ir.Type]) -> Callable[[Any], ir.Type]:
+    """`utils.dtype_to_ir_type` that asks for the width of an integer dtype once."""
+    widths: dict[Any, int | None] = {}
+
+    @functools.wraps(to_ir_type)
+    def convert(dtype: Any) -> ir.Type:
+        if dtype not in widths:
+            known = to_ir_type(dtype)
+            widths[dtype] = known.width if isinstance(known, ir.IntegerType) and known.is_signless else None
+            return known
+        width = widths[dtype]
+        return to_ir_type(dtype) if width is None else ir.IntegerType.get_signless(width)
+
+    return convert
+
+
 def keeping_layouts(build: Callable[..., Any]) -> Callable[..., Any]:
     """`MMALayouts.__init__` that builds the layouts once for each width of elements and number of warps."""
     built: dict[tuple[int, int], dict[str, Any]] = {}
@@ -446,6 +486,30 @@ REPLACEMENTS = (
         "_is_supported_smem_transfer",
         "d9a40db663b337f15eb0b2e90b5a60684e36e826034b582427095f1c451b8169",
         keeping_answers,
+    ),
+    Replacement(
+        core,
+        "is_dim",
+        "014bf092f022dc05ab1e8bec864b7f42a7fe99c1e116dd8f80adb4c7ca67201a",
+        of_numbers,
+    ),
+    Replacement(
+        getattr(indexing, "NDIndexer", None),
+        "get_indexer_shape",
+        "dc0eef0c66f98d9dbb52aed969e2d42b1c16983e6c7ee86c06c46bcfe5c31b1e",
+        lambda _: indexer_shape,
+    ),
+    Replacement(
+        utils,
+        "dtype_to_ir_type",
+        "99e1ff88741cb6ed2620161fe2cc4117a25bb43aa11f06dc6c00926cdb99dbc5",
+        of_known_width,
+    ),
+    Replacement(
+        utils,
+        "is_signed",
+        "a9d2cef8828a2fa9b8797a861cc9d7eeea7c7aed8d227f798ed521eedd8a5c2a",
+        functools.cache,
     ),
     Replacement(
         lowering,
