@@ -28,7 +28,6 @@ source, and its result is kept by its arguments, of which there are none today.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -361,7 +360,7 @@ def tracing_once(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_alike(pointwise: Callable[..., Any]) -> Callable[..., Any]:
-    """`FragmentedArray._pointwise` that makes no copies of operands which have the layout and the shape of the result."""
+    """`FragmentedArray._pointwise` that makes no copies of operands with the layout and the shape of the result."""
 
     @functools.wraps(pointwise)
     def apply(
@@ -375,9 +374,7 @@ def of_alike(pointwise: Callable[..., Any]) -> Callable[..., Any]:
             for other in others
         )
         if not alike or (restrict_bitwidth and 1 < utils.bitwidth(self.mlir_dtype) <= 8):
-            return pointwise(
-                self, op, *others, output_is_signed=output_is_signed, restrict_bitwidth=restrict_bitwidth
-            )
+            return pointwise(self, op, *others, output_is_signed=output_is_signed, restrict_bitwidth=restrict_bitwidth)
         results = np.empty_like(registers)
         for index, register in np.ndenumerate(registers):
             results[index] = op(register, *(other.registers[index] for other in others))
@@ -578,8 +575,8 @@ REPLACEMENTS = (
         of_alike,
     ),
     *(
-        Replacement(core.ShapedArray, name, source, faster_tracing.binding(*how))
-        for name, (source, *how) in faster_tracing.OPERATORS.items()
+        Replacement(core.ShapedArray, name, source, faster_tracing.binding(bind, dtypes, swapped))
+        for name, (source, bind, dtypes, swapped) in faster_tracing.OPERATORS.items()
     ),
     Replacement(
         jnp,
@@ -622,7 +619,7 @@ NUMBER_SOURCE = "89cfb8b0170cf06c4f3933115c43de747aef36acd7ad2a68141dc20a30c0ce2
 
 
 def number_threads_once() -> bool:
-    """Have `utils.thread_idx`, a partial function, reuse the number of the thread; return whether it is the known one."""
+    """Have `utils.thread_idx`, a partial function, reuse what it emitted; return whether it is the known one."""
     number = getattr(utils, "thread_idx", None)
     if not isinstance(number, functools.partial) or fingerprint(number.func) != NUMBER_SOURCE:
         return False
@@ -636,10 +633,10 @@ OTHERS = {ASSEMBLER_VERSION: ask_assembler_once, "utils.thread_idx": number_thre
 
 @functools.cache
 def _is_known(file: str | None) -> bool:
-    """Whether a file is one of those that all replacements in it were written against; reading functions takes longer."""
-    with contextlib.suppress(OSError, TypeError):
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest() in KNOWN_FILES
-    return False
+    """Whether a file is one that its functions' replacements were written against. Reading functions takes longer."""
+    if file is None or not Path(file).is_file():
+        return False
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() in KNOWN_FILES
 
 
 def fingerprint(function: Any) -> str:

@@ -1,8 +1,8 @@
 """Trace kernels faster: operators and `jnp.where` of alike arrays are one primitive each, without the `jit` around.
 
 jax has a function that it jits for each operator and for `jnp.where`, and calls 150 to 330 functions to inline it, or
-makes an equation of it, which is lowered by itself. Where operands have the same type, or one of them is a Python number,
-the primitive is bound at once. That holds while a kernel is traced for `kernel_cache`, and nowhere else.
+makes an equation of it, which is lowered by itself. Where operands have the same type, or one of them is a Python
+number, the primitive is bound at once. That holds while a kernel is traced for `kernel_cache`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import core
@@ -24,9 +22,9 @@ BITS = frozenset(map(np.dtype, ("int32", "uint32", "bool")))
 
 INTEGERS = frozenset({np.dtype("int32")})
 
-INT32 = np.dtype("int32")
 FLOAT32 = np.dtype("float32")
-LEAST, MOST = -(2**31), 2**31 - 1
+EXACT = {np.dtype("int32"): (-(2**31), 2**31 - 1), FLOAT32: (-(2**24), 2**24)}
+"""Least and largest of the whole numbers that arrays of a dtype hold exactly."""
 
 
 def _type(x: Any, dtypes: frozenset[Any]) -> core.ShapedArray | None:
@@ -40,14 +38,15 @@ def _type(x: Any, dtypes: frozenset[Any]) -> core.ShapedArray | None:
 def _is_number_of(x: Any, dtype: Any) -> bool:
     """Whether a Python number is converted to an array of this dtype when it meets one."""
     if type(x) is int:
-        return dtype == FLOAT32 or (dtype == INT32 and LEAST <= x <= MOST)
+        least, most = EXACT.get(dtype, (0, -1))
+        return least <= x <= most
     return type(x) is float and dtype == FLOAT32
 
 
 def binding(
     bind: Callable[[Any, Any], Any], dtypes: frozenset[Any], swapped: bool
 ) -> Callable[[Callable[..., Any]], Any]:
-    """What makes of an operator of traced arrays one that binds its primitive for alike operands.
+    """Make a function that makes of an operator of traced arrays one that binds its primitive for alike operands.
 
     Args:
       bind: function of `lax`.

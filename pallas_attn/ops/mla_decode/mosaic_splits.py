@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic import basics, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.sm90.seesaw import ROWS, add_partial_rows, empty_rows, halves, log_sum_exp, normalise
 from pallas_attn.mosaic.split_states import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
@@ -274,9 +274,9 @@ def merge_splits(
         grid_names=("program",),
         scratch_types=[
             PartialLoader.types(partials, blocks * batch, ROWS, num_fragments(ROWS * columns)),
-            plgpu.SMEM((ROWS, columns), out.dtype),
+            tiles.operand((ROWS, columns), out.dtype, row_bytes=min(tiles.ROW_BYTES, columns * out.dtype.itemsize)),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.lane_semantics()),
         kernel_name="merge_rows",
     )(*refs, *basics.materialize((partials, plan)))
     return basics.read_back(refs[0]), basics.read_back(refs[1])
