@@ -395,11 +395,12 @@ class Replacement:
       place: module or class that it is found in.
       name: under which.
       source: SHA-256 of the source of the function that may be replaced, or of the class that Python made it for.
+      make: makes ours of the function.
       original: the function that jax came with; None if it has none of the name.
     """
 
     def __init__(self, place: Any, name: str, source: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]):
-        self.place, self.name, self.source, self._make = place, name, source, make
+        self.place, self.name, self.source, self.make = place, name, source, make
         self.original: Any = getattr(place, name, None)
 
     @property
@@ -421,7 +422,7 @@ class Replacement:
         if not self.is_known():
             return False
         current = getattr(self.place, self.name)
-        ours = self._make(current)
+        ours = self.make(current)
         setattr(self.place, self.name, ours)
         if self.place is lowering:
             for rules in lowering.mosaic_lowering_rules.values():

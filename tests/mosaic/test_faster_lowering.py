@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax._src.lib import mosaic_gpu_dialect as mosaic_gpu
 from jax._src.pallas.mosaic_gpu import lowering
-from jax.experimental.mosaic.gpu import constraints, core, layouts
+from jax.experimental.mosaic.gpu import constraints, core, layouts, utils
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu.constraints import ConstraintSystem, RegisterLayout, Unsatisfiable, Variable
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -51,8 +51,10 @@ def system(pairs: list[tuple[int, int]]) -> ConstraintSystem:
 def unpatched(monkeypatch: pytest.MonkeyPatch):
     """Starts from jax's own functions, whatever ran before."""
     faster_lowering.apply.cache_clear()
-    for replacement in REPLACEMENTS:
-        monkeypatch.setattr(replacement.place, replacement.name, replacement.original)
+    for place, name, original in ((r.place, r.name, r.original) for r in REPLACEMENTS):
+        is_static = isinstance(inspect.getattr_static(place, name), staticmethod)
+        monkeypatch.setattr(place, name, staticmethod(original) if is_static else original)
+    monkeypatch.setattr(utils, "thread_idx", getattr(utils.thread_idx, "__wrapped__", utils.thread_idx))
     for rules in lowering.mosaic_lowering_rules.values():
         for primitive, rule in rules.items():
             monkeypatch.setitem(rules, primitive, inspect.unwrap(rule))
@@ -215,7 +217,8 @@ def test_branches_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     theirs = module()
     assert len(lowered) == 8
-    faster_lowering.apply()
+    (condition,) = (r for r in REPLACEMENTS if r.name == "_cond_lowering_rule")
+    assert condition.apply()
     assert module() == theirs
     assert len(lowered) == 1
 
@@ -239,10 +242,13 @@ def test_layouts_are_those_of_jax() -> None:
 @pytest.mark.usefixtures("unpatched")
 def test_known_functions_are_replaced() -> None:
     known = [r.title for r in REPLACEMENTS if r.is_known()]
-    assert faster_lowering.apply() == tuple(known)
+    replaced = faster_lowering.apply()
+    assert replaced[: len(known)] == tuple(known)
+    assert set(replaced[len(known) :]) <= set(faster_lowering.OTHERS)
     assert all((getattr(r.place, r.name) is r.original) == (r.title not in known) for r in REPLACEMENTS)
     if jax.__version__ == "0.11.2":
         assert known == list(JAX)
+        assert "utils.thread_idx" in replaced
 
 
 @pytest.mark.usefixtures("unpatched")
@@ -252,6 +258,7 @@ def test_another_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
     for replacement in REPLACEMENTS:
         monkeypatch.setattr(replacement.place, replacement.name, other)
+    monkeypatch.setattr(utils, "thread_idx", other)
     assert faster_lowering.apply() == ()
     assert all(getattr(r.place, r.name) is other for r in REPLACEMENTS)
 
