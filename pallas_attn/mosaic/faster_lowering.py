@@ -1,8 +1,8 @@
-"""Lower Mosaic GPU kernels in less than half the time, by replacing functions of jax, most of its layout inference.
+"""Lower Mosaic GPU kernels in a third of the time, by replacing functions of jax.
 
-None of the replacements changes what is inferred. On two busy cores jax 0.11.2 lowered `paged_decode` with its plan in
-13 s, with the first of them replaced in 7 and with the first four in 4; `mla_decode` of 128 heads in 34, 11 and 9. What
-the others and smaller kernels gained beyond: benchmarks/log/104.
+None of the replacements changes what is inferred, nor machine code. On two busy cores jax 0.11.2 lowered `paged_decode`
+with its plan in 13 s, with the first of them replaced in 7 and with the first four in 4; `mla_decode` of 128 heads in
+34, 11 and 9. What the others gained: benchmarks/log/104 and 112.
 
 - `constraints.compute_transitively_equal_vars` sorts its variables by their text, to be deterministic. The text of a
   variable is that of its MLIR operation, and printing one operation numbers the whole module first, so the time grows
@@ -20,9 +20,15 @@ the others and smaller kernels gained beyond: benchmarks/log/104.
   it away; the first one inside that four times, and so on. Ours shows it a branch that only makes zeros of those types.
 - `_get_ptxas_isa_version` starts the assembler to ask for its version, at each conversion from or to bool or 8 bits: 20
   to 40 ms each, 60 times for `mla_decode` of 128 heads. Ours asks once.
+- Others do the same work again for each operation. `IsTransferableSmemRegisters._is_supported_smem_transfer` emits a
+  transfer to find out whether it can be; `_lower_fn_with_avals` traces how an index commutes with a reference's tiling;
+  `TiledLayout` and `MMALayouts` work out the same few shapes and layouts. Ours keep the results.
+- `FragmentedArray._pointwise` copies operands to the layout that they have; `NDIndexer.get_indexer_shape`,
+  `core.is_dim`, `utils.dtype_to_ir_type` and `utils.is_signed` take long for what is mostly known at once.
+- Constants and numbers of threads: `reused_values.py`. Operators while kernels are traced: `faster_tracing.py`.
 
-A function that reads otherwise than the one its replacement was written against is left as it is; the last has no
-source, and its result is kept by its arguments, of which there are none today.
+A function that reads otherwise than the one its replacement was written against is left as it is; the assembler's has
+no source, and its result is kept by its arguments, of which there are none today.
 `PALLAS_ATTN_PATCH_JAX=0` leaves every jax as it is.
 """
 
