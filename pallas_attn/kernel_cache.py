@@ -233,10 +233,12 @@ def _source(function: Callable[[Any], Any]) -> str:
 
 def _sources() -> str:
     """A digest of the package: any change of a kernel, a heuristic or a tuned configuration changes it."""
-    root, digest = Path(__file__).parent, hashlib.sha256()
-    for file in sorted([*root.rglob("*.py"), *root.rglob("*.json")]):
-        digest.update(str(file.relative_to(root)).encode())
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    root, digest = os.path.dirname(__file__), hashlib.sha256()
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    for file in sorted(file for file in files if file.endswith((".py", ".json"))):  # pathlib takes as long as reading
+        digest.update(os.path.relpath(file, root).encode())
+        with open(file, "rb") as content:
+            digest.update(hashlib.sha256(content.read()).digest())
     return digest.hexdigest()
 
 
@@ -275,13 +277,21 @@ def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
     return called
 
 
+_lowering: contextvars.ContextVar[bool] = contextvars.ContextVar("_lowering", default=False)
+
+
+def is_lowering() -> bool:
+    """Whether what is traced now is a kernel that is about to be kept."""
+    return _lowering.get()
+
+
 def _export(key: _Key) -> export.Exported | LoweringError:
     """The lowered kernel, or why there is none. What is raised while tracing, a refusal or a caller's mistake, is
     raised: it comes before anything is lowered.
     """
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
     jitted = jax.jit(key.flat)
-    with device.on_one_device(jax.sharding.get_abstract_mesh()), _no_collection():
+    with device.on_one_device(jax.sharding.get_abstract_mesh()), _no_collection(), _marked():
         jitted.trace(*key.avals)
         try:
             return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
@@ -289,6 +299,16 @@ def _export(key: _Key) -> export.Exported | LoweringError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a new jax raises
             return LoweringError(f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    """Within it, `is_lowering`."""
+    token = _lowering.set(True)
+    try:
+        yield
+    finally:
+        _lowering.reset(token)
 
 
 @contextlib.contextmanager

@@ -82,6 +82,23 @@ def operand_ref(row_bytes: int = ROW_BYTES) -> Any:
     return plgpu.RefType((plgpu.TilingTransform((8, row_bytes // 2)), plgpu.SwizzleTransform(row_bytes)))
 
 
+def store_tile(tile: Ref, values: jax.Array, layout: Any, row_bytes: int = ROW_BYTES) -> None:
+    """Write values [rows, columns], in this layout, to a 16-bit `operand`; all threads of a warpgroup wait for each
+    other before and after. An assignment does the same, but emits twice as much: it reads what was there, too.
+    """
+    if interpreted():
+        tile[...] = values
+        return
+
+    @plgpu.inline_mgpu(arg_types=(operand_ref(row_bytes), layout))
+    def store(_: Any, tile: ir.Value, values: Any) -> None:
+        mgpu.warpgroup_barrier()
+        values.store_tiled(tile, swizzle=row_bytes)
+        mgpu.warpgroup_barrier()
+
+    store(tile, values)
+
+
 def over_tokens(per_token: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcast a value per token over the columns of a tile."""
     return lax.broadcast_in_dim(per_token, shape, [0])

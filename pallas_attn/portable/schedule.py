@@ -71,7 +71,7 @@ class Groups(NamedTuple):
         programs = jnp.maximum(ratio(jnp.int32(num_programs), number), 1)
         rounds = ratio(rows, number)  # every group takes a row in each
         left = rows - number * rounds  # rows of one more round, which not every group takes part in
-        back = rounds % 2  # whether that round runs from the last group to the first
+        back = rounds & 1  # whether that round runs from the last group to the first
         first = jnp.where(back == 1, number - left, left)
         return Groups(number, programs, rows, first, rounds + 1 - back, rounds + back)
 
@@ -85,7 +85,7 @@ class Groups(NamedTuple):
         """Place of the row of this rank by length, the longest being 0. Idle rows stay last."""
         round_number = ratio(rank, self.number)
         in_round = rank - round_number * self.number
-        group = jnp.where(round_number % 2 == 0, in_round, self.number - 1 - in_round)
+        group = jnp.where(round_number & 1 == 0, in_round, self.number - 1 - in_round)
         return jnp.where(rank < self.rows, self.start(group) + round_number, rank)
 
     def group(self, place: Int32[Array, "n"]) -> Int32[Array, "n"]:

@@ -74,6 +74,14 @@ class PageWalk(NamedTuple):
         return jnp.where(i < self.sink_pages, i, i - self.sink_pages + self.first_page)
 
 
+def _page(position: Int32[Array, "*shape"], page_size: int) -> Int32[Array, "*shape"]:
+    """Page of a position, position // page_size: a shift where a page is a power of two, since jax divides by a dozen
+    operations.
+    """
+    bits = page_size.bit_length() - 1
+    return position >> bits if page_size == 1 << bits else position // page_size
+
+
 def page_walk(
     first_query: Int32[Array, "*#shape"],
     end: Int32[Array, "*#shape"],
@@ -91,7 +99,7 @@ def page_walk(
     """
     oldest = jnp.maximum(first_query - window + 1, 0)  # the oldest key in the first query's window
     idle = end <= first_query
-    first_page = jnp.where(idle, 0, oldest // page_size)
-    end_page = jnp.where(idle, 0, -(-end // page_size))
-    sink_pages = jnp.minimum(-(-jnp.minimum(sink_tokens, jnp.maximum(end, 0)) // page_size), first_page)
+    first_page = jnp.where(idle, 0, _page(oldest, page_size))
+    end_page = jnp.where(idle, 0, -_page(-end, page_size))
+    sink_pages = jnp.minimum(-_page(-jnp.minimum(sink_tokens, jnp.maximum(end, 0)), page_size), first_page)
     return PageWalk(*jnp.broadcast_arrays(sink_pages, first_page, sink_pages + end_page - first_page))

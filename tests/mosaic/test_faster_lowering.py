@@ -12,16 +12,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax._src.interpreters import mlir
 from jax._src.lib import mosaic_gpu_dialect as mosaic_gpu
 from jax._src.pallas.mosaic_gpu import lowering
-from jax.experimental.mosaic.gpu import constraints, core, layouts
+from jax._src.state.indexing import NDIndexer, Slice
+from jax.experimental.mosaic.gpu import constraints, core, layouts, utils
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu.constraints import ConstraintSystem, RegisterLayout, Unsatisfiable, Variable
+from jax.experimental.mosaic.gpu.mma import MMALayouts
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_attn.mosaic import faster_lowering
 from pallas_attn.mosaic.faster_lowering import REPLACEMENTS
@@ -51,8 +56,10 @@ def system(pairs: list[tuple[int, int]]) -> ConstraintSystem:
 def unpatched(monkeypatch: pytest.MonkeyPatch):
     """Starts from jax's own functions, whatever ran before."""
     faster_lowering.apply.cache_clear()
-    for replacement in REPLACEMENTS:
-        monkeypatch.setattr(replacement.place, replacement.name, replacement.original)
+    for place, name, original in ((r.place, r.name, r.original) for r in REPLACEMENTS):
+        is_static = isinstance(inspect.getattr_static(place, name), staticmethod)
+        monkeypatch.setattr(place, name, staticmethod(original) if is_static else original)
+    monkeypatch.setattr(utils, "thread_idx", getattr(utils.thread_idx, "__wrapped__", utils.thread_idx))
     for rules in lowering.mosaic_lowering_rules.values():
         for primitive, rule in rules.items():
             monkeypatch.setitem(rules, primitive, inspect.unwrap(rule))
@@ -215,7 +222,8 @@ def test_branches_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     theirs = module()
     assert len(lowered) == 8
-    faster_lowering.apply()
+    (condition,) = (r for r in REPLACEMENTS if r.name == "_cond_lowering_rule")
+    assert condition.apply()
     assert module() == theirs
     assert len(lowered) == 1
 
@@ -239,10 +247,13 @@ def test_layouts_are_those_of_jax() -> None:
 @pytest.mark.usefixtures("unpatched")
 def test_known_functions_are_replaced() -> None:
     known = [r.title for r in REPLACEMENTS if r.is_known()]
-    assert faster_lowering.apply() == tuple(known)
+    replaced = faster_lowering.apply()
+    assert replaced[: len(known)] == tuple(known)
+    assert set(replaced[len(known) :]) <= set(faster_lowering.OTHERS)
     assert all((getattr(r.place, r.name) is r.original) == (r.title not in known) for r in REPLACEMENTS)
     if jax.__version__ == "0.11.2":
         assert known == list(JAX)
+        assert "utils.thread_idx" in replaced
 
 
 @pytest.mark.usefixtures("unpatched")
@@ -252,6 +263,7 @@ def test_another_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
     for replacement in REPLACEMENTS:
         monkeypatch.setattr(replacement.place, replacement.name, other)
+    monkeypatch.setattr(utils, "thread_idx", other)
     assert faster_lowering.apply() == ()
     assert all(getattr(r.place, r.name) is other for r in REPLACEMENTS)
 
@@ -268,3 +280,114 @@ def test_other_values_of_the_variable_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(faster_lowering.ENVIRONMENT_VARIABLE, "yes")
     with pytest.raises(ValueError, match="PALLAS_ATTN_PATCH_JAX: expected 0 or 1, got 'yes'"):
         faster_lowering.apply()
+
+
+indices = st.one_of(
+    st.builds(Slice, st.integers(0, 3), st.integers(1, 4)),
+    st.integers(0, 3),
+)
+
+
+@given(st.lists(indices, min_size=1, max_size=5))
+def test_shapes_of_indexers_are_those_of_jax(some: list) -> None:
+    """Also where numbers are no neighbours, which puts their dimensions first."""
+    for numbers in ((), (3,), (3, 2)):
+        indexer = NDIndexer(tuple(some), (8,) * len(some), numbers)
+        assert faster_lowering.indexer_shape(indexer) == JAX["NDIndexer.get_indexer_shape"](indexer)
+
+
+def test_numbers_are_dimensions_at_once() -> None:
+    asked = []
+    is_dim = faster_lowering.of_numbers(lambda value: asked.append(value) or False)
+    assert is_dim(3)
+    assert not is_dim(jnp.ones(2))
+    assert not is_dim("3")
+    assert len(asked) == 2
+
+
+DTYPES = (jnp.int32, np.dtype("uint8"), jnp.int4, jnp.bool_, jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn)
+
+
+def test_types_are_those_of_jax() -> None:
+    """In each MLIR context, of which types are not shared."""
+    convert = faster_lowering.of_known_width(JAX["utils.dtype_to_ir_type"])
+    for _ in range(2):
+        with mlir.make_ir_context():
+            assert [convert(dtype) for dtype in DTYPES] == [JAX["utils.dtype_to_ir_type"](dtype) for dtype in DTYPES]
+
+
+def test_shapes_of_layouts_are_those_of_jax() -> None:
+    for name, arguments in (
+        ("registers_shape", ((128, 64), [256, 128])),
+        ("reduce", ((0,), [1])),
+    ):
+        theirs = JAX[f"TiledLayout.{name}"]
+        kept = faster_lowering.keeping_by_argument(theirs)
+        for layout in (fa.WGMMA_LAYOUT, fa.TCGEN05_LAYOUT):
+            for argument in (*arguments, *arguments):
+                assert kept(layout, argument) == theirs(layout, argument)
+
+
+def test_layouts_of_products_are_those_of_jax() -> None:
+    """Built once for each width of elements and number of warps."""
+    built = []
+
+    def build(self: Any, element_type: Any, *, m_warps: int = 4) -> None:
+        built.append(m_warps)
+        JAX["MMALayouts.__init__"](self, element_type, m_warps=m_warps)
+
+    take = faster_lowering.keeping_layouts(build)
+    with mlir.make_ir_context():
+        kinds = [ir.F16Type.get(), ir.BF16Type.get(), ir.IntegerType.get_signless(8)]
+        for kind, m_warps in itertools.product(kinds, (1, 2, 4)):
+            ours, theirs = (object.__new__(MMALayouts) for _ in range(2))
+            take(ours, kind, m_warps=m_warps)
+            JAX["MMALayouts.__init__"](theirs, kind, m_warps=m_warps)
+            assert vars(ours) == vars(theirs)
+    assert len(built) == 6
+
+
+def test_transfers_are_tried_once() -> None:
+    tried = []
+
+    def is_supported(self: Any, smem_layout: Any, reg_layout: Any) -> bool:
+        tried.append(self.shape)
+        return self.shape == (64, 64)
+
+    ask = faster_lowering.keeping_answers(is_supported)
+    kind = constraints.OptimizedTransferKind.OPTIMIZED
+    for shape in ((64, 64), (64, 128)) * 2:
+        variables = Variable(Key(0)), Variable(Key(1))
+        transfer = constraints.IsTransferableSmemRegisters(*variables, shape, (shape[1], 1), 16, kind)
+        assert ask(transfer, constraints.SMEMTransforms(None, None), fa.WGMMA_LAYOUT) == (shape == (64, 64))
+    assert tried == [(64, 64), (64, 128)]
+
+
+def pointwise(apply: Callable[..., Any]) -> list[str]:
+    """Text and layout of what comes of operations on arrays that are alike and not, and of an error."""
+    with mlir.make_ir_context(), ir.Location.unknown(), ir.InsertionPoint(ir.Module.create().body):
+        i32, i8 = (ir.IntegerType.get_signless(bits) for bits in (32, 8))
+        layout, shape = fa.WGMMA_ROW_LAYOUT, (64,)
+        number = arith.constant(i32, 5)
+        row = fa.FragmentedArray.splat(number, shape, layout, is_signed=True)
+        same = fa.FragmentedArray.splat(number, shape, is_signed=True)
+        small = fa.FragmentedArray.splat(arith.constant(i8, 5), shape, layout, is_signed=False)
+        found = [
+            apply(row, arith.addi, row),
+            apply(row, arith.addi, same),
+            apply(same, arith.addi, row),
+            apply(same, arith.addi, same),
+            apply(row, arith.subi, 3),
+            apply(row, lambda x, y: arith.cmpi(arith.CmpIPredicate.slt, x, y), row, output_is_signed=False),
+            apply(small, arith.andi, small, restrict_bitwidth=False),
+        ]
+        with pytest.raises(NotImplementedError, match="8-bit types are unsupported"):
+            apply(small, arith.addi, small)
+        return [f"{x.layout} {x.is_signed} {x.registers.shape} {x.registers.flat[0].owner}" for x in found]
+
+
+def test_operations_on_registers_are_those_of_jax() -> None:
+    theirs = JAX["FragmentedArray._pointwise"]
+    assert [re.sub(r"%\w+", "%", text) for text in pointwise(faster_lowering.of_alike(theirs))] == [
+        re.sub(r"%\w+", "%", text) for text in pointwise(theirs)
+    ]

@@ -579,7 +579,7 @@ def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence
         asm_dialect=0,
         has_side_effects=True,
     )
-    return [llvm.extractvalue(number, results, [i]) for i in range(count)]
+    return _elements(results, [number] * count)
 
 
 def fenced(registers: Sequence[ir.Value]) -> list[ir.Value]:
@@ -594,7 +594,16 @@ def fenced(registers: Sequence[ir.Value]) -> list[ir.Value]:
     results: Any = llvm.inline_asm(
         llvm.StructType.get_literal(types), list(registers), "", constraints, asm_dialect=0, has_side_effects=True
     )
-    return [llvm.extractvalue(kind, results, [i]) for i, kind in enumerate(types)]
+    return _elements(results, types)
+
+
+def _elements(struct: ir.Value, types: Sequence[ir.Type]) -> list[ir.Value]:
+    """All elements of a struct, `llvm.extractvalue` of each in less than half the time."""
+    places = (ir.DenseI64ArrayAttr.get([i]) for i in range(len(types)))
+    return [
+        ir.Operation.create("llvm.extractvalue", [kind], [struct], {"position": place}).result
+        for kind, place in zip(types, places, strict=True)
+    ]
 
 
 def fenced_product(lefts: Sequence[Sequence[ir.Value]], total: Any) -> tuple[list[list[ir.Value]], list[ir.Value]]:

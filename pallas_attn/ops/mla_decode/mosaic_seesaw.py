@@ -60,13 +60,13 @@ from pallas_attn.mosaic.sm90.seesaw import (
     log_sum_exp,
     normalise,
 )
-from pallas_attn.mosaic.sm90.tiles import token_iota
+from pallas_attn.mosaic.sm90.tiles import TILE, token_iota
 from pallas_attn.mosaic.split_states import (
     PartialStates,
     num_fragments,
     store_fragments,
 )
-from pallas_attn.mosaic.tiles import BY_64, clear_rows, over_columns, over_tokens
+from pallas_attn.mosaic.tiles import BY_64, clear_rows, over_columns, over_tokens, store_tile
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.mosaic_rows import (
@@ -412,7 +412,7 @@ class SeesawConsumer(SeesawTurns["LatentSplit"]):
             out = normalise(state.acc, l).astype(results.out.dtype)
             place = results.out.at[split.row, pl.ds(block * ROWS, ROWS), columns]
             if out.dtype == mem.q.left.dtype:
-                mem.q[half][0] = out
+                store_tile(mem.q[half].at[0], out, TILE, static.row_bytes)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(mem.q[half].at[0], place)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic import basics, tiles
 from pallas_attn.mosaic.basics import LOG2E, Ref
 from pallas_attn.mosaic.sm90.seesaw import ROWS, add_partial_rows, empty_rows, halves, log_sum_exp, normalise
 from pallas_attn.mosaic.split_states import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
@@ -274,12 +274,19 @@ def merge_splits(
         grid_names=("program",),
         scratch_types=[
             PartialLoader.types(partials, blocks * batch, ROWS, num_fragments(ROWS * columns)),
-            plgpu.SMEM((ROWS, columns), out.dtype),
+            _merged_tile(columns, out.dtype),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.lane_semantics()),
         kernel_name="merge_rows",
     )(*refs, *basics.materialize((partials, plan)))
     return basics.read_back(refs[0]), basics.read_back(refs[1])
+
+
+def _merged_tile(columns: int, dtype: Any) -> Any:
+    """Scratch type of the merged columns of a block of rows, swizzled if its rows have 32 bytes or more."""
+    row_bytes = min(tiles.ROW_BYTES, columns * jnp.dtype(dtype).itemsize)
+    shape = (ROWS, columns)
+    return plgpu.SMEM(shape, dtype) if row_bytes < 32 else tiles.operand(shape, dtype, row_bytes=row_bytes)
 
 
 def _merge_kernel(

@@ -53,8 +53,9 @@ from pallas_attn.mosaic.sm90.seesaw import (
     log_sum_exp,
     normalise,
 )
+from pallas_attn.mosaic.sm90.tiles import TILE
 from pallas_attn.mosaic.split_states import num_fragments, store_fragments
-from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns
+from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns, store_tile
 from pallas_attn.ops.mla_sparse import config, mosaic_raw
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 from pallas_attn.ops.mla_sparse.mosaic_items import (
@@ -373,7 +374,7 @@ class SparseConsumer(SeesawTurns[SparseItem]):
         columns = pl.ds(half * static.widths[0], static.widths[half])
         place = results.out.at[token, pl.ds(block * ROWS, static.rows), columns]
         if out.dtype == mem.q.left.dtype:
-            mem.q[half][0] = out
+            store_tile(mem.q[half].at[0], out, TILE, static.row_bytes)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(mem.q[half].at[0, pl.ds(0, static.rows)], place)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
