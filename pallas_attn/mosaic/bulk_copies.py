@@ -7,7 +7,8 @@ warp, one each.
 
 Rows past the end of an array are copied as zeros, so arrays need no padding. The copy engine holds exactly to the
 number of rows if it is given rows as they are, or to a multiple of 8 of them if it is given groups of 8, as tiles in
-shared memory have them: so a tile with rows of the last, incomplete group is copied group by group.
+shared memory have them: so a tile with rows of the last, incomplete group is copied group by group. So is one in which
+a sequence ends, without the groups that hold none of its rows.
 
 Interpreted, every copy arrives by itself (`arrivals`), and rows are there (`zero_rows_past_end`).
 """
@@ -48,6 +49,11 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 BARRIER_BYTES = 8
 
+LEAST_CUT = 32
+"""Rows of a page, at least, of which single groups of 8 are copied where not all are needed: of fewer rows, copies of
+groups would take longer than bytes that are saved.
+"""
+
 
 def arrivals(copies: int) -> int:
     """Arrivals that announce so many copies started together."""
@@ -87,7 +93,7 @@ def present_pages(row: jax.Array) -> jax.Array:
     return vote(row)
 
 
-def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pages: int) -> None:
+def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pages: int, needed: Any = None) -> None:
     """Copy pages, or a part of each, one after the other to a tile in shared memory.
 
     Args:
@@ -97,6 +103,9 @@ def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pa
       first: first row that is copied of a page, a multiple of 8.
       tile: `tiles.operand` [pages · rows that are copied of a page, columns].
       landed: barrier, with `arrivals(pages)` for these copies.
+      needed: rows of the tile that are needed, from its first on: groups of 8 of a page that begin later are not
+        copied, and their part of the tile stays as it is. Pages without a row that is needed are absent. None if all
+        rows are needed.
     """
     _require_arrivals(landed, pages)
     rows = tile.shape[0] // pages
@@ -107,25 +116,60 @@ def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pa
             pl.when(row[i] < 0)(lambda: plgpu.barrier_arrive(landed))
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES.per_row, SCALAR, _tile_ref(tile), SCALAR))
-    def start(ctx: Any, pool: ir.Value, row: Any, first: Any, tile: ir.Value, address: Any) -> None:
-        own, share = _own(row), rows * _row_bytes(pool) // THREADS
-        present: Any = llvm.intr_ctpop(_present(own))
-        copies = _Copies.announced(ctx, address, arith.muli(present, _number(share)))
+    groups = rows // GROUP
+    is_cut = needed is not None and rows >= LEAST_CUT
+    last, left = _last_page(needed, pages, groups) if is_cut else (jnp.int32(pages), jnp.int32(0))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES.per_row, *[SCALAR] * 3, _tile_ref(tile), SCALAR))
+    def start(
+        ctx: Any, pool: ir.Value, row: Any, first: Any, last: Any, left: Any, tile: ir.Value, address: Any
+    ) -> None:
+        own, share = _own(row), GROUP * _row_bytes(pool) // THREADS
+        first, last, left = (x.registers.item() for x in (first, last, left))
+        present: Any = _present(own)
+        announced = arith.muli(llvm.intr_ctpop(present), _number(groups))
+        has_last = arith.andi(arith.shrui(present, last), _number(1)) if is_cut else None
+        if has_last is not None:
+            announced = arith.subi(announced, arith.muli(has_last, arith.subi(_number(groups), left)))
+        copies = _Copies.announced(ctx, address, arith.muli(announced, _number(share)))
+
+        def copy(number: ir.Value, begin: ir.Value, count: int, group: ir.Value, condition: ir.Value) -> None:
+            source = _index(number), mgpu.ds(_index(begin), count * GROUP)
+            to = mgpu.utils.memref_slice(tile, (mgpu.ds(_index(group), count),))
+            copies.start(pool, source, to, (_whole_groups(pool),), condition)
+
         for page in copies.shared_by_warps(pages):
             number = _of_lane(own, page)
-            source = _index(number), mgpu.ds(_index(first.registers.item()), rows)
-            exists = arith.cmpi(arith.CmpIPredicate.sge, number, _number(0))
-            target = mgpu.ds(_index(arith.muli(page, _number(rows // GROUP))), rows // GROUP)
-            copies.start(pool, source, mgpu.utils.memref_slice(tile, (target,)), (_whole_groups(pool),), exists)
+            is_whole = arith.cmpi(arith.CmpIPredicate.sge, number, _number(0))
+            if is_cut:
+                is_whole = arith.andi(is_whole, arith.cmpi(arith.CmpIPredicate.ne, page, last))
+            copy(number, first, groups, arith.muli(page, _number(groups)), is_whole)
+        if has_last is None:
+            return
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ne, has_last, _number(0))):
+            number, first_group = _of_lane(own, last), arith.muli(last, _number(groups))
+            for group in copies.shared_by_warps(groups):
+                is_needed = arith.cmpi(arith.CmpIPredicate.ult, group, left)
+                begin = arith.addi(first, arith.muli(group, _number(GROUP)))
+                copy(number, begin, 1, arith.addi(first_group, group), is_needed)
 
-    start(pool, row, jnp.asarray(first, jnp.int32), tile, _address(landed))
+    start(pool, row, jnp.asarray(first, jnp.int32), last, left, tile, _address(landed))
+
+
+def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
+    """The page of a tile of which some groups of 8 rows are needed and others are not, and how many are needed.
+
+    Where there is none it is an absent page, or one past the last.
+    """
+    all_needed = jnp.clip(lax.div(needed + (GROUP - 1), GROUP), 0, pages * groups)
+    last = lax.div(all_needed, groups)
+    return last, all_needed - last * groups
 
 
 # --- rows of packed sequences
 
 
-def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref) -> None:
+def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: Any = None) -> None:
     """Copy neighbouring rows of a head to a tile in shared memory; those past the last row as zeros.
 
     Args:
@@ -133,34 +177,45 @@ def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref) -> Non
       first: the first row, a multiple of 8.
       tile: `tiles.operand` [n, D].
       landed: barrier, with one arrival for this.
+      end: one past the last row that is needed: groups of 8 that begin there or later are not copied, and their part of
+        the tile stays as it is. None if all rows are needed.
     """
     count, rows = tile.shape[0], source.shape[0]
     if interpreted():
         plgpu.copy_gmem_to_smem(source.at[pl.ds(_in_padding(first, rows, count), count), head], tile, landed)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, _tile_ref(tile), SCALAR))
-    def start(ctx: Any, source: ir.Value, first: Any, head: Any, tile: ir.Value, address: Any) -> None:
-        copies = _Copies.announced(ctx, address, _number(count * _row_bytes(source) // THREADS))
+    groups = count // GROUP
+    needed = jnp.int32(groups) if end is None else jnp.clip(lax.div(end - first + (GROUP - 1), GROUP), 0, groups)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, _tile_ref(tile), SCALAR))
+    def start(ctx: Any, source: ir.Value, first: Any, head: Any, needed: Any, tile: ir.Value, address: Any) -> None:
+        share, needed = GROUP * _row_bytes(source) // THREADS, needed.registers.item()
+        copies = _Copies.announced(ctx, address, arith.muli(needed, _number(share)))
         first, head = _here(first.registers.item()), _index(_here(head.registers.item()))
 
         def start_whole() -> None:
             for _ in copies.shared_by_warps(1):
                 copies.start(source, (mgpu.ds(_index(first), count), head), tile, (_whole_groups(source),))
 
-        if rows % GROUP == 0:
+        if rows % GROUP == 0 and end is None:
             start_whole()
             return
-        end, complete = arith.addi(first, _number(count)), rows // GROUP * GROUP
-        inside = arith.cmpi(arith.CmpIPredicate.sle, end, _number(complete))
-        with mgpu.when(inside):
+        whole = arith.cmpi(arith.CmpIPredicate.eq, needed, _number(groups))
+        if rows % GROUP:
+            past = arith.addi(first, _number(count))
+            complete = arith.cmpi(arith.CmpIPredicate.sle, past, _number(rows // GROUP * GROUP))
+            whole = arith.andi(whole, complete)
+        with mgpu.when(whole):
             start_whole()
-        with mgpu.when(arith.xori(inside, mgpu.c(1, ir.IntegerType.get_signless(1)))):
-            for group in copies.shared_by_warps(count // GROUP):
+        with mgpu.when(arith.xori(whole, mgpu.c(1, ir.IntegerType.get_signless(1)))):
+            for group in copies.shared_by_warps(groups):
                 start_row = arith.addi(first, arith.muli(group, _number(GROUP)))
-                copies.start_group(source, start_row, head, tile, group)
+                wanted = None if end is None else arith.cmpi(arith.CmpIPredicate.ult, group, needed)
+                copies.start_group(source, start_row, head, tile, group, wanted)
 
-    start(source, jnp.asarray(first, jnp.int32), jnp.asarray(head, jnp.int32), tile, _address(landed))
+    scalars = (jnp.asarray(x, jnp.int32) for x in (first, head, needed))
+    start(source, *scalars, tile, _address(landed))
 
 
 def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, tile: Ref, landed: Ref) -> None:
@@ -285,12 +340,14 @@ class _Copies:
             predicate=predicate,
         )
 
-    def start_group(self, source: ir.Value, first: ir.Value, head: ir.Value, tile: ir.Value, group: Any) -> None:
-        """Start the copy of 8 rows of a head to a group of a tile."""
+    def start_group(
+        self, source: ir.Value, first: ir.Value, head: ir.Value, tile: ir.Value, group: Any, condition: Any = None
+    ) -> None:
+        """Start the copy of 8 rows of a head to a group of a tile if a condition holds."""
         swizzled, transposed = _swizzled(source), launch_context.TransposeTransform((1, 0, 2))
         transforms = launch_context.TileTransform((swizzled,)), transposed
         to = mgpu.utils.memref_slice(tile, (_index(group),))
-        self.start(source, (mgpu.ds(_index(first), GROUP), head), to, transforms)
+        self.start(source, (mgpu.ds(_index(first), GROUP), head), to, transforms, condition)
 
 
 def _operand(source: Any) -> tuple[ir.Value, list[Any]]:

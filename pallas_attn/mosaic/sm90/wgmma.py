@@ -260,6 +260,34 @@ def _rescale_assembly(count: int, wait: str) -> str:
     )
 
 
+def zero_rows(o: jax.Array, sums: jax.Array) -> jax.Array:
+    """Set rows of o [64, n] to 0 whose sum [64] is 0; a warp that has none skips it.
+
+    Of a selection for each value the assembler makes four instructions for each pair, if it is rounded afterwards.
+    """
+    if interpreted():
+        return jnp.where(over_tokens(sums != 0, o.shape), o, 0.0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, PER_TOKEN), return_type=plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=TILE)
+    )
+    def clear(_: Any, o: Any, sums: Any) -> Any:
+        registers = [*o.to_layout(ACCUMULATOR).registers.flat]
+        rows = [vector.extract(register, [], [0]) for register in sums.registers.flat]
+        count = len(registers)
+        cleared = "".join(f"selp.f32 ${i}, ${i}, 0f00000000, p{i // 2 % 2}; " for i in range(count))
+        text = (
+            f"{{ .reg .pred p<2>, kept; setp.neu.f32 p0, ${2 * count}, 0f00000000; "
+            f"setp.neu.f32 p1, ${2 * count + 1}, 0f00000000; and.pred kept, p0, p1; "
+            f"vote.sync.all.pred kept, kept, 0xffffffff; @kept bra.uni done; {cleared}done: }}"
+        )
+        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * len(rows)
+        results = fragments(floats(count, text, constraints, [*registers, *rows]), o.shape)
+        return results.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return clear(o, sums)
+
+
 def partial_sums(p: jax.Array) -> jax.Array:
     """Add up columns of p [64, n] that are a multiple of 8 apart, [64, 8]: each thread adds only its own numbers."""
     if interpreted():
@@ -299,8 +327,9 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 def hide(s: jax.Array, limits: Limits) -> jax.Array:
     """Set scores [64, N] to -inf in columns that their rows do not see.
 
-    Each thread subtracts its first column from the limits and compares them with constants. An iota of columns would
-    take as many registers as the tile.
+    Each thread makes a bit for each of its columns from the limits. Of tests of constant bits the assembler makes moves
+    of seven to predicates. To compare columns with each limit takes three times as many instructions, and an iota of
+    columns as many registers as the tile.
     """
     if interpreted():
         return jnp.where(limits.sees(jnp.arange(s.shape[1], dtype=jnp.int32)[None]), s, -jnp.inf)
@@ -321,13 +350,19 @@ def hide(s: jax.Array, limits: Limits) -> jax.Array:
         for half in range(2):
             low, high, sink, pages = (None if limit is None else limit[half] for limit in halves)
             row = _Row.of(low, high, sink, pages, limits.page_tokens)
-            for eight in range(len(registers)):
-                hidden[eight, half] = row.hide(registers[eight, half], 8 * eight)
+            for first in range(0, len(registers), EIGHTS):
+                seen = row.seen(8 * first)
+                for eight in range(first, min(first + EIGHTS, len(registers))):
+                    hidden[eight, half] = _select_pair(seen, 2 * (eight - first), registers[eight, half])
         return mgpu.FragmentedArray(
             _registers=hidden.reshape(s.registers.shape), _layout=s.layout, _is_signed=s.is_signed
         )
 
     return select(s, *given)
+
+
+EIGHTS = 16
+"""Groups of 8 columns whose bits, two of each for a thread, fill a register."""
 
 
 class _Row(NamedTuple):
@@ -345,25 +380,48 @@ class _Row(NamedTuple):
         low, high, sink = (None if limit is None else arith.subi(limit, first) for limit in (low, high, sink))
         return _Row(low, high, sink, pages, page_tokens)  # pyrefly: ignore[bad-argument-type]
 
-    def hide(self, pair: ir.Value, column: int) -> ir.Value:
-        """Mask the scores of two neighbouring columns.
+    def seen(self, first: int) -> ir.Value:
+        """Bits of the thread's columns, two of each 8, from column `first` of the tile on: 1 where the row sees it."""
+        hidden = _columns_below(self.low, first)
+        if self.sink is not None:
+            hidden = arith.andi(hidden, _inverse(_columns_below(self.sink, first)))
+        seen = arith.andi(_columns_below(self.high, first), _inverse(hidden))
+        if self.pages is not None:
+            width = self.page_tokens // 4
+            for begin in range(0, 2 * EIGHTS, width):
+                page = (first + 4 * begin) // self.page_tokens
+                is_there = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self.pages, _number(1 << page)), _number(0))
+                others = _number(_signed(~(((1 << width) - 1) << begin)))
+                seen = arith.andi(seen, arith.select(is_there, _number(-1), others))
+        return seen
 
-        Args:
-          column: the first of them, minus the thread's first column.
-        """
-        masked = []
-        for i in range(2):
-            at = _number(column + i)
-            seen = arith.cmpi(arith.CmpIPredicate.sge, at, self.low)
-            if self.sink is not None:
-                seen = arith.ori(seen, arith.cmpi(arith.CmpIPredicate.slt, at, self.sink))
-            seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.slt, at, self.high))
-            if self.pages is not None:
-                page = arith.andi(self.pages, _number(1 << column // self.page_tokens))
-                seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.ne, page, _number(0)))
-            minus_inf = mgpu.c(-np.inf, ir.F32Type.get())
-            masked.append(arith.select(seen, vector.extract(pair, [], [i]), minus_inf))
-        return vector.from_elements(pair.type, masked)
+
+def _signed(bits: int) -> int:
+    """The int32 with these bits, of which those above the 32nd are left out."""
+    return ((bits + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+
+
+def _inverse(bits: ir.Value) -> ir.Value:
+    return arith.xori(bits, _number(-1))
+
+
+def _columns_below(limit: Any, first: int) -> Any:
+    """Bits of a thread's columns from `first` on: 1 below a limit, which is minus the thread's first column."""
+    inside = arith.minsi(arith.maxsi(limit, _number(first)), _number(first + 8 * EIGHTS))
+    inside = arith.subi(inside, _number(first)) if first else inside
+    in_eight = arith.minsi(arith.andi(inside, _number(7)), _number(2))
+    count = arith.addi(arith.muli(arith.shrui(inside, _number(3)), _number(2)), in_eight)
+    text = "bmsk.clamp.b32 $0, 0, $1;"
+    return llvm.inline_asm(_number(0).type, [count], text, "=r,r", has_side_effects=False)
+
+
+def _select_pair(seen: ir.Value, bit: int, pair: ir.Value) -> ir.Value:
+    """Mask the scores of two neighbouring columns, given bits of which theirs are `bit` and the next."""
+    masked, minus_inf = [], mgpu.c(-np.inf, ir.F32Type.get())
+    for i in range(2):
+        is_seen = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(seen, _number(_signed(1 << bit + i))), _number(0))
+        masked.append(arith.select(is_seen, vector.extract(pair, [], [i]), minus_inf))
+    return vector.from_elements(pair.type, masked)
 
 
 def _number(x: int) -> Any:
