@@ -115,7 +115,8 @@ class MoE(nnx.Module):
         chosen, weights = self.gate(x)
         experts = Experts(self.gate_up_proj[...], self.down_proj[...])
         y = routed_experts(x, chosen, weights, experts, self.split, is_live)
-        return y if self.shared_experts is None else y + self.shared_experts(x)
+        # Otherwise XLA has the shared experts' last product add to `y`, and it waits for the routed experts.
+        return y if self.shared_experts is None else y + jax.lax.optimization_barrier(self.shared_experts(x))
 
 
 class BiasedMoE(nnx.Module):
