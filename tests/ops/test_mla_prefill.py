@@ -262,7 +262,8 @@ def test_decided_on_the_device(
     ("most", "undecided", "scopes"),
     [
         (24, 24, (True, False)),
-        (24, 23, (True, True)),
+        (24, 23, (True, False)),
+        (23, 128, (True, True)),
         (6, 128, (True, True)),
         (1, 128, (True, True)),
         (0, 0, (False, True)),
