@@ -528,11 +528,12 @@ def hopper_pairs(
     num_rows, first = padded_rows(num_pairs, num_experts, tile_rows), first_rows(sizes)
     behind = first - sums_before(sizes)  # how far a group begins behind its first place
     place += behind[jnp.minimum(expert, num_experts - 1)]
-    rows_of = jnp.zeros(num_rows, jnp.int32).at[place]
-    source = rows_of.set(source, unique_indices=True, mode="promise_in_bounds")
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    some = row % x.shape[0]  # what rows of no pair read: not all of them the same
+    source = some.at[place].set(source, unique_indices=True, mode="promise_in_bounds")
     # Otherwise XLA looks for a row's place at each of its numbers, in the kernels that gather rows and add them up.
     source, place = jax.lax.optimization_barrier((source, place))
-    rows, expert_of_row = x[source], _group_of(first, jnp.arange(num_rows, dtype=jnp.int32)) - 1
+    rows, expert_of_row = x[source], _group_of(first, row) - 1
     tiles = RowTiles.of(sizes, num_pairs, tile_rows)
     gated = experts.activation is swiglu and experts.gate_up_bias is None
 
