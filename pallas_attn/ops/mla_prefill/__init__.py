@@ -28,7 +28,6 @@ from pallas_attn import checks, device, dispatch, sharded_calls, tuning
 from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.mla_decode import mla_decode
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.plan_decode import plan_decode
 from pallas_attn.ops.ragged_attention import ragged_attention
 from pallas_attn.portable.gradients import refuse_gradients
 from pallas_attn.portable.latents import as_read_back
@@ -77,9 +76,9 @@ def mla_prefill(
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       absorbed: whether chunks attend to their prefix absorbed or expanded; None for what is expected to be faster,
         which is absorbed where Mosaic's `mla_decode` takes the call and sequences have up to n new tokens (300 with
-        128 heads of DeepSeek-V3's widths, 512 with 16, see `AbsorptionConfig`). If T is at most n, all is; else the
-        device decides by the mean of the sequences' new tokens, each counting as much as it has cached. With a window
-        only False.
+        128 heads of DeepSeek-V3's widths, 512 with 16, see `AbsorptionConfig`). If T is at most n and a block of tokens
+        (128 with 128 heads, 512 with 16), all is; else the device decides by the mean of the sequences' new tokens,
+        each counting as much as it has cached. With a window only False.
       piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
         measured or is expected to be fastest, see `PieceConfig`. With a window there are no pieces.
       return_lse: also return the LSE.
@@ -179,44 +178,32 @@ def mla_prefill(
             start = jnp.zeros((), jnp.int32), state
             return lax.while_loop(lambda carry: carry[0] < count, absorb, start)[1]
 
-        options: dict[str, Any] = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
-        size = _block_tokens(*q.shape[:2])
+        options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
 
-        def prefix_of(places: Int32[Array, "S_plus_1"], num_tokens: int) -> _AbsorbedPrefix:
-            places = QueryRows(places, num_tokens, min(num_tokens, max(1, FILLED_ROWS // q.shape[1])))
-            return _AbsorbedPrefix(cache, block_tables, places, num_cached, q, w_uk, **options)
+        def prefix_of(own_cu_q_lens: Int32[Array, "S_plus_1"], num_tokens: int) -> _AbsorbedPrefix:
+            rows = QueryRows(own_cu_q_lens, num_tokens, min(num_tokens, max(1, FILLED_ROWS // q.shape[1])))
+            return _AbsorbedPrefix(cache, block_tables, rows, num_cached, **options)
 
         def with_latents(state: PrefillState) -> PrefillState:
             return _merge(state, prefix_of(cu_q_lens, q.shape[0]).attend(q, w_uk, w_uv))
 
         def with_latents_in_blocks(state: PrefillState, is_wanted: Bool[Array, ""] | bool = True) -> PrefillState:
             has_prefix = is_wanted & (num_cached > 0) & (jnp.diff(cu_q_lens) > 0)
-            first, end = (
-                jnp.min(jnp.where(has_prefix, cu_q_lens[:-1], q.shape[0])),
-                jnp.max(jnp.where(has_prefix, cu_q_lens[1:], 0)),
-            )
-
-            def block_of(first: Int32[Array, ""]) -> tuple[_TokenBlock, _AbsorbedPrefix]:
-                block = _TokenBlock(cu_q_lens, first, size, q.shape[0])
-                return block, prefix_of(block.cu_q_lens, size)
-
-            # Outside of the loop it is the same in all layers of a step, for which XLA makes it once.
-            only = block_of(first) if size == q.shape[0] else None
+            size, end = _block_tokens(*q.shape[:2]), jnp.max(jnp.where(has_prefix, cu_q_lens[1:], 0))
 
             def absorb(carry):
                 first, state = carry
-                block, prefix = only or block_of(first)
-                found = prefix.attend(block.take(q), w_uk, w_uv)
+                block = _TokenBlock(cu_q_lens, first, size, q.shape[0])
+                found = prefix_of(block.cu_q_lens, size).attend(block.take(q), w_uk, w_uv)
                 return first + size, block.put(state, _merge(block.take(state), found))
 
-            return lax.while_loop(lambda carry: carry[0] < end, absorb, (first, state))[1]
+            start = jnp.min(jnp.where(has_prefix, cu_q_lens[:-1], q.shape[0])), state
+            return lax.while_loop(lambda carry: carry[0] < end, absorb, start)[1]
 
         if absorbed is None:
             most = _most_absorbed(q_nope, q_rope, cache, w_uk, w_uv, block_tables, soft_cap, implementation)
-            if q.shape[0] <= min(most, ABSORBED_TOKENS):
+            if q.shape[0] <= min(most, _block_tokens(*q.shape[:2])):
                 state = with_latents(state)
-            elif q.shape[0] <= most:
-                state = with_latents_in_blocks(state)
             elif most:
                 # Two loops, of which one ends at once. A condition would copy the state.
                 is_short = _is_short(most, cu_q_lens, num_cached)
@@ -335,8 +322,9 @@ def _is_short(most: int, cu_q_lens: Int32[Array, "S_plus_1"], num_cached: Int32[
 
 
 ABSORBED_TOKENS = 128
-"""Up to this many packed tokens nothing is decided on the device. The host waits for that, some 25 us in which a chunk
-without a prefix could attend to none; and a step that decides nothing is one CUDA graph.
+"""Packed tokens of a block that attends absorbed, at least. What is no more than a block attends without asking whether
+anything is cached: a loop around it would wait for the chunk's own attention, and takes 17 us itself, and one that ends
+at once 16 (H200; benchmarks/log/114).
 """
 
 FILLED_ROWS = 128
@@ -388,22 +376,12 @@ class _AbsorbedPrefix:
         block_tables: Int32[Array, "S P"],
         rows: QueryRows,
         num_cached: Int32[Array, "S"],
-        q: Float[Array, "T Hq nope_plus_R"],
-        w_uk: Float[Array, "Hq nope L"],
-        sm_scale: float,
-        soft_cap: float | None,
-        implementation: Implementation,
+        **options: Any,
     ):
-        """Find the rows' places and plan them. Of q and w_uk shapes and dtypes matter."""
-        self._rows, self._cache, heads = rows, cache, rows.queries * q.shape[1]
+        """Find tables and lengths of the rows. `options` are those of `mla_decode`."""
+        self._rows, self._cache, self._options = rows, cache, options
         self._tables = block_tables[rows.sequence]
         self._lens = jnp.where(rows.count > 0, num_cached[rows.sequence], 0)
-        self._options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
-        widths = w_uk.shape[2], q.shape[2] - w_uk.shape[1]
-        queries = tuple(jax.ShapeDtypeStruct((len(rows.sequence), 1, heads, width), q.dtype) for width in widths)
-        self._plan = plan_decode(
-            queries, cache, self._tables, self._lens, soft_cap=soft_cap, implementation=implementation
-        )
 
     def attend(
         self,
@@ -428,7 +406,6 @@ class _AbsorbedPrefix:
             self._cache,
             self._tables,
             self._lens,
-            plan=self._plan,
             return_lse=True,
             **self._options,
         )
