@@ -50,11 +50,16 @@ without them the host would wait for the device in every layer of a step with pr
 cached prefix to read."""
 
 
-DECODE_OPTIONS: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""More options for steps without prompts on one device. Kernels whose arrays do not depend on each other run side by
-side in their graph: a router beside the shared experts, a latent's norm beside the queries. One sequence's step takes
-2.5 ms in place of 2.8, and 64 sequences' 10.4 in place of 10.8 (DeepSeek-V2-Lite, H200; benchmarks/log/100). Arrays of
-activations share less memory then, which is little without prompts; and collectives would have no order."""
+SIDE_BY_SIDE: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+"""More options for steps of up to `SIDE_BY_SIDE_TOKENS` prompt tokens on one device. Kernels whose arrays do not depend
+on each other run side by side in their graph: a router beside the shared experts, a latent's norm beside the queries,
+rows that decode beside chunks. On an H200 one sequence's step of DeepSeek-V2-Lite takes 2.5 ms in place of 2.8, that of
+64 sequences 10.4 in place of 10.8 (benchmarks/log/100), and one of 48 and of 464 prompt tokens 15.6 in place of 17.5
+(benchmarks/log/114). On a mesh collectives would have no order."""
+
+SIDE_BY_SIDE_TOKENS = 512
+"""Arrays share less memory then: 0.5 GB in place of 0.1 with so many tokens of DeepSeek-V2-Lite, and it grows with
+them, while kernels of a larger step leave nothing free beside themselves."""
 
 
 MESH_OPTIONS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1"}
@@ -76,8 +81,8 @@ def gpu_options(bucket: Bucket | None = None, *, on_mesh: bool = False) -> dict[
     given = {flag.lstrip("-").partition("=")[0] for flag in shlex.split(flags)}
     if on_mesh:
         options = GPU_OPTIONS | MESH_OPTIONS
-    elif bucket is not None and bucket.prefill_tokens == 0:
-        options = GPU_OPTIONS | DECODE_OPTIONS
+    elif bucket is not None and bucket.prefill_tokens <= SIDE_BY_SIDE_TOKENS:
+        options = GPU_OPTIONS | SIDE_BY_SIDE
     else:
         options = GPU_OPTIONS
     return {name: value for name, value in options.items() if name not in given}
