@@ -53,13 +53,18 @@ cached prefix to read."""
 SIDE_BY_SIDE: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """More options for steps of up to `SIDE_BY_SIDE_TOKENS` prompt tokens on one device. Kernels whose arrays do not depend
 on each other run side by side in their graph: a router beside the shared experts, a latent's norm beside the queries,
-rows that decode beside chunks. On an H200 one sequence's step of DeepSeek-V2-Lite takes 2.5 ms in place of 2.8, that of
-64 sequences 10.4 in place of 10.8 (benchmarks/log/100), and one of 48 and of 464 prompt tokens 15.6 in place of 17.5
-(benchmarks/log/114). On a mesh collectives would have no order."""
+rows that decode beside chunks. One sequence's step of DeepSeek-V2-Lite takes 2.5 ms in place of 2.8, that of 64
+sequences 10.4 in place of 10.8 (H200; benchmarks/log/100), and one of 48 and of 464 prompt tokens 17.7 in place of 19.3
+(H100; benchmarks/log/114). On a mesh collectives would have no order."""
 
 SIDE_BY_SIDE_TOKENS = 512
-"""Arrays share less memory then: 0.5 GB in place of 0.1 with so many tokens of DeepSeek-V2-Lite, and it grows with
-them, while kernels of a larger step leave nothing free beside themselves."""
+"""Arrays of activations share less memory then, 0.16 GB in place of 0.09 with so many tokens of DeepSeek-V2-Lite, and
+more with more tokens. Larger steps were not measured."""
+
+WITH_PROMPTS: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
+"""More options for those of these steps that have prompts. XLA joins the weights of two products of the same rows. With
+few rows the product's own kernel reads both; with more they are copied together before, in every layer, and side by side
+the copies of all layers are made early: 0.53 GB in place of 0.16, and 2% of a step (H100; benchmarks/log/114)."""
 
 
 MESH_OPTIONS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1"}
@@ -82,7 +87,7 @@ def gpu_options(bucket: Bucket | None = None, *, on_mesh: bool = False) -> dict[
     if on_mesh:
         options = GPU_OPTIONS | MESH_OPTIONS
     elif bucket is not None and bucket.prefill_tokens <= SIDE_BY_SIDE_TOKENS:
-        options = GPU_OPTIONS | SIDE_BY_SIDE
+        options = GPU_OPTIONS | SIDE_BY_SIDE | (WITH_PROMPTS if bucket.prefill_tokens else {})
     else:
         options = GPU_OPTIONS
     return {name: value for name, value in options.items() if name not in given}
