@@ -63,8 +63,8 @@ more with more tokens. Larger steps were not measured."""
 
 WITH_PROMPTS: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
 """More options for those of these steps that have prompts. XLA joins the weights of two products of the same rows. With
-few rows the product's own kernel reads both; with more they are copied together before, in every layer, and side by side
-the copies of all layers are made early: 0.53 GB in place of 0.16, and 2% of a step (H100; benchmarks/log/114)."""
+few rows the product's own kernel reads both; with more they are copied together before, in every layer, and side by
+side the copies of all layers are made early: 0.53 GB in place of 0.16, and 2% of a step (H100; benchmarks/log/114)."""
 
 
 MESH_OPTIONS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1"}
