@@ -64,13 +64,21 @@ class RowTiles(NamedTuple):
         """Tiles of groups of these sizes, at most `num_rows` in all, each of which begins at `first_rows(sizes)`."""
         aligned = _align(sizes)
         tiles = (aligned + (tile_rows - 1)) // tile_rows
-        ends = jnp.cumsum(tiles)
-        index = jnp.arange(num_rows // tile_rows + sizes.shape[0], dtype=jnp.int32)
-        group = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-        group = jnp.minimum(group, sizes.shape[0] - 1)
-        within = (index - (ends - tiles)[group]) * tile_rows
-        rows = jnp.clip(aligned[group] - within, 0, tile_rows)
-        return RowTiles(group, first_rows(sizes)[group] + within, rows, ends[-1:])
+        first_tile, index = sums_before(tiles), jnp.arange(num_rows // tile_rows + sizes.shape[0], dtype=jnp.int32)
+        within = index[:, None] - first_tile[None]  # [tiles, groups]
+        is_own = (within >= 0) & (within < tiles[None])
+        within *= tile_rows
+
+        def of_group(values: Int32[Array, "tiles groups"]) -> Int32[Array, "tiles"]:
+            return jnp.sum(jnp.where(is_own, values, 0), axis=1)
+
+        number = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+        return RowTiles(
+            of_group(jnp.broadcast_to(number[None], within.shape)),
+            of_group(first_rows(sizes)[None] + within),
+            of_group(jnp.clip(aligned[None] - within, 0, tile_rows)),
+            jnp.sum(tiles, keepdims=True),
+        )
 
 
 def _align(sizes: Int32[Array, "groups"]) -> Int32[Array, "groups"]:
@@ -79,8 +87,13 @@ def _align(sizes: Int32[Array, "groups"]) -> Int32[Array, "groups"]:
 
 def first_rows(sizes: Int32[Array, "groups"]) -> Int32[Array, "groups"]:
     """Row at which each group begins."""
-    aligned = _align(sizes)
-    return jnp.cumsum(aligned) - aligned
+    return sums_before(_align(sizes))
+
+
+def sums_before(sizes: Int32[Array, "groups"]) -> Int32[Array, "groups"]:
+    """Sum of the sizes before each group. All are compared with all, which is one kernel for several such sums."""
+    number = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    return jnp.sum(jnp.where(number[None] < number[:, None], sizes[None], 0), axis=1)
 
 
 def padded_rows(num_rows: int, num_groups: int, tile_rows: int = TILE_ROWS) -> int:

@@ -32,14 +32,38 @@ def project(
         if on_gpu and x.dtype == jnp.bfloat16 and num_rows > FEW_ROWS:
             return project_by_parts(x, weight).astype(out_dtype or jnp.float32)
         x = x.astype(jnp.float32)
+    in_parts = on_gpu and num_rows <= SPLIT_ROWS and depth_parts(weight.shape[0]) > 1
+    multiply = _product_of_parts if in_parts else _product
     if on_gpu and num_rows == 1:
         rows = jax.lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (FEW_ROWS, x.shape[-1])))
-        return _product(rows, weight, out_dtype)[0].reshape(*x.shape[:-1], -1)
-    return _product(x, weight, out_dtype)
+        return multiply(rows, weight, out_dtype)[0].reshape(*x.shape[:-1], -1)
+    return multiply(x, weight, out_dtype)
+
+
+SPLIT_ROWS = 64
+"""Rows up to which XLA may cut K into parts that are multiplied side by side, up to 16."""
+
+
+def depth_parts(depth: int) -> int:
+    """Parts that a long K is cut into here, where 16 of them are no multiples of 16 long: XLA would pad the weights in
+    every call. 28 of 44 us for the 10,944 of DeepSeek-V2-Lite's dense layer (H200; benchmarks/log/114)."""
+    if depth < 8192 or depth % 256 == 0:
+        return 1
+    return max(parts for parts in (1, 3, 5, 7, 9) if depth % (16 * parts) == 0)
+
+
+def _product_of_parts(
+    x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None
+) -> Float[Array, "*rows F"]:
+    """x @ weight as a sum over parts of D."""
+    parts = depth_parts(weight.shape[0])
+    of_parts = x.reshape(-1, parts, weight.shape[0] // parts).swapaxes(0, 1)
+    products = _product(of_parts, weight.reshape(parts, -1, weight.shape[1]), jnp.float32)
+    return jnp.sum(products, axis=0).reshape(*x.shape[:-1], -1).astype(out_dtype or x.dtype)
 
 
 def _product(
-    x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None
+    x: Float[Array, "*rows D"], weight: Float[Array, "*parts D F"], out_dtype: DTypeLike | None
 ) -> Float[Array, "*rows F"]:
     return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype or x.dtype)
 

@@ -3,7 +3,7 @@
 Where there are many rows they are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply
 the groups, and two for few rows:
 
-- `hopper_groups`, for 16-bit weights on Hopper: kernels of ours, one for many rows an expert (`group_product.py`), and
+- `hopper_pairs`, for 16-bit weights on Hopper: kernels of ours, one for many rows an expert (`group_product.py`), and
   one for up to 64 (`swapped_product.py`).
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
@@ -115,7 +115,8 @@ class MoE(nnx.Module):
         chosen, weights = self.gate(x)
         experts = Experts(self.gate_up_proj[...], self.down_proj[...])
         y = routed_experts(x, chosen, weights, experts, self.split, is_live)
-        return y if self.shared_experts is None else y + self.shared_experts(x)
+        # Otherwise XLA has the shared experts' last product add to `y`, and it waits for the routed experts.
+        return y if self.shared_experts is None else y + jax.lax.optimization_barrier(self.shared_experts(x))
 
 
 class BiasedMoE(nnx.Module):
@@ -313,12 +314,18 @@ def apply_experts(
         y = multiply_rows(x, experts, chosen.reshape(-1))
         return _weighted_sum(y, weights, x.dtype, has_expert)
     groups = ExpertGroups.of(chosen.reshape(-1), num_experts)
-    multiply = hopper_groups if hopper_takes(experts) else block_groups
+    on_hopper = hopper_takes(experts)
+    multiply = hopper_groups if on_hopper else block_groups
     source, place = groups.row // copies, groups.place
     piece = num_pairs if expected is None or num_pairs <= UNCUT_PAIRS else -(-5 * expected // 4 // 64) * 64
     if piece >= num_pairs:
-        y, row = multiply(x, source, experts, groups.sizes)
-        return _weighted_sum(y[row[place]], weights, x.dtype, has_expert)
+        if on_hopper:
+            own = jnp.arange(num_pairs, dtype=jnp.int32) // copies
+            y, row = hopper_pairs(x, own, chosen.reshape(-1), place, experts, groups.sizes)
+        else:
+            y, row = multiply(x, source, experts, groups.sizes)
+            row = row[place]
+        return _weighted_sum(y[row], weights, x.dtype, has_expert)
     # Memory is that of a piece, and so is what is done for pairs of no expert, which read some first rows.
     ends = jnp.cumsum(groups.sizes)
     source = jnp.pad(source, (0, -num_pairs % piece))
@@ -364,8 +371,8 @@ class ExpertGroups(NamedTuple):
             row = jnp.argsort(expert).astype(jnp.int32)
             return ExpertGroups(row, jnp.argsort(row).astype(jnp.int32), sizes)
         number = jnp.arange(expert.shape[0], dtype=jnp.int32)
-        one, other = (expert[:, None], number[:, None]), (expert[None], number[None])
-        comes_after = (other[0] < one[0]) | ((other[0] == one[0]) & (other[1] < one[1]))
+        key = expert * expert.shape[0] + number  # of both at once: 12 million comparisons are most of a kernel
+        comes_after = key[None] < key[:, None]
         place = jnp.sum(comes_after, axis=1, dtype=jnp.int32)
         return ExpertGroups(jnp.sum(jnp.where(place[None] == number[:, None], number[None], 0), axis=1), place, sizes)
 
@@ -481,20 +488,52 @@ def hopper_groups(
     x: Float[Array, "T D"], source: Int32[Array, "M"], experts: Experts, sizes: Int32[Array, "E"]
 ) -> tuple[Float[Array, "rows D"], Int32[Array, "M"]]:
     """Applies experts to rows of `x`, as `block_groups` does, by kernels for Hopper."""
-    from models.decoder.group_product import TILE_ROWS, GroupProduct, RowTiles, first_rows, group_product, padded_rows
+    place = jnp.arange(source.shape[0], dtype=jnp.int32)
+    return hopper_pairs(x, source, _group_of(jnp.cumsum(sizes), place), place, experts, sizes)
+
+
+def hopper_pairs(
+    x: Float[Array, "T D"],
+    source: Int32[Array, "M"],
+    expert: Int32[Array, "M"],
+    place: Int32[Array, "M"],
+    experts: Experts,
+    sizes: Int32[Array, "E"],
+) -> tuple[Float[Array, "rows D"], Int32[Array, "M"]]:
+    """Applies experts to pairs of a row of `x` and an expert, by kernels for Hopper.
+
+    Args:
+      x: rows.
+      source, expert, place: row of each pair, its expert, E or more for none, and its place in the order of experts.
+      experts: weights.
+      sizes: number of pairs of each expert.
+
+    Returns:
+      Results, and the row among them of each pair.
+    """
+    from models.decoder.group_product import (
+        TILE_ROWS,
+        GroupProduct,
+        RowTiles,
+        first_rows,
+        group_product,
+        padded_rows,
+        sums_before,
+    )
     from models.decoder.swapped_product import SwappedProduct, swapped_product, tile_rows_of
 
     num_pairs, num_experts = source.shape[0], sizes.shape[0]
     swapped = num_pairs <= FEW_ROWS * num_experts
     tile_rows = tile_rows_of(num_pairs, num_experts) if swapped else TILE_ROWS
-    ends, place, first = jnp.cumsum(sizes), jnp.arange(num_pairs, dtype=jnp.int32), first_rows(sizes)
-    row = jnp.arange(padded_rows(num_pairs, num_experts, tile_rows), dtype=jnp.int32)
-    behind = first - (ends - sizes)  # how far a group begins behind its first place
-    expert = _group_of(first, row) - 1
-    place += behind[jnp.minimum(_group_of(ends, place), num_experts - 1)]
-    # Otherwise XLA looks for a row's group at each of its numbers, in the kernels that gather rows and add them up.
-    source, place = jax.lax.optimization_barrier((source[jnp.clip(row - behind[expert], 0, num_pairs - 1)], place))
-    rows = x[source]
+    num_rows, first = padded_rows(num_pairs, num_experts, tile_rows), first_rows(sizes)
+    behind = first - sums_before(sizes)  # how far a group begins behind its first place
+    place += behind[jnp.minimum(expert, num_experts - 1)]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    some = row % x.shape[0]  # what rows of no pair read: not all of them the same
+    source = some.at[place].set(source, unique_indices=True, mode="promise_in_bounds")
+    # Otherwise XLA looks for a row's place at each of its numbers, in the kernels that gather rows and add them up.
+    source, place = jax.lax.optimization_barrier((source, place))
+    rows, expert_of_row = x[source], _group_of(first, row) - 1
     tiles = RowTiles.of(sizes, num_pairs, tile_rows)
     gated = experts.activation is swiglu and experts.gate_up_bias is None
 
@@ -503,9 +542,9 @@ def hopper_groups(
             return run_kept(swapped_product, SwappedProduct(x, weight, tiles, tile_rows, gated))
         return run_kept(group_product, GroupProduct(x, weight, tiles, gated))
 
-    hidden = _biased(multiply(rows, experts.gate_up, gated), experts.gate_up_bias, expert)
+    hidden = _biased(multiply(rows, experts.gate_up, gated), experts.gate_up_bias, expert_of_row)
     hidden = hidden if gated else experts.activation(hidden)
-    return _biased(multiply(hidden, experts.down), experts.down_bias, expert), place
+    return _biased(multiply(hidden, experts.down), experts.down_bias, expert_of_row), place
 
 
 def _biased(y: Float[Array, "M N"], bias: Float[Array, "E N"] | None, expert: Int32[Array, "M"]) -> Float[Array, "M N"]:

@@ -50,11 +50,21 @@ without them the host would wait for the device in every layer of a step with pr
 cached prefix to read."""
 
 
-DECODE_OPTIONS: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""More options for steps without prompts on one device. Kernels whose arrays do not depend on each other run side by
-side in their graph: a router beside the shared experts, a latent's norm beside the queries. One sequence's step takes
-2.5 ms in place of 2.8, and 64 sequences' 10.4 in place of 10.8 (DeepSeek-V2-Lite, H200; benchmarks/log/100). Arrays of
-activations share less memory then, which is little without prompts; and collectives would have no order."""
+SIDE_BY_SIDE: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+"""More options for steps of up to `SIDE_BY_SIDE_TOKENS` prompt tokens on one device. Kernels whose arrays do not depend
+on each other run side by side in their graph: a router beside the shared experts, a latent's norm beside the queries,
+rows that decode beside chunks. One sequence's step of DeepSeek-V2-Lite takes 2.5 ms in place of 2.8, that of 64
+sequences 10.4 in place of 10.8 (H200; benchmarks/log/100), and one of 48 and of 464 prompt tokens 17.7 in place of 19.3
+(H100; benchmarks/log/114). On a mesh collectives would have no order."""
+
+SIDE_BY_SIDE_TOKENS = 512
+"""Arrays of activations share less memory then, 0.16 GB in place of 0.09 with so many tokens of DeepSeek-V2-Lite, and
+more with more tokens. Larger steps were not measured."""
+
+WITH_PROMPTS: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
+"""More options for those of these steps that have prompts. XLA joins the weights of two products of the same rows. With
+few rows the product's own kernel reads both; with more they are copied together before, in every layer, and side by
+side the copies of all layers are made early: 0.53 GB in place of 0.16, and 2% of a step (H100; benchmarks/log/114)."""
 
 
 MESH_OPTIONS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1"}
@@ -76,8 +86,8 @@ def gpu_options(bucket: Bucket | None = None, *, on_mesh: bool = False) -> dict[
     given = {flag.lstrip("-").partition("=")[0] for flag in shlex.split(flags)}
     if on_mesh:
         options = GPU_OPTIONS | MESH_OPTIONS
-    elif bucket is not None and bucket.prefill_tokens == 0:
-        options = GPU_OPTIONS | DECODE_OPTIONS
+    elif bucket is not None and bucket.prefill_tokens <= SIDE_BY_SIDE_TOKENS:
+        options = GPU_OPTIONS | SIDE_BY_SIDE | (WITH_PROMPTS if bucket.prefill_tokens else {})
     else:
         options = GPU_OPTIONS
     return {name: value for name, value in options.items() if name not in given}

@@ -62,13 +62,23 @@ def best(logits: Float[Array, "n V"], rows: SamplingRows, count: int) -> Int32[A
 def _highest(
     logits: Float[Array, "n V"], rows: SamplingRows, count: int
 ) -> tuple[Float[Array, "n count"], Int32[Array, "n count"]]:
-    drawn = lax.cond(jnp.any(rows.temperature > 0), _perturbed, lambda logits, _: logits, logits, rows)
-    if count == 1:  # two kernels of a few us, where XLA's choice of several takes 22 for one row of 100,000
-        values, tokens = jnp.max(drawn, axis=-1, keepdims=True), jnp.argmax(drawn, axis=-1, keepdims=True)
-    else:
-        values, tokens = lax.top_k(drawn, count)
-    finite = jnp.all(jnp.isfinite(logits), axis=-1)  # of NaN the likeliest would be token 0, without a word
-    return values, jnp.where(finite[:, None], tokens.astype(jnp.int32), NONFINITE)
+    def of(drawn: Float[Array, "n V"], logits: Float[Array, "n V"]) -> tuple[Array, Array, Array]:
+        if count == 1:  # two kernels of a few us, where XLA's choice of several takes 22 for one row of 100,000
+            values, tokens = jnp.max(drawn, axis=-1, keepdims=True), jnp.argmax(drawn, axis=-1, keepdims=True)
+        else:
+            values, tokens = lax.top_k(drawn, count)
+        finite = jnp.all(jnp.isfinite(logits), axis=-1)  # of NaN the likeliest would be token 0, without a word
+        return values, tokens.astype(jnp.int32), finite
+
+    # A condition that returned logits would copy them, and look at them once more for what is not finite.
+    values, tokens, finite = lax.cond(
+        jnp.any(rows.temperature > 0),
+        lambda logits, rows: of(_perturbed(logits, rows), logits),
+        lambda logits, _: of(logits, logits),
+        logits,
+        rows,
+    )
+    return values, jnp.where(finite[:, None], tokens, NONFINITE)
 
 
 def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, "n V"]:

@@ -166,6 +166,7 @@ ENGINE = {
     "engine-decode": step(V2_LITE, DECODE),
     "engine-one-row": step(V2_LITE, Bucket(1, 0)),
     "engine-mixed": step(V2_LITE, MIXED),
+    "engine-few-prompts": step(V2_LITE, Bucket(64, 512)),
     "engine-piece": first_piece(V2_LITE, MIXED, 2),
     "engine-gpt-oss-piece": first_piece(GPT_OSS, MIXED, 2),
     "engine-gpt-oss-decode": step(GPT_OSS, DECODE),

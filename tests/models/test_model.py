@@ -215,6 +215,17 @@ def test_a_gpu_multiplies_no_vector(shape: tuple[int, ...], monkeypatch: pytest.
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_gpu_cuts_a_long_product_that_xla_would_pad(rows: int, monkeypatch: pytest.MonkeyPatch, rng):
+    """10,944 is 16 times 684, no multiple of 16."""
+    x, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((rows, 10944), (10944, 3)))
+    wanted = layers.project(x, weight)
+    monkeypatch.setattr(layers, "capability", lambda: Capability("gpu", (9, 0)))
+    assert "f32[9,1216,3]" in str(jax.make_jaxpr(layers.project)(x, weight))
+    np.testing.assert_allclose(layers.project(x, weight), wanted, rtol=1e-4, atol=1e-3)
+    assert [layers.depth_parts(depth) for depth in (10944, 11008, 2880, 8208)] == [9, 1, 1, 9]
+
+
 def test_wrong_steps_are_refused(unchecked_shapes):
     model = random_model(SMALL)
     pages = Pages.scatter(1, 2)

@@ -152,6 +152,22 @@ def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden:
     np.testing.assert_allclose(out[row].astype(jnp.float32), want[place], atol=0.06 if biased else 0.03)
 
 
+def test_hopper_multiplies_pairs_in_any_order(rng, monkeypatch):
+    """Of four experts one has no pair; and some pairs have no expert, in place of which anything may be returned."""
+    monkeypatch.setattr(swapped_product, "PROGRAMS", 2)
+    experts = moe.Experts(*draw_experts(rng, 128, 64, jnp.bfloat16))
+    x = jnp.asarray(rng.standard_normal((50, 128)), jnp.bfloat16)
+    expert = jnp.asarray(rng.choice([0, 2, 3, 4], 100), jnp.int32)
+    groups, row = moe.ExpertGroups.of(expert, 4), jnp.arange(100, dtype=jnp.int32) // 2
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        out, place = moe.hopper_pairs(x, row, expert, groups.place, experts, groups.sizes)
+    x, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (x, experts))
+    want, places = moe.block_groups(x, groups.row // 2, experts, groups.sizes)
+    has_expert = np.asarray(expert) < 4
+    got, want = out[place].astype(jnp.float32), want[places[groups.place]]
+    np.testing.assert_allclose(got[has_expert], want[has_expert], atol=0.03)
+
+
 def test_tiles_cross_no_group():
     sizes = np.array([24, 0, 300, 1], np.int32)
     tiles = group_product.RowTiles.of(jnp.asarray(sizes), 325)

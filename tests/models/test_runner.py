@@ -14,7 +14,15 @@ from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
 from models.engine.packed_step import PackedStep
 from models.engine.request import Request
-from models.engine.runner import DECODE_OPTIONS, GPU_OPTIONS, MESH_OPTIONS, Runner, gpu_options
+from models.engine.runner import (
+    GPU_OPTIONS,
+    MESH_OPTIONS,
+    SIDE_BY_SIDE,
+    SIDE_BY_SIDE_TOKENS,
+    WITH_PROMPTS,
+    Runner,
+    gpu_options,
+)
 from models.engine.step_plan import ScheduledRow, StepPlan
 from pallas_attn import FULL
 from tests.models.engine_case import CONFIG, compile_events, model
@@ -197,8 +205,9 @@ def test_flags_of_the_user_win(monkeypatch, tmp_path, flags, kept, in_file):
     assert gpu_options() == (GPU_OPTIONS if kept else {})
 
 
-def test_steps_without_prompts_have_options_of_their_own_on_one_device(monkeypatch):
+def test_small_steps_have_options_of_their_own_on_one_device(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    assert gpu_options(Bucket(8, 0)) == GPU_OPTIONS | DECODE_OPTIONS
-    assert gpu_options(Bucket(8, 32)) == GPU_OPTIONS
+    assert gpu_options(Bucket(8, 0)) == GPU_OPTIONS | SIDE_BY_SIDE
+    assert gpu_options(Bucket(8, SIDE_BY_SIDE_TOKENS)) == GPU_OPTIONS | SIDE_BY_SIDE | WITH_PROMPTS
+    assert gpu_options(Bucket(8, SIDE_BY_SIDE_TOKENS + 1)) == GPU_OPTIONS
     assert gpu_options(Bucket(8, 0), on_mesh=True) == gpu_options(on_mesh=True) == GPU_OPTIONS | MESH_OPTIONS

@@ -221,13 +221,11 @@ def test_heads_absorbed(variant: Variant, heads: int) -> None:
 
 @pytest.fixture
 def most_absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the new tokens of a sequence up to which absorbed is said to be faster, and those at which the device need
-    not decide."""
+    """Sets the new tokens of a sequence up to which absorbed is said to be faster."""
 
-    def set_to(most: int, undecided: int = 128) -> None:
+    def set_to(most: int) -> None:
         module = importlib.import_module("pallas_attn.ops.mla_prefill")
         monkeypatch.setattr(module, "_most_absorbed", lambda *_: most)
-        monkeypatch.setattr(module, "ABSORBED_TOKENS", undecided)
 
     return set_to
 
@@ -259,20 +257,25 @@ def test_decided_on_the_device(
 
 
 @pytest.mark.parametrize(
-    ("most", "undecided", "scopes"),
+    ("most", "block", "scopes"),
     [
         (24, 24, (True, False)),
         (24, 23, (True, True)),
-        (6, 128, (True, True)),
-        (1, 128, (True, True)),
-        (0, 0, (False, True)),
+        (23, 24, (True, True)),
+        (1, 24, (True, True)),
+        (0, 24, (False, True)),
     ],
 )
 def test_forms_that_a_call_is_compiled_for(
-    most_absorbed: Callable[..., None], most: int, undecided: int, scopes: tuple[bool, bool]
+    most_absorbed: Callable[..., None],
+    blocks: Callable[[int], None],
+    most: int,
+    block: int,
+    scopes: tuple[bool, bool],
 ) -> None:
     """24 tokens of 4 sequences."""
-    most_absorbed(most, undecided)
+    most_absorbed(most)
+    blocks(block)
     arguments = jax.tree.map(jnp.asarray, Inputs.draw(BASE, harness.fresh_rng()).arguments())
     names = harness.scope_names(jax.jit(functools.partial(mla_prefill, sm_scale=SM_SCALE)), **arguments)
     assert ("mla_decode" in names, "gather_latent" in names) == scopes

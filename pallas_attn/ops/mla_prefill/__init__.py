@@ -76,9 +76,9 @@ def mla_prefill(
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       absorbed: whether chunks attend to their prefix absorbed or expanded; None for what is expected to be faster,
         which is absorbed where Mosaic's `mla_decode` takes the call and sequences have up to n new tokens (300 with
-        128 heads of DeepSeek-V3's widths, 512 with 16, see `AbsorptionConfig`). If T is at most n and 128, all is;
-        else the device decides by the mean of the sequences' new tokens, each counting as much as it has cached. With
-        a window only False.
+        128 heads of DeepSeek-V3's widths, 512 with 16, see `AbsorptionConfig`). If T is at most n and a block of tokens
+        (128 with 128 heads, 512 with 16), all is; else the device decides by the mean of the sequences' new tokens,
+        each counting as much as it has cached. With a window only False.
       piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
         measured or is expected to be fastest, see `PieceConfig`. With a window there are no pieces.
       return_lse: also return the LSE.
@@ -180,9 +180,12 @@ def mla_prefill(
 
         options = {"sm_scale": sm_scale, "soft_cap": soft_cap, "implementation": implementation}
 
+        def prefix_of(own_cu_q_lens: Int32[Array, "S_plus_1"], num_tokens: int) -> _AbsorbedPrefix:
+            rows = QueryRows(own_cu_q_lens, num_tokens, min(num_tokens, max(1, FILLED_ROWS // q.shape[1])))
+            return _AbsorbedPrefix(cache, block_tables, rows, num_cached, **options)
+
         def with_latents(state: PrefillState) -> PrefillState:
-            prefix = _AbsorbedPrefix(cache, block_tables, cu_q_lens, num_cached)
-            return _merge(state, prefix.attend(q_nope, q_rope, w_uk, w_uv, **options))
+            return _merge(state, prefix_of(cu_q_lens, q.shape[0]).attend(q, w_uk, w_uv))
 
         def with_latents_in_blocks(state: PrefillState, is_wanted: Bool[Array, ""] | bool = True) -> PrefillState:
             has_prefix = is_wanted & (num_cached > 0) & (jnp.diff(cu_q_lens) > 0)
@@ -191,8 +194,7 @@ def mla_prefill(
             def absorb(carry):
                 first, state = carry
                 block = _TokenBlock(cu_q_lens, first, size, q.shape[0])
-                prefix = _AbsorbedPrefix(cache, block_tables, block.cu_q_lens, num_cached)
-                found = prefix.attend(block.take(q_nope), block.take(q_rope), w_uk, w_uv, **options)
+                found = prefix_of(block.cu_q_lens, size).attend(block.take(q), w_uk, w_uv)
                 return first + size, block.put(state, _merge(block.take(state), found))
 
             start = jnp.min(jnp.where(has_prefix, cu_q_lens[:-1], q.shape[0])), state
@@ -200,7 +202,7 @@ def mla_prefill(
 
         if absorbed is None:
             most = _most_absorbed(q_nope, q_rope, cache, w_uk, w_uv, block_tables, soft_cap, implementation)
-            if q.shape[0] <= min(most, ABSORBED_TOKENS):
+            if q.shape[0] <= min(most, _block_tokens(*q.shape[:2])):
                 state = with_latents(state)
             elif most:
                 # Two loops, of which one ends at once. A condition would copy the state.
@@ -320,8 +322,9 @@ def _is_short(most: int, cu_q_lens: Int32[Array, "S_plus_1"], num_cached: Int32[
 
 
 ABSORBED_TOKENS = 128
-"""Up to this many packed tokens nothing is decided on the device. The host waits for that, some 25 us in which a chunk
-without a prefix could attend to none; and a step that decides nothing is one CUDA graph.
+"""Packed tokens of a block that attends absorbed, at least. What is no more than a block attends without asking whether
+anything is cached: a loop around it would wait for the chunk's own attention, and takes 17 us itself, and one that ends
+at once 16 (H200; benchmarks/log/114).
 """
 
 FILLED_ROWS = 128
@@ -371,44 +374,45 @@ class _AbsorbedPrefix:
         self,
         cache: PagedLatent,
         block_tables: Int32[Array, "S P"],
-        cu_q_lens: Int32[Array, "S_plus_1"],
+        rows: QueryRows,
         num_cached: Int32[Array, "S"],
+        **options: Any,
     ):
-        self._cache, self._tables, self._cu_q_lens, self._num_cached = cache, block_tables, cu_q_lens, num_cached
+        """Find tables and lengths of the rows. `options` are those of `mla_decode`."""
+        self._rows, self._cache, self._options = rows, cache, options
+        self._tables = block_tables[rows.sequence]
+        self._lens = jnp.where(rows.count > 0, num_cached[rows.sequence], 0)
 
     def attend(
         self,
-        q_nope: Float[Array, "T Hq nope"],
-        q_rope: Float[Array, "T Hq R"],
+        q: Float[Array, "T Hq nope_plus_R"],
         w_uk: Float[Array, "Hq nope L"],
         w_uv: Float[Array, "Hq v L"],
-        **options: Any,
     ) -> PrefillState:
-        """Attention of all queries over them. `options` are those of `mla_decode`."""
-        tokens, heads, _ = q_nope.shape
-        queries = min(tokens, max(1, FILLED_ROWS // heads))
-        rows = QueryRows(self._cu_q_lens, tokens, queries)
-        num_rows = rows.sequence.shape[0]
+        """Attention of all queries over them."""
+        nope, rows = w_uk.shape[1], self._rows
+        precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
-        def pack(x: Float[Array, "T Hq D"]) -> Float[Array, "rows 1 Q_times_Hq D"]:
-            return rows.pack(x).reshape(num_rows, 1, queries * heads, x.shape[2])
+        def pack(x: Float[Array, "T Hq D"]) -> Float[Array, "rows_times_Q Hq D"]:
+            return rows.pack(x).reshape(-1, *x.shape[1:])
 
-        def unpack(x: Float[Array, "rows 1 Q_times_Hq *D"], empty: float) -> Float[Array, "T Hq *D"]:
-            return rows.unpack(x.reshape(num_rows, queries, heads, *x.shape[3:]), empty)
+        def as_one_query(x: Float[Array, "rows_times_Q Hq D"]) -> Float[Array, "rows 1 Q_times_Hq D"]:
+            return x.reshape(-1, 1, rows.queries * x.shape[1], x.shape[2])
 
-        precision = lax.Precision.HIGHEST if q_nope.dtype == jnp.float32 else None
+        # Rows are packed before they become as wide as latents, and unpacked after W_UV.
         out: Any = mla_decode(
-            pack(jnp.einsum("thn,hnl->thl", q_nope, w_uk, precision=precision)),
-            pack(q_rope),
+            as_one_query(jnp.einsum("thn,hnl->thl", pack(q[..., :nope]), w_uk, precision=precision)),
+            as_one_query(pack(q[..., nope:])),
             self._cache,
-            self._tables[rows.sequence],
-            jnp.where(rows.count > 0, self._num_cached[rows.sequence], 0),
+            self._tables,
+            self._lens,
             return_lse=True,
-            **options,
+            **self._options,
         )
-        latent, lse = unpack(out[0], 0.0), unpack(out[1], -jnp.inf)
+        latent, lse = (x.reshape(-1, q.shape[1], *x.shape[3:]) for x in out)
         values = jnp.einsum("thl,hvl->thv", latent, w_uv, precision=precision, preferred_element_type=jnp.float32)
-        return values, lse
+        values, lse = (x.reshape(-1, rows.queries, *x.shape[1:]) for x in (values, lse))
+        return rows.unpack(values), rows.unpack(lse, -jnp.inf)
 
 
 type PrefillState = tuple[Float32[Array, "T Hq v"], Float32[Array, "T Hq"]]
