@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_attn.portable.schedule import ratio
 from pallas_attn.portable.segments import segment_of
 
 
@@ -28,7 +29,7 @@ class QueryRows:
         if queries == 1:
             first, ends = cu_q_lens[:-1], cu_q_lens[1:]
         else:
-            counts = -(-lens // queries)
+            counts = ratio(lens + (queries - 1), queries)
             ends = jnp.cumsum(counts, dtype=jnp.int32)
             first = ends - counts
         row = jnp.arange(min(num_tokens, num_tokens // queries + num_sequences), dtype=jnp.int32)
