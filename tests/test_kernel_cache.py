@@ -192,6 +192,23 @@ def test_surroundings_are_told_apart(kept: Path, what: str, monkeypatch: pytest.
     assert len(list(kept.iterdir())) == 2
 
 
+def test_sources_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name and content of Python and JSON files in all folders; other files don't matter."""
+    monkeypatch.setattr(kernel_cache, "__file__", str(tmp_path / "kernel_cache.py"))
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "kernel.py").write_text("x = 1")
+    found = [kernel_cache._sources()]
+    (tmp_path / "ops" / "notes.txt").write_text("x")
+    assert kernel_cache._sources() == found[0]
+    (tmp_path / "tuned.json").write_text("{}")
+    found.append(kernel_cache._sources())
+    (tmp_path / "ops" / "kernel.py").write_text("x = 2")
+    found.append(kernel_cache._sources())
+    (tmp_path / "ops" / "kernel.py").rename(tmp_path / "kernel.py")
+    found.append(kernel_cache._sources())
+    assert len(set(found)) == 4
+
+
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:10], lambda b: b"", lambda b: b[:-1] + b"\0\0"])
 def test_a_damaged_file_is_written_anew(kept: Path, damage: Any) -> None:
     want = run(Call(X, Y))
@@ -263,6 +280,7 @@ def test_what_cannot_be_lowered_is_told_and_not_tried_again(kept: Path, monkeypa
 def collecting(call: Call) -> tuple[Any, Any]:
     """Like `scaled_sum`; notes whether Python looks for cycles."""
     TRACED.append(f"collecting {gc.isenabled()}")
+    assert kernel_cache.is_lowering()
     return scaled_sum(call)
 
 
@@ -276,6 +294,7 @@ def test_no_search_for_cycles_while_lowering(enabled: bool) -> None:
     try:
         kernel_cache.run_kept(collecting, Call(jnp.ones(3), None))
         assert gc.isenabled() == enabled
+        assert not kernel_cache.is_lowering()
         with pytest.raises(NotImplementedError, match="no negative scale"):
             kernel_cache.run_kept(collecting, Call(jnp.ones(3), None, scale=-1.0))
         assert gc.isenabled() == enabled

@@ -90,8 +90,10 @@ def emitting_once(lower_jaxpr: Callable[..., Any]) -> Callable[..., Any]:
         if _values() is not None or module_ctx.lowering_semantics != mgpu.LoweringSemantics.Lane:
             return lower_jaxpr(module_ctx, *args, **kwargs)
         block = ir.InsertionPoint.current.block
-        while block.owner.operation.name != LAUNCH:
-            block = block.owner.operation.block
+        while (operation := block.owner.operation).name != LAUNCH:
+            if operation.parent is None:  # no kernel is launched here
+                return lower_jaxpr(module_ctx, *args, **kwargs)
+            block = operation.block
         _emitting.values = Values(block)
         try:
             return lower_jaxpr(module_ctx, *args, **kwargs)
