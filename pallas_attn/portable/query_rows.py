@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_attn.portable.schedule import ratio
 from pallas_attn.portable.segments import segment_of
 
 
@@ -26,7 +27,7 @@ class QueryRows:
         if queries == 1:
             first, ends = cu_q_lens[:-1], cu_q_lens[1:]
         else:
-            counts = -(-lens // queries)
+            counts = ratio(lens + (queries - 1), queries)
             ends = jnp.cumsum(counts, dtype=jnp.int32)
             first = ends - counts
         row = jnp.arange(min(num_tokens, num_tokens // queries + num_sequences), dtype=jnp.int32)
