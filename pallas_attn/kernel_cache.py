@@ -101,11 +101,12 @@ _ahead: contextvars.ContextVar[Executor | None] = contextvars.ContextVar("_ahead
 
 @contextlib.contextmanager
 def compile_ahead(threads: Executor) -> Iterator[None]:
-    """Within it, each kernel that is lowered is compiled by itself, too, in one of these threads.
+    """Within it, each kernel that is lowered, or was kept on disk, is compiled by itself, too, in one of these threads.
 
-    XLA compiles the kernels of a program one after the other, after it has optimised the program, and takes those that
-    the process has compiled before. So a large program that is lowered within this is compiled sooner. What fails here
-    fails again, and is raised, where the program is compiled.
+    XLA compiles the kernels of a program one after the other, after it has optimised the program or has loaded it from
+    jax's compilation cache, and takes those that the process has compiled before. So a large program that is lowered
+    within this is compiled, or loaded, sooner. What fails here fails again, and is raised, where the program is
+    compiled.
 
     Args:
       threads: an executor, which the caller shuts down.
@@ -261,10 +262,10 @@ def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
         exported = _export(key)
         if isinstance(exported, LoweringError):
             return exported
-        if (threads := _ahead.get()) is not None:
-            threads.submit(_compile_alone, exported, key.avals)
         if file is not None:
             _write(file, exported)
+    if (threads := _ahead.get()) is not None:
+        threads.submit(_compile_alone, exported, key.avals)
     called = jax.custom_batching.custom_vmap(jax.jit(exported.call))
 
     @called.def_vmap
