@@ -8,7 +8,7 @@ import functools
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -347,7 +347,8 @@ class Runner:
         size = self._num_ranks * PackedStep.size(self._config, bucket)
         packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement)
         donating = jax.jit(function, donate_argnums=(1, 2))
-        return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
+        with _without_source_lines():
+            return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
 
     def run_idle(self, bucket: Bucket) -> None:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
@@ -439,6 +440,19 @@ class Runner:
             self._all_weights(), self._caches, last_tokens, on_devices
         )
         return tokens, logits
+
+
+@contextlib.contextmanager
+def _without_source_lines() -> Iterator[None]:
+    """Leaves the lines of Python out of what is lowered. XLA writes down for each kernel all those that made it, which
+    takes seconds of a step with prompts; the names of operations stay."""
+    name = "jax_traceback_in_locations_limit"
+    limit = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, limit)
 
 
 def _is_on_gpu(arrays: Any) -> bool:
