@@ -8,7 +8,7 @@ import functools
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -290,10 +290,9 @@ class Runner:
 
     def compile(self, buckets: Sequence[Bucket]) -> None:
         """Compiles the buckets that are not yet compiled, each beside the tracing and the compiling of those after it,
-        since XLA spends most of its time on one core, and their kernels in threads of their own. Those with prompts
-        come first, which take XLA more than twice as long. On a GPU every compiled one is then run without rows, twice:
-        the first run loads its kernels, the second records them. That comes last, because XLA drops the CUDA graphs of
-        all programs whenever it makes another.
+        since XLA spends most of its time on one core, and their kernels in threads of their own. On a GPU every
+        compiled one is then run without rows, twice: the first run loads its kernels, the second records them. That
+        comes last, because XLA drops the CUDA graphs of all programs whenever it makes another.
         """
         new = [bucket for bucket in buckets if bucket not in self._compiled]
         if not new:
@@ -307,7 +306,7 @@ class Runner:
         on_gpu, on_mesh = _is_on_gpu(last_tokens), self._mesh is not None
         with ThreadPoolExecutor() as threads, compile_ahead(threads):
             compiled = {}
-            for bucket in sorted(new, key=lambda bucket: bucket.prefill_tokens == 0):
+            for bucket in new:
                 options = gpu_options(bucket, on_mesh=on_mesh) if on_gpu else None
                 compiled[bucket] = threads.submit(self._lower(bucket, last_tokens).compile, options)
             self._compiled |= {bucket: program.result() for bucket, program in compiled.items()}
@@ -358,7 +357,8 @@ class Runner:
         size = self._num_ranks * PackedStep.size(self._config, bucket)
         packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement)
         donating = jax.jit(function, donate_argnums=(1, 2))
-        return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
+        with _without_source_lines():
+            return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
 
     def run_idle(self, bucket: Bucket) -> None:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
@@ -450,6 +450,19 @@ class Runner:
             self._all_weights(), self._caches, last_tokens, on_devices
         )
         return tokens, logits
+
+
+@contextlib.contextmanager
+def _without_source_lines() -> Iterator[None]:
+    """Leaves the lines of Python out of what is lowered. XLA writes down for each kernel all those that made it, which
+    takes seconds of a step with prompts; the names of operations stay."""
+    name = "jax_traceback_in_locations_limit"
+    limit = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, limit)
 
 
 def _is_on_gpu(arrays: Any) -> bool:

@@ -146,6 +146,14 @@ def test_a_compiled_step_copies_no_cache(runner, bucket):
     assert not copies
 
 
+def test_a_step_is_lowered_without_lines_of_python(runner):
+    limit = jax.config.jax_traceback_in_locations_limit
+    text = runner._lower(Bucket(4, 8), runner._allocate()).as_text(debug_info=True)
+    assert "mla_prefill/while" in text
+    assert ".py" not in text
+    assert jax.config.jax_traceback_in_locations_limit == limit > 0
+
+
 def test_a_failed_step_leaves_a_runner_that_can_start_over(runner):
     before = runner.launch([MIXED]).sampled()
     for cache in runner._caches:
