@@ -253,7 +253,7 @@ def arrivals(stem: str) -> Callable[[str], str]:
 
     def write(document: str) -> str:
         rows = []
-        for result in read(stem)["results"]:
+        for result in sorted(read(stem)["results"], key=lambda result: result["rate"]):
             times = [
                 " / ".join(f"{result[name][quantile]:.1f}" for quantile in ("p50", "p90", "p99"))
                 for name in ("ttft_ms", "between_tokens_ms")
@@ -532,7 +532,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
     "engine-vllm": engine_beside_vllm("engine_v2_lite_beside_vllm_nvidia_h200"),
     "engine-vllm-h100": engine_beside_vllm("engine_v2_lite_beside_vllm_nvidia_h100"),
-    "engine-arrivals": arrivals("serving_v2_lite_nvidia_h200"),
+    "engine-arrivals": arrivals("serving_v2_lite_nvidia_h100"),
     "engine-sparse": sparse_engine("engine_v32_filled_16_bits_nvidia_h100", "engine_v32_filled_8_bits_nvidia_h100"),
     "cascade": operation(Cases("cascade_decode_large_nvidia_h100"), Cases("cascade_decode_found_nvidia_h100")),
     "mixed": operation(Cases("ragged_paged_attention_nvidia_h100"), Cases("ragged_paged_attention_varied_nvidia_h100")),
