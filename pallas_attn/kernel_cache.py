@@ -278,21 +278,13 @@ def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
     return called
 
 
-_lowering: contextvars.ContextVar[bool] = contextvars.ContextVar("_lowering", default=False)
-
-
-def is_lowering() -> bool:
-    """Whether what is traced now is a kernel that is about to be kept."""
-    return _lowering.get()
-
-
 def _export(key: _Key) -> export.Exported | LoweringError:
     """The lowered kernel, or why there is none. What is raised while tracing, a refusal or a caller's mistake, is
     raised: it comes before anything is lowered.
     """
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
     jitted = jax.jit(key.flat)
-    with device.on_one_device(jax.sharding.get_abstract_mesh()), _no_collection(), _marked():
+    with device.on_one_device(jax.sharding.get_abstract_mesh()), _no_collection():
         jitted.trace(*key.avals)
         try:
             return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
@@ -300,16 +292,6 @@ def _export(key: _Key) -> export.Exported | LoweringError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a new jax raises
             return LoweringError(f"{type(error).__name__}: {error}")
-
-
-@contextlib.contextmanager
-def _marked() -> Iterator[None]:
-    """Within it, `is_lowering`."""
-    token = _lowering.set(True)
-    try:
-        yield
-    finally:
-        _lowering.reset(token)
 
 
 @contextlib.contextmanager

@@ -280,7 +280,6 @@ def test_what_cannot_be_lowered_is_told_and_not_tried_again(kept: Path, monkeypa
 def collecting(call: Call) -> tuple[Any, Any]:
     """Like `scaled_sum`; notes whether Python looks for cycles."""
     TRACED.append(f"collecting {gc.isenabled()}")
-    assert kernel_cache.is_lowering()
     return scaled_sum(call)
 
 
@@ -294,7 +293,6 @@ def test_no_search_for_cycles_while_lowering(enabled: bool) -> None:
     try:
         kernel_cache.run_kept(collecting, Call(jnp.ones(3), None))
         assert gc.isenabled() == enabled
-        assert not kernel_cache.is_lowering()
         with pytest.raises(NotImplementedError, match="no negative scale"):
             kernel_cache.run_kept(collecting, Call(jnp.ones(3), None, scale=-1.0))
         assert gc.isenabled() == enabled

@@ -25,7 +25,7 @@ with its plan in 13 s, with the first of them replaced in 7 and with the first f
   `TiledLayout` and `MMALayouts` work out the same few shapes and layouts. Ours keep the results.
 - `FragmentedArray._pointwise` copies operands to the layout that they have; `NDIndexer.get_indexer_shape`,
   `core.is_dim`, `utils.dtype_to_ir_type` and `utils.is_signed` take long for what is mostly known at once.
-- Constants and numbers of threads: `reused_values.py`. Operators while kernels are traced: `faster_tracing.py`.
+- Constants and numbers of threads: `reused_values.py`.
 
 A function that reads otherwise than the one its replacement was written against is left as it is; the assembler's has
 no source, and its result is kept by its arguments, of which there are none today.
@@ -66,7 +66,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_attn.mosaic import faster_tracing, reused_values
+from pallas_attn.mosaic import reused_values
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_PATCH_JAX"
 
@@ -74,8 +74,6 @@ KNOWN_FILES = frozenset(
     {
         "4f38df02f4a04835692f016e0593c1819aa0c253bf3367b8ccc2161c4381c3dc",  # core.py
         "b5da7f36b8c52c95c40efaf3ca1581531e8c9d5e543dc3e71f90402e92a49803",  # indexing.py
-        "8fd17af6f016caa7fdc2ec161d6ced5f9859e4fa64d43bbf368e63289ddbd03b",  # array_methods.py
-        "519d25e5ade0f5a55302935a94d1aa5410f3f9e4858d674d25616dde9dd88bf7",  # lax_numpy.py
         "3f63ca73332f1d7ab0e48f6dcb596bfa897842f5c5ddca11fab4f14b368ae564",  # core.py
         "5c84b40b856f5331e7cf2f3653d21994204a2cc052bd999b4834f6641f22413b",  # lowering.py
         "8834ed17947e6494e18c25f9331f87ba217a3f7927879937047e051ebc136057",  # constraints.py
@@ -580,16 +578,6 @@ REPLACEMENTS = (
         "_pointwise",
         "230f490e1bd57075c0dbc2a9c02473877dd7b80a306f069ac27c971641d5e656",
         of_alike,
-    ),
-    *(
-        Replacement(core.ShapedArray, name, source, faster_tracing.binding(bind, dtypes, swapped))
-        for name, (source, bind, dtypes, swapped) in faster_tracing.OPERATORS.items()
-    ),
-    Replacement(
-        jnp,
-        "where",
-        "0a02706023a2e014c01d31a8375a4ca483b7593a5d5bd65d8ef32cb8b254a3bc",
-        faster_tracing.selecting,
     ),
 )
 

@@ -153,7 +153,7 @@ def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden:
 
 
 def test_hopper_multiplies_pairs_in_any_order(rng, monkeypatch):
-    """Of four experts one has no pair; and some pairs have no expert, in place of which anything may be returned."""
+    """One of four experts has no pair; and some pairs have no expert, in place of which anything may be returned."""
     monkeypatch.setattr(swapped_product, "PROGRAMS", 2)
     experts = moe.Experts(*draw_experts(rng, 128, 64, jnp.bfloat16))
     x = jnp.asarray(rng.standard_normal((50, 128)), jnp.bfloat16)
