@@ -63,9 +63,9 @@ class Router(nnx.Module):
         return jax.lax.optimization_barrier((experts, weights * config.routed_scaling_factor))
 
 
-MOST_COMPARED = 2**25
-"""Experts are chosen by counting instead of sorting where all rows compare at most so many pairs of experts: 8,192 rows
-of DeepSeek-V2-Lite, 512 of V3."""
+MOST_COMPARED = 2**23
+"""Experts are chosen by counting instead of sorting where all rows compare at most so many pairs of experts: 2,048 rows
+of DeepSeek-V2-Lite, 128 of V3."""
 
 
 def best_experts(
@@ -188,11 +188,8 @@ NOT_LIVE = -1
 """Expert of a row that is to have none."""
 
 COUNTED_ROWS = 4096
-"""Up to this many (token, expert) pairs are ranked by comparing all with all: two passes over their square, 17 million
-comparisons."""
-
-BLOCK_PAIRS = 128
-"""More are ranked in blocks of this many."""
+"""Up to this many (token, expert) pairs are ranked by counting instead of sorting: two passes over their square, 17
+million comparisons, in place of half a dozen kernels that sort."""
 
 UNCUT_PAIRS = 1024
 """Up to this many pairs, of which other devices' experts have some, are multiplied at once."""
@@ -367,37 +364,17 @@ class ExpertGroups(NamedTuple):
 
     @staticmethod
     def of(expert: Int32[Array, "M"], num_experts: int) -> "ExpertGroups":
-        """Ranks pairs by counting: up to `COUNTED_ROWS` all with all, three kernels with the sizes, since a decode step
-        consists of small kernels; more in blocks. XLA compiles a sort of so many as ten kernels, anew in each layer.
-        """
-        number = jnp.arange(expert.shape[0], dtype=jnp.int32)
-        if expert.shape[0] > COUNTED_ROWS:
-            place, sizes = _ranks_in_blocks(expert, num_experts)
-            row = jnp.zeros_like(place).at[place].set(number, mode="promise_in_bounds", unique_indices=True)
-            return ExpertGroups(row, place, sizes)
+        """Ranks pairs by a stable sort, or by counting up to `COUNTED_ROWS`: three kernels with the sizes, where two
+        sorts and two scatters take seven, and a decode step consists of small kernels."""
         sizes = jnp.sum(expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+        if expert.shape[0] > COUNTED_ROWS:
+            row = jnp.argsort(expert).astype(jnp.int32)
+            return ExpertGroups(row, jnp.argsort(row).astype(jnp.int32), sizes)
+        number = jnp.arange(expert.shape[0], dtype=jnp.int32)
         key = expert * expert.shape[0] + number  # of both at once: 12 million comparisons are most of a kernel
         comes_after = key[None] < key[:, None]
         place = jnp.sum(comes_after, axis=1, dtype=jnp.int32)
         return ExpertGroups(jnp.sum(jnp.where(place[None] == number[:, None], number[None], 0), axis=1), place, sizes)
-
-
-def _ranks_in_blocks(expert: Int32[Array, "M"], num_experts: int) -> tuple[Int32[Array, "M"], Int32[Array, "E"]]:
-    """Place of each pair in the order of the experts, and the number of pairs of each: a pair comes after those of
-    earlier experts, those of its own in earlier blocks, and those before it in its block."""
-    padding = -len(expert) % BLOCK_PAIRS
-    blocks = jnp.pad(expert, (0, padding), constant_values=num_experts).reshape(-1, BLOCK_PAIRS)
-    number = jnp.arange(num_experts + 1, dtype=jnp.int32)
-    counts = jnp.sum(blocks[:, None] == number[None, :, None], axis=2, dtype=jnp.int32)  # [blocks, E + 1]
-    block, pair = (jnp.arange(length, dtype=jnp.int32) for length in blocks.shape)
-    is_earlier = (block[None] < block[:, None])[:, :, None]
-    in_earlier = jnp.sum(jnp.where(is_earlier, counts[None], 0), axis=1)
-    sizes = jnp.sum(counts, axis=0)
-    first = jnp.sum(jnp.where(number[None] < number[:, None], sizes[None], 0), axis=1)
-    is_before = (blocks[:, None] == blocks[:, :, None]) & (pair[None] < pair[:, None])[None]
-    in_block = jnp.sum(is_before, axis=2, dtype=jnp.int32)
-    of_block = (first[None] + in_earlier).at[block[:, None], blocks].get(mode="promise_in_bounds")
-    return (of_block + in_block).reshape(-1)[: len(expert)], sizes[:num_experts]
 
 
 def _weighted_sum(
