@@ -48,8 +48,13 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
         """Returns ids of the chosen experts and their weights."""
+        return self.choose(self.logits(x))
+
+    def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"]:
+        return project(x, self.weight[...])
+
+    def choose(self, logits: Float32[Array, "T E"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
         config = self.config
-        logits = project(x, self.weight[...])
         scores = jax.nn.softmax(logits) if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
         choice = scores
         if self.e_score_correction_bias is not None:
@@ -112,11 +117,18 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(width, shared, dtype) if shared else None
 
     def __call__(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
-        chosen, weights = self.gate(x)
+        logits = self.gate.logits(x)
+        chosen, weights = self.gate.choose(logits)
         experts = Experts(self.gate_up_proj[...], self.down_proj[...])
         y = routed_experts(x, chosen, weights, experts, self.split, is_live)
         # Otherwise XLA has the shared experts' last product add to `y`, and it waits for the routed experts.
-        return y if self.shared_experts is None else y + jax.lax.optimization_barrier(self.shared_experts(x))
+        return y if self.shared_experts is None else y + jax.lax.optimization_barrier(self.shared_experts(_after(x, logits)))
+
+
+def _after(x: Array, other: Array) -> Array:
+    """x, which is there only when `other` is."""
+    bits = jax.lax.bitcast_convert_type(other[0, 0], jnp.int32)
+    return jnp.where(bits == (bits ^ 1), jnp.zeros_like(x), x)
 
 
 class BiasedMoE(nnx.Module):
