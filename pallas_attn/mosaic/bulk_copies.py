@@ -125,7 +125,7 @@ def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pa
 # --- rows of packed sequences
 
 
-def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref) -> None:
+def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: Any = None) -> None:
     """Copy neighbouring rows of a head to a tile in shared memory; those past the last row as zeros.
 
     Args:
@@ -133,34 +133,45 @@ def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref) -> Non
       first: the first row, a multiple of 8.
       tile: `tiles.operand` [n, D].
       landed: barrier, with one arrival for this.
+      end: one past the last row that is needed: of groups of 8 that begin there or later, nothing is read, and their
+        part of the tile stays as it is. None if all rows are needed.
     """
     count, rows = tile.shape[0], source.shape[0]
     if interpreted():
         plgpu.copy_gmem_to_smem(source.at[pl.ds(_in_padding(first, rows, count), count), head], tile, landed)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, _tile_ref(tile), SCALAR))
-    def start(ctx: Any, source: ir.Value, first: Any, head: Any, tile: ir.Value, address: Any) -> None:
-        copies = _Copies.announced(ctx, address, _number(count * _row_bytes(source) // THREADS))
+    groups = count // GROUP
+    needed = jnp.int32(groups) if end is None else jnp.clip(lax.div(end - first + (GROUP - 1), GROUP), 0, groups)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, _tile_ref(tile), SCALAR))
+    def start(ctx: Any, source: ir.Value, first: Any, head: Any, needed: Any, tile: ir.Value, address: Any) -> None:
+        share, needed = GROUP * _row_bytes(source) // THREADS, needed.registers.item()
+        copies = _Copies.announced(ctx, address, arith.muli(needed, _number(share)))
         first, head = _here(first.registers.item()), _index(_here(head.registers.item()))
 
         def start_whole() -> None:
             for _ in copies.shared_by_warps(1):
                 copies.start(source, (mgpu.ds(_index(first), count), head), tile, (_whole_groups(source),))
 
-        if rows % GROUP == 0:
+        if rows % GROUP == 0 and end is None:
             start_whole()
             return
-        end, complete = arith.addi(first, _number(count)), rows // GROUP * GROUP
-        inside = arith.cmpi(arith.CmpIPredicate.sle, end, _number(complete))
-        with mgpu.when(inside):
+        whole = arith.cmpi(arith.CmpIPredicate.eq, needed, _number(groups))
+        if rows % GROUP:
+            past = arith.addi(first, _number(count))
+            complete = arith.cmpi(arith.CmpIPredicate.sle, past, _number(rows // GROUP * GROUP))
+            whole = arith.andi(whole, complete)
+        with mgpu.when(whole):
             start_whole()
-        with mgpu.when(arith.xori(inside, mgpu.c(1, ir.IntegerType.get_signless(1)))):
-            for group in copies.shared_by_warps(count // GROUP):
+        with mgpu.when(arith.xori(whole, mgpu.c(1, ir.IntegerType.get_signless(1)))):
+            for group in copies.shared_by_warps(groups):
                 start_row = arith.addi(first, arith.muli(group, _number(GROUP)))
-                copies.start_group(source, start_row, head, tile, group)
+                wanted = None if end is None else arith.cmpi(arith.CmpIPredicate.ult, group, needed)
+                copies.start_group(source, start_row, head, tile, group, wanted)
 
-    start(source, jnp.asarray(first, jnp.int32), jnp.asarray(head, jnp.int32), tile, _address(landed))
+    scalars = (jnp.asarray(x, jnp.int32) for x in (first, head, needed))
+    start(source, *scalars, tile, _address(landed))
 
 
 def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, tile: Ref, landed: Ref) -> None:
@@ -285,12 +296,14 @@ class _Copies:
             predicate=predicate,
         )
 
-    def start_group(self, source: ir.Value, first: ir.Value, head: ir.Value, tile: ir.Value, group: Any) -> None:
-        """Start the copy of 8 rows of a head to a group of a tile."""
+    def start_group(
+        self, source: ir.Value, first: ir.Value, head: ir.Value, tile: ir.Value, group: Any, condition: Any = None
+    ) -> None:
+        """Start the copy of 8 rows of a head to a group of a tile if a condition holds."""
         swizzled, transposed = _swizzled(source), launch_context.TransposeTransform((1, 0, 2))
         transforms = launch_context.TileTransform((swizzled,)), transposed
         to = mgpu.utils.memref_slice(tile, (_index(group),))
-        self.start(source, (mgpu.ds(_index(first), GROUP), head), to, transforms)
+        self.start(source, (mgpu.ds(_index(first), GROUP), head), to, transforms, condition)
 
 
 def _operand(source: Any) -> tuple[ir.Value, list[Any]]:

@@ -208,14 +208,16 @@ class RaggedTile(NamedTuple):
         kv_head = lax.div(self.rows.first_head, x.q.shape[1] // x.k.shape[1])
 
         def keys(i: Any) -> None:
-            producer.load_keys(kv_tile + i, functools.partial(copy_rows, x.k, self.first_row(i), kv_head))
+            producer.load_keys(
+                kv_tile + i, functools.partial(copy_rows, x.k, self.first_row(i), kv_head, end=block.end_key)
+            )
 
         def values(i: Any) -> None:
             start = self.first_row(i)
             low = jnp.maximum(start, self.oldest_key)
             producer.load_values(
                 kv_tile + i,
-                functools.partial(copy_rows, x.v, start, kv_head),
+                functools.partial(copy_rows, x.v, start, kv_head, end=block.end_key),
                 whole=(start == low) & (start + static.tile_keys <= block.end_key),
                 live_mask=lambda token: (token >= low - start) & (token < block.end_key - start),
             )
