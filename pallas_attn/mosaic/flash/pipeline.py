@@ -67,6 +67,7 @@ class FlashStatic:
       query_terms: 16-bit numbers whose sum a query is.
       block_heads: heads of a group that share blocks (`BlockRows`).
       dequantizes: whether keys and values come as 8 bits, of which the producer makes 16.
+      query_buffers: places for a consumer's queries, which the blocks of a program use in turn: 1 or 2.
     """
 
     key_dim: int
@@ -82,6 +83,7 @@ class FlashStatic:
     query_terms: int = 1
     block_heads: int = 1
     dequantizes: bool = False
+    query_buffers: int = 1
 
     @property
     def block_rows(self) -> int:
@@ -109,7 +111,7 @@ class Rings(NamedTuple):
     """Queries, keys and values in shared memory, and their barriers; the module's docstring lists those.
 
     Attributes:
-      q: [consumers · query_terms, tile_rows, Dk].
+      q: [query_buffers · consumers · query_terms, tile_rows, Dk].
       k, v: [stages, tile_keys, Dk or Dv].
     """
 
@@ -136,12 +138,13 @@ class Rings(NamedTuple):
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
         landed = signal if static.dequantizes else plgpu.Barrier
         free = signal(num_barriers=stages, num_arrivals=readers)
+        places = static.query_buffers * consumers
         return Rings(
-            q=tiles.operand((consumers * terms, static.tile_rows, static.key_dim), dtype),
+            q=tiles.operand((places * terms, static.tile_rows, static.key_dim), dtype),
             k=tiles.operand((stages, keys, static.key_dim), dtype),
             v=tiles.operand((stages, keys, static.value_dim), dtype),
-            q_landed=plgpu.Barrier(num_barriers=consumers, num_arrivals=terms * arrivals(static.query_copies)),
-            q_free=signal(num_barriers=consumers),
+            q_landed=plgpu.Barrier(num_barriers=places, num_arrivals=terms * arrivals(static.query_copies)),
+            q_free=signal(num_barriers=places),
             k_landed=landed(num_barriers=stages, num_arrivals=copies),
             k_free=free,
             v_landed=landed(num_barriers=stages + 1, num_arrivals=copies),
@@ -267,11 +270,11 @@ class FrontTile(Protocol):
     def kv_tiles(self) -> Any:
         """Number of tiles of keys, at least 1."""
 
-    def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
+    def load(self, producer: Producer, number: Any, kv_tile: Any) -> None:
         """Brings the queries, and the keys and values to the rings from tile number `kv_tile` on.
 
         Args:
-          again: whether the program had a work tile before.
+          number: of the work tile, among the program's.
         """
 
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
@@ -522,28 +525,34 @@ class Producer:
             for _ in range(arrivals(self.static.copies)):
                 plgpu.barrier_arrive(rings.v_landed.at[slot])
 
-    def load_queries(self, again: Any, copy: Callable[[int, Ref], None]) -> Callable[[Any], None]:
-        """Starts the copies of a block's queries: at once for the program's first block. Later ones go where the
-        queries before them are, which are needed longer than the slots that the block's first tiles of keys go to.
+    def load_queries(self, block: Any, copy: Callable[[int, Any, Ref], None]) -> Callable[[Any], None]:
+        """Starts the copies of the queries of a program's block of this number: at once where there are two buffers,
+        or for the first block. Else they go where the queries before them are, which are needed longer than the slots
+        that the block's first tiles of keys go to.
 
         Args:
-          copy: copy(consumer, barrier) starts those of a consumer's queries.
+          copy: copy(consumer, place, barrier) starts those of a consumer's queries.
 
         Returns:
           a function to be called after the copies of each tile of values, with the tile's number in the block.
         """
+        buffers, consumers = self.static.query_buffers, self.static.consumers
 
-        def load(*, await_free: bool) -> None:
-            for consumer in range(self.static.consumers):
-                if await_free:
-                    plgpu.barrier_wait(self.rings.q_free.at[consumer])
-                copy(consumer, self.rings.q_landed.at[consumer])
+        def load(*, await_free: Any) -> None:
+            for consumer in range(consumers):
+                place = consumer + ring_slot(block, buffers) * consumers
+                wait_if(await_free, self.rings.q_free.at[place])
+                copy(consumer, place, self.rings.q_landed.at[place])
 
+        if buffers > 1:
+            load(await_free=block >= buffers)
+            return lambda i: None
+        again = block > 0
         pl.when(~again)(lambda: load(await_free=False))
         return lambda i: pl.when(again & (i == 0))(lambda: load(await_free=True))
 
-    def drain(self, kv_tiles: Any, any_work: Any) -> None:
-        """Waits for the last phases of all barriers, after this number of tiles."""
+    def drain(self, kv_tiles: Any, blocks: Any) -> None:
+        """Waits for the last phases of all barriers, after this number of tiles and of blocks."""
 
         def wait(i: Any, _: None) -> None:
             slot = ring_slot(kv_tiles - 1 - i, self.static.stages)
@@ -551,36 +560,36 @@ class Producer:
             plgpu.barrier_wait(self.rings.v_free.at[slot])
 
         lax.fori_loop(0, jnp.minimum(kv_tiles, self.static.stages), wait, None)
-        for consumer in range(self.static.consumers):
-            wait_if(any_work, self.rings.q_free.at[consumer])
+        for place in range(self.static.query_buffers * self.static.consumers):
+            wait_if(blocks > place // self.static.consumers, self.rings.q_free.at[place])
 
 
 def produce(front: FrontEnd, x: Any, work_tiles: WorkTiles, rings: Rings, front_scratch: Any) -> None:
     """Loads all of a program's work tiles."""
     producer = Producer(front.static, rings)
 
-    def load(again: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
+    def load(i: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
         tile = front.tile(x, front_scratch, work)
-        tile.load(producer, again, kv_tile)
+        tile.load(producer, i, kv_tile)
         return tile.kv_tiles
 
     count, kv_tiles = work_tiles.produce(load)
-    producer.drain(kv_tiles, count > 0)
+    producer.drain(kv_tiles, count)
 
 
 def consume(
     front: FrontEnd,
     x: Any,
     work_tiles: WorkTiles,
-    consumer: BlockConsumer,
+    consumer_of: Callable[[Any], BlockConsumer],
     result: Results,
     front_scratch: Any,
 ) -> None:
     """Attends to a consumer's rows of all of a program's work tiles."""
 
-    def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
+    def attend(i: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
         tile = front.tile(x, front_scratch, work)
-        tile.attend(consumer, kv_tile, result)
+        tile.attend(consumer_of(i), kv_tile, result)
         return tile.kv_tiles
 
     work_tiles.consume(attend)

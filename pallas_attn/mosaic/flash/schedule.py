@@ -416,8 +416,8 @@ class WorkTiles(NamedTuple):
         return WorkTiles(blocks, counts[0], num_splits, num_heads, counts[1], queue)
 
     def produce(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> tuple[Any, Any]:
-        """Fetches work tiles, and calls work(whether one came before it, number of its first tile of keys, work tile)
-        for each, which returns how many tiles of keys it took.
+        """Fetches work tiles, and calls work(its number, number of its first tile of keys, work tile) for each, which
+        returns how many tiles of keys it took.
 
         Returns:
           the number of work tiles, and of tiles of keys.
@@ -440,7 +440,7 @@ class WorkTiles(NamedTuple):
         def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             i, work_tile, kv_tile = state
             described = self._work_tile(work_tile) if queue is None else self._received(queue, i)
-            kv_tile += work(i > 0, kv_tile, described)
+            kv_tile += work(i, kv_tile, described)
             return i + 1, number(i + 1, work_tile), kv_tile
 
         first = (jnp.int32(0), number(jnp.int32(0), None), jnp.int32(0))

@@ -207,7 +207,7 @@ def _kernel(
     def attend(index: int) -> None:
         plgpu.set_max_registers(of_consumer, action="increase")
         consumer = SoftmaxConsumer(static, scratch, index, basics.unknown_zero() + index)
-        consume(front, x, work_tiles(), consumer, result, front_scratch)
+        consume(front, x, work_tiles(), lambda _: consumer, result, front_scratch)
 
     def load() -> None:
         plgpu.set_max_registers(of_producer, action="decrease")

@@ -369,18 +369,18 @@ class PagedTile(NamedTuple):
 
     # Producer
 
-    def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
-        load_later_queries = producer.load_queries(again, functools.partial(self.copy_queries, producer.rings))
+    def load(self, producer: Producer, number: Any, kv_tile: Any) -> None:
+        load_later_queries = producer.load_queries(number, functools.partial(self.copy_queries, producer.rings))
         if self.scratch.staged is None:
             self.load_tiles(producer, kv_tile, load_later_queries)
         else:
             dequantizer = Dequantizer(self.static, producer.rings, self.scratch.staged)
             self.dequantize_tiles(dequantizer, kv_tile, load_later_queries)
 
-    def copy_queries(self, rings: Rings, consumer: int, landed: Ref) -> None:
+    def copy_queries(self, rings: Rings, consumer: int, place: Any, landed: Ref) -> None:
         terms = len(self.x.q)
         for i, term in enumerate(self.x.q):
-            self.rows.copy(term, consumer, rings.q.at[consumer * terms + i], landed)
+            self.rows.copy(term, consumer, rings.q.at[place * terms + i], landed)
 
     def load_tiles(self, producer: Producer, kv_tile: Any, load_later_queries: Callable[[Any], None]) -> None:
         """Copies the keys and values to the rings, from tile number `kv_tile` on."""

@@ -203,7 +203,7 @@ class RaggedTile(NamedTuple):
 
     # Producer
 
-    def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
+    def load(self, producer: Producer, number: Any, kv_tile: Any) -> None:
         x, static, rings, block = self.x, self.static, producer.rings, self.block
         kv_head = lax.div(self.rows.first_head, x.q.shape[1] // x.k.shape[1])
 
@@ -223,7 +223,7 @@ class RaggedTile(NamedTuple):
             )
 
         load_later_queries = producer.load_queries(
-            again, lambda i, landed: self.rows.copy(x.q, i, rings.q.at[i], landed)
+            number, lambda i, place, landed: self.rows.copy(x.q, i, rings.q.at[place], landed)
         )
 
         def load(i: Any, _: None) -> None:

@@ -101,16 +101,34 @@ class FlashScratch(NamedTuple):
     schedule_barrier: Any
 
 
+QUEUE_SLOTS = 4
+
+
+def _query_buffers(static: FlashStatic) -> int:
+    """2 if a second one fits shared memory."""
+    rings = static.stages * static.tile_keys * (static.key_dim + static.value_dim)
+    queries = static.block_rows * static.query_terms * static.key_dim
+    return 2 if not static.dequantizes and 2 * (rings + 2 * queries) <= 216 * 1024 else 1
+
+
 def flash_attention(
     front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
     """Output and LSE; see `flash.pipeline.launch`."""
-    static = front.static
+    static = dataclasses.replace(front.static, query_buffers=_query_buffers(front.static))
+    front = dataclasses.replace(front, static=static)
     scratch = FlashScratch(
         Rings.types(static, jax.tree.leaves(inputs.q)[0].dtype, readers=static.consumers),
         plgpu.Barrier(num_barriers=static.consumers),
     )
-    return launch(FlashKernel(_kernel, scratch, static.consumers + 1), front, inputs, work, splits, **rest)
+    return launch(
+        FlashKernel(_kernel, scratch, static.consumers + 1, queue_slots=QUEUE_SLOTS),
+        front,
+        inputs,
+        work,
+        splits,
+        **rest,
+    )
 
 
 def _kernel(
@@ -130,9 +148,13 @@ def _kernel(
 
     def attend() -> None:
         plgpu.set_max_registers(of_consumer, action="increase")
-        consumer = Consumer(static, scratch.rings, scratch.schedule_barrier, warpgroup)
+        consumer = Consumer(static, scratch.rings, scratch.schedule_barrier, warpgroup, jnp.int32(0))
         consumer.begin_round()
-        consume(front, x, work_tiles(), consumer, result, front_scratch)
+
+        def of_block(i: Any) -> Consumer:
+            return dataclasses.replace(consumer, buffer=ring_slot(i, static.query_buffers))
+
+        consume(front, x, work_tiles(), of_block, result, front_scratch)
         consumer.end_round()
 
     # One branch, not a `pl.when` for each role: values of one role would stay alive through the other.
@@ -165,12 +187,14 @@ class Consumer:
 
     Attributes:
       number: index among the consumers.
+      buffer: of the queries of the present block.
     """
 
     static: FlashStatic
     rings: Rings
     schedule_barrier: Any
     number: Any
+    buffer: Any
 
     def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowState:
         """Attention over some tiles, at least one, from the program's tile number `begin` on.
@@ -249,7 +273,14 @@ class Consumer:
         """
         terms = self.static.query_terms
         unknown = basics.unknown_zero() if terms > 1 else 0
-        return [self.rings.q.at[self.number * terms + unknown + i] for i in range(terms)]
+        return [self.rings.q.at[self.place * terms + unknown + i] for i in range(terms)]
+
+    @property
+    def place(self) -> Any:
+        """Of the consumer's queries and their barriers."""
+        if self.static.query_buffers == 1:
+            return self.number
+        return self.buffer * self.static.consumers + self.number
 
     def _release_keys(self, slot: Any, more: Any) -> None:
         """Frees keys after their products; the consumer's queries, too, if these were the block's last."""
@@ -258,7 +289,7 @@ class Consumer:
 
     def _of_own(self, barriers: Any) -> Any:
         """The consumer's own barrier, of those of all, whose address is not kept in a register."""
-        return barriers.at[self.number + basics.unknown_zero()]
+        return barriers.at[self.place + basics.unknown_zero()]
 
     def _await_keys(self, kv_tile: Any, more: Any) -> None:
         wait_if(more, self.rings.k_landed.at[ring_slot(kv_tile, self.static.stages)])
