@@ -48,6 +48,9 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 BARRIER_BYTES = 8
 
+LEAST_CUT = 32
+"""Rows of a page from which on its last groups of 8 are left out where no token is in them."""
+
 
 def arrivals(copies: int) -> int:
     """Arrivals that announce so many copies started together."""
@@ -87,7 +90,7 @@ def present_pages(row: jax.Array) -> jax.Array:
     return vote(row)
 
 
-def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pages: int) -> None:
+def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pages: int, needed: Any = None) -> None:
     """Copy pages, or a part of each, one after the other to a tile in shared memory.
 
     Args:
@@ -97,6 +100,8 @@ def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pa
       first: first row that is copied of a page, a multiple of 8.
       tile: `tiles.operand` [pages · rows that are copied of a page, columns].
       landed: barrier, with `arrivals(pages)` for these copies.
+      needed: rows of the tile that are needed, from its first on: of a page, no groups of 8 that begin later are read,
+        and their part of the tile stays as it is. Pages without a row that is needed are absent. None if all are.
     """
     _require_arrivals(landed, pages)
     rows = tile.shape[0] // pages
@@ -107,19 +112,52 @@ def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pa
             pl.when(row[i] < 0)(lambda: plgpu.barrier_arrive(landed))
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES.per_row, SCALAR, _tile_ref(tile), SCALAR))
-    def start(ctx: Any, pool: ir.Value, row: Any, first: Any, tile: ir.Value, address: Any) -> None:
+    groups = rows // GROUP
+    in_groups = needed is not None and rows >= LEAST_CUT
+    if in_groups:
+        last, left = _last_page(needed, pages, groups)
+    else:
+        last, left = jnp.int32(pages), jnp.int32(groups)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES.per_row, *[SCALAR] * 3, _tile_ref(tile), SCALAR))
+    def start(
+        ctx: Any, pool: ir.Value, row: Any, first: Any, last: Any, left: Any, tile: ir.Value, address: Any
+    ) -> None:
         own, share = _own(row), rows * _row_bytes(pool) // THREADS
-        present: Any = llvm.intr_ctpop(_present(own))
-        copies = _Copies.announced(ctx, address, arith.muli(present, _number(share)))
+        first, last, left = (x.registers.item() for x in (first, last, left))
+        present = _present(own)
+        announced = arith.muli(llvm.intr_ctpop(present), _number(share))
+        if in_groups:
+            is_there = arith.andi(arith.shrui(present, last), _number(1))
+            missing = arith.muli(arith.subi(_number(groups), left), _number(share // groups))
+            announced = arith.subi(announced, arith.muli(is_there, missing))
+        copies = _Copies.announced(ctx, address, announced)
         for page in copies.shared_by_warps(pages):
             number = _of_lane(own, page)
-            source = _index(number), mgpu.ds(_index(first.registers.item()), rows)
+            source = _index(number), mgpu.ds(_index(first), rows)
             exists = arith.cmpi(arith.CmpIPredicate.sge, number, _number(0))
-            target = mgpu.ds(_index(arith.muli(page, _number(rows // GROUP))), rows // GROUP)
+            if in_groups:
+                exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.ne, page, last))
+            target = mgpu.ds(_index(arith.muli(page, _number(groups))), groups)
             copies.start(pool, source, mgpu.utils.memref_slice(tile, (target,)), (_whole_groups(pool),), exists)
+        if not in_groups:
+            return
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ne, is_there, _number(0))):
+            number = _of_lane(own, last)
+            for group in copies.shared_by_warps(groups):
+                source = _index(number), mgpu.ds(_index(arith.addi(first, arith.muli(group, _number(GROUP)))), GROUP)
+                target = mgpu.ds(_index(arith.addi(arith.muli(last, _number(groups)), group)), 1)
+                wanted = arith.cmpi(arith.CmpIPredicate.ult, group, left)
+                copies.start(pool, source, mgpu.utils.memref_slice(tile, (target,)), (_whole_groups(pool),), wanted)
 
-    start(pool, row, jnp.asarray(first, jnp.int32), tile, _address(landed))
+    start(pool, row, jnp.asarray(first, jnp.int32), last, left, tile, _address(landed))
+
+
+def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
+    """The page of a tile of which not all groups of 8 rows are needed, and how many are; or a number past the last."""
+    all_needed = jnp.clip(lax.div(needed + (GROUP - 1), GROUP), 0, pages * groups)
+    last = lax.div(all_needed, groups)
+    return last, all_needed - last * groups
 
 
 # --- rows of packed sequences

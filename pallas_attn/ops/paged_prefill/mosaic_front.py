@@ -389,14 +389,16 @@ class PagedTile(NamedTuple):
             def copy(slot: Ref, landed: Ref) -> None:
                 self.publish_tile_meta(kv_tile + i, i, pages)
                 self.announce_tile_meta(kv_tile + i)
-                self.copy_pages(self.x.k, i, pages, slot, landed)
+                self.copy_pages(self.x.k, i, pages, slot, landed, self.block.end_key - self.first_position(i))
 
             producer.load_keys(kv_tile + i, copy)
 
         def values(i: Any, pages: jax.Array) -> None:
             producer.load_values(
                 kv_tile + i,
-                functools.partial(self.copy_pages, self.x.v, i, pages),
+                functools.partial(
+                    self.copy_pages, self.x.v, i, pages, needed=self.block.end_key - self.first_position(i)
+                ),
                 whole=self.is_whole(i, pages),
                 live_mask=functools.partial(self.live_mask, i, pages),
             )
@@ -478,13 +480,13 @@ class PagedTile(NamedTuple):
         page = layout.take(tables, self.block.sequence * tables.shape[-1] + entry)
         return page * front.num_kv_heads + self.kv_head, basics.in_pool(page, pool_rows // front.num_kv_heads)
 
-    def copy_pages(self, pool: Ref, i: Any, pages: jax.Array, slot: Ref, landed: Ref) -> None:
+    def copy_pages(self, pool: Ref, i: Any, pages: jax.Array, slot: Ref, landed: Ref, needed: Any = None) -> None:
         """Starts the copies of the i-th tile."""
         first = jnp.int32(0)
         if self.front.page_size > self.part_tokens:
             first = lax.div(lax.rem(self.first_position(i), self.front.page_size), self.front.tokens_per_smem_row)
             first = pl.multiple_of(first, self.part_tokens // self.front.tokens_per_smem_row)
-        copy_pages(pool, pages, first, slot, landed, self.static.copies)
+        copy_pages(pool, pages, first, slot, landed, self.static.copies, needed)
 
     def publish_tile_meta(self, kv_tile: Any, i: Any, pages: jax.Array) -> None:
         """Publishes the present pages and the position of the i-th tile, number `kv_tile` of the rings."""
