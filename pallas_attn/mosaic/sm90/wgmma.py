@@ -319,15 +319,20 @@ def hide(s: jax.Array, limits: Limits) -> jax.Array:
         registers = s.registers.reshape(s.shape[1] // 8, 2)
         hidden = np.empty_like(registers)
         for half in range(2):
-            low, high, sink, pages = (None if limit is None else limit[half] for limit in halves)
-            row = _Row.of(low, high, sink, pages, limits.page_tokens)
-            for eight in range(len(registers)):
-                hidden[eight, half] = row.hide(registers[eight, half], 8 * eight)
+            row = _Row.of(*(None if limit is None else limit[half] for limit in halves), limits.page_tokens)
+            for first in range(0, len(registers), EIGHTS):
+                seen = row.seen(8 * first)
+                for eight in range(first, min(first + EIGHTS, len(registers))):
+                    hidden[eight, half] = _select_pair(seen, 2 * (eight - first), registers[eight, half])
         return mgpu.FragmentedArray(
             _registers=hidden.reshape(s.registers.shape), _layout=s.layout, _is_signed=s.is_signed
         )
 
     return select(s, *given)
+
+
+EIGHTS = 16
+"""Groups of 8 columns of which a thread's, two of each, have a bit in one register."""
 
 
 class _Row(NamedTuple):
@@ -345,25 +350,48 @@ class _Row(NamedTuple):
         low, high, sink = (None if limit is None else arith.subi(limit, first) for limit in (low, high, sink))
         return _Row(low, high, sink, pages, page_tokens)  # pyrefly: ignore[bad-argument-type]
 
-    def hide(self, pair: ir.Value, column: int) -> ir.Value:
-        """Mask the scores of two neighbouring columns.
+    def seen(self, first: int) -> ir.Value:
+        """A bit for each of the thread's columns, two of each 8, from column `first` of the tile on."""
+        hidden = _columns_below(self.low, first)
+        if self.sink is not None:
+            hidden = arith.andi(hidden, _inverse(_columns_below(self.sink, first)))
+        seen = arith.andi(_columns_below(self.high, first), _inverse(hidden))
+        if self.pages is not None:
+            width = self.page_tokens // 4
+            for begin in range(0, 2 * EIGHTS, width):
+                page = (first + 4 * begin) // self.page_tokens
+                of_page = ((1 << width) - 1) << begin & 0xFFFFFFFF
+                is_there = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self.pages, _number(1 << page)), _number(0))
+                kept = arith.select(is_there, _number(-1), _number(_signed(~of_page & 0xFFFFFFFF)))
+                seen = arith.andi(seen, kept)
+        return seen
 
-        Args:
-          column: the first of them, minus the thread's first column.
-        """
-        masked = []
-        for i in range(2):
-            at = _number(column + i)
-            seen = arith.cmpi(arith.CmpIPredicate.sge, at, self.low)
-            if self.sink is not None:
-                seen = arith.ori(seen, arith.cmpi(arith.CmpIPredicate.slt, at, self.sink))
-            seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.slt, at, self.high))
-            if self.pages is not None:
-                page = arith.andi(self.pages, _number(1 << column // self.page_tokens))
-                seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.ne, page, _number(0)))
-            minus_inf = mgpu.c(-np.inf, ir.F32Type.get())
-            masked.append(arith.select(seen, vector.extract(pair, [], [i]), minus_inf))
-        return vector.from_elements(pair.type, masked)
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 32) if bits >> 31 else bits
+
+
+def _inverse(bits: ir.Value) -> ir.Value:
+    return arith.xori(bits, _number(-1))
+
+
+def _columns_below(limit: Any, first: int) -> Any:
+    """A bit for each of a thread's columns from `first` on that is below a limit, all minus its first column."""
+    limit = arith.subi(limit, _number(first)) if first else limit
+    inside = arith.minsi(arith.maxsi(limit, _number(0)), _number(8 * EIGHTS))
+    in_eight = arith.minsi(arith.andi(inside, _number(7)), _number(2))
+    count = arith.addi(arith.muli(arith.shrui(inside, _number(3)), _number(2)), in_eight)
+    text = "bmsk.clamp.b32 $0, 0, $1;"
+    return llvm.inline_asm(_number(0).type, [count], text, "=r,r", has_side_effects=False)
+
+
+def _select_pair(seen: ir.Value, bit: int, pair: ir.Value) -> ir.Value:
+    """Mask the scores of two neighbouring columns, whose bits are these two."""
+    masked, minus_inf = [], mgpu.c(-np.inf, ir.F32Type.get())
+    for i in range(2):
+        is_seen = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(seen, _number(_signed(1 << bit + i))), _number(0))
+        masked.append(arith.select(is_seen, vector.extract(pair, [], [i]), minus_inf))
+    return vector.from_elements(pair.type, masked)
 
 
 def _number(x: int) -> Any:
