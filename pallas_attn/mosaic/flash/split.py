@@ -150,11 +150,19 @@ class RowState(NamedTuple):
         Args:
           sink: [n] learned logits of the rows.
         """
+        # Rows that see nothing may hold 0 times an infinite value.
+        inverse = over_tokens(self.inverse(sink), self.o.shape)
+        return jnp.where(over_tokens(self.seen, self.o.shape), self.o * inverse, 0.0)
+
+    def inverse(self, sink: Any = None) -> Any:
+        """Inverse of the denominator [n], 0 where no key is seen.
+
+        Args:
+          sink: [n] learned logits of the rows.
+        """
         seen, shift = self.seen, jnp.where(self.seen, self.m, 0.0)
         denominator = self.l if sink is None else self.l + jnp.exp2(sink * LOG2E - shift)
-        inverse = jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
-        # Rows that see nothing may hold 0 times an infinite value.
-        return jnp.where(over_tokens(seen, self.o.shape), self.o * over_tokens(inverse, self.o.shape), 0.0)
+        return jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
 
     def lse(self) -> Any:
         """Natural logarithm of the denominator without sinks, [n]; -inf where no key is seen."""

@@ -260,6 +260,31 @@ def _rescale_assembly(count: int, wait: str) -> str:
     )
 
 
+def zero_rows(o: jax.Array, sums: jax.Array) -> jax.Array:
+    """Set rows of o [64, n] to 0 whose sum [64] is 0; a warp that has none skips it."""
+    if interpreted():
+        return jnp.where(over_tokens(sums != 0, o.shape), o, 0.0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, PER_TOKEN), return_type=plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=TILE)
+    )
+    def clear(_: Any, o: Any, sums: Any) -> Any:
+        registers = [*o.to_layout(ACCUMULATOR).registers.flat]
+        rows = [vector.extract(register, [], [0]) for register in sums.registers.flat]
+        count = len(registers)
+        cleared = "".join(f"selp.f32 ${i}, ${i}, 0f00000000, p{i // 2 % 2}; " for i in range(count))
+        text = (
+            f"{{ .reg .pred p<2>, kept; setp.neu.f32 p0, ${2 * count}, 0f00000000; "
+            f"setp.neu.f32 p1, ${2 * count + 1}, 0f00000000; and.pred kept, p0, p1; "
+            f"vote.sync.all.pred kept, kept, 0xffffffff; @kept bra.uni done; {cleared}done: }}"
+        )
+        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * len(rows)
+        results = fragments(floats(count, text, constraints, [*registers, *rows]), o.shape)
+        return results.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return clear(o, sums)
+
+
 def partial_sums(p: jax.Array) -> jax.Array:
     """Add up columns of p [64, n] that are a multiple of 8 apart, [64, 8]: each thread adds only its own numbers."""
     if interpreted():
