@@ -155,6 +155,13 @@ class Rings(NamedTuple):
 # --- rows of a block
 
 
+def query_place(static: FlashStatic, block: Any, consumer: Any) -> Any:
+    """Index, among the buffers of all consumers, of the queries of a program's block of this number."""
+    return (
+        consumer if static.query_buffers == 1 else ring_slot(block, static.query_buffers) * static.consumers + consumer
+    )
+
+
 def shared_heads(group: int, tile_rows: int) -> int:
     """Number of heads, of the `group` of a KV head, that share blocks: as many as divide the group and leave room for 8
     queries of each in a consumer's `tile_rows` rows.
@@ -301,6 +308,9 @@ class FrontEnd(Protocol):
     @property
     def compiler_params(self) -> plgpu.CompilerParams: ...
 
+    def with_static(self, static: FlashStatic) -> FrontEnd:
+        """The same front end of a kernel with other compile-time facts."""
+
     def scratch_types(self, *, orders_tensor_core: bool = False) -> Any:
         """Shared memory and barriers of its own, as `Rings.types`; None for none."""
 
@@ -408,6 +418,17 @@ class FlashKernel(NamedTuple):
     queue_slots: int = 2
     orders_tensor_core: bool = False
 
+    def scratch_types(self, front: FrontEnd, *, has_queue: bool) -> tuple[Any, Any, Any]:
+        """Scratch types of the kernel, of its queue and of the front end."""
+        ordered = self.orders_tensor_core
+        queue = TileQueue.scratch_types(self.queue_slots, orders_tensor_core=ordered) if has_queue else None
+        return self.scratch, queue, front.scratch_types(orders_tensor_core=ordered)
+
+    def fits(self, front: FrontEnd) -> bool:
+        """Whether a multiprocessor has shared memory for a program that takes its work tiles from a queue."""
+        reductions = front.compiler_params.reduction_scratch_bytes
+        return shared_memory.fits(self.scratch_types(front, has_queue=True), 1, reduction_bytes=reductions)
+
 
 def launch(
     kernel: FlashKernel,
@@ -429,11 +450,7 @@ def launch(
     static, work_tiles = front.static, work.blocks.shape[0] * front.num_heads * splits.most
     programs = min(work_tiles, basics.multiprocessors())
     tile_counter = TileQueue.counter(work.zero, programs, work_tiles)
-    scratch_types = (
-        kernel.scratch,
-        TileQueue.scratch_types(tile_counter, kernel.queue_slots, orders_tensor_core=kernel.orders_tensor_core),
-        front.scratch_types(orders_tensor_core=kernel.orders_tensor_core),
-    )
+    scratch_types = kernel.scratch_types(front, has_queue=tile_counter is not None)
     _require_shared_memory(front, scratch_types)
     rows, is_cut = math.prod(shape), splits.most > 1
     (result,) = plgpu.kernel(
@@ -536,16 +553,16 @@ class Producer:
         Returns:
           a function to be called after the copies of each tile of values, with the tile's number in the block.
         """
-        buffers, consumers = self.static.query_buffers, self.static.consumers
+        static = self.static
 
         def load(*, await_free: Any) -> None:
-            for consumer in range(consumers):
-                place = consumer + ring_slot(block, buffers) * consumers
+            for consumer in range(static.consumers):
+                place = query_place(static, block, consumer)
                 wait_if(await_free, self.rings.q_free.at[place])
                 copy(consumer, place, self.rings.q_landed.at[place])
 
-        if buffers > 1:
-            load(await_free=block >= buffers)
+        if static.query_buffers > 1:
+            load(await_free=block >= static.query_buffers)
             return lambda i: None
         again = block > 0
         pl.when(~again)(lambda: load(await_free=False))

@@ -504,10 +504,8 @@ class TileQueue(NamedTuple):
         return basics.alias_in_place(zero) if programs < work_tiles else None
 
     @staticmethod
-    def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> Any:
-        """Scratch for `next_tile`, `fetched` and `landed`; None without a counter."""
-        if tile_counter is None:
-            return None
+    def scratch_types(slots: int, *, orders_tensor_core: bool = False) -> tuple[Any, Any, Any]:
+        """Scratch for `next_tile`, `fetched` and `landed`."""
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
         fields = 1 + len(QueryBlock._fields) + 2  # the block, its head and the split
         return plgpu.SMEM((slots, fields), jnp.int32), signal(), signal(num_barriers=slots)

@@ -272,6 +272,10 @@ class PagedFrontEnd:
         """Groups of heads of one KV head."""
         return self.group // self.static.block_heads
 
+    def with_static(self, static: FlashStatic) -> PagedFrontEnd:
+        """The same with other compile-time facts."""
+        return dataclasses.replace(self, static=static)
+
     def rows(self, work: FlashWorkTile) -> BlockRows:
         """Rows of the block of a work tile."""
         return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)

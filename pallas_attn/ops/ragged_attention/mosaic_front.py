@@ -147,6 +147,10 @@ class RaggedFrontEnd:
         """Sets of heads that share blocks."""
         return self.num_q_heads // self.static.block_heads
 
+    def with_static(self, static: FlashStatic) -> RaggedFrontEnd:
+        """The same with other compile-time facts."""
+        return dataclasses.replace(self, static=static)
+
     def rows(self, work: FlashWorkTile) -> BlockRows:
         """Rows of the block of a work tile."""
         return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)

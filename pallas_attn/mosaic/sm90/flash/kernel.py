@@ -57,6 +57,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     consume,
     launch,
     produce,
+    query_place,
     wait_if,
 )
 from pallas_attn.mosaic.flash.schedule import WorkList, WorkTiles, ring_slot
@@ -101,34 +102,21 @@ class FlashScratch(NamedTuple):
     schedule_barrier: Any
 
 
-QUEUE_SLOTS = 4
-
-
-def _query_buffers(static: FlashStatic) -> int:
-    """2 if a second one fits shared memory."""
-    rings = static.stages * static.tile_keys * (static.key_dim + static.value_dim)
-    queries = static.block_rows * static.query_terms * static.key_dim
-    return 2 if not static.dequantizes and 2 * (rings + 2 * queries) <= 216 * 1024 else 1
-
-
 def flash_attention(
     front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
     """Output and LSE; see `flash.pipeline.launch`."""
-    static = dataclasses.replace(front.static, query_buffers=_query_buffers(front.static))
-    front = dataclasses.replace(front, static=static)
-    scratch = FlashScratch(
-        Rings.types(static, jax.tree.leaves(inputs.q)[0].dtype, readers=static.consumers),
-        plgpu.Barrier(num_barriers=static.consumers),
-    )
-    return launch(
-        FlashKernel(_kernel, scratch, static.consumers + 1, queue_slots=QUEUE_SLOTS),
-        front,
-        inputs,
-        work,
-        splits,
-        **rest,
-    )
+    kernel = _kernel_of(front.static, inputs)
+    wider = front.with_static(dataclasses.replace(front.static, query_buffers=2))
+    if _kernel_of(wider.static, inputs).fits(wider):
+        front, kernel = wider, _kernel_of(wider.static, inputs)
+    return launch(kernel, front, inputs, work, splits, **rest)
+
+
+def _kernel_of(static: FlashStatic, inputs: Any) -> FlashKernel:
+    rings = Rings.types(static, jax.tree.leaves(inputs.q)[0].dtype, readers=static.consumers)
+    scratch = FlashScratch(rings, plgpu.Barrier(num_barriers=static.consumers))
+    return FlashKernel(_kernel, scratch, static.consumers + 1, queue_slots=2 * static.query_buffers)
 
 
 def _kernel(
@@ -148,13 +136,9 @@ def _kernel(
 
     def attend() -> None:
         plgpu.set_max_registers(of_consumer, action="increase")
-        consumer = Consumer(static, scratch.rings, scratch.schedule_barrier, warpgroup, jnp.int32(0))
+        consumer = Consumer(static, scratch.rings, scratch.schedule_barrier, warpgroup)
         consumer.begin_round()
-
-        def of_block(i: Any) -> Consumer:
-            return dataclasses.replace(consumer, buffer=ring_slot(i, static.query_buffers))
-
-        consume(front, x, work_tiles(), of_block, result, front_scratch)
+        consume(front, x, work_tiles(), consumer.of_block, result, front_scratch)
         consumer.end_round()
 
     # One branch, not a `pl.when` for each role: values of one role would stay alive through the other.
@@ -187,14 +171,18 @@ class Consumer:
 
     Attributes:
       number: index among the consumers.
-      buffer: of the queries of the present block.
+      place: index of the queries of its block, and of their barriers.
     """
 
     static: FlashStatic
     rings: Rings
     schedule_barrier: Any
     number: Any
-    buffer: Any
+    place: Any = None
+
+    def of_block(self, i: Any) -> Consumer:
+        """The consumer, for the i-th block of its program."""
+        return dataclasses.replace(self, place=query_place(self.static, i, self.number))
 
     def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowState:
         """Attention over some tiles, at least one, from the program's tile number `begin` on.
@@ -274,13 +262,6 @@ class Consumer:
         terms = self.static.query_terms
         unknown = basics.unknown_zero() if terms > 1 else 0
         return [self.rings.q.at[self.place * terms + unknown + i] for i in range(terms)]
-
-    @property
-    def place(self) -> Any:
-        """Of the consumer's queries and their barriers."""
-        if self.static.query_buffers == 1:
-            return self.number
-        return self.buffer * self.static.consumers + self.number
 
     def _release_keys(self, slot: Any, more: Any) -> None:
         """Frees keys after their products; the consumer's queries, too, if these were the block's last."""
