@@ -113,42 +113,41 @@ def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pa
         return
 
     groups = rows // GROUP
-    in_groups = needed is not None and rows >= LEAST_CUT
-    if in_groups:
-        last, left = _last_page(needed, pages, groups)
-    else:
-        last, left = jnp.int32(pages), jnp.int32(groups)
+    is_cut = needed is not None and rows >= LEAST_CUT
+    last, left = _last_page(needed, pages, groups) if is_cut else (jnp.int32(pages), jnp.int32(0))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES.per_row, *[SCALAR] * 3, _tile_ref(tile), SCALAR))
     def start(
         ctx: Any, pool: ir.Value, row: Any, first: Any, last: Any, left: Any, tile: ir.Value, address: Any
     ) -> None:
-        own, share = _own(row), rows * _row_bytes(pool) // THREADS
+        own, share = _own(row), GROUP * _row_bytes(pool) // THREADS
         first, last, left = (x.registers.item() for x in (first, last, left))
-        present = _present(own)
-        announced = arith.muli(llvm.intr_ctpop(present), _number(share))
-        if in_groups:
-            is_there = arith.andi(arith.shrui(present, last), _number(1))
-            missing = arith.muli(arith.subi(_number(groups), left), _number(share // groups))
-            announced = arith.subi(announced, arith.muli(is_there, missing))
-        copies = _Copies.announced(ctx, address, announced)
+        present: Any = _present(own)
+        announced = arith.muli(llvm.intr_ctpop(present), _number(groups))
+        has_last = arith.andi(arith.shrui(present, last), _number(1)) if is_cut else None
+        if has_last is not None:
+            announced = arith.subi(announced, arith.muli(has_last, arith.subi(_number(groups), left)))
+        copies = _Copies.announced(ctx, address, arith.muli(announced, _number(share)))
+
+        def copy(number: ir.Value, begin: ir.Value, count: int, group: ir.Value, condition: ir.Value) -> None:
+            source = _index(number), mgpu.ds(_index(begin), count * GROUP)
+            to = mgpu.utils.memref_slice(tile, (mgpu.ds(_index(group), count),))
+            copies.start(pool, source, to, (_whole_groups(pool),), condition)
+
         for page in copies.shared_by_warps(pages):
             number = _of_lane(own, page)
-            source = _index(number), mgpu.ds(_index(first), rows)
-            exists = arith.cmpi(arith.CmpIPredicate.sge, number, _number(0))
-            if in_groups:
-                exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.ne, page, last))
-            target = mgpu.ds(_index(arith.muli(page, _number(groups))), groups)
-            copies.start(pool, source, mgpu.utils.memref_slice(tile, (target,)), (_whole_groups(pool),), exists)
-        if not in_groups:
+            is_whole = arith.cmpi(arith.CmpIPredicate.sge, number, _number(0))
+            if is_cut:
+                is_whole = arith.andi(is_whole, arith.cmpi(arith.CmpIPredicate.ne, page, last))
+            copy(number, first, groups, arith.muli(page, _number(groups)), is_whole)
+        if has_last is None:
             return
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ne, is_there, _number(0))):
-            number = _of_lane(own, last)
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ne, has_last, _number(0))):
+            number, first_group = _of_lane(own, last), arith.muli(last, _number(groups))
             for group in copies.shared_by_warps(groups):
-                source = _index(number), mgpu.ds(_index(arith.addi(first, arith.muli(group, _number(GROUP)))), GROUP)
-                target = mgpu.ds(_index(arith.addi(arith.muli(last, _number(groups)), group)), 1)
-                wanted = arith.cmpi(arith.CmpIPredicate.ult, group, left)
-                copies.start(pool, source, mgpu.utils.memref_slice(tile, (target,)), (_whole_groups(pool),), wanted)
+                is_needed = arith.cmpi(arith.CmpIPredicate.ult, group, left)
+                begin = arith.addi(first, arith.muli(group, _number(GROUP)))
+                copy(number, begin, 1, arith.addi(first_group, group), is_needed)
 
     start(pool, row, jnp.asarray(first, jnp.int32), last, left, tile, _address(landed))
 

@@ -8,8 +8,8 @@ turns a work tile into a `FrontTile`, which knows where the queries, keys and va
 Barriers of the rings:
 
     barrier                    arrivals           who waits
-    q_landed[consumer]         the copies         before the first product of a consumer's rows of a block
-    q_free[consumer]           their reader       producer, before the queries of its next block go to the same buffer
+    q_landed[place]            the copies         before the first product of a consumer's rows of a block
+    q_free[place]              their reader       producer, before queries of a later block go to the same buffer
     k_landed[slot]             the copies         before S
     k_free[slot]               readers            producer, before it fills the slot again
     v_landed, v_free           as for keys        as for keys

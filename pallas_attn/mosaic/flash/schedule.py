@@ -478,11 +478,11 @@ class TileQueue(NamedTuple):
 
     A program begins with the work tile of its own number. Its producer fetches the next number when the last copies for
     the current work tile are under way, so that no warpgroup waits for it. It looks up the work tile, which takes as
-    long as global memory does, and passes it on to the others in shared memory. On Hopper that has two slots: one is
-    overwritten when the queries of the work tile after it have been copied, which was no sooner than all consumers had
-    begun with it. Where consumers do not free the queries themselves there is a slot more than there are stages: the
-    values that the producer copied last took the place of those that are `stages` tiles older, after whose
-    probabilities all consumers had begun with a work tile that recent.
+    long as global memory does, and passes it on to the others in shared memory. On Hopper that has two slots for each
+    buffer of queries: one is overwritten when the queries have been copied that take the place of its work tile's,
+    which was no sooner than all consumers had begun with it. Where consumers do not free the queries themselves there
+    is a slot more than there are stages: the values that the producer copied last took the place of those that are
+    `stages` tiles older, after whose probabilities all consumers had begun with a work tile that recent.
 
     Attributes:
       programs: number of programs.

@@ -344,7 +344,8 @@ def hide(s: jax.Array, limits: Limits) -> jax.Array:
         registers = s.registers.reshape(s.shape[1] // 8, 2)
         hidden = np.empty_like(registers)
         for half in range(2):
-            row = _Row.of(*(None if limit is None else limit[half] for limit in halves), limits.page_tokens)
+            low, high, sink, pages = (None if limit is None else limit[half] for limit in halves)
+            row = _Row.of(low, high, sink, pages, limits.page_tokens)
             for first in range(0, len(registers), EIGHTS):
                 seen = row.seen(8 * first)
                 for eight in range(first, min(first + EIGHTS, len(registers))):

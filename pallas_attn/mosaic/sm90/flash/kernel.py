@@ -10,7 +10,8 @@ the others:
 
     consumer 0   S0 ·softmax· S1 PV0 ·softmax· S2 PV1 ·softmax·
     consumer 1      ········ S0 ·softmax· S1 PV0 ·softmax· S2 PV1
-    producer     Q K0 K1 V0 K2 V1 ······ as slots become free; of the next block K0 K1 V0 Q K2 V1 ······
+    producer     Q K0 K1 V0 K2 V1 ······ as slots become free, of the next block the same; K0 K1 V0 Q K2 V1 ······
+                 where shared memory has no room for two blocks' queries
 
 This file is read downward: roles, consumer, output.
 
@@ -24,10 +25,10 @@ Barriers, beside those of the rings, which n consumers free:
 
 The kernel cannot deadlock. All warpgroups go through the same work tiles and tiles of keys. The producer waits for
 slots that every consumer frees one product after it used them, and for the buffer of the queries, which is free after
-the last product of the block before, for which it has brought everything. A consumer waits for tiles that the producer
-brings in the order in which they are used, keys of a tile before values of the tile before. The consumer whose turn it
-is waits for nothing before it arrives at the next one's `schedule_barrier`, and does so once a tile, as all do; the
-last consumer begins the round, and the first one ends it.
+the last product of the block before (of the one before that where there are two), for which it has brought everything.
+A consumer waits for tiles that the producer brings in the order in which they are used, keys of a tile before values of
+the tile before. The consumer whose turn it is waits for nothing before it arrives at the next one's `schedule_barrier`,
+and does so once a tile, as all do; the last consumer begins the round, and the first one ends it.
 """
 
 from __future__ import annotations

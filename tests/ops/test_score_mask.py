@@ -1,0 +1,51 @@
+"""Scores of a tile are hidden where `Limits` say so, whatever they are: compiled code keeps a bit for each column."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.score_mask import Limits
+from pallas_attn.mosaic.sm90 import wgmma
+from pallas_attn.mosaic.sm90.flash.kernel import QUERIES, ROWS
+from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
+from tests.ops.harness import fresh_rng
+from tests.ops.test_flash_schedule import compiled, running
+
+
+def hidden(page_tokens: int, names: tuple[str, ...], s: jax.Array, limits: list[jax.Array]) -> jax.Array:
+    """Hide scores [64, N] by a kernel."""
+
+    def kernel(s: Any, *refs: Any) -> None:
+        *limits, out = refs
+        given = {name: basics.load(limit, PER_TOKEN) for name, limit in zip(names, limits, strict=True)}
+        tile = wgmma.hide(basics.load(s, TILE), Limits(**given, page_tokens=page_tokens))
+        ROWS.store(out, ROWS.iota(QUERIES), 0, tile)
+
+    return plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct(s.shape, s.dtype))(s, *limits)
+
+
+@pytest.mark.parametrize("mode", ["interpreted", compiled])
+@pytest.mark.parametrize(("columns", "page_tokens"), [(64, 16), (128, 8), (128, 128), (192, 64), (256, 32)])
+@pytest.mark.parametrize("options", [(), ("sink",), ("pages",), ("sink", "pages")], ids="-".join)
+def test_hides_what_rows_do_not_see(
+    columns: int, page_tokens: int, options: tuple[str, ...], mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, names = fresh_rng(), ("low", "high", *options)
+    edge = rng.integers(-2 * columns, 3 * columns, (3, QUERIES))
+    edge[:, :8] = rng.choice([-(2**30), -1, 0, 1, columns - 1, columns, columns + 1, 2**30], (3, 8))
+    values = dict(zip(("low", "high", "sink"), edge, strict=True))
+    values["pages"] = np.full(QUERIES, rng.integers(1 << columns // page_tokens))
+    s = rng.normal(size=(QUERIES, columns)).astype(np.float32)
+    given = [jnp.asarray(values[name], jnp.int32) for name in names]
+    with running(mode, capsys):
+        got = jax.jit(functools.partial(hidden, page_tokens, names))(jnp.asarray(s), given)
+    seen = Limits(**dict(zip(names, given, strict=True)), page_tokens=page_tokens).sees(jnp.arange(columns)[None])
+    np.testing.assert_array_equal(got, np.where(seen, s, -np.inf))
