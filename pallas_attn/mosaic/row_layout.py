@@ -257,9 +257,8 @@ def store_results(tile: Any, ref: Ref, row: jax.Array, column: int, values: jax.
             start = arith.addi(arith.muli(_offset(number), mgpu.c(width, i64)), own_column)
             words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers[block, :, 0, 0, half].flat]
             for first in range(0, len(words), 4):
-                traded = vector.from_elements(ir.VectorType.get((4,), i32), _traded(words[first : first + 4], thread))
                 pointer = _pointer(ref, arith.addi(start, mgpu.c(8 * first, i64)), element)
-                _store_if(_is_given(number), traded, pointer)
+                _store_words(_is_given(number), _traded(words[first : first + 4], thread), pointer)
 
     store(ref, row, values)
 
@@ -365,6 +364,14 @@ def _store_if(is_given: ir.Value, values: ir.Value, pointer: ir.Value) -> None:
     words = mgpu.utils.bitcast(values, _words(ir.VectorType(values.type)))
     with mgpu.utils.when(is_given):
         llvm.store(words, pointer, alignment=min(16, mgpu.utils.bitwidth(words.type) // 8))
+
+
+def _store_words(is_given: ir.Value, words: list[ir.Value], pointer: ir.Value) -> None:
+    """Store 4 words to global memory if a condition holds, without a branch: past one, nothing is moved."""
+    address = llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+    text = "@$0 st.global.v4.b32 [$1], {$2, $3, $4, $5};"
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, [is_given, address, *words], text, "b,l,r,r,r,r,~{memory}", has_side_effects=True)
 
 
 def _each(x: Any, layout: Any, function: Callable[..., ir.Value], *more: Any) -> Any:
