@@ -389,6 +389,9 @@ def _limit_by_windows(blocking: Blocking, x: SequenceLengths, lanes: Lanes, kv_t
 # --- in the prefill kernel: work tiles, one after the other
 
 
+AHEAD_TILES = 4
+
+
 class WorkTiles(NamedTuple):
     """The work tiles of all programs, numbered so that those which share keys run at about the same time.
 
@@ -422,7 +425,17 @@ class WorkTiles(NamedTuple):
         Returns:
           the number of work tiles, and of tiles of keys.
         """
-        return self._each(work, lambda queue, i, before: queue.fetch(i, before, self._published))
+
+        def ahead(i: Any, kv_tile: Any, tile: FlashWorkTile) -> Any:
+            if self.queue is None or interpreted():
+                return work(i, kv_tile, tile)
+            early = tile.block.kv_tiles <= AHEAD_TILES
+            pl.when(early)(lambda: self.queue._increment(self.queue.slot(i + 1)))
+            kv_tiles = work(i, kv_tile, tile)
+            pl.when(~early)(lambda: self.queue._increment(self.queue.slot(i + 1)))
+            return kv_tiles
+
+        return self._each(ahead, lambda queue, i, before: queue.fetch(i, before, self._published))
 
     def consume(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> None:
         """`produce` in other warpgroups, for the work tiles that the producer has fetched."""
@@ -525,7 +538,6 @@ class TileQueue(NamedTuple):
         elif interpreted():
             self.next_tile[slot, 0] = before + self.programs
         else:
-            self._increment(slot)
             plgpu.barrier_arrive(self.fetched)
             plgpu.barrier_wait(self.fetched)
         for field, value in enumerate(published(self.next_tile[slot, 0]), 1):
@@ -539,7 +551,10 @@ class TileQueue(NamedTuple):
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
         def increment(_: Any, tile_counter: ir.Value, next_tile: ir.Value) -> None:
-            with mgpu.utils.single_thread(mgpu.utils.ThreadSubset.WARPGROUP):
+            last = arith.andi(mgpu.utils.warp_idx(sync=True), mgpu.c(3, ir.IntegerType.get_signless(32)))
+            is_last = arith.cmpi(arith.CmpIPredicate.eq, last, mgpu.c(3, ir.IntegerType.get_signless(32)))
+            one_of = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
+            with mgpu.when(arith.andi(is_last, one_of)):
                 one = mgpu.c(1, ir.IntegerType.get_signless(32))
                 ordering, add = llvm.AtomicOrdering.monotonic, llvm.AtomicBinOp.add
                 pointer = mgpu.utils.memref_ptr(tile_counter)
