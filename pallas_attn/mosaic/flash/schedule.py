@@ -389,7 +389,7 @@ def _limit_by_windows(blocking: Blocking, x: SequenceLengths, lanes: Lanes, kv_t
 # --- in the prefill kernel: work tiles, one after the other
 
 
-AHEAD_TILES = 4
+AHEAD_TILES = 1
 
 
 class WorkTiles(NamedTuple):

@@ -117,7 +117,7 @@ def flash_attention(
 def _kernel_of(static: FlashStatic, inputs: Any) -> FlashKernel:
     rings = Rings.types(static, jax.tree.leaves(inputs.q)[0].dtype, readers=static.consumers)
     scratch = FlashScratch(rings, plgpu.Barrier(num_barriers=static.consumers))
-    return FlashKernel(_kernel, scratch, static.consumers + 1, queue_slots=2 * static.query_buffers)
+    return FlashKernel(_kernel, scratch, static.consumers + 1, queue_slots=4)
 
 
 def _kernel(
