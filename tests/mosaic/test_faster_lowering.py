@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -355,11 +356,9 @@ def test_transfers_are_tried_once() -> None:
         return self.shape == (64, 64)
 
     ask = faster_lowering.keeping_answers(is_supported)
-    kind = constraints.OptimizedTransferKind.OPTIMIZED
     for shape in ((64, 64), (64, 128)) * 2:
-        variables = Variable(Key(0)), Variable(Key(1))
-        transfer = constraints.IsTransferableSmemRegisters(*variables, shape, (shape[1], 1), 16, kind)
-        assert ask(transfer, constraints.SMEMTransforms(None, None), fa.WGMMA_LAYOUT) == (shape == (64, 64))
+        transfer = SimpleNamespace(shape=shape, strides=(shape[1], 1), bitwidth=16, optimized=True)
+        assert ask(transfer, None, fa.WGMMA_LAYOUT) == (shape == (64, 64))
     assert tried == [(64, 64), (64, 128)]
 
 
