@@ -216,7 +216,7 @@ PREFILL: dict[str, DeferredCase] = {
     "ragged-192-128": ragged(192, 128, 128, 128),
     "ragged-128-128": ragged(128, 128),
     "ragged-64-64": ragged(64, 64, 14, 1),
-    "ragged-256-256": ragged(256, 256, 8, 4),
+    "ragged-256-256": ragged(256, 256, 8, 4, splits=2),
     "ragged-192-128-odd": ragged(192, 128, 16, 16, tokens=TOKENS - 3, keys=KEYS - 5),
     "ragged-256-256-odd-all-options": ragged(256, 256, tokens=TOKENS - 3, keys=KEYS - 5, **RAGGED_OPTIONS),
     "ragged-f16-full-f32-out": ragged(
