@@ -177,8 +177,8 @@ def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: A
       first: the first row, a multiple of 8.
       tile: `tiles.operand` [n, D].
       landed: barrier, with one arrival for this.
-      end: one past the last row that is needed: groups of 8 that begin there or later are not copied, and their part of
-        the tile stays as it is. None if all rows are needed.
+      end: one past the last row that is needed: groups of 8 that begin there or later need not be copied, and their
+        part of the tile may stay as it is. None if all rows are needed.
     """
     count, rows = tile.shape[0], source.shape[0]
     if interpreted():
@@ -190,15 +190,17 @@ def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: A
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, _tile_ref(tile), SCALAR))
     def start(ctx: Any, source: ir.Value, first: Any, head: Any, needed: Any, tile: ir.Value, address: Any) -> None:
-        share, needed = GROUP * _row_bytes(source) // THREADS, needed.registers.item()
-        copies = _Copies.announced(ctx, address, arith.muli(needed, _number(share)))
+        # Of a kernel that is mapped over a batch all are copied: registers do not suffice for more.
+        is_cut = end is not None and not _operand(source)[1]
+        needed = needed.registers.item() if is_cut else _number(groups)
+        copies = _Copies.announced(ctx, address, arith.muli(needed, _number(GROUP * _row_bytes(source) // THREADS)))
         first, head = _here(first.registers.item()), _index(_here(head.registers.item()))
 
         def start_whole() -> None:
             for _ in copies.shared_by_warps(1):
                 copies.start(source, (mgpu.ds(_index(first), count), head), tile, (_whole_groups(source),))
 
-        if rows % GROUP == 0 and end is None:
+        if rows % GROUP == 0 and not is_cut:
             start_whole()
             return
         whole = arith.cmpi(arith.CmpIPredicate.eq, needed, _number(groups))
@@ -211,7 +213,7 @@ def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: A
         with mgpu.when(arith.xori(whole, mgpu.c(1, ir.IntegerType.get_signless(1)))):
             for group in copies.shared_by_warps(groups):
                 start_row = arith.addi(first, arith.muli(group, _number(GROUP)))
-                wanted = None if end is None else arith.cmpi(arith.CmpIPredicate.ult, group, needed)
+                wanted = arith.cmpi(arith.CmpIPredicate.ult, group, needed) if is_cut else None
                 copies.start_group(source, start_row, head, tile, group, wanted)
 
     scalars = (jnp.asarray(x, jnp.int32) for x in (first, head, needed))
