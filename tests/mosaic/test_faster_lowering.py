@@ -258,6 +258,13 @@ def test_known_functions_are_replaced() -> None:
 
 
 @pytest.mark.usefixtures("unpatched")
+def test_functions_of_known_files_are_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_file = [r.is_known() for r in REPLACEMENTS]
+    monkeypatch.setattr(faster_lowering, "_is_known", lambda _: False)
+    assert [r.is_known() for r in REPLACEMENTS] == by_file
+
+
+@pytest.mark.usefixtures("unpatched")
 def test_another_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(*args, **kwargs):
         raise NotImplementedError
