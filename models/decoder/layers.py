@@ -49,7 +49,7 @@ def depth_parts(depth: int) -> int:
     every call. 28 of 44 us for the 10,944 of DeepSeek-V2-Lite's dense layer (H200; benchmarks/log/114)."""
     if depth < 8192 or depth % 256 == 0:
         return 1
-    return max(parts for parts in (1, 3, 5, 7, 9) if depth % (16 * parts) == 0)
+    return max((parts for parts in (3, 5, 7, 9) if depth % (16 * parts) == 0), default=1)
 
 
 def _product_of_parts(
