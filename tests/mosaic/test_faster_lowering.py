@@ -57,9 +57,8 @@ def system(pairs: list[tuple[int, int]]) -> ConstraintSystem:
 def unpatched(monkeypatch: pytest.MonkeyPatch):
     """Starts from jax's own functions, whatever ran before."""
     faster_lowering.apply.cache_clear()
-    for place, name, original in ((r.place, r.name, r.original) for r in REPLACEMENTS):
-        is_static = isinstance(inspect.getattr_static(place, name), staticmethod)
-        monkeypatch.setattr(place, name, staticmethod(original) if is_static else original)
+    for replacement in REPLACEMENTS:
+        monkeypatch.setattr(replacement.place, replacement.name, replacement.original)
     monkeypatch.setattr(utils, "thread_idx", getattr(utils.thread_idx, "__wrapped__", utils.thread_idx))
     for rules in lowering.mosaic_lowering_rules.values():
         for primitive, rule in rules.items():
