@@ -110,8 +110,7 @@ def _assembly(text: str, constraints: str = "", *operands: ir.Value) -> None:
 
 BEGIN = """
 fence.mbarrier_init.release.cluster;
-barrier.cluster.arrive.aligned;
-barrier.cluster.wait.aligned;
+barrier.cta.sync.aligned 0;
 """
 
 ARRIVE = """
