@@ -39,7 +39,7 @@ class Case:
       kernels: whether there have to be Mosaic GPU kernels in it.
       tensor_cores: whether one of them has to use the tensor cores.
       temporaries: bytes it may use beside arguments and results.
-      scratch_bytes: shared memory of its greediest kernel, computed from scratch types; 0 where that is not compared.
+      scratch_bytes: shared memory of one of its kernels, computed from scratch types; 0 where that is not compared.
       tile: for the instruction budget; None where there is no tile of a cache.
       blocks: thread blocks of its kernel that have to fit a multiprocessor.
       one_graph: whether XLA has to record all of it as one CUDA graph.

@@ -65,7 +65,7 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
         raise ValueError("all its kernels are those of an earlier case, and were not compiled again")
     return Report(
         kernels=kernels,
-        shared_memory=parse_shared_memory(dump),
+        block_bytes=parse_shared_memory(dump),
         tmem_columns=parse_tmem_columns(dump),
         temporaries=memory.temp_size_in_bytes,
         aliased=memory.alias_size_in_bytes,

@@ -212,14 +212,14 @@ def test_a_kernel_without_disassembly_is_an_error():
 def test_shared_memory_counts_barriers():
     barriers = "Counter({Barrier(arrival_count=2, num_barriers=3, orders_tensor_core=False): 2})"
     line = f"Resources(smem_scratch_bytes=1024, barrier_counts={barriers}, scoped_gmem_semaphores={{}})\n"
-    assert parse_shared_memory(line + line.replace("1024", "512")) == 1024 + 3 * 2 * 8
+    assert parse_shared_memory(line + line.replace("1024", "512")) == (1024 + 3 * 2 * 8, 512 + 3 * 2 * 8)
 
 
 def test_shared_memory_has_a_limit():
     kernel = Kernel("k", 32, 0, 0, 0, (), ("HGMMA.64x8x16.F32",), "")
     case = Case(abs, {"x": shape(1)})
-    assert not list(complaints(Report(kernels=(kernel,), shared_memory=227 * 1024), case))
-    (complaint,) = complaints(Report(kernels=(kernel,), shared_memory=227 * 1024 + 8), case)
+    assert not list(complaints(Report(kernels=(kernel,), block_bytes=(512, 227 * 1024)), case))
+    (complaint,) = complaints(Report(kernels=(kernel,), block_bytes=(512, 227 * 1024 + 8)), case)
     assert "232456 bytes of shared memory" in complaint
 
 
@@ -263,17 +263,17 @@ def test_a_card_multiplies_with_its_own_tensor_cores(other):
 
 
 def test_shared_memory_is_what_the_scratch_types_come_to():
-    report = Report(kernels=(Kernel("k", 32, 0, 0, 0, (), ("HGMMA.64x8x16.F32",), ""),), shared_memory=4096)
+    report = Report(kernels=(Kernel("k", 32, 0, 0, 0, (), ("HGMMA.64x8x16.F32",), ""),), block_bytes=(4096, 5120))
     assert not list(complaints(report, Case(abs, {"x": shape(1)}, scratch_bytes=4096)))
     (complaint,) = complaints(report, Case(abs, {"x": shape(1)}, scratch_bytes=4104))
-    assert complaint == "asks for 4096 bytes of shared memory, its scratch types come to 4104"
+    assert complaint == "asks for 4096 and 5120 bytes of shared memory, its scratch types come to 4104"
 
 
 @pytest.mark.parametrize(
     ("registers", "shared_memory", "fit"), [(128, 1024, 4), (129, 1024, 3), (32, 57344, 4), (32, 57345, 3)]
 )
 def test_thread_blocks_have_to_fit(registers, shared_memory, fit):
-    report = Report(kernels=(Kernel("k", registers, 0, 0, 0, (), ("HGMMA",), ""),), shared_memory=shared_memory)
+    report = Report(kernels=(Kernel("k", registers, 0, 0, 0, (), ("HGMMA",), ""),), block_bytes=(shared_memory,))
     case = Case(abs, {"x": shape(1)}, blocks=4)
     assert list(complaints(report, case)) == [
         f"is meant for 4 thread blocks a multiprocessor, of which {fit} fit" for _ in range(4 - fit)
