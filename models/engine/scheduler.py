@@ -12,7 +12,7 @@ from models.engine.step_plan import RowTokens, ScheduledRow, StepPlan
 from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
 
 STEP_TOKENS = 2048
-"""Prompt tokens that take as long as what a step costs whatever its size, most of which is reading all weights: 15 ms of
+"""Prompt tokens that take as long as what a step costs whatever its size, which is mostly reading the weights: 15 ms of
 DeepSeek-V2-Lite's on an H100, where 1,000 tokens take 8 to 9 (benchmarks/log/118). A dense model's are fewer."""
 
 
