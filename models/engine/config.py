@@ -32,7 +32,8 @@ class EngineConfig:
       cache_dtype: of latents or keys and values; None for the model's dtype. It may also be float8_e4m3fn or, of keys
         and values, int8.
       kv_scales: static scales of quantised keys and values; None for one a token and head.
-      decode_buckets, prefill_buckets: sizes a step is padded to, each compiled once; None for powers of 2 and of 4.
+      decode_buckets, prefill_buckets: sizes a step is padded to, each compiled once; None for powers of 2 and of 4. A
+        step ends at one of `prefill_buckets` where padding to the next would cost more than another step.
       batch_invariant: whether a request's logits and tokens are the same bits in any company: whatever runs beside it,
         however its prompt is cut, found in the cache or computed again. Every step then has one shape, that of the
         largest, and prompts attend token by token, both of which cost time. Bits do depend on the sizes here, but for

@@ -190,7 +190,8 @@ class Engine:
             )
             for _ in range(1 if model.mesh is None else model.mesh.shape[DATA])
         )
-        self._runner = Runner(model, config.runner_config(self._pools[0].table_tokens, self._groups), processes)
+        runner_config = config.runner_config(self._pools[0].table_tokens, self._groups)
+        self._runner = Runner(model, runner_config, processes)
         self._prefix_caches = tuple(map(PrefixCache, self._pools)) if config.prefix_caching else ()
         schedulers = (
             Scheduler(
@@ -200,6 +201,8 @@ class Engine:
                 max_prefill_seqs=config.prefill_seqs,
                 max_model_len=max_model_len,
                 chunked_prefill=config.chunked_prefill,
+                # Several ranks' steps are padded to the largest of them, which none of them knows.
+                padded_sizes=runner_config.prefill_buckets if len(self._pools) == 1 else (),
                 eos_token_ids=model.config.eos_token_ids,
                 draft_control=_draft_control(model, config),
             )

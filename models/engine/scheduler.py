@@ -1,5 +1,7 @@
 """The scheduler: which tokens of which requests the next step computes, and in which pages their K/V goes."""
 
+import bisect
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import cast
@@ -8,6 +10,10 @@ from models.engine.draft_control import DraftControl, counted
 from models.engine.request import NONFINITE, FinishReason, Request, RequestRefused
 from models.engine.step_plan import RowTokens, ScheduledRow, StepPlan
 from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
+
+STEP_TOKENS = 2048
+"""Prompt tokens that take as long as what a step costs whatever its size, which is mostly reading the weights: 15 ms of
+DeepSeek-V2-Lite's on an H100, where 1,000 tokens take 8 to 9 (benchmarks/log/118). A dense model's are fewer."""
 
 
 class Scheduler:
@@ -48,6 +54,7 @@ class Scheduler:
         max_prefill_seqs: int | None = None,
         max_model_len: int,
         chunked_prefill: bool,
+        padded_sizes: Sequence[int] = (),
         eos_token_ids: Collection[int] = (),
         draft_control: DraftControl | None = None,
     ) -> None:
@@ -61,16 +68,21 @@ class Scheduler:
             max_model_len: Tokens per sequence, prompt and output together.
             chunked_prefill: Whether prompts may be spread over steps. Tokens that exceed a step after a preemption, or
                 the pools at once, always may.
+            padded_sizes: Sizes that the prompt tokens of a step are padded to, ascending up to `max_batched_tokens`.
+                A step takes fewer than it could where it and the next are then padded to less than one; empty for no
+                such cuts.
             eos_token_ids: Tokens that end a sequence unless its request ignores them.
             draft_control: Decides how many drafts a step verifies; None for no drafts.
 
         Raises:
-            ValueError: a size is too small.
+            ValueError: a size is too small, or padded_sizes end below max_batched_tokens.
         """
         max_prefill_seqs = pools.max_num_seqs if max_prefill_seqs is None else max_prefill_seqs
         if min(max_batched_tokens, max_prefill_seqs) < 1 or max_model_len < 2:
             sizes = f"{max_batched_tokens=}, {max_prefill_seqs=}, {max_model_len=}"
             raise ValueError(f"sizes must be at least 1, and max_model_len at least 2, got {sizes}")
+        if padded_sizes and padded_sizes[-1] < max_batched_tokens:
+            raise ValueError(f"padded_sizes must reach max_batched_tokens={max_batched_tokens}, got {padded_sizes}")
         self._pools = pools
         self._page_size = pools.page_size
         self._prefix_cache = prefix_cache
@@ -80,6 +92,7 @@ class Scheduler:
         # A sequence may have one token more than the pools hold, because its last token is never computed.
         self._max_len = min(max_model_len, pools.max_tokens + 1)
         self._chunked_prefill = chunked_prefill
+        self._padded_sizes = tuple(padded_sizes)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._draft_control = draft_control
         self._requests: dict[int | str, Request] = {}
@@ -271,6 +284,7 @@ class Scheduler:
 
     def _schedule_prefill(self, budget: int) -> list[ScheduledRow]:
         rows = []
+        budget = self._without_padding(budget)
         while budget > 0 and len(rows) < self._max_prefill_seqs:
             # Prompts are completed in order: only the youngest running request can be partly prefilled.
             partly_prefilled = bool(self._running) and self._running[-1].is_prefilling
@@ -289,6 +303,27 @@ class Scheduler:
             rows.append(self._schedule_row(request, num_tokens))
             budget -= num_tokens
         return rows
+
+    def _without_padding(self, budget: int) -> int:
+        """Cuts the budget of prompt tokens to one of `padded_sizes` if what it leaves is cheaper in a step of its own
+        than padding is now. A guess, which changes when a token is computed, not what: prefixes that turn out to be
+        cached, or pages that are missing, may leave the step with fewer tokens."""
+        if not self._chunked_prefill or not self._padded_sizes:
+            return budget
+        sizes, tokens = self._padded_sizes, min(budget, self._known_prompt_tokens())
+        fits = bisect.bisect_left(sizes, tokens)
+        if fits == 0:
+            return budget
+        rest = sizes[bisect.bisect_left(sizes, tokens - sizes[fits - 1])]
+        return sizes[fits - 1] if sizes[fits - 1] + rest + STEP_TOKENS <= sizes[fits] else budget
+
+    def _known_prompt_tokens(self) -> int:
+        """Prompt tokens that the next step could compute if it had no budget, and nothing were cached."""
+        partly = [request for request in self._running[-1:] if request.is_prefilling]
+        num_waiting = min(self._max_prefill_seqs - len(partly), len(self._free_slots))
+        waiting = itertools.islice(self._waiting, num_waiting)
+        lacking = sum(request.prefill_end - request.num_computed for request in partly)
+        return lacking + sum(len(request.token_ids) for request in waiting)
 
     def _schedule_row(self, request: Request, num_tokens: int, num_drafts: int = 0) -> ScheduledRow:
         start = request.num_computed

@@ -33,6 +33,7 @@ class Limits:
     prefix_caching: bool = True
     lag: int = 1  # steps launched before the oldest is read back
     groups: list[Heads] = field(default_factory=lambda: PLAIN)
+    padded_sizes: tuple[int, ...] = ()
     num_drafts: int = 0  # of every decode row; a random number of them is right
 
     @property
@@ -108,6 +109,7 @@ class FakeEngine:
             max_prefill_seqs=limits.max_prefill_seqs,
             max_model_len=limits.max_model_len,
             chunked_prefill=limits.chunked_prefill,
+            padded_sizes=limits.padded_sizes,
             eos_token_ids=(EOS,),
             draft_control=DraftControl((limits.num_drafts,), float) if limits.num_drafts else None,
         )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from models.checkpoints import random_model
 from models.decoder.caches import allocate_caches
-from models.engine import Decoded, Difference, Engine, EngineConfig, SamplingParams
+from models.engine import Decoded, Difference, Engine, EngineConfig, SamplingParams, scheduler
 from models.engine.runner import Runner, StepResult
 from models.engine.verify import verify
 from tests.models.engine_case import (
@@ -411,6 +411,20 @@ def test_nothing_compiles_after_warmup():
     played.check()
     assert events == []
     assert warm.stats().compilations == compiled
+
+
+def test_a_step_is_cut_at_a_size_it_would_be_padded_beyond(monkeypatch):
+    config = EngineConfig(num_pages=40, page_size=4, max_batched_tokens=24, max_num_seqs=3, max_model_len=96)
+    config = dataclasses.replace(config, decode_buckets=(1, 3), prefill_buckets=(8, 24))
+    prompt, results = [1 + i % 5 for i in range(10)], []
+    for cost in (scheduler.STEP_TOKENS, 0):
+        monkeypatch.setattr(scheduler, "STEP_TOKENS", cost)
+        cutting = Engine(model(), config)
+        (output,) = cutting.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True))
+        results.append((output.output_ids, [step.prefill_tokens for step in cutting.stats().steps]))
+    (whole, whole_steps), (cut, cut_steps) = results
+    assert (whole_steps, cut_steps) == ([10, 0, 0, 0], [8, 2, 0, 0, 0])
+    assert cut == whole
 
 
 def test_a_step_sends_the_device_one_array_and_reads_one_back(monkeypatch):

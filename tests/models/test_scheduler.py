@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.engine import SamplingParams
+from models.engine import SamplingParams, scheduler
 from models.engine.request import Request, RequestRefused
 from models.engine.scheduler import Scheduler
 from models.engine.step_plan import RowTokens
@@ -64,6 +64,40 @@ def test_without_chunking_a_prompt_waits_until_a_step_holds_it():
     assert [len(plan.decode) for plan in plans] == [0, 1, 1, 0]
     assert [summary(plan.prefill) for plan in plans] == [[(0, 0, 3, True)], [], [], [(1, 0, 4, True)]]
     engine.run()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changed", "expected"),
+    [
+        ([5], {}, [4, 1]),  # 4 + 4 and a step's cost of 2 are less than 16
+        ([10], {}, [10]),  # 4 + 16 are not
+        ([17], {}, [16, 1]),
+        ([2, 3, 2], {}, [4, 3]),
+        ([3, 3, 3], {"max_prefill_seqs": 1}, [3, 3, 3]),  # a step computes no more of them
+        ([3, 3, 3], {"max_num_seqs": 2}, [4, 2, 3]),
+        ([5], {"padded_sizes": ()}, [5]),
+        ([5], {"padded_sizes": (16,)}, [5]),
+        ([4], {}, [4]),
+        ([7], {"padded_sizes": (4, 10, 16)}, [4, 3]),
+        ([5], {"padded_sizes": (4, 9, 16)}, [5]),
+        ([5], {"chunked_prefill": False}, [5]),
+    ],
+)
+def test_a_step_is_cut_where_padding_costs_more_than_another_step(monkeypatch, lengths, changed, expected):
+    monkeypatch.setattr(scheduler, "STEP_TOKENS", 2)
+    limits = Limits(num_pages=40, max_batched_tokens=16, padded_sizes=(4, 16), prefix_caching=False)
+    engine = FakeEngine(replace(limits, **changed))
+    for length in lengths:
+        engine.add([1] * length, max_tokens=1)
+    plans = iter(engine.step, None)
+    assert [sum(row.num_tokens for row in plan.prefill) for plan in plans] == expected
+
+
+def test_a_step_costs_as_much_as_some_thousand_tokens():
+    for sizes, expected in (((1024, 8192), [1024, 47]), ((1024, 4095), [1071]), ((32, 128, 512, 2048), [1071])):
+        engine = FakeEngine(Limits(600, max_batched_tokens=sizes[-1], max_model_len=1200, padded_sizes=sizes))
+        engine.add([1] * 1071, max_tokens=1)
+        assert [plan.prefill[0].num_tokens for plan in iter(engine.step, None)] == expected
 
 
 def test_tokens_in_flight_count_towards_max_tokens():
@@ -299,6 +333,8 @@ def test_bad_arguments_are_refused():
             make(**{name: 0})
     with pytest.raises(ValueError, match="max_model_len=1"):
         make(max_model_len=1)
+    with pytest.raises(ValueError, match=r"padded_sizes must reach max_batched_tokens=8, got \(2, 4\)"):
+        make(padded_sizes=(2, 4))
     scheduler = make()
     scheduler.add(Request("a", (1,)))
     with pytest.raises(ValueError, match="request_id must be new, got 'a' again"):

@@ -1,11 +1,13 @@
 """The scheduler under random traffic."""
 
 import random
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from models.engine import scheduler
 from pallas_attn import FULL
 from pallas_attn.cache import OutOfPages
 from tests.models.scheduler_case import PLAIN, SALTS, FakeEngine, Limits
@@ -40,6 +42,18 @@ limits = st.builds(
         [PLAIN, PLAIN, [[(3, 0)]], [[(FULL, 0), (3, 2)]], [[(FULL, 0)], [(4, 0)], [(2, 3), (1, 0)]]]
     ),
 )
+
+
+limits |= limits.map(  # padded, where a step costs nothing but its tokens
+    lambda limits: replace(limits, padded_sizes=(*range(1, limits.max_batched_tokens, 3), limits.max_batched_tokens))
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def steps_that_cost_nothing():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "STEP_TOKENS", 0)
+        yield
 
 
 traffic = given(limits=limits, actions=st.lists(actions, min_size=8, max_size=30))

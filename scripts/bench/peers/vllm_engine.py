@@ -6,13 +6,15 @@
 
 DIR has a config.json. The engine runs in this process, with its compiled graphs unless `--eager` is given, and chooses
 its kernels itself; there is no tokenizer. Cases are BATCHxCONTEXT, requests that come at once. Their prompts are first
-computed alone, twice, with one new token each: the better time counts as prefill. Then, as in ours, requests whose
-prompts come early get more tokens, so that in the end all decode together: only those steps count as decoding.
+computed alone, some times, with one new token each: the best time counts as prefill, since its first times compile
+kernels. Then, as in ours, requests whose prompts come early get more tokens, so that in the end all decode together:
+only those steps count as decoding, in the better of two runs where prompts are few.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -30,6 +32,9 @@ import torch  # pyrefly: ignore[missing-import]
 import vllm  # pyrefly: ignore[missing-import]
 
 from scripts.cli.output_files import output_file
+
+FEW_TOKENS = 2**16
+"""Prompt tokens of all requests up to which a case is repeated: more take seconds each time."""
 
 PREFILL_SEQS = 16
 """Prompts that one step completes at most, of which the number of additional tokens is computed."""
@@ -77,6 +82,18 @@ class Requests:
             if outputs:
                 self.steps.append((ended, grown, len(counts)))
 
+    def all_began(self, batch: int) -> float:
+        """Seconds after which each of so many requests had a token."""
+        return next(ended for ended, _, begun in self.steps if begun == batch)
+
+    def between_tokens(self, batch: int) -> list[float]:
+        """Seconds of the steps in which all of so many requests decode."""
+        return [
+            after - before
+            for (before, _, _), (after, grown, _) in itertools.pairwise(self.steps)
+            if before >= self.all_began(batch) and grown == batch
+        ]
+
 
 def tokens_each(batch: int, context: int, new_tokens: int, step_tokens: int) -> list[int]:
     """New tokens of each request: one more for every step in which prompts of later requests may be computed."""
@@ -89,23 +106,23 @@ def tokens_each(batch: int, context: int, new_tokens: int, step_tokens: int) -> 
 def measure(llm: Any, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
     """Measures one case."""
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
-    drawn = np.random.default_rng(batch).integers(0, vocab_size, (3, batch, context)).tolist()
-    case = f"{batch}x{context}"
-    alone = [Requests(llm, drawn[i], [1] * batch, f"{case}-{i}").steps[-1][0] for i in range(2)]
-    together = Requests(llm, drawn[2], tokens_each(batch, context, args.new_tokens, args.step_tokens), f"{case}-2")
-    all_began = next(ended for ended, _, begun in together.steps if begun == batch)
-    between = [
-        after - before
-        for (before, _, _), (after, grown, _) in zip(together.steps, together.steps[1:], strict=False)
-        if before >= all_began and grown == batch
-    ]
+    num_alone, num_together = (5, 2) if batch * context <= FEW_TOKENS else (2, 1)
+    shape = (num_alone + num_together, batch, context)
+    drawn, case = np.random.default_rng(batch).integers(0, vocab_size, shape).tolist(), f"{batch}x{context}"
+    alone = [Requests(llm, drawn[i], [1] * batch, f"{case}-{i}").steps[-1][0] for i in range(num_alone)]
+    new_tokens = tokens_each(batch, context, args.new_tokens, args.step_tokens)
+    runs = [Requests(llm, prompts, new_tokens, f"{case}-{i}") for i, prompts in enumerate(drawn[num_alone:], num_alone)]
+    decoded = [run.between_tokens(batch) for run in runs]
+    between = min(decoded, key=statistics.median)
+    together = runs[decoded.index(between)]
     return {
         "batch": batch,
         "context": context,
         "prefill_tokens_per_s": batch * context / min(alone),
         "prefill_s": alone,
-        "prefill_beside_decoding_tokens_per_s": batch * context / all_began,
+        "prefill_beside_decoding_tokens_per_s": batch * context / together.all_began(batch),
         "decode_tokens_per_s": batch / statistics.median(between),
+        "between_tokens_s_of_runs": [statistics.median(run) for run in decoded],
         "between_tokens_s": {"median": statistics.median(between), "min": min(between), "max": max(between)},
         "distinct_last_tokens": len({*together.newest.values()}),
     }
