@@ -29,6 +29,9 @@ from models.engine.plain_step import read_step, sample_rows
 type OnLayer = Callable[[int, RowParts], None]
 """Takes the number of a layer that was started, and copies of its rows that the device makes after it."""
 
+type LayerKind = tuple[Any, int]
+"""Graph that `nnx.merge` makes a layer of, together with its weights; and its cache group."""
+
 type OnPiece = Callable[[range, Caches], None]
 """Takes layers that were started, and the caches that they leave."""
 
@@ -37,6 +40,7 @@ class LayeredStep:
     """Cuts a model's steps into programs, which compute what whole steps do, up to rounding.
 
     Attributes:
+      layers: of the model.
       num_pieces: number of pieces that was asked for.
       pieces: layers of each program that has some.
       compiled: steps that are compiled.
@@ -46,9 +50,9 @@ class LayeredStep:
         self._config = config
         self._rebuild, weights = split_module(model)
         places = self._rebuild([*range(len(weights))])
-        self._layers = [_Layer.of(layer, places.layer_groups[n]) for n, layer in enumerate(places.layers)]
+        self.layers = [Layer.of(layer, places.layer_groups[n]) for n, layer in enumerate(places.layers)]
         self.num_pieces = num_pieces
-        self.pieces = pieces_of(len(self._layers), num_pieces, _period([(a.graph, a.group) for a in self._layers]))
+        self.pieces = pieces_of(len(self.layers), num_pieces, _period([layer.kind for layer in self.layers]))
         self.compiled: dict[Bucket, StepInPieces] = {}
 
     def compile(
@@ -56,7 +60,7 @@ class LayeredStep:
         bucket: Bucket,
         weights: Sequence[Array],
         caches: Caches,
-        last_tokens: Int32[Array, "slots"],
+        last_tokens: Any,
         start: Callable[[jax.stages.Lowered], Future[Any]],
     ) -> Callable[[], StepInPieces]:
         """Lowers a bucket's programs.
@@ -69,40 +73,40 @@ class LayeredStep:
         Returns:
           A function that waits for all programs, and keeps them.
         """
-        started: dict[Any, tuple[Future[Any], Any]] = {}
         packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
 
         def program(function: Callable[..., Any], donated: tuple[int, ...], *arguments: Any) -> tuple[Future[Any], Any]:
             """What compiles the function for these arguments, and the shapes that it returns."""
-            static = (function.func, function.args) if isinstance(function, functools.partial) else function
-            leaves, structure = jax.tree.flatten(arguments)
-            key = static, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-            if key not in started:
-                lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-                shapes = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
-                started[key] = start(lowered), shapes
-            return started[key]
+            lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+            return start(lowered), jax.tree.map(
+                lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info
+            )
 
-        begin = functools.partial(self._begin, bucket)
-        of_begin, (x, *shared) = program(begin, (), weights, caches[0], packed, last_tokens)
+        begin, (x, *shared) = program(
+            functools.partial(self.begin, bucket), (), weights, caches[0], packed, last_tokens
+        )
+        known: dict[Any, tuple[Future[Any], Any]] = {}
         of_pieces, choice = [], None
         for piece in self.pieces:
-            layers = self._layers[piece.start : piece.stop]
-            function = functools.partial(_apply, tuple((layer.graph, layer.group) for layer in layers))
-            own = [layer.weights(weights) for layer in layers], caches[piece.start : piece.stop]
-            of_piece, (_, x, choice) = program(function, (1, 2), *own, x, choice, *shared)
+            layers = self.layers[piece.start : piece.stop]
+            kinds, own = tuple(layer.kind for layer in layers), [layer.weights(weights) for layer in layers]
+            arguments = own, caches[piece.start : piece.stop], x, choice, *shared
+            leaves, structure = jax.tree.flatten(arguments)
+            key = kinds, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+            if key not in known:
+                known[key] = program(functools.partial(apply_piece, kinds), (1, 2), *arguments)
+            of_piece, (_, x, choice) = known[key]
             of_pieces.append(of_piece)
-        finish = functools.partial(self._finish, bucket)
-        of_finish, _ = program(finish, (2,), weights, x, last_tokens, packed)
+        finish, _ = program(functools.partial(self._finish, bucket), (2,), weights, x, last_tokens, packed)
 
         def finished() -> StepInPieces:
             programs = [of.result() for of in of_pieces]
-            step = StepInPieces(self.pieces, self._layers, of_begin.result(), programs, of_finish.result())
+            step = StepInPieces(self.pieces, self.layers, begin.result(), programs, finish.result())
             return self.compiled.setdefault(bucket, step)
 
         return finished
 
-    def _begin(
+    def begin(
         self, bucket: Bucket, weights: Sequence[Array], cache: Any, packed: Array, last_tokens: Array
     ) -> tuple[Array, Any, Any]:
         """Computes what layers take; of the first one there is also its cache, of which nothing but shapes is used."""
@@ -123,10 +127,10 @@ class StepInPieces:
     """A compiled step of several programs, which is called as one of a single program is."""
 
     pieces: Sequence[range]
-    layers: Sequence[_Layer]
-    begin: jax.stages.Compiled
-    of_pieces: Sequence[jax.stages.Compiled]
-    finish: jax.stages.Compiled
+    layers: Sequence[Layer]
+    begin: Callable[..., Any]
+    of_pieces: Sequence[Callable[..., Any]]
+    finish: Callable[..., Any]
 
     def __call__(
         self,
@@ -147,7 +151,8 @@ class StepInPieces:
         """
         x, *shared = self.begin(weights, caches[0], packed, last_tokens)
         written: list[Any] = []
-        choice, results = None, ()
+        choice: Any = None
+        results: Any = None
         for piece, program in zip(self.pieces, self.of_pieces, strict=True):
             of_layers = [layer.weights(weights) for layer in self.layers[piece.start : piece.stop]]
             own, x, choice = program(of_layers, caches[piece.start : piece.stop], x, choice, *shared)
@@ -162,34 +167,32 @@ class StepInPieces:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
+class Layer:
     """A layer of a model, without its weights.
 
     Attributes:
-      graph: what `nnx.merge` makes it of, together with its weights; equal for layers that are alike.
-      group: its cache group.
+      kind: equal for layers that are alike.
       structure, places: tree of its weights, and the place of each among all weights of the model.
     """
 
-    graph: Any
-    group: int
+    kind: LayerKind
     structure: Any
     places: Sequence[int]
 
     @staticmethod
-    def of(layer: nnx.Module, group: int) -> _Layer:
-        """Takes apart a layer that has places of weights in place of these."""
+    def of(layer: nnx.Module, group: int) -> Layer:
+        """Takes apart a layer of a cache group that has places of weights in place of these."""
         graph, state = nnx.split(layer)
         places, structure = jax.tree.flatten(state)
-        return _Layer(graph, group, structure, places)
+        return Layer((graph, group), structure, places)
 
     def weights(self, weights: Sequence[Array]) -> Any:
         """Its weights of all, as a tree."""
         return jax.tree.unflatten(self.structure, [weights[place] for place in self.places])
 
 
-def _apply(
-    layers: Sequence[tuple[Any, int]],
+def apply_piece(
+    kinds: Sequence[LayerKind],
     weights: Sequence[Any],
     caches: Caches,
     x: Float[Array, "T D"],
@@ -197,14 +200,13 @@ def _apply(
     rope: Any,
     groups: Sequence[Any],
 ) -> tuple[Caches, Float[Array, "T D"], Any]:
-    """Applies layers, given by their graphs and cache groups.
+    """Applies layers of these kinds.
 
     Returns:
       The caches they leave, and x and choice for the layers after them.
     """
-    modules = [nnx.merge(graph, of_layer) for (graph, _), of_layer in zip(layers, weights, strict=True)]
-    steps = [groups[group] for _, group in layers]
-    x, caches, choice = apply_layers(modules, x, rope, caches, steps, choice)
+    layers = [nnx.merge(graph, of_layer) for (graph, _), of_layer in zip(kinds, weights, strict=True)]
+    x, caches, choice = apply_layers(layers, x, rope, caches, [groups[group] for _, group in kinds], choice)
     return caches, x, choice
 
 

@@ -167,6 +167,7 @@ def test_copies_keep_what_was_written() -> None:
         told.append(written)
 
     feed = engine.watch_written(held_up)
+    engine.warmup()  # which takes longer than anybody should be held up
     ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     while engine.has_unfinished:
         engine.step()
