@@ -29,8 +29,8 @@ from models.engine.plain_step import read_step, sample_rows
 type OnLayer = Callable[[int, RowParts], None]
 """Takes the number of a layer that was started, and copies of its rows that the device makes after it."""
 
-type LayerKind = tuple[Any, int]
-"""Graph that `nnx.merge` makes a layer of, together with its weights; and its cache group."""
+type LayerKind = tuple[Any, Any, int]
+"""Graph that `nnx.merge` makes a layer of, together with its weights; structure of these; and its cache group."""
 
 type OnPiece = Callable[[range, Caches], None]
 """Takes layers that were started, and the caches that they leave."""
@@ -172,11 +172,10 @@ class Layer:
 
     Attributes:
       kind: equal for layers that are alike.
-      structure, places: tree of its weights, and the place of each among all weights of the model.
+      places: of its weights, in the flat list of all weights of the model.
     """
 
     kind: LayerKind
-    structure: Any
     places: Sequence[int]
 
     @staticmethod
@@ -184,16 +183,16 @@ class Layer:
         """Takes apart a layer of a cache group that has places of weights in place of these."""
         graph, state = nnx.split(layer)
         places, structure = jax.tree.flatten(state)
-        return Layer((graph, group), structure, places)
+        return Layer((graph, structure, group), places)
 
-    def weights(self, weights: Sequence[Array]) -> Any:
-        """Its weights of all, as a tree."""
-        return jax.tree.unflatten(self.structure, [weights[place] for place in self.places])
+    def weights(self, weights: Sequence[Array]) -> list[Array]:
+        """Its weights of all, as a flat list, since a tree takes the host longer at each call."""
+        return [weights[place] for place in self.places]
 
 
 def apply_piece(
     kinds: Sequence[LayerKind],
-    weights: Sequence[Any],
+    weights: Sequence[Sequence[Array]],
     caches: Caches,
     x: Float[Array, "T D"],
     choice: Any,
@@ -205,8 +204,11 @@ def apply_piece(
     Returns:
       The caches they leave, and x and choice for the layers after them.
     """
-    layers = [nnx.merge(graph, of_layer) for (graph, _), of_layer in zip(kinds, weights, strict=True)]
-    x, caches, choice = apply_layers(layers, x, rope, caches, [groups[group] for _, group in kinds], choice)
+    layers = [
+        nnx.merge(graph, jax.tree.unflatten(structure, of_layer))
+        for (graph, structure, _), of_layer in zip(kinds, weights, strict=True)
+    ]
+    x, caches, choice = apply_layers(layers, x, rope, caches, [groups[group] for *_, group in kinds], choice)
     return caches, x, choice
 
 

@@ -67,6 +67,12 @@ few rows the product's own kernel reads both; with more they are copied together
 side the copies of all layers are made early: 0.53 GB in place of 0.16, and 2% of a step (H100; benchmarks/log/114)."""
 
 
+WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+"""More options for steps of more prompt tokens, on one device: their products are cuBLAS's. Else XLA compiles and times
+hundreds of candidates in Triton, which all processors are busy with for half of an engine's start, and which are no
+faster: a step of 4,096 tokens takes 48.8 ms in place of 49.2, one with 64 rows that decode 47.7 in place of 49.4
+(DeepSeek-V2-Lite, H100; benchmarks/log/115)."""
+
 LAYERS_AT_ONCE = 8
 """Layers of a program, at most, of steps of more than `SIDE_BY_SIDE_TOKENS` prompt tokens: XLA takes a second or more
 for each layer of such a program, which the host spends on other programs, too, and compiles layers that are alike once
@@ -92,10 +98,12 @@ def gpu_options(bucket: Bucket | None = None, *, on_mesh: bool = False) -> dict[
     given = {flag.lstrip("-").partition("=")[0] for flag in shlex.split(flags)}
     if on_mesh:
         options = GPU_OPTIONS | MESH_OPTIONS
-    elif bucket is not None and bucket.prefill_tokens <= SIDE_BY_SIDE_TOKENS:
+    elif bucket is None:
+        options = GPU_OPTIONS
+    elif bucket.prefill_tokens <= SIDE_BY_SIDE_TOKENS:
         options = GPU_OPTIONS | SIDE_BY_SIDE | (WITH_PROMPTS if bucket.prefill_tokens else {})
     else:
-        options = GPU_OPTIONS
+        options = GPU_OPTIONS | WITHOUT_TRITON
     return {name: value for name, value in options.items() if name not in given}
 
 
@@ -330,7 +338,7 @@ class Runner:
         with ThreadPoolExecutor() as threads, compile_ahead(threads):
             compiled: dict[Bucket, Callable[[], Any]] = {}
             for bucket, layered in new.items():
-                options = gpu_options(None if layered else bucket, on_mesh=on_mesh) if on_gpu else None
+                options = gpu_options(bucket, on_mesh=on_mesh) if on_gpu else None
 
                 def start(lowered: jax.stages.Lowered, options: Any = options) -> Future[Any]:
                     return threads.submit(lowered.compile, options)
