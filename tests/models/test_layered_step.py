@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from models.checkpoints import random_model
 from models.config import GQA_PRESETS, ModelConfig
-from models.engine import Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, runner
+from models.engine import Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer, runner
 from models.engine.layered_step import StepInPieces, pieces_of
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
@@ -50,8 +51,18 @@ def make(config: ModelConfig, **changes: Any) -> Engine:
     return Engine(random_model(config, seed=3, settings=engine_case.QUICK), dataclasses.replace(SIZES, **changes))
 
 
-def tokens_of(engine: Engine) -> list[list[int]]:
-    return [output.output_ids for output in engine.generate(PROMPTS, PARAMS)]
+@functools.cache
+def deep() -> Engine:
+    """An engine that the fixture `cut` is made for, shared by tests that leave it drained; each has a salt, so that
+    none finds prefixes of another."""
+    return make(DEEP)
+
+
+def tokens_of(engine: Engine, salt: str = "") -> list[list[int]]:
+    ids = [engine.add_request(prompt, PARAMS, salt=salt) for prompt in PROMPTS]
+    while engine.has_unfinished:
+        engine.step()
+    return [engine.output(i).output_ids for i in ids]
 
 
 def in_pieces(engine: Engine) -> list[StepInPieces]:
@@ -79,33 +90,32 @@ def test_steps_in_pieces_leave_what_whole_ones_do(name: str, request: pytest.Fix
 
 def test_programs_copy_no_cache(cut: None) -> None:
     """What a program's layers leave is in the memory of the caches that it was given."""
-    engine = make(DEEP)
-    before = engine._runner._caches
-    tokens_of(engine)
-    assert all(array.is_deleted() for array in jax.tree.leaves(before))
+    engine = deep()
+    before = jax.tree.leaves(engine._runner._caches)
+    tokens_of(engine, "copies")
+    assert all(array.is_deleted() for array in before)
     for step in in_pieces(engine):
         for piece, program in zip(step.pieces, step.of_pieces, strict=True):
             assert isinstance(program, jax.stages.Compiled)
-            of_piece = sum(engine._runner._specs[layer].num_bytes for layer in piece)
             memory = program.memory_analysis()
             assert memory is not None
-            assert memory.alias_size_in_bytes >= of_piece
+            assert memory.alias_size_in_bytes >= sum(engine._runner._specs[layer].num_bytes for layer in piece)
 
 
 def test_an_engine_goes_on_after_a_piece_that_fails(cut: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, run, fails = make(DEEP), StepInPieces.__call__, [False, True]
-    wanted = tokens_of(engine)
+    engine, run, fails = deep(), StepInPieces.__call__, [False, True]
+    wanted = tokens_of(engine, "whole")
 
     def failing(self: StepInPieces, *arguments: Any, **named: Any) -> Any:
         def fail(*_: Any) -> Any:
             raise MemoryError("no memory")
 
-        first, *rest = self.of_pieces
-        programs = [first, fail, *rest[1:]] if fails and fails.pop(0) else self.of_pieces
-        return run(dataclasses.replace(self, of_pieces=programs), *arguments, **named)
+        first, _, *rest = self.of_pieces
+        step = dataclasses.replace(self, of_pieces=[first, fail, *rest]) if fails and fails.pop(0) else self
+        return run(step, *arguments, **named)
 
     monkeypatch.setattr(StepInPieces, "__call__", failing)
-    ids = [engine.add_request([*prompt], PARAMS, salt="again") for prompt in PROMPTS]
+    ids = [engine.add_request(prompt, PARAMS, salt="failing") for prompt in PROMPTS]
     failures = 0
     while engine.has_unfinished:
         try:
@@ -117,20 +127,16 @@ def test_an_engine_goes_on_after_a_piece_that_fails(cut: None, monkeypatch: pyte
 
 
 def test_exported_pages_take_the_programs_of_long_steps(cut: None) -> None:
-    engine, told = make(DEEP), []
-    wanted = tokens_of(engine)
-    steps = in_pieces(engine)
-    with engine_case.compile_events() as events:
-        feed = engine.watch_written(told.append, pieces=3)
-        ids = [engine.add_request([*prompt], PARAMS, salt="again") for prompt in PROMPTS]
-        while engine.has_unfinished:
-            engine.step()
+    engine, told = deep(), list[WrittenLayer]()
+    wanted, steps = tokens_of(engine, "before"), in_pieces(engine)
+    feed = engine.watch_written(told.append, pieces=3)
+    assert tokens_of(engine, "watched") == wanted
     feed.wait(60)
-    assert not [event for event in events if "_apply" in event]
-    assert engine._runner._layered is engine._runner._long
-    assert in_pieces(engine) == steps
-    assert [engine.output(i).output_ids for i in ids] == wanted
+    feed.close()
     assert {written.layer for written in told} == {*range(5)}
+    layered = engine._runner._layered
+    assert layered is not None
+    assert [*layered.compiled.values()] == in_pieces(engine) == steps != []
 
 
 @pytest.mark.parametrize(
