@@ -76,7 +76,7 @@ class LayeredStep:
         packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
 
         def program(function: Callable[..., Any], donated: tuple[int, ...], *arguments: Any) -> tuple[Future[Any], Any]:
-            """What compiles the function for these arguments, and the shapes that it returns."""
+            """Starts to compile the function for these arguments; returns that, and shapes of the results."""
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
             return start(lowered), jax.tree.map(
                 lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info

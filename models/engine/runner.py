@@ -328,7 +328,7 @@ class Runner:
         self.compile_s += time.perf_counter() - began
 
     def _cut(self, bucket: Bucket) -> LayeredStep | None:
-        """What cuts the steps of a bucket into programs; None if they are one."""
+        """Returns the way to cut the steps of a bucket into programs; None if they are one."""
         return self._long if bucket.prefill_tokens > SIDE_BY_SIDE_TOKENS else None
 
     def _compile(self, new: Mapping[Bucket, LayeredStep | None]) -> dict[Bucket, Any]:

@@ -89,7 +89,7 @@ def test_steps_in_pieces_leave_what_whole_ones_do(name: str, request: pytest.Fix
 
 
 def test_programs_copy_no_cache(cut: None) -> None:
-    """What a program's layers leave is in the memory of the caches that it was given."""
+    """The caches that a program leaves are in the memory of those that it was given."""
     engine = deep()
     before = jax.tree.leaves(engine._runner._caches)
     tokens_of(engine, "copies")
