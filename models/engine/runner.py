@@ -70,7 +70,7 @@ side the copies of all layers are made early: 0.53 GB in place of 0.16, and 2% o
 WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 """More options for steps of more prompt tokens, on one device: their products are cuBLAS's. Else XLA compiles and times
 hundreds of candidates in Triton, which all processors are busy with for half of an engine's start, and which are no
-faster: a step of 4,096 tokens takes 48.8 ms in place of 49.2, one with 64 rows that decode 47.7 in place of 49.4
+faster: a step of 4,096 tokens takes 48.8 ms in place of 49.0, one with 64 rows that decode 47.7 in place of 49.4
 (DeepSeek-V2-Lite, H100; benchmarks/log/115)."""
 
 LAYERS_AT_ONCE = 8
