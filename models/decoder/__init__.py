@@ -22,6 +22,7 @@ from models.decoder.mesh import over_mesh as over_mesh
 from models.decoder.mesh import specs_of as specs_of
 from models.decoder.model import Decoder as Decoder
 from models.decoder.model import Step as Step
+from models.decoder.model import apply_layers as apply_layers
 from models.decoder.model import split_model as split_model
 from models.decoder.model import split_module as split_module
 from models.decoder.model import with_settings as with_settings

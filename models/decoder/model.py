@@ -167,32 +167,9 @@ class Decoder(nnx.Module):
         if len(caches) != len(self.layers):
             raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
         x, rope, groups = self.begin(tokens, caches[0], metadata)
-        x, caches, _ = self.apply_layers(range(len(self.layers)), x, rope, caches, groups)
+        steps = [groups[self.layer_groups[index]] for index in range(len(self.layers))]
+        x, caches, _ = apply_layers(self.layers, x, rope, caches, steps)
         return x, caches
-
-    def apply_layers(
-        self,
-        layers: range,
-        x: Float[Array, "T D"],
-        rope: CosSin,
-        caches: Caches,
-        groups: Sequence[GroupStep],
-        choice: Choice | None = None,
-    ) -> tuple[Float[Array, "T D"], Caches, Choice | None]:
-        """Applies some layers, of which `caches` are, to what `begin` returned or the layers before them.
-
-        Returns:
-          What the next layers take: x, the caches that were written, and the last choice of keys, if layers make one.
-        """
-        of_layer = self.layer_groups
-        apply_layer = layer_function()
-        written = []
-        for index, cache in zip(layers, caches, strict=True):
-            layer = self.layers[index]
-            given = choice if layer.shares_choice else None  # so that all layers that choose are alike
-            x, cache, choice = apply_layer(*nnx.split(layer), x, rope, cache, *groups[of_layer[index]], given)
-            written.append(cache)
-        return x, tuple(written), choice
 
     @property
     def layer_groups(self) -> Mapping[int, int]:
@@ -356,6 +333,29 @@ def check_inside_shard_map() -> None:
     """Raises ValueError unless the caller is traced for the devices of a model's mesh."""
     if not {*COLUMNS} <= {*jax.sharding.get_abstract_mesh().manual_axes}:
         raise ValueError("mesh: expected a call inside jax.shard_map over the model's mesh, got one outside")
+
+
+def apply_layers(
+    layers: Sequence[DecoderLayer],
+    x: Float[Array, "T D"],
+    rope: CosSin,
+    caches: Caches,
+    steps: Sequence[GroupStep],
+    choice: Choice | None = None,
+) -> tuple[Float[Array, "T D"], Caches, Choice | None]:
+    """Applies some layers, which `caches` and `steps` of their cache groups are of, to what `Decoder.begin` returned or
+    the layers before them.
+
+    Returns:
+      What the next layers take: x, the caches that were written, and the last choice of keys, if layers make one.
+    """
+    apply_layer = layer_function()
+    written = []
+    for layer, cache, step in zip(layers, caches, steps, strict=True):
+        given = choice if layer.shares_choice else None  # so that all layers that choose are alike
+        x, cache, choice = apply_layer(*nnx.split(layer), x, rope, cache, *step, given)
+        written.append(cache)
+    return x, tuple(written), choice
 
 
 def layer_function() -> Callable[..., tuple[Array, Any, Choice | None]]:

@@ -1,12 +1,12 @@
 """The inference engine: requests in, tokens out. This room imports `models.config` and `models.decoder`.
 
 In reading order: `engine` (the loop), `config` (sizes and policies), `request` and `outputs` (the callers' side),
-`scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with `packed_step`
-and `sampler`, `group_sizes` (how cache groups share the memory), `verify` (tokens checked by decoding again),
-`cached_pages` (pages for another engine) and `split_rows` (those of a mesh), `layered_step`, `written_pages` and
-`incoming_pages` (the same layer by layer), `handover` and `transport` (between two processes), `processes` (several
-that run one engine). Drafts: `proposer` (the interface), `speculative_step` (a step that verifies them),
-`draft_control` (how many), `ngram`, `draft_model` and `mtp` (proposers).
+`scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with `packed_step`,
+`plain_step`, `layered_step` (the same as several programs) and `sampler`, `group_sizes` (how cache groups share the
+memory), `verify` (tokens checked by decoding again), `cached_pages` (pages for another engine) and `split_rows` (those
+of a mesh), `written_pages` and `incoming_pages` (the same layer by layer), `handover` and `transport` (between two
+processes), `processes` (several that run one engine). Drafts: `proposer` (the interface), `speculative_step` (a step
+that verifies them), `draft_control` (how many), `ngram`, `draft_model` and `mtp` (proposers).
 """
 
 from models.engine.cached_pages import CachedPages as CachedPages

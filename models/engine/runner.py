@@ -9,7 +9,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from models.decoder.mesh import DATA, cache_partition
 from models.engine.cached_pages import RowFormat, digest_of, read_rows, warm_up_rows, write_layer, write_rows
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
-from models.engine.layered_step import LayeredStep, OnLayer
+from models.engine.layered_step import LayeredStep, OnLayer, copying_rows
 from models.engine.packed_step import PackedStep
 from models.engine.plain_step import run_step
 from models.engine.processes import Processes
@@ -67,6 +67,18 @@ few rows the product's own kernel reads both; with more they are copied together
 side the copies of all layers are made early: 0.53 GB in place of 0.16, and 2% of a step (H100; benchmarks/log/114)."""
 
 
+WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+"""More options for steps of more prompt tokens, on one device: their products are cuBLAS's. Else XLA compiles and times
+hundreds of candidates in Triton, which all processors are busy with for half of an engine's start, and which are no
+faster: a step of 4,096 tokens takes 48.8 ms in place of 49.0, one with 64 rows that decode 47.7 in place of 49.4
+(DeepSeek-V2-Lite, H100; benchmarks/log/115)."""
+
+LAYERS_AT_ONCE = 8
+"""Layers of a program, at most, of steps of more than `SIDE_BY_SIDE_TOKENS` prompt tokens: XLA takes a second or more
+for each layer of such a program, which the host spends on other programs, too, and compiles layers that are alike once
+(benchmarks/log/115). Shorter steps stay whole, since the host takes longer to start several programs."""
+
+
 MESH_OPTIONS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1"}
 """More options for steps on a mesh. Between two collectives of a layer with experts there is little but a condition,
 for which XLA makes no graph by itself: the host would read it in every layer and start what follows. Prefill of two
@@ -86,10 +98,12 @@ def gpu_options(bucket: Bucket | None = None, *, on_mesh: bool = False) -> dict[
     given = {flag.lstrip("-").partition("=")[0] for flag in shlex.split(flags)}
     if on_mesh:
         options = GPU_OPTIONS | MESH_OPTIONS
-    elif bucket is not None and bucket.prefill_tokens <= SIDE_BY_SIDE_TOKENS:
+    elif bucket is None:
+        options = GPU_OPTIONS
+    elif bucket.prefill_tokens <= SIDE_BY_SIDE_TOKENS:
         options = GPU_OPTIONS | SIDE_BY_SIDE | (WITH_PROMPTS if bucket.prefill_tokens else {})
     else:
-        options = GPU_OPTIONS
+        options = GPU_OPTIONS | WITHOUT_TRITON
     return {name: value for name, value in options.items() if name not in given}
 
 
@@ -156,7 +170,13 @@ class Runner:
         self._split_rows = None if model.mesh is None else SplitRows(model.config, model.mesh)
         self._step, self._weights = split_model(model)
         self._model = model
+        # Drafts are proposed and verified around whole steps; on a mesh, what layers take would have to be known from
+        # outside device by device; and steps with the same bits in any company are one program, which decodes, too.
+        stays_whole = config.speculate is not None or model.mesh is not None or config.batch_invariant
+        num_pieces = -(-len(self._specs) // LAYERS_AT_ONCE)
+        self._long = None if stays_whole or num_pieces == 1 else LayeredStep(model, config, num_pieces)
         self._layered: LayeredStep | None = None
+        self._copied: set[Bucket] = set()
         self._function: Any = run_step
         if config.speculate is not None:
             self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers, model.mesh)
@@ -297,28 +317,52 @@ class Runner:
         new = [bucket for bucket in buckets if bucket not in self._compiled]
         if not new:
             return
-        with contextlib.nullcontext() if self._processes is None else self._processes.busy():
-            self._compile(new)
+        with contextlib.nullcontext() if self._processes is None else self._processes.busy(), self._timing():
+            self._compiled |= self._compile({bucket: self._cut(bucket) for bucket in new})
+            self._warm_up()
 
-    def _compile(self, new: Sequence[Bucket]) -> None:
+    @contextlib.contextmanager
+    def _timing(self) -> Iterator[None]:
         began = time.perf_counter()
+        yield
+        self.compile_s += time.perf_counter() - began
+
+    def _cut(self, bucket: Bucket) -> LayeredStep | None:
+        """Returns the way to cut the steps of a bucket into programs; None if they are one."""
+        return self._long if bucket.prefill_tokens > SIDE_BY_SIDE_TOKENS else None
+
+    def _compile(self, new: Mapping[Bucket, LayeredStep | None]) -> dict[Bucket, Any]:
+        """Compiles steps as they are cut; a step is called as (weights, caches, last tokens, packed)."""
         last_tokens = self._allocate()
         on_gpu, on_mesh = _is_on_gpu(last_tokens), self._mesh is not None
         with ThreadPoolExecutor() as threads, compile_ahead(threads):
-            compiled = {}
-            for bucket in new:
+            compiled: dict[Bucket, Callable[[], Any]] = {}
+            for bucket, layered in new.items():
                 options = gpu_options(bucket, on_mesh=on_mesh) if on_gpu else None
-                compiled[bucket] = threads.submit(self._lower(bucket, last_tokens).compile, options)
-            self._compiled |= {bucket: program.result() for bucket, program in compiled.items()}
-        if on_gpu:
-            for bucket in [*self._compiled] * 2:
-                self.run_idle(bucket)
-        self.compile_s += time.perf_counter() - began
+
+                def start(lowered: jax.stages.Lowered, options: Any = options) -> Future[Any]:
+                    return threads.submit(lowered.compile, options)
+
+                if layered is None:
+                    compiled[bucket] = start(self._lower(bucket, last_tokens)).result
+                else:
+                    with _without_source_lines():
+                        compiled[bucket] = layered.compile(bucket, self._weights, self._caches, last_tokens, start)
+            return {bucket: result() for bucket, result in compiled.items()}
+
+    def _warm_up(self) -> None:
+        """Runs all that is compiled twice without rows, on a GPU."""
+        if _is_on_gpu(self._allocate()):
+            of_layers = {} if self._layered is None else self._layered.compiled
+            for bucket, step in [*self._compiled.items(), *of_layers.items()] * 2:
+                self._run_idle(bucket, step)
 
     def cut_steps(self, num_pieces: int) -> None:
         """Makes `launch` with `on_layer` start steps in so many pieces, at most one a layer."""
-        if self._layered is None or len(self._layered.pieces) != min(num_pieces, len(self._specs)):
-            self._layered = LayeredStep(self._model, self._config, self._config.groups or (), num_pieces)
+        layered = next((one for one in (self._layered, self._long) if one and one.num_pieces == num_pieces), None)
+        if layered is None or layered is not self._layered:
+            self._layered = layered or LayeredStep(self._model, self._config, num_pieces)
+            self._copied = set()
 
     def compile_layers(self, buckets: Sequence[Bucket]) -> LayeredStep:
         """Compiles those of the buckets that have prompts for `launch` with `on_layer`, and the copies of rows; as
@@ -326,22 +370,13 @@ class Runner:
         layered, groups = self._layered, self._config.groups or ()
         if layered is None:
             raise ValueError("buckets: expected steps that `cut_steps` has cut")
-        new = [bucket for bucket in buckets if bucket.prefill_tokens and bucket not in layered.compiled]
-        if not new:
-            return layered
-        began = time.perf_counter()
-        last_tokens = self._allocate()
-        on_gpu = _is_on_gpu(last_tokens)
-        for bucket in new:
-            layered.compile(bucket, self._caches, last_tokens, gpu_options() if on_gpu else None)
-        warm_up_rows(self._caches, groups, layered.pieces)
-        if on_gpu:
-            for _ in range(2):
-                for bucket in self._compiled:
-                    self.run_idle(bucket)
-                for bucket in layered.compiled:
-                    jax.block_until_ready(self._run_layers(bucket, [None], [], lambda layer, parts: None))
-        self.compile_s += time.perf_counter() - began
+        new = [bucket for bucket in buckets if bucket.prefill_tokens and bucket not in self._copied]
+        if new:
+            with self._timing():
+                self._compile({bucket: layered for bucket in new if bucket not in layered.compiled})
+                warm_up_rows(self._caches, groups, layered.pieces)
+                self._warm_up()
+                self._copied |= {*new}
         return layered
 
     def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
@@ -362,7 +397,10 @@ class Runner:
 
     def run_idle(self, bucket: Bucket) -> None:
         """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
-        jax.block_until_ready(self._run(bucket, self._pack(bucket, [None] * self._num_ranks)))
+        self._run_idle(bucket, self._compiled[bucket])
+
+    def _run_idle(self, bucket: Bucket, step: Any) -> None:
+        jax.block_until_ready(self._run(step, self._pack(bucket, [None] * self._num_ranks)))
 
     def launch(
         self,
@@ -388,13 +426,13 @@ class Runner:
             return self._launch_layers(plans, bucket, rows, on_layer)
         self.compile([bucket])
         if self._processes is None:
-            tokens, logits = self._run(bucket, self._pack(bucket, plans))
+            tokens, logits = self._run(self._compiled[bucket], self._pack(bucket, plans))
             read: Callable[[Array], np.ndarray] = np.asarray
         else:
             packed = self._pack(bucket, plans)
             read = self._processes.announce(f"step {self._num_steps}", repr(bucket).encode(), packed.tobytes())
             with self._processes.blamed():
-                tokens, logits = self._run(bucket, packed)
+                tokens, logits = self._run(self._compiled[bucket], packed)
         self._num_steps += 1
         tokens.copy_to_host_async()
         return StepResult(tuple(plans), tokens, bucket, logits, self._config.speculate is not None, read)
@@ -407,27 +445,12 @@ class Runner:
         on_layer: OnLayer,
     ) -> StepResult:
         """Starts a step as programs of its layers, which `on_layer` is told of."""
-        self.compile_layers([bucket])
-        tokens, logits = self._run_layers(bucket, plans, rows, on_layer)
+        step = self.compile_layers([bucket]).compiled[bucket]
+        copying = copying_rows(rows, self._config.groups or (), on_layer)
+        tokens, logits = self._run(functools.partial(step, on_piece=copying), self._pack(bucket, plans))
         self._num_steps += 1
         tokens.copy_to_host_async()
         return StepResult(tuple(plans), tokens, bucket, logits)
-
-    def _run_layers(
-        self,
-        bucket: Bucket,
-        plans: Sequence[StepPlan | None],
-        rows: Sequence[np.ndarray],
-        on_layer: OnLayer,
-    ) -> tuple[Array, Array | None]:
-        last_tokens = self._allocate()
-        if isinstance(last_tokens, SpeculativeState) or self._layered is None:
-            raise NotImplementedError("speculate: steps with drafts are not split by layers")
-        packed = jax.device_put(self._pack(bucket, plans))
-        tokens, logits, self._caches, self._last_tokens = self._layered.run(
-            bucket, self._caches, last_tokens, packed, rows, on_layer
-        )
-        return tokens, logits
 
     def _all_weights(self) -> Any:
         """The target's weights; with speculation, the proposer's beside them, which it may exchange between steps."""
@@ -439,14 +462,14 @@ class Runner:
         of_ranks = [PackedStep.pack(self._config, bucket, idle if plan is None else plan) for plan in plans]
         return of_ranks[0] if len(of_ranks) == 1 else np.concatenate(of_ranks)
 
-    def _run(self, bucket: Bucket, packed: Int32[np.ndarray, "n"]) -> tuple[Array, Array | None]:
-        """Starts a step; returns its sampled tokens, and its logits if the bucket has them."""
+    def _run(self, step: Callable[..., Any], packed: Int32[np.ndarray, "n"]) -> tuple[Array, Array | None]:
+        """Starts a compiled step; returns its sampled tokens, and its logits if the bucket has them."""
         if self._placement is None or self._placement.is_fully_addressable:
             on_devices = jax.device_put(packed, self._placement)
         else:  # `jax.device_put` would compare what processes have, by a collective operation
             on_devices = jax.make_array_from_callback(packed.shape, self._placement, packed.__getitem__)
         last_tokens = self._allocate()
-        tokens, logits, self._caches, self._last_tokens = self._compiled[bucket](
+        tokens, logits, self._caches, self._last_tokens = step(
             self._all_weights(), self._caches, last_tokens, on_devices
         )
         return tokens, logits

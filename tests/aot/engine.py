@@ -18,7 +18,7 @@ from models.decoder import AttentionSettings, Decoder, split_model
 from models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Speculation
 from models.engine.config import Bucket, EngineConfig, RunnerConfig
 from models.engine.group_sizes import group_sizes
-from models.engine.layered_step import LayeredStep
+from models.engine.layered_step import LayeredStep, apply_piece
 from models.engine.packed_step import PackedStep
 from models.engine.plain_step import run_step
 from models.engine.runner import gpu_options
@@ -88,14 +88,17 @@ def step(
 
 @deferred
 def first_piece(config: ModelConfig, bucket: Bucket, num_pieces: int) -> Case:
-    """The first piece of a step that is launched in pieces. The others take its plans, which are made on the card."""
+    """The first layers of a step that is launched in pieces, and what comes before them, as a single program: those of
+    layers alone take plans, whose shapes depend on the card."""
     model, sizes = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16)), _sizes(config)
-    layered = LayeredStep(model, sizes, sizes.groups or (), num_pieces)
-    layers, arguments = layered.pieces[0], _arguments(model, sizes, bucket)
-    arguments["caches"] = arguments["caches"][layers.start : layers.stop]
+    layered = LayeredStep(model, sizes, num_pieces)
+    layers, arguments = layered.layers[: layered.pieces[0].stop], _arguments(model, sizes, bucket)
+    arguments["caches"] = arguments["caches"][: len(layers)]
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
-        return layered._run_piece(bucket, layers, weights, caches, None, None, packed, last_tokens)
+        x, *shared = layered.begin(bucket, weights, caches[0], packed, last_tokens)
+        kinds, own = [layer.kind for layer in layers], [layer.weights(weights) for layer in layers]
+        return apply_piece(kinds, own, caches, x, None, *shared)
 
     return Case(
         call,

@@ -20,6 +20,7 @@ from models.engine.runner import (
     SIDE_BY_SIDE,
     SIDE_BY_SIDE_TOKENS,
     WITH_PROMPTS,
+    WITHOUT_TRITON,
     Runner,
     gpu_options,
 )
@@ -213,9 +214,9 @@ def test_flags_of_the_user_win(monkeypatch, tmp_path, flags, kept, in_file):
     assert gpu_options() == (GPU_OPTIONS if kept else {})
 
 
-def test_small_steps_have_options_of_their_own_on_one_device(monkeypatch):
+def test_small_and_large_steps_have_options_of_their_own_on_one_device(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     assert gpu_options(Bucket(8, 0)) == GPU_OPTIONS | SIDE_BY_SIDE
     assert gpu_options(Bucket(8, SIDE_BY_SIDE_TOKENS)) == GPU_OPTIONS | SIDE_BY_SIDE | WITH_PROMPTS
-    assert gpu_options(Bucket(8, SIDE_BY_SIDE_TOKENS + 1)) == GPU_OPTIONS
+    assert gpu_options(Bucket(8, SIDE_BY_SIDE_TOKENS + 1)) == GPU_OPTIONS | WITHOUT_TRITON
     assert gpu_options(Bucket(8, 0), on_mesh=True) == gpu_options(on_mesh=True) == GPU_OPTIONS | MESH_OPTIONS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.engine import ConsumerError, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer
-from models.engine.layered_step import LayeredStep, pieces_of
+from models.engine.layered_step import LayeredStep, StepInPieces
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make
@@ -24,10 +25,9 @@ def shared_layers(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     """Engines of one kind share the programs of their layers, as they do whole steps."""
     make_layered = LayeredStep.__init__
 
-    def sharing(self: LayeredStep, model: Any, config: Any, groups: Any, num_pieces: int) -> None:
-        make_layered(self, model, config, groups, num_pieces)
-        key = f"{len(self.pieces)} pieces {id(model)} {config}"
-        self._of_buckets = compiled_steps.setdefault(key, {})
+    def sharing(self: LayeredStep, model: Any, config: Any, num_pieces: int) -> None:
+        make_layered(self, model, config, num_pieces)
+        self.compiled = compiled_steps.setdefault(f"{len(self.pieces)} pieces {id(model)} {config}", {})
 
     monkeypatch.setattr(LayeredStep, "__init__", sharing)
 
@@ -105,37 +105,23 @@ def test_all_pages_of_prompts_are_told_of_once(kind: str) -> None:
 def test_a_layer_is_told_of_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer 1 of every step waits until the consumer has the pages of layer 0."""
     engine, came = make(LATENT_KIND), threading.Semaphore(0)
-    in_time, run = [], LayeredStep.run
+    in_time, run = [], StepInPieces.__call__
 
-    def running(self: LayeredStep, bucket: Any, *rest: Any) -> Any:
-        whole = self._of_buckets
-        first, second = whole[bucket]
+    def running(self: StepInPieces, *arguments: Any, **named: Any) -> Any:
+        first, second = self.of_pieces
 
         def waiting(*arguments: Any) -> Any:
             in_time.append(came.acquire(timeout=60))
             return second(*arguments)
 
-        self._of_buckets = {bucket: [first, waiting]}
-        try:
-            return run(self, bucket, *rest)
-        finally:
-            self._of_buckets = whole
+        return run(dataclasses.replace(self, of_pieces=[first, waiting]), *arguments, **named)
 
-    monkeypatch.setattr(LayeredStep, "run", running)
+    monkeypatch.setattr(StepInPieces, "__call__", running)
     feed = engine.watch_written(lambda written: came.release() if written.layer == 0 else None)
     engine.generate([PROMPTS[4]], SamplingParams(max_tokens=2))
     feed.wait(60)
     assert in_time == [True] * 3  # 16 of 50 tokens at a time; the last two complete no page
     check(engine)
-
-
-@pytest.mark.parametrize(
-    ("layers", "pieces", "wanted"), [(27, 4, [6, 7, 7, 7]), (2, 4, [1, 1]), (5, 1, [5]), (61, 61, [1] * 61)]
-)
-def test_pieces_are_as_even_as_can_be(layers: int, pieces: int, wanted: list[int]) -> None:
-    cut = pieces_of(layers, pieces)
-    assert [len(piece) for piece in cut] == wanted
-    assert [layer for piece in cut for layer in piece] == [*range(layers)]
 
 
 def test_pages_of_a_step_of_one_piece() -> None:
@@ -181,6 +167,7 @@ def test_copies_keep_what_was_written() -> None:
         told.append(written)
 
     feed = engine.watch_written(held_up)
+    engine.warmup()  # which takes longer than anybody should be held up
     ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     while engine.has_unfinished:
         engine.step()
