@@ -169,14 +169,14 @@ def _kernel(
         index = program + number * PROGRAMS
         return lax.div(index, tiles), lax.rem(index, tiles) * stride
 
-    def rows_of(number: Any) -> Any:
-        """Rows of so many experts before."""
-        return pl.ds(pl.multiple_of(number * num_rows, ROWS), num_rows)
+    def rows_of(expert: Any) -> Any:
+        """Rows of the first product's results that an expert has."""
+        return pl.ds(pl.multiple_of(expert * num_rows, ROWS), num_rows)
 
     def copy_all() -> None:
         def copy_item(number: Any, _: None) -> None:
             expert, column = item(number)
-            rows = rows_of(0 if chains is None else expert)
+            rows = pl.ds(0, num_rows) if chains is None else rows_of(expert)
 
             def copy(slot: Any, step: Any) -> None:
                 landed, own_depth = scratch.landed.at[slot], pl.ds(step * DEPTH, DEPTH)
