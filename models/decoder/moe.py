@@ -100,7 +100,8 @@ def _keep_best_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> 
 
 
 class MoE(nnx.Module):
-    """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066)."""
+    """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066). The shared ones are multiplied
+    with the routed ones where those are all read; by themselves otherwise, and over several devices."""
 
     def __init__(self, config: DeepSeekConfig, dtype: DTypeLike, split: ExpertSplit = ExpertSplit()):
         width, hidden = config.hidden_size, config.moe_intermediate_size
@@ -115,9 +116,10 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
         chosen, weights = self.gate(x)
         experts = Experts(self.gate_up_proj[...], self.down_proj[...])
-        if self.shared_experts is not None and self.split.devices == 1:
+        reads_all = self.split.devices == 1 and way_of_few_rows(x.shape[0], chosen.size, experts) is hopper_all
+        if reads_all and self.shared_experts is not None:
             shared = Shared.of(self.shared_experts)
-            if way_of_few_rows(x.shape[0], chosen.size, experts) is hopper_all and shared.fit(experts):
+            if shared.fit(experts):
                 return _with_shared(hopper_all(x, experts, chosen.reshape(-1), shared), weights, x.dtype)
         y = routed_experts(x, chosen, weights, experts, self.split, is_live)
         # Otherwise XLA has the shared experts' last product add to `y`, and it waits for the routed experts.
@@ -329,7 +331,8 @@ def apply_experts(
     num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
     num_pairs = chosen.size
     has_expert = None if expected is None else chosen < num_experts
-    multiply_rows = way_of_few_rows(x.shape[0], num_pairs, experts, are_distinct=x.shape[0] == 1 and has_expert is None)
+    are_distinct = x.shape[0] == 1 and has_expert is None
+    multiply_rows = way_of_few_rows(x.shape[0], num_pairs, experts, expected=expected, are_distinct=are_distinct)
     if multiply_rows is not None:
         y = multiply_rows(x, experts, chosen.reshape(-1))
         return _weighted_sum(y, weights, x.dtype, has_expert)
@@ -424,12 +427,27 @@ KEPT_PAIRS = 32
 """Pairs up to which the results of the first product stay in their order: a tile of the second has all of them."""
 
 
+SPREAD_ROWS = 64
+"""Rows up to which the kernels for few rows take more pairs than their tiles have rows."""
+
+FULL_PAIRS = 3
+"""Pairs an expert, on average, from which all experts are read, and before it is known who chose whom: 95% of them have
+a row if all are chosen alike. The others' weights then take what beginning early saves, 19 of 496 us a layer of
+V2-Lite (H100; benchmarks/log/117)."""
+
+
 def way_of_few_rows(
-    num_rows: int, num_pairs: int, experts: Experts, *, are_distinct: bool = False
+    num_rows: int, num_pairs: int, experts: Experts, *, expected: int | None = None, are_distinct: bool = False
 ) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
     """Product of so few pairs that reading weights is all, without sorting them; None if they are many, or the
     call is not compiled for a GPU. On an H100, V2-Lite's experts take 163 us for 30 pairs by the kernel and 196 row by
     row, and 301 for 96 where the ragged product takes 392 (benchmarks/log/072).
+
+    Args:
+      num_rows, num_pairs: of the step.
+      experts: weights of the experts.
+      expected: number of pairs that have one of these experts, on average; None for all.
+      are_distinct: whether no two pairs have the same expert.
     """
     if capability().platform != "gpu":
         return None
@@ -437,11 +455,13 @@ def way_of_few_rows(
         from models.decoder import full_product
         from models.decoder.row_product import MOST_ROWS
 
-        if num_pairs <= MOST_ROWS:
-            return functools.partial(hopper_rows, are_distinct=True) if are_distinct else hopper_rows
         is_plain = experts.activation is swiglu and experts.gate_up_bias is None and experts.down_bias is None
-        if num_rows <= full_product.MOST_ROWS and is_plain and full_product.takes(experts.gate_up, experts.down):
+        is_spread = num_rows <= SPREAD_ROWS and is_plain
+        pairs_an_expert = (num_pairs if expected is None else expected) / experts.down.shape[0]
+        if is_spread and pairs_an_expert >= FULL_PAIRS and full_product.takes(experts.gate_up, experts.down):
             return hopper_all
+        if num_pairs <= MOST_ROWS or is_spread:
+            return functools.partial(hopper_rows, are_distinct=True) if are_distinct else hopper_rows
     return row_by_row if num_pairs <= experts.gate_up.shape[0] else None
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_attn
-from models.decoder import full_product, moe
+from models.decoder import moe
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
 from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
 
@@ -151,7 +151,7 @@ def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Ca
     }
     # Not all experts times the pairs, which is what jax.lax.ragged_dot takes. Results of the first product for few rows
     # lie as rows of each expert, and groups of others begin at multiples of 8 rows.
-    spread = num_experts * hidden * 2 * (-(-tokens // 8) * 8 if tokens <= full_product.MOST_ROWS else 8)
+    spread = num_experts * hidden * 2 * (-(-tokens // 8) * 8 if tokens <= moe.SPREAD_ROWS else 8)
     temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden) + spread
     return Case(moe.routed_experts, arguments, temporaries=temporaries)
 
