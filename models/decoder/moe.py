@@ -100,7 +100,7 @@ def _keep_best_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> 
 
 
 class MoE(nnx.Module):
-    """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066). The shared ones are multiplied
+    """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066). Shared ones are multiplied
     with the routed ones where those are all read; by themselves otherwise, and over several devices."""
 
     def __init__(self, config: DeepSeekConfig, dtype: DTypeLike, split: ExpertSplit = ExpertSplit()):
