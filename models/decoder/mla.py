@@ -276,6 +276,9 @@ class MLA(nnx.Module):
         latent, latents = self._latent(x, rope), latents_of(cache)
         if not latents.is_quantised:
             latent = latent.astype(latents.pages.dtype)
+        from models.decoder import weights_ahead
+
+        latent = weights_ahead.after_latents(latent)
         if self.contexts > 1:
             slots = split_contexts.own_slots(slots, latents.page_size)
         latents = write_latent(latents, latent, slots, implementation=self.settings.implementation)
@@ -361,6 +364,9 @@ class MLA(nnx.Module):
         q_latent, q_rope = (
             q.reshape(-1, part.queries, *q.shape[1:]) for q in (_per_head(q_nope, self.w_uk[...]), q_rope)
         )
+        from models.decoder import weights_ahead
+
+        weights_ahead.trigger("q", q_latent, self, part, cache)
         found = mla_decode(
             q_latent,
             q_rope,
@@ -374,6 +380,8 @@ class MLA(nnx.Module):
             return_lse=self.contexts > 1,
             implementation=self.settings.implementation,
         )
+        if not isinstance(found, tuple):
+            weights_ahead.trigger("found", found, self, part, cache)
         w_uv = self.w_uv[...].swapaxes(1, 2)
         if isinstance(found, tuple):
             found, _ = parallel.merge_over_contexts(*found, axis=CONTEXT)

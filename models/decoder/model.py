@@ -92,6 +92,14 @@ class DecoderLayer(nnx.Module):
         choice: Choice | None = None,
     ) -> tuple[Float[Array, "T D"], LayerCache, Choice | None]:
         attend: Callable[..., Any] = self.self_attn
+        from models.decoder import weights_ahead
+
+        weights_ahead.take()
+        weights_ahead.MLP[0] = self.mlp if isinstance(self.mlp, MoE) else None
+        if isinstance(self.self_attn, MLA):
+            from models.decoder.mla import latents_of
+
+            weights_ahead.trigger("x", x, self.self_attn, step[0], latents_of(cache))
         arguments = (self.input_layernorm(x), rope, cache, slots, step)
         if isinstance(self.self_attn, MLA):
             attended, cache, choice = attend(*arguments, choice)
@@ -99,6 +107,8 @@ class DecoderLayer(nnx.Module):
             attended, cache = attend(*arguments)
         x = x + self._added_up(attended)
         normed = self.post_attention_layernorm(x)
+        if isinstance(self.self_attn, MLA):
+            weights_ahead.trigger("normed", normed, self.self_attn)
         if isinstance(self.mlp, MoE | BiasedMoE):
             is_live = slots >= 0 if slots.ndim == 1 else jnp.any(slots >= 0, axis=1)
             return x + self._added_up(self.mlp(normed, is_live)), cache, choice

@@ -446,20 +446,28 @@ def hopper_rows(
 
     num_pairs, num_rows, num_experts = expert.shape[0], x.shape[0], experts.gate_up.shape[0]
     gated = experts.activation is swiglu and experts.gate_up_bias is None
-    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, num_experts, counted=num_pairs <= MOST_ROWS)
+    import os
+
+    from models.decoder import weights_ahead
+
+    trial = set(os.environ.get("RP", "").split(","))
+    compact = "c" in trial and num_pairs > MOST_ROWS and gated
+    ahead_steps = max([int(t[1:]) for t in trial if t.startswith("n")], default=0) if num_rows > 16 else 0
+    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, num_experts, counted=num_pairs <= MOST_ROWS, compact=compact)
     call = functools.partial(
         RowProduct,
         pairs=pairs,
         num_rows=num_rows,
         copies=num_pairs // num_rows,
         spread=num_pairs > KEPT_PAIRS and gated,
+        early_next="e" in trial and pairs.next is not None,
     )
 
     def biased(y: Array, bias: Array | None) -> Array:
         return y if bias is None else y.at[:num_pairs].add(bias[expert])
 
     x = jnp.pad(x, ((0, padded_rows(num_rows) - num_rows), (0, 0)))
-    hidden = biased(run_kept(row_product, call(x, experts.gate_up, gated=gated)), experts.gate_up_bias)
+    hidden = biased(run_kept(row_product, call(x, experts.gate_up, gated=gated, after=weights_ahead.take(), ahead=experts.down if ahead_steps else None, ahead_steps=ahead_steps)), experts.gate_up_bias)
     hidden = hidden if gated else experts.activation(hidden)
     halved = halves_help(num_pairs, experts.down.shape[1:], are_distinct)
     y = run_kept(row_product, call(hidden, experts.down, second=True, halved=halved))

@@ -63,9 +63,10 @@ class Pairs(NamedTuple):
     next: Int32[Array, "P"] | None = None
     first: Int32[Array, "P"] | Int32[Array, "E"] | None = None
     count: Int32[Array, "1"] | None = None
+    sizes: Int32[Array, "E"] | None = None
 
     @staticmethod
-    def of(expert: Int32[Array, "P"], num_experts: int, *, counted: bool = True) -> Pairs:
+    def of(expert: Int32[Array, "P"], num_experts: int, *, counted: bool = True, compact: bool = False) -> Pairs:
         """Finds pairs that share an expert by comparing all with all: there are few. Unless `counted`, experts that
         have no pair are not left out."""
         pair = jnp.arange(expert.shape[0], dtype=jnp.int32)
@@ -73,7 +74,8 @@ class Pairs(NamedTuple):
         following = jnp.min(jnp.where(same & (pair[None] > pair[:, None]), pair[None], len(pair)), axis=1)
         if not counted:
             is_own = expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
-            return Pairs(expert, following, jnp.min(jnp.where(is_own, pair[None], len(pair)), axis=1))
+            sizes = jnp.sum(is_own, axis=1, dtype=jnp.int32) if compact else None
+            return Pairs(expert, following, jnp.min(jnp.where(is_own, pair[None], len(pair)), axis=1), None, sizes)
         is_first = ~jnp.any(same & (pair[None] < pair[:, None]), axis=1) & (expert < num_experts)
         place = jnp.sum(is_first[None] & (pair[None] < pair[:, None]), axis=1, dtype=jnp.int32)
         first = jnp.sum(jnp.where(is_first[None] & (place[None] == pair[:, None]), pair[None], 0), axis=1)
@@ -107,6 +109,10 @@ class RowProduct(NamedTuple):
     spread: bool = False
     gated: bool = False
     halved: bool = False
+    after: tuple = ()
+    ahead: Any = None
+    ahead_steps: int = 0
+    early_next: bool = False
 
     @property
     def num_results(self) -> int:
@@ -163,7 +169,16 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
     shape = call.num_results, columns // 2 if call.gated else columns
     out_type = jax.ShapeDtypeStruct((2, *shape), jnp.float32) if call.halved else jax.ShapeDtypeStruct(shape, x.dtype)
     return plgpu.kernel(
-        functools.partial(_kernel, padded_rows(call.num_rows), call.copies, call.second, call.spread, call.gated),
+        functools.partial(
+            _kernel,
+            padded_rows(call.num_rows),
+            call.copies,
+            call.second,
+            call.spread,
+            call.gated,
+            call.ahead_steps,
+            call.early_next,
+        ),
         out_type=out_type,
         grid=(PROGRAMS,),
         grid_names=("program",),
@@ -171,7 +186,7 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
         thread_name="warpgroup",
         scratch_types=(scratch,),
         kernel_name="row_product",
-    )(x, weights, call.pairs)
+    )(x, weights, call.pairs, list(call.after), [] if call.ahead is None else [call.ahead])
 
 
 class RowScratch(NamedTuple):
@@ -189,9 +204,13 @@ def _kernel(
     second: bool,
     spread: bool,
     gated: bool,
+    ahead_steps: int,
+    early_next: bool,
     x: Any,
     weights: Any,
     pairs: Pairs,
+    after: Any,
+    ahead: Any,
     out: Any,
     scratch: RowScratch,
 ) -> None:
@@ -219,16 +238,28 @@ def _kernel(
         return pl.multiple_of(expert * stride, ROWS) if spread else 0
 
     slots = Slots(scratch.landed, scratch.free, stages, steps)
+    compact = pairs.sizes is not None
 
     def copy_all() -> None:
         def copy_item(number: Any, _: None) -> None:
             expert, _, column = item(number)
             rows = pl.ds(begin_of(expert) if second else 0, tile_rows)
+            size = pairs.sizes[expert] if compact else None
             firsts = [column + part * (out.shape[-1] if gated else COLUMNS) for part in range(parts)]
 
             def copy(slot: Any, step: Any) -> None:
                 landed, depth = scratch.landed.at[slot], pl.ds((half_of(number) * steps + step) * DEPTH, DEPTH)
-                plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[slot], landed)
+                if second and compact:
+
+                    def copy_some(count: int) -> None:
+                        begin = pl.ds(begin_of(expert), count)
+                        plgpu.copy_gmem_to_smem(x.at[begin, depth], scratch.x.at[slot, pl.ds(0, count)], landed)
+
+                    some = [r for r in (8, 16, 32) if r < tile_rows]
+                    which = sum((size > r).astype(jnp.int32) for r in some)
+                    lax.switch(which, [functools.partial(copy_some, r) for r in (*some, tile_rows)])
+                else:
+                    plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[slot], landed)
 
                 for part, first in enumerate(firsts):
                     source = weights.at[expert, depth, pl.ds(first, COLUMNS)]
@@ -237,6 +268,14 @@ def _kernel(
             slots.fill(number, copy)
 
         lax.fori_loop(0, own_items, copy_item, None)
+        if ahead:
+            across = ahead[0].shape[2] // (2 * COLUMNS)
+            expert, column = lax.div(program, across), lax.rem(program, across) * (2 * COLUMNS)
+
+            def ask(step: Any, _: None) -> None:
+                plgpu.async_prefetch(ahead[0].at[expert, pl.ds(step * DEPTH, DEPTH), pl.ds(column, 2 * COLUMNS)])
+
+            lax.fori_loop(0, ahead_steps, ask, None)
         slots.await_last(own_items)
 
     def compute_all() -> None:
@@ -263,16 +302,23 @@ def _kernel(
             row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, tile_rows), 1), plgpu.Layout.WGMMA)
             begin = begin_of(expert)
 
-            def store(pair: Any) -> Any:
-                own = row == (lax.div(pair, copies) if spread or not second else pair)
-                to = begin + lax.div(pair, copies) if spread and not second else pair
+            def store(pair: Any, place: Any = None) -> Any:
+                following = pairs.next[pair] if early_next else None
+                if compact:
+                    own = row == (place if second else lax.div(pair, copies))
+                    to = pair if second else begin + place
+                else:
+                    own = row == (lax.div(pair, copies) if spread or not second else pair)
+                    to = begin + lax.div(pair, copies) if spread and not second else pair
                 for part, result in enumerate(results):
                     values = jnp.sum(jnp.where(own, result, jnp.zeros_like(result)), axis=1)
                     target[to, pl.ds(column + part * COLUMNS, COLUMNS)] = values.astype(out.dtype)
-                return None if pairs.next is None else pairs.next[pair]
+                return None if pairs.next is None else following if early_next else pairs.next[pair]
 
             if pairs.next is None:
                 store(first)
+            elif compact:
+                lax.while_loop(lambda at: at[0] < num_pairs, lambda at: (store(*at), at[1] + 1), (first, jnp.int32(0)))
             else:
                 lax.while_loop(lambda pair: pair < num_pairs, store, first)
 
