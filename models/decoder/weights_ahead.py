@@ -45,7 +45,7 @@ def _kernel(extents, pages, arrays, after, *rest):
     out = rest[-1]
     program, num_programs = lax.axis_index("program"), lax.axis_size("program")
     tables = rest[:-1]
-    for position, (array, (experts, rows)) in enumerate(zip(arrays, extents)):
+    for position, (array, (experts, rows, every)) in enumerate(zip(arrays, extents)):
         width = next(w for w in (256, 192, 128, 64) if array.shape[2] % w == 0)
         across = array.shape[2] // width
         if tables and position == len(arrays) - 1:
@@ -54,7 +54,7 @@ def _kernel(extents, pages, arrays, after, *rest):
         else:
             boxes = experts * (rows // ROWS) * across
 
-        def one(i, _, array=array, rows=rows, across=across, width=width, is_paged=bool(tables) and position == len(arrays) - 1):
+        def one(i, _, every=every, array=array, rows=rows, across=across, width=width, is_paged=bool(tables) and position == len(arrays) - 1):
             box = program + i * num_programs
             column = lax.rem(box, across) * width
             box = lax.div(box, across)
@@ -66,7 +66,7 @@ def _kernel(extents, pages, arrays, after, *rest):
                     plgpu.async_prefetch(array.at[jnp.maximum(table[row, page], 0), pl.ds(0, ROWS), pl.ds(column, width)])
 
                 return
-            expert, first = lax.div(box, rows // ROWS), lax.rem(box, rows // ROWS) * ROWS
+            expert, first = lax.div(box, rows // ROWS), lax.rem(box, rows // ROWS) * ROWS * every
             plgpu.async_prefetch(array.at[expert, pl.ds(first, ROWS), pl.ds(column, width)])
 
         count = lax.div(jnp.maximum(boxes - program + (num_programs - 1), 0), num_programs)
@@ -79,6 +79,7 @@ def _kernel(extents, pages, arrays, after, *rest):
 
 PENDING: list = []
 LATENT: list = []
+LOGITS: list = []
 MLP: list = [None]
 
 
@@ -100,25 +101,30 @@ def trigger(where: str, after: jax.Array, attention: Any, part: Any = None, late
     arrays, extents, tables, pages = [], [], (None, None), 0
     if "O" in wanted:
         w = attention.o_proj.weight[...]
-        arrays.append(w[None]), extents.append((1, w.shape[0]))
+        arrays.append(w[None]), extents.append((1, w.shape[0], 1))
     if mlp is not None and "S" in wanted:
         w = mlp.shared_experts.gate_up_proj.weight[...]
-        arrays.append(w[None]), extents.append((1, w.shape[0]))
+        arrays.append(w[None]), extents.append((1, w.shape[0], 1))
     if mlp is not None and "D" in wanted:
         w = mlp.shared_experts.down_proj.weight[...]
-        arrays.append(w[None]), extents.append((1, w.shape[0]))
+        arrays.append(w[None]), extents.append((1, w.shape[0], 1))
     if mlp is not None and "W" in wanted:
         w = mlp.gate_up_proj[...]
         experts = 4
         rows = wanted["W"] * 2**20 // (experts * w.shape[2] * 2) // ROWS * ROWS
-        arrays.append(w), extents.append((experts, min(rows, w.shape[1])))
+        arrays.append(w), extents.append((experts, min(rows, w.shape[1]), 1))
     if mlp is not None and "V" in wanted:  # spread over all programs
         w = mlp.gate_up_proj[...]
         experts = 6
         rows = wanted["V"] * 2**20 // (experts * w.shape[2] * 2) // ROWS * ROWS
-        arrays.append(w), extents.append((experts, min(rows, w.shape[1])))
+        arrays.append(w), extents.append((experts, min(rows, w.shape[1]), 1))
+    if mlp is not None and "U" in wanted:  # every second block of rows
+        w = mlp.gate_up_proj[...]
+        experts = 6
+        rows = wanted["U"] * 2**20 // (experts * w.shape[2] * 2) // ROWS * ROWS
+        arrays.append(w), extents.append((experts, min(rows, w.shape[1] // 2), 2))
     if "L" in wanted:
-        arrays.append(latents.pages.reshape(latents.pages.shape[0], -1, latents.pages.shape[-1])), extents.append((0, 0))
+        arrays.append(latents.pages.reshape(latents.pages.shape[0], -1, latents.pages.shape[-1])), extents.append((0, 0, 1))
         tables, pages = (part.block_tables, part.kv_lens), wanted["L"]
     if arrays:
         programs = int(os.environ.get("PF_PROGRAMS", "132"))
