@@ -80,6 +80,9 @@ class HiddenProduct(NamedTuple):
     shared: Float[Array, "D SF2"] | None = None
     after: tuple = ()
     stages: int = STAGES
+    hint: int = 0
+    ahead: Any = None
+    ahead_steps: int = 0
 
 
 class PairProduct(NamedTuple):
@@ -102,6 +105,7 @@ class PairProduct(NamedTuple):
     copies: int
     stages: int = STAGES
     early_next: bool = False
+    hint: int = 0
 
 
 def padded_rows(num_rows: int) -> int:
@@ -115,11 +119,14 @@ def hidden_product(call: HiddenProduct) -> Float[Array, "all_R F"]:
     Returns:
       Products of routed experts, then of shared ones, the rows of one below those of another.
     """
+    from models.decoder import weights_ahead
+
+    weights_ahead.hinted(call.hint)
     x, weights, shared = call.x, call.weights, call.shared
     num_rows, width = x.shape[0], weights.shape[2] // 2
     num_experts = weights.shape[0] + (0 if shared is None else shared.shape[1] // weights.shape[2])
     return plgpu.kernel(
-        functools.partial(_hidden_kernel, num_experts),
+        functools.partial(_hidden_kernel, num_experts, call.ahead_steps),
         out_type=jax.ShapeDtypeStruct((num_experts * num_rows, width), x.dtype),
         grid=(PROGRAMS,),
         grid_names=("program",),
@@ -127,7 +134,7 @@ def hidden_product(call: HiddenProduct) -> Float[Array, "all_R F"]:
         thread_name="warpgroup",
         scratch_types=(_scratch(num_rows, x.dtype, call.stages),),
         kernel_name="hidden_product",
-    )(x, weights, [] if shared is None else [shared], list(call.after))
+    )(x, weights, [] if shared is None else [shared], list(call.after), [] if call.ahead is None else [call.ahead])
 
 
 def pair_product(call: PairProduct) -> Float[Array, "P_and_shared D"]:
@@ -136,6 +143,9 @@ def pair_product(call: PairProduct) -> Float[Array, "P_and_shared D"]:
     Returns:
       Products of the pairs, padded to a multiple of 8, and below them all rows of each shared expert.
     """
+    from models.decoder import weights_ahead
+
+    weights_ahead.hinted(call.hint)
     hidden, weights, shared = call.hidden, call.weights, call.shared
     num_experts, num_pairs = hidden.shape[0] // call.num_rows, call.choices.next.shape[0]
     num_shared = num_experts - weights.shape[0]
@@ -174,7 +184,7 @@ def _scratch(num_rows: int, dtype: Any, stages: int) -> Scratch:
 
 
 def _hidden_kernel(
-    num_experts: int, x: Any, weights: Any, shared: Any, after: Any, out: Any, scratch: Scratch
+    num_experts: int, ahead_steps: int, x: Any, weights: Any, shared: Any, after: Any, ahead: Any, out: Any, scratch: Scratch
 ) -> None:
     num_rows, width = x.shape[0], out.shape[1]
     num_routed = weights.shape[0]
@@ -201,7 +211,19 @@ def _hidden_kernel(
         to = pl.ds(pl.multiple_of(expert * num_rows, ROWS), num_rows)
         _store_all(silu(gate) * up, out.at[to, pl.ds(column, COLUMNS)], scratch)
 
-    _run(num_experts, width // COLUMNS, COLUMNS, weights.shape[1] // DEPTH, copy, store, scratch)
+    def at_end() -> None:
+        if not ahead:
+            return
+        program = lax.axis_index("program")
+        across = ahead[0].shape[2] // (2 * COLUMNS)
+        expert, column = lax.div(program, across), lax.rem(program, across) * (2 * COLUMNS)
+
+        def ask(step: Any, _: None) -> None:
+            plgpu.async_prefetch(ahead[0].at[expert, pl.ds(step * DEPTH, DEPTH), pl.ds(column, 2 * COLUMNS)])
+
+        lax.fori_loop(0, ahead_steps, ask, None)
+
+    _run(num_experts, width // COLUMNS, COLUMNS, weights.shape[1] // DEPTH, copy, store, scratch, at_end)
 
 
 def _pair_kernel(
@@ -269,7 +291,7 @@ def _store_all(result: Any, to: Any, scratch: Scratch) -> None:
     plgpu.copy_smem_to_gmem(scratch.out, to)
 
 
-def _run(num_experts: int, tiles: int, width: int, steps: int, copy: Any, store: Any, scratch: Scratch) -> None:
+def _run(num_experts: int, tiles: int, width: int, steps: int, copy: Any, store: Any, scratch: Scratch, at_end: Any = None) -> None:
     """Goes through a program's tiles: `copy` brings operands of a step, `store` takes the products of a tile."""
     program, (stages, _, num_rows) = lax.axis_index("program"), (*scratch.weights.shape[:2], scratch.x.shape[1])
     own_items = lax.div(jnp.maximum(num_experts * tiles - program + (PROGRAMS - 1), 0), PROGRAMS)
@@ -286,6 +308,8 @@ def _run(num_experts: int, tiles: int, width: int, steps: int, copy: Any, store:
             slots.fill(number, lambda slot, step: copy(expert, column, step, slot))
 
         lax.fori_loop(0, own_items, copy_item, None)
+        if at_end is not None:
+            at_end()
         slots.await_last(own_items)
 
     def compute_all() -> None:

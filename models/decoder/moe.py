@@ -198,6 +198,7 @@ def experts_together(x, chosen, weights, experts, shared, trial):
 
     num_rows, copies = chosen.shape
     stages = max([int(t[1:]) for t in trial if t.startswith("s")], default=6)
+    ahead_steps = max([int(t[1:]) for t in trial if t.startswith("n")], default=0)
     padded = padded_rows(num_rows)
     after = weights_ahead.take()
     if "r" in trial:
@@ -205,11 +206,11 @@ def experts_together(x, chosen, weights, experts, shared, trial):
     rows = jnp.pad(x, ((0, padded - num_rows), (0, 0)))
     merged = "m" not in trial
     gate_up, down = (shared.gate_up_proj.weight[...], shared.down_proj.weight[...]) if merged else (None, None)
-    hidden = run_kept(hidden_product, HiddenProduct(rows, experts.gate_up, gate_up, after, stages))
+    hidden = run_kept(hidden_product, HiddenProduct(rows, experts.gate_up, gate_up, after, stages, int("h" in trial), experts.down if ahead_steps else None, ahead_steps))
     choices = Choices.of(chosen.reshape(-1), experts.gate_up.shape[0])
     y = run_kept(
         pair_product,
-        PairProduct(hidden, experts.down, down, choices, padded, copies, stages, "e" in trial),
+        PairProduct(hidden, experts.down, down, choices, padded, copies, stages, "e" in trial, int("h" in trial)),
     )
     num_pairs = chosen.size
     total = jnp.sum(y[:num_pairs].reshape(num_rows, copies, -1).astype(jnp.float32) * weights[:, :, None], axis=1)
@@ -497,6 +498,7 @@ def hopper_rows(
         copies=num_pairs // num_rows,
         spread=num_pairs > KEPT_PAIRS and gated,
         early_next="e" in trial and pairs.next is not None,
+        hint=int("h" in trial and num_rows > 16),
     )
 
     def biased(y: Array, bias: Array | None) -> Array:

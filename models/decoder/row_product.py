@@ -113,6 +113,7 @@ class RowProduct(NamedTuple):
     ahead: Any = None
     ahead_steps: int = 0
     early_next: bool = False
+    hint: int = 0
 
     @property
     def num_results(self) -> int:
@@ -150,6 +151,9 @@ def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
     Raises:
       NotImplementedError: columns that a program's do not divide, or more than `MOST_ROWS` rows.
     """
+    from models.decoder import weights_ahead
+
+    weights_ahead.hinted(call.hint)
     x, weights, columns = call.x, call.weights, call.weights.shape[2]
     num_rows = padded_rows(call.num_rows) if call.spread else x.shape[0]
     if num_rows > MOST_ROWS:
