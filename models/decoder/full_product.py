@@ -86,6 +86,9 @@ class FullProduct(NamedTuple):
     num_rows: int
     chains: Chains | None = None
     copies: int = 1
+    stages: int = STAGES
+    hint: int = 0
+    consumers: int = 1
 
     @property
     def num_experts(self) -> int:
@@ -112,6 +115,8 @@ def full_product(call: FullProduct) -> Float[Array, "results N_out"]:
       the pairs, padded to a multiple of 8, then all rows of each shared expert, whose sum is meant. Those of pairs
       without an expert, and of padding, hold anything.
     """
+    hinted(call.hint)
+    consumers, stages = call.consumers, call.stages
     x, weights, columns, second = call.x, call.weights, call.weights.shape[2], call.chains is not None
     num_shared = call.num_experts - weights.shape[0]
     results = call.num_experts * call.num_rows
@@ -119,18 +124,18 @@ def full_product(call: FullProduct) -> Float[Array, "results N_out"]:
         results = padded_rows(call.chains.next.shape[0]) + num_shared * call.num_rows
     operand = functools.partial(operand_type, dtype=x.dtype)
     scratch = FullScratch(
-        x=operand((STAGES, call.num_rows, DEPTH)),
-        weights=operand((STAGES, PARTS, DEPTH, COLUMNS)),
-        out=operand((call.num_rows, COLUMNS)),
-        landed=plgpu.Barrier(num_arrivals=1 + PARTS, num_barriers=STAGES),
-        free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        x=operand((stages, call.num_rows, DEPTH)),
+        weights=operand((stages, PARTS, DEPTH, COLUMNS)),
+        out=operand((consumers, call.num_rows, COLUMNS)),
+        landed=plgpu.Barrier(num_arrivals=1 + PARTS, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
     )
     return plgpu.kernel(
-        functools.partial(_kernel, call.num_experts, call.copies),
+        functools.partial(_kernel, call.num_experts, call.copies, stages, consumers),
         out_type=jax.ShapeDtypeStruct((results, columns if second else columns // 2), x.dtype),
         grid=(PROGRAMS,),
         grid_names=("program",),
-        num_threads=2,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         scratch_types=(scratch,),
         kernel_name="full_product",
@@ -150,6 +155,8 @@ class FullScratch(NamedTuple):
 def _kernel(
     num_experts: int,
     copies: int,
+    stages: int,
+    consumers: int,
     x: Any,
     weights: Any,
     shared: Any,
@@ -157,12 +164,13 @@ def _kernel(
     out: Any,
     scratch: FullScratch,
 ) -> None:
-    program, num_rows = lax.axis_index("program"), scratch.x.shape[1]
+    program, warpgroup, num_rows = lax.axis_index("program"), lax.axis_index("warpgroup"), scratch.x.shape[1]
+    own_parts = PARTS // consumers
     (num_routed, depth, _), width = weights.shape, out.shape[1]
     steps, stride = depth // DEPTH, COLUMNS if chains is None else PARTS * COLUMNS
     tiles = width // stride
     own_items = lax.div(jnp.maximum(num_experts * tiles - program + (PROGRAMS - 1), 0), PROGRAMS)
-    slots = Slots(scratch.landed, scratch.free, STAGES, steps)
+    slots = Slots(scratch.landed, scratch.free, stages, steps)
 
     def item(number: Any) -> tuple[Any, Any]:
         """Its expert, and the first column of the result."""
@@ -206,9 +214,10 @@ def _kernel(
 
     def store_rows(result: Any, rows: Any, column: Any) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        scratch.out.transpose((1, 0))[...] = result.astype(out.dtype)
+        own = scratch.out.at[warpgroup]
+        own.transpose((1, 0))[...] = result.astype(out.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch.out, out.at[rows, pl.ds(column, COLUMNS)])
+        plgpu.copy_smem_to_gmem(own, out.at[rows, pl.ds(column, COLUMNS)])
 
     def store_pairs(chains: Chains, expert: Any, column: Any, results: list[Any]) -> None:
         row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, num_rows), 1), plgpu.Layout.WGMMA)
@@ -244,18 +253,44 @@ def _kernel(
                 def products(slot: Any) -> None:
                     rows = scratch.x.at[slot].transpose((1, 0))
                     for part, total in enumerate(sums):
-                        plgpu.wgmma(total, scratch.weights.at[slot, part].transpose((1, 0)), rows)
-                    plgpu.wgmma_wait(PARTS)
+                        plgpu.wgmma(total, scratch.weights.at[slot, warpgroup * own_parts + part].transpose((1, 0)), rows)
+                    plgpu.wgmma_wait(own_parts)
 
                 slots.empty(number, products)
                 plgpu.wgmma_wait(0)
                 return [total[...] for total in sums]
 
-            results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, num_rows))] * PARTS)
+            results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, num_rows))] * own_parts)
             slots.free_last(number)
-            store(*item(number), results)
+            expert, column = item(number)
+            store(expert, column + warpgroup * (own_parts * COLUMNS), results)
 
         lax.fori_loop(0, own_items, multiply_item, None)
         plgpu.wait_smem_to_gmem(0)
 
-    lax.cond(lax.axis_index("warpgroup") == 0, compute_all, copy_all)
+    lax.cond(warpgroup < consumers, compute_all, copy_all)
+
+
+HINT = [0]
+
+
+def hinted(level: int) -> None:
+    from jax.experimental.mosaic.gpu import launch_context
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    HINT[0] = level
+    name = "cp_async_bulk_tensor_shared_cluster_global"
+    plain = getattr(launch_context.nvvm, name)
+    if getattr(plain, "is_trial", None) is HINT:
+        return
+    plain = getattr(plain, "plain", plain)
+
+    def copy(smem, desc, coordinates, *args, **kwargs):
+        if HINT[0] and len(coordinates) >= 5:
+            i64 = ir.IntegerType.get_signless(64)
+            kwargs["l2_cache_hint"] = arith.constant(i64, ir.IntegerAttr.get(i64, 0x12F0000000000000))
+        return plain(smem, desc, coordinates, *args, **kwargs)
+
+    copy.is_trial, copy.plain = HINT, plain
+    setattr(launch_context.nvvm, name, copy)

@@ -513,9 +513,18 @@ def hopper_all(
     gate_up, down = (None, None) if shared is None else shared
     call = functools.partial(FullProduct, num_rows=padded_rows(num_rows))
     rows = jnp.pad(x, ((0, padded_rows(num_rows) - num_rows), (0, 0)))
-    hidden = run_kept(full_product, call(rows, experts.gate_up, gate_up))
+    import os
+
+    trial = os.environ.get("RP", "").split(",")
+
+    def number(key: str, default: int) -> int:
+        return max([int(t[1:]) for t in trial if t.startswith(key)], default=default)
+
+    call = functools.partial(call, hint=int("h" in trial))
+    first, second = number("s", 6), number("t", number("s", 6))
+    hidden = run_kept(full_product, call(rows, experts.gate_up, gate_up, stages=first))
     chains = Chains.of(expert, experts.down.shape[0])
-    y = run_kept(full_product, call(hidden, experts.down, down, chains=chains, copies=num_pairs // num_rows))
+    y = run_kept(full_product, call(hidden, experts.down, down, chains=chains, copies=num_pairs // num_rows, stages=second, consumers=number("k", 1)))
     return y[:num_pairs] if shared is None else y
 
 
