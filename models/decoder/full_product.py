@@ -89,6 +89,7 @@ class FullProduct(NamedTuple):
     stages: int = STAGES
     hint: int = 0
     consumers: int = 1
+    parts: int = PARTS
 
     @property
     def num_experts(self) -> int:
@@ -125,13 +126,13 @@ def full_product(call: FullProduct) -> Float[Array, "results N_out"]:
     operand = functools.partial(operand_type, dtype=x.dtype)
     scratch = FullScratch(
         x=operand((stages, call.num_rows, DEPTH)),
-        weights=operand((stages, PARTS, DEPTH, COLUMNS)),
+        weights=operand((stages, call.parts, DEPTH, COLUMNS)),
         out=operand((consumers, call.num_rows, COLUMNS)),
-        landed=plgpu.Barrier(num_arrivals=1 + PARTS, num_barriers=stages),
+        landed=plgpu.Barrier(num_arrivals=1 + call.parts, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
     )
     return plgpu.kernel(
-        functools.partial(_kernel, call.num_experts, call.copies, stages, consumers),
+        functools.partial(_kernel, call.num_experts, call.copies, stages, consumers, call.parts),
         out_type=jax.ShapeDtypeStruct((results, columns if second else columns // 2), x.dtype),
         grid=(PROGRAMS,),
         grid_names=("program",),
@@ -157,6 +158,7 @@ def _kernel(
     copies: int,
     stages: int,
     consumers: int,
+    parts: int,
     x: Any,
     weights: Any,
     shared: Any,
@@ -165,9 +167,9 @@ def _kernel(
     scratch: FullScratch,
 ) -> None:
     program, warpgroup, num_rows = lax.axis_index("program"), lax.axis_index("warpgroup"), scratch.x.shape[1]
-    own_parts = PARTS // consumers
+    own_parts = parts // consumers
     (num_routed, depth, _), width = weights.shape, out.shape[1]
-    steps, stride = depth // DEPTH, COLUMNS if chains is None else PARTS * COLUMNS
+    steps, stride = depth // DEPTH, COLUMNS if chains is None else parts * COLUMNS
     tiles = width // stride
     own_items = lax.div(jnp.maximum(num_experts * tiles - program + (PROGRAMS - 1), 0), PROGRAMS)
     slots = Slots(scratch.landed, scratch.free, stages, steps)
@@ -191,7 +193,7 @@ def _kernel(
                 plgpu.copy_gmem_to_smem(x.at[rows, own_depth], scratch.x.at[slot], landed)
 
                 def copy_weights(source: Any, depth: Any, first: Any, between: int) -> None:
-                    for part in range(PARTS):
+                    for part in range(parts):
                         columns = pl.ds(first + part * between, COLUMNS)
                         plgpu.copy_gmem_to_smem(source.at[depth, columns], scratch.weights.at[slot, part], landed)
 
@@ -253,7 +255,9 @@ def _kernel(
                 def products(slot: Any) -> None:
                     rows = scratch.x.at[slot].transpose((1, 0))
                     for part, total in enumerate(sums):
-                        plgpu.wgmma(total, scratch.weights.at[slot, warpgroup * own_parts + part].transpose((1, 0)), rows)
+                        plgpu.wgmma(
+                            total, scratch.weights.at[slot, warpgroup * own_parts + part].transpose((1, 0)), rows
+                        )
                     plgpu.wgmma_wait(own_parts)
 
                 slots.empty(number, products)

@@ -524,7 +524,19 @@ def hopper_all(
     first, second = number("s", 6), number("t", number("s", 6))
     hidden = run_kept(full_product, call(rows, experts.gate_up, gate_up, stages=first))
     chains = Chains.of(expert, experts.down.shape[0])
-    y = run_kept(full_product, call(hidden, experts.down, down, chains=chains, copies=num_pairs // num_rows, stages=second, consumers=number("k", 1)))
+    y = run_kept(
+        full_product,
+        call(
+            hidden,
+            experts.down,
+            down,
+            chains=chains,
+            copies=num_pairs // num_rows,
+            stages=second,
+            consumers=number("k", 1),
+            parts=number("p", 2),
+        ),
+    )
     return y[:num_pairs] if shared is None else y
 
 
