@@ -113,6 +113,10 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(width, shared, dtype) if shared else None
 
     def __call__(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
+        import os
+
+        if "x" in os.environ.get("RP", "").split(",") and 16 < x.shape[0] <= 64:
+            x = jax.lax.optimization_barrier(x)
         chosen, weights = self.gate(x)
         experts = Experts(self.gate_up_proj[...], self.down_proj[...])
         if self.shared_experts is not None and self.split.devices == 1:
