@@ -88,8 +88,8 @@ class FullProduct(NamedTuple):
     @property
     def num_experts(self) -> int:
         """Routed and shared ones, each as wide as a routed one."""
-        shared = 0 if self.shared is None else self.shared.size // self.weights[0].size
-        return self.weights.shape[0] + shared
+        routed = self.weights.shape[0]
+        return routed if self.shared is None else routed + self.shared.size * routed // self.weights.size
 
 
 def padded_rows(num_rows: int) -> int:
