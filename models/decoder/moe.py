@@ -8,8 +8,9 @@ the groups, and two for few rows:
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
-- `hopper_rows`, for 16-bit weights on Hopper and up to 64 rows: a kernel of ours (`row_product.py`) that reads the
-  chosen experts once.
+- `hopper_rows` and `hopper_all`, for 16-bit weights on Hopper and up to 64 rows: kernels of ours, one that reads the
+  chosen experts once (`row_product.py`), and one that reads all, and need not know the choice to begin
+  (`full_product.py`).
 - `row_by_row`: each row with its own expert, on any GPU, where there are no more rows than experts and that kernel does
   not take them. What multiplies groups reads every expert, whether it has rows or not, and takes 300 us a layer
   (DeepSeek-V2-Lite on an H200) where 6 rows take 48 one by one, 48 rows 220 and 72 rows 315.
@@ -99,7 +100,8 @@ def _keep_best_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> 
 
 
 class MoE(nnx.Module):
-    """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066)."""
+    """Routed experts, and shared ones that see every token (Dai et al., arXiv:2401.06066). Shared ones are multiplied
+    with the routed ones where those are all read; by themselves otherwise, and over several devices."""
 
     def __init__(self, config: DeepSeekConfig, dtype: DTypeLike, split: ExpertSplit = ExpertSplit()):
         width, hidden = config.hidden_size, config.moe_intermediate_size
@@ -114,6 +116,11 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
         chosen, weights = self.gate(x)
         experts = Experts(self.gate_up_proj[...], self.down_proj[...])
+        reads_all = self.split.devices == 1 and way_of_few_rows(x.shape[0], chosen.size, experts) is hopper_all
+        if reads_all and self.shared_experts is not None:
+            shared = Shared.of(self.shared_experts)
+            if shared.fit(experts):
+                return _with_shared(hopper_all(x, experts, chosen.reshape(-1), shared), weights, x.dtype)
         y = routed_experts(x, chosen, weights, experts, self.split, is_live)
         # Otherwise XLA has the shared experts' last product add to `y`, and it waits for the routed experts.
         return y if self.shared_experts is None else y + jax.lax.optimization_barrier(self.shared_experts(x))
@@ -182,6 +189,21 @@ class Experts:
     gate_up_bias: Float[Array, "E F2"] | None = None
     down_bias: Float[Array, "E D"] | None = None
     activation: Callable[[Array], Array] = dataclasses.field(default=swiglu, metadata={"static": True})
+
+
+class Shared(NamedTuple):
+    """Weights of shared experts, S times as wide as a routed one."""
+
+    gate_up: Float[Array, "D SF2"]
+    down: Float[Array, "SF D"]
+
+    @staticmethod
+    def of(experts: MLP) -> "Shared":
+        return Shared(experts.gate_up_proj.weight[...], experts.down_proj.weight[...])
+
+    def fit(self, experts: Experts) -> bool:
+        """Whether they are as many more experts like the routed ones."""
+        return self.down.dtype == experts.down.dtype and self.down.shape[0] % experts.down.shape[1] == 0
 
 
 NOT_LIVE = -1
@@ -309,7 +331,8 @@ def apply_experts(
     num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
     num_pairs = chosen.size
     has_expert = None if expected is None else chosen < num_experts
-    multiply_rows = way_of_few_rows(x.shape[0], num_pairs, experts, are_distinct=x.shape[0] == 1 and has_expert is None)
+    are_distinct = x.shape[0] == 1 and has_expert is None
+    multiply_rows = way_of_few_rows(x.shape[0], num_pairs, experts, expected=expected, are_distinct=are_distinct)
     if multiply_rows is not None:
         y = multiply_rows(x, experts, chosen.reshape(-1))
         return _weighted_sum(y, weights, x.dtype, has_expert)
@@ -390,27 +413,54 @@ def _weighted_sum(
     return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
 
 
+def _with_shared(y: Float[Array, "results D"], weights: Float32[Array, "T k"], dtype: DTypeLike) -> Float[Array, "T D"]:
+    """Sum of each row's results by their weights, and of those of shared experts, as `hopper_all` returns them."""
+    from models.decoder.full_product import padded_rows
+
+    num_rows, num_pairs = weights.shape[0], weights.size
+    total = _weighted_sum(y[:num_pairs], weights, jnp.float32)
+    shared = y[padded_rows(num_pairs) :].reshape(-1, padded_rows(num_rows), y.shape[1])[:, :num_rows]
+    return (total + jnp.sum(shared.astype(jnp.float32), axis=0)).astype(dtype)
+
+
 KEPT_PAIRS = 32
 """Pairs up to which the results of the first product stay in their order: a tile of the second has all of them."""
 
+
 SPREAD_ROWS = 64
-"""Rows up to which the kernel for few rows takes more pairs than its tiles have rows."""
+"""Rows up to which the kernels for few rows take more pairs than their tiles have rows."""
+
+FULL_PAIRS = 3
+"""Pairs an expert, on average, from which all experts are read, and before it is known who chose whom: 95% of them have
+a row if all are chosen alike. The others' weights then take what beginning early saves, 19 of 496 us a layer of
+V2-Lite (H100; benchmarks/log/117)."""
 
 
 def way_of_few_rows(
-    num_rows: int, num_pairs: int, experts: Experts, *, are_distinct: bool = False
+    num_rows: int, num_pairs: int, experts: Experts, *, expected: int | None = None, are_distinct: bool = False
 ) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
     """Product of so few pairs that reading weights is all, without sorting them; None if they are many, or the
     call is not compiled for a GPU. On an H100, V2-Lite's experts take 163 us for 30 pairs by the kernel and 196 row by
     row, and 301 for 96 where the ragged product takes 392 (benchmarks/log/072).
+
+    Args:
+      num_rows, num_pairs: of the step.
+      experts: weights of the experts.
+      expected: number of pairs that have one of these experts, on average; None for all.
+      are_distinct: whether no two pairs have the same expert.
     """
     if capability().platform != "gpu":
         return None
     if hopper_takes(experts):
+        from models.decoder import full_product
         from models.decoder.row_product import MOST_ROWS
 
         is_plain = experts.activation is swiglu and experts.gate_up_bias is None and experts.down_bias is None
-        if num_pairs <= MOST_ROWS or (num_rows <= SPREAD_ROWS and is_plain):
+        is_spread = num_rows <= SPREAD_ROWS and is_plain
+        pairs_an_expert = (num_pairs if expected is None else expected) / experts.down.shape[0]
+        if is_spread and pairs_an_expert >= FULL_PAIRS and full_product.takes(experts.gate_up, experts.down):
+            return hopper_all
+        if num_pairs <= MOST_ROWS or is_spread:
             return functools.partial(hopper_rows, are_distinct=True) if are_distinct else hopper_rows
     return row_by_row if num_pairs <= experts.gate_up.shape[0] else None
 
@@ -442,11 +492,11 @@ def hopper_rows(
 ) -> Float[Array, "M D"]:
     """Applies each pair's expert to its row, M / T pairs a row, by a kernel for Hopper that reads each expert once.
     `are_distinct` says that every pair has an expert of its own, as the pairs of one row have."""
-    from models.decoder.row_product import MOST_ROWS, Pairs, RowProduct, padded_rows, row_product
+    from models.decoder.row_product import Pairs, RowProduct, padded_rows, row_product
 
     num_pairs, num_rows, num_experts = expert.shape[0], x.shape[0], experts.gate_up.shape[0]
     gated = experts.activation is swiglu and experts.gate_up_bias is None
-    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, num_experts, counted=num_pairs <= MOST_ROWS)
+    pairs = Pairs(expert) if are_distinct else Pairs.of(expert, num_experts)
     call = functools.partial(
         RowProduct,
         pairs=pairs,
@@ -465,6 +515,28 @@ def hopper_rows(
     y = run_kept(row_product, call(hidden, experts.down, second=True, halved=halved))
     y = (y[0] + y[1]).astype(x.dtype) if halved else y
     return biased(y, experts.down_bias)[:num_pairs]
+
+
+def hopper_all(
+    x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"], shared: Shared | None = None
+) -> Float[Array, "results D"]:
+    """Applies each pair's expert to its row, M / T pairs a row, by a kernel for Hopper that reads all experts, and
+    shared ones to every row.
+
+    Returns:
+      Results of the pairs; with shared experts those are padded to a multiple of 8, and below them are the rows of each
+      shared expert, also padded.
+    """
+    from models.decoder.full_product import Chains, FullProduct, full_product, padded_rows
+
+    num_pairs, num_rows = expert.shape[0], x.shape[0]
+    gate_up, down = (None, None) if shared is None else shared
+    call = functools.partial(FullProduct, num_rows=padded_rows(num_rows))
+    rows = jnp.pad(x, ((0, padded_rows(num_rows) - num_rows), (0, 0)))
+    hidden = run_kept(full_product, call(rows, experts.gate_up, gate_up))
+    chains = Chains.of(expert, experts.down.shape[0])
+    y = run_kept(full_product, call(hidden, experts.down, down, chains=chains, copies=num_pairs // num_rows))
+    return y[:num_pairs] if shared is None else y
 
 
 def halves_help(num_pairs: int, shape: tuple[int, ...], are_distinct: bool) -> bool:

@@ -2,12 +2,12 @@
 
     Y[pair] = X[row of pair] @ W[expert of pair]        or silu(· @ gate columns) · (· @ up columns)
 
-An expert that several pairs have is read once, and one that none has is not read, as long as pairs are few. A program
-takes the columns of one expert, 64 or two times 64, and multiplies them with all rows, since on the tensor cores eight
-rows cost what one does, and 64 rows less than reading the weights; each pair then takes its own row of the result. The
-first product's rows are those of the step. The second's are the first's results: all pairs where they are few, else
-the part that every expert has for all rows of the step, most of which nobody wrote, and nobody looks at. Weights are
-the left operand, so that rows may be few:
+An expert that several pairs have is read once, and one that none has is not read. A program takes the columns of one
+expert, 64 or two times 64, and multiplies them with all rows, since on the tensor cores eight rows cost what one does,
+and 64 rows less than reading the weights; each pair then takes its own row of the result. The first product's rows are
+those of the step. The second's are the first's results: all pairs where they are few, else the part that every expert
+has for all rows of the step, most of which nobody wrote, and nobody looks at. Weights are the left operand, so that
+rows may be few:
 
     (W[:, columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows], of which pair p takes column `row of p`
 
@@ -52,8 +52,7 @@ class Pairs(NamedTuple):
     Attributes:
       expert: of each pair.
       next: for each pair the next one with its expert; the number of pairs for the last.
-      first: the first pair of each expert that has any, in the order of the pairs; if `count` is None, of every expert,
-        the number of pairs for one that has none.
+      first: the first pair of each expert that has any, in the order of the pairs.
       count: number of experts that have any, in an array of one.
 
     All but `expert` are None where every pair has an expert of its own.
@@ -61,19 +60,15 @@ class Pairs(NamedTuple):
 
     expert: Int32[Array, "P"]
     next: Int32[Array, "P"] | None = None
-    first: Int32[Array, "P"] | Int32[Array, "E"] | None = None
+    first: Int32[Array, "P"] | None = None
     count: Int32[Array, "1"] | None = None
 
     @staticmethod
-    def of(expert: Int32[Array, "P"], num_experts: int, *, counted: bool = True) -> Pairs:
-        """Finds pairs that share an expert by comparing all with all: there are few. Unless `counted`, experts that
-        have no pair are not left out."""
+    def of(expert: Int32[Array, "P"], num_experts: int) -> Pairs:
+        """Finds pairs that share an expert by comparing all with all: there are few."""
         pair = jnp.arange(expert.shape[0], dtype=jnp.int32)
         same = expert[:, None] == expert[None]
         following = jnp.min(jnp.where(same & (pair[None] > pair[:, None]), pair[None], len(pair)), axis=1)
-        if not counted:
-            is_own = expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
-            return Pairs(expert, following, jnp.min(jnp.where(is_own, pair[None], len(pair)), axis=1))
         is_first = ~jnp.any(same & (pair[None] < pair[:, None]), axis=1) & (expert < num_experts)
         place = jnp.sum(is_first[None] & (pair[None] < pair[:, None]), axis=1, dtype=jnp.int32)
         first = jnp.sum(jnp.where(is_first[None] & (place[None] == pair[:, None]), pair[None], 0), axis=1)
@@ -199,8 +194,7 @@ def _kernel(
     halves, tile_rows, num_pairs = len(out.shape) - 1, scratch.x.shape[1], pairs.expert.shape[0]
     steps = weights.shape[1] // DEPTH // halves
     tiles = out.shape[-1] // (COLUMNS if gated else parts * COLUMNS)
-    lists_all = pairs.first is not None and pairs.count is None
-    count = pairs.count[0] if pairs.count is not None else weights.shape[0] if lists_all else num_pairs
+    count = num_pairs if pairs.count is None else pairs.count[0]
     own_items = lax.div(jnp.maximum(count * tiles * halves - program + (PROGRAMS - 1), 0), PROGRAMS)
 
     def half_of(number: Any) -> Any:
@@ -212,7 +206,7 @@ def _kernel(
         index = lax.div(program + number * PROGRAMS, halves)
         place, width = lax.div(index, tiles), COLUMNS if gated else parts * COLUMNS
         first = place if pairs.first is None else pairs.first[place]
-        return place if lists_all else pairs.expert[first], first, lax.rem(index, tiles) * width
+        return pairs.expert[first], first, lax.rem(index, tiles) * width
 
     def begin_of(expert: Any) -> Any:
         """First row of the first product's results that an expert has."""

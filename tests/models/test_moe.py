@@ -12,7 +12,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.config import PRESETS, DeepSeekConfig
-from models.decoder import group_product, moe, row_product, swapped_product
+from models.decoder import full_product, group_product, moe, row_product, swapped_product
+from models.decoder.layers import MLP
 from pallas_attn import Capability
 from tests.models import oracle
 
@@ -279,13 +280,24 @@ def test_rows_are_not_few_on_a_cpu(rng):
 
 
 def test_few_rows_on_hopper_go_to_the_kernel_as_long_as_it_takes_them(monkeypatch):
-    experts = moe.Experts(jnp.zeros((160, 64, 128), jnp.bfloat16), jnp.zeros((160, 64, 64), jnp.bfloat16))
+    experts = moe.Experts(jnp.zeros((160, 128, 128), jnp.bfloat16), jnp.zeros((160, 64, 128), jnp.bfloat16))
     monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (9, 0)))
-    sizes = (1, 1), (64, 512), (65, 128), (65, 130), (80, 160), (81, 162)
+    sizes = (1, 1), (64, 479), (65, 128), (65, 130), (80, 160), (81, 162)
     ways = [moe.way_of_few_rows(rows, pairs, experts) for rows, pairs in sizes]
     assert ways == [moe.hopper_rows] * 3 + [moe.row_by_row] * 2 + [None]
-    biased = dataclasses.replace(experts, down_bias=jnp.zeros((160, 64), jnp.bfloat16))
-    assert moe.way_of_few_rows(64, 161, biased) is None
+    biased = dataclasses.replace(experts, down_bias=jnp.zeros((160, 128), jnp.bfloat16))
+    assert moe.way_of_few_rows(64, 480, biased) is None
+
+
+def test_all_experts_are_read_where_most_have_a_row(monkeypatch):
+    experts = moe.Experts(jnp.zeros((160, 128, 128), jnp.bfloat16), jnp.zeros((160, 64, 128), jnp.bfloat16))
+    monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (9, 0)))
+    assert moe.way_of_few_rows(64, 480, experts) is moe.hopper_all
+    assert moe.way_of_few_rows(64, 479, experts) is moe.hopper_rows
+    assert moe.way_of_few_rows(64, 960, experts, expected=480) is moe.hopper_all
+    assert moe.way_of_few_rows(64, 960, experts, expected=479) is moe.hopper_rows
+    narrow = moe.Experts(jnp.zeros((160, 64, 128), jnp.bfloat16), jnp.zeros((160, 64, 64), jnp.bfloat16))
+    assert moe.way_of_few_rows(64, 480, narrow) is moe.hopper_rows
 
 
 @pytest.mark.parametrize(
@@ -342,13 +354,66 @@ def test_pairs_know_who_shares_their_expert():
     assert [following.tolist()[pair] for pair in (0, 1, 3, 4, 5, 6)] == [3, 4, 5, 7, 7, 7]
 
 
-def test_pairs_are_listed_for_every_expert_if_they_are_not_counted():
-    pairs = row_product.Pairs.of(jnp.asarray([3, 1, 3, 4, 1], jnp.int32), 4, counted=False)
-    assert pairs.first is not None
-    assert pairs.next is not None
-    assert pairs.count is None
-    assert pairs.first.tolist() == [5, 1, 5, 0]
-    assert pairs.next.tolist() == [2, 4, 5, 5, 5]
+@pytest.mark.parametrize("num_shared", [0, 2])
+def test_hopper_reads_all_experts(rng, monkeypatch, num_shared: int):
+    """The kernel, interpreted, agrees with experts multiplied one by one: those that nobody chose, pairs that chose
+    none, more steps than slots, and rows that are no multiple of 8."""
+    monkeypatch.setattr(full_product, "PROGRAMS", 2)
+    monkeypatch.setattr(full_product, "STAGES", 3)
+    experts = moe.Experts(*draw_experts(rng, 256, 64, jnp.bfloat16))
+    mlp = shared_experts(rng, 256, 64 * num_shared) if num_shared else None
+    x = jnp.asarray(rng.standard_normal((9, 256)), jnp.bfloat16)
+    chosen = np.stack([rng.permutation([0, 1, 3])[:2] for _ in range(9)]).astype(np.int32)
+    chosen[-1, 0] = 4
+    weights = jnp.asarray(rng.uniform(0.1, 1, (9, 2)) * (chosen < 4), jnp.float32)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        shared = None if mlp is None else moe.Shared.of(mlp)
+        y = moe.hopper_all(x, experts, jnp.asarray(chosen.reshape(-1)), shared)
+    assert y.shape[0] == (18 if mlp is None else 24 + 2 * 16)
+    y = jnp.where(jnp.asarray(np.append(chosen.reshape(-1) < 4, np.ones(len(y) - 18, bool)))[:, None], y, 0)
+    out = moe._weighted_sum(y, weights, jnp.float32) if mlp is None else moe._with_shared(y, weights, jnp.float32)
+    gate_up, down = (np.asarray(w, np.float32) for w in (experts.gate_up, experts.down))
+    want = every_expert(np.asarray(x, np.float32), np.minimum(chosen, 3), np.asarray(weights), gate_up, down)
+    if mlp is not None:
+        want += np.asarray(mlp(x), np.float32)
+    np.testing.assert_allclose(out, want, atol=0.05)
+
+
+def shared_experts(rng, width: int, hidden: int) -> MLP:
+    mlp = MLP(width, hidden, jnp.bfloat16)
+    for linear in (mlp.gate_up_proj, mlp.down_proj):
+        shape = linear.weight.shape
+        linear.weight[...] = jnp.asarray(rng.standard_normal(shape) * shape[0] ** -0.5, jnp.bfloat16)
+    return mlp
+
+
+def test_shared_experts_are_multiplied_with_the_routed_ones(rng, monkeypatch):
+    """A layer gives the same whether its shared experts are a kernel of their own, or two more of the routed ones."""
+    config = dataclasses.replace(PRESETS["v2-lite-tiny"], hidden_size=128, moe_intermediate_size=64, n_shared_experts=2)
+    layer = moe.MoE(dataclasses.replace(config, n_routed_experts=4, num_experts_per_tok=2), jnp.bfloat16)
+    layer.gate.weight[...] = jnp.asarray(rng.standard_normal((128, 4)), jnp.float32)
+    gate_up, down = draw_experts(rng, 128, 64, jnp.bfloat16)
+    layer.gate_up_proj[...], layer.down_proj[...] = gate_up, down
+    layer.shared_experts = shared_experts(rng, 128, 128)
+    x = jnp.asarray(rng.standard_normal((5, 128)), jnp.bfloat16)
+    want = layer(x)
+    monkeypatch.setattr(full_product, "PROGRAMS", 2)
+    monkeypatch.setattr(moe, "way_of_few_rows", lambda *_, **__: moe.hopper_all)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        out = layer(x)
+    np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=0.05)
+
+
+def test_shared_experts_of_another_width_stay_by_themselves(rng):
+    experts = moe.Experts(*draw_experts(rng, 128, 64, jnp.bfloat16))
+    assert moe.Shared.of(shared_experts(rng, 128, 128)).fit(experts)
+    assert not moe.Shared.of(shared_experts(rng, 128, 96)).fit(experts)
+
+
+def test_chains_list_the_pairs_of_every_expert():
+    chains = full_product.Chains.of(jnp.asarray([3, 1, 3, 4, 1], jnp.int32), 4)
+    assert chains.first.tolist() == [5, 1, 5, 0]
+    assert chains.next.tolist() == [2, 4, 5, 5, 5]
 
 
 def test_products_of_few_rows_refuse_what_they_cannot_take():
