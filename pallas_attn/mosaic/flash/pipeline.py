@@ -445,7 +445,7 @@ def launch(
     _require_shared_memory(front, scratch_types)
     rows, is_cut = math.prod(shape), splits.most > 1
     (result,) = plgpu.kernel(
-        functools.partial(_kernel, kernel, front, programs),
+        functools.partial(_kernel, kernel, front, programs, work.usual_heads),
         out_type=(
             Results(
                 OutputRows.types(rows, static.value_dim, out_dtype),
@@ -479,6 +479,7 @@ def _kernel(
     kernel: FlashKernel,
     front: FrontEnd,
     programs: int,
+    usual_heads: int,
     x: Any,
     tile_counter: Ref | None,
     result: Results,
@@ -488,7 +489,7 @@ def _kernel(
 ) -> None:
     def work_tiles() -> WorkTiles:
         queue = None if tile_counter is None else TileQueue(programs, tile_counter, *queue_scratch)
-        return WorkTiles.of(x.blocks, x.counts, front.num_heads, queue)
+        return WorkTiles.of(x.blocks, x.counts, front.num_heads, usual_heads, queue)
 
     kernel.body(front, x, work_tiles, result, scratch, front_scratch)
 

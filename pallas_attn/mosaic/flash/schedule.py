@@ -175,11 +175,13 @@ class WorkList(NamedTuple):
       counts: int32 [2 or 3], the number of blocks, of the heads that take turns (`WorkTiles`) and, where keys may be
         cut, of splits of each block.
       zero: int32 [1], for a `TileQueue`.
+      usual_heads: heads that take turns unless that would have a long block come last; None in the listing kernel.
     """
 
     blocks: Any
     counts: Any
     zero: Any
+    usual_heads: int | None = None
 
 
 class ListScratch(NamedTuple):
@@ -212,7 +214,7 @@ def list_blocks(blocking: Blocking, lengths: SequenceLengths, splits: KvSplits, 
             f"{lengths.sequences} sequences of {blocking.num_rows} rows, which may have {most} blocks"
         )
     lengths = lengths if splits.most > 1 else lengths._replace(window=None)
-    return _listed(blocking, splits, l2_head_group, lengths)
+    return _listed(blocking, splits, l2_head_group, lengths)._replace(usual_heads=l2_head_group)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -400,6 +402,7 @@ class WorkTiles(NamedTuple):
       num_splits: of the keys of each block, where they may be cut; else None.
       num_heads: heads, or groups of heads that share a block.
       l2_head_group: heads that take turns, whose keys and values are meant to be in the L2 cache at a time.
+      usual_heads: of the `WorkList`.
       queue: hands out numbers of work tiles; None if each program does the one of its own number.
     """
 
@@ -408,12 +411,13 @@ class WorkTiles(NamedTuple):
     num_splits: Any
     num_heads: int
     l2_head_group: Any
+    usual_heads: int
     queue: TileQueue | None
 
     @staticmethod
-    def of(blocks: Ref, counts: Ref, num_heads: int, queue: TileQueue | None) -> WorkTiles:
+    def of(blocks: Ref, counts: Ref, num_heads: int, usual_heads: int, queue: TileQueue | None) -> WorkTiles:
         num_splits = counts[2] if counts.shape[0] > 2 else None
-        return WorkTiles(blocks, counts[0], num_splits, num_heads, counts[1], queue)
+        return WorkTiles(blocks, counts[0], num_splits, num_heads, counts[1], usual_heads, queue)
 
     def produce(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> tuple[Any, Any]:
         """Fetches work tiles, and calls work(whether one came before it, number of its first tile of keys, work tile)
@@ -422,13 +426,20 @@ class WorkTiles(NamedTuple):
         Returns:
           the number of work tiles, and of tiles of keys.
         """
-        return self._each(work, lambda queue, i, before: queue.fetch(i, before, self._published))
+        likely = self._likely_block()
+
+        def fetch(queue: TileQueue, i: Any, before: Any) -> Any:
+            published = self._published if before is not None else functools.partial(self._published, likely=likely)
+            return queue.fetch(i, before, published)
+
+        return self._each(work, fetch)
 
     def consume(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> None:
         """`produce` in other warpgroups, for the work tiles that the producer has fetched."""
         self._each(work, lambda queue, i, _: queue.receive(i))
 
     def _each(self, work: Callable[..., Any], number_of: Callable[[TileQueue, Any, Any], Any]) -> tuple[Any, Any]:
+        likely = self._likely_block() if self.queue is None else None
         queue, work_tiles = self.queue, self._blocks_of_head * self.num_heads
 
         def number(i: Any, before: Any) -> Any:
@@ -439,7 +450,7 @@ class WorkTiles(NamedTuple):
 
         def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             i, work_tile, kv_tile = state
-            described = self._work_tile(work_tile) if queue is None else self._received(queue, i)
+            described = self._work_tile(work_tile, likely) if queue is None else self._received(queue, i)
             kv_tile += work(i > 0, kv_tile, described)
             return i + 1, number(i + 1, work_tile), kv_tile
 
@@ -452,18 +463,35 @@ class WorkTiles(NamedTuple):
         """Number of the blocks of a head, or of their splits."""
         return self.num_blocks if self.num_splits is None else self.num_blocks * self.num_splits
 
-    def _work_tile(self, number: Any) -> FlashWorkTile:
-        """The work tile of a number, from the list."""
+    def _work_tile(self, number: Any, likely: tuple[Any, QueryBlock] | None = None) -> FlashWorkTile:
+        """The work tile of a number, from the list.
+
+        Args:
+          likely: row of the list and the block there, which are taken if it is the work tile's.
+        """
         group, rest = divide(number, self._blocks_of_head * self.l2_head_group)
         row, head = divide(rest, self.l2_head_group)
         row, split = (row, None) if self.num_splits is None else divide(row, self.num_splits)
-        block = QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
+        if likely is None:
+            block = self._block(row)
+        else:
+            block = lax.cond(row == likely[0], lambda: likely[1], lambda: self._block(row))
         return FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits)
 
-    def _published(self, number: Any) -> list[Any]:
+    def _likely_block(self) -> tuple[Any, QueryBlock]:
+        """Row and block of a program's first work tile, if heads take turns as usual and keys are not cut: known
+        before the counts are, for which a program waits as long again.
+        """
+        row = lax.div(lax.axis_index("program"), jnp.int32(self.usual_heads))
+        return row, self._block(jnp.minimum(row, self.blocks.shape[0] - 1))
+
+    def _block(self, row: Any) -> QueryBlock:
+        return QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
+
+    def _published(self, number: Any, likely: tuple[Any, QueryBlock] | None = None) -> list[Any]:
         """Fields of a work tile that the queue passes on; arbitrary beyond the last."""
         last = self._blocks_of_head * self.num_heads - 1
-        tile = self._work_tile(jnp.minimum(number, last))
+        tile = self._work_tile(jnp.minimum(number, last), likely)
         return [*tile.block, tile.head, 0 if tile.split is None else tile.split]
 
     def _received(self, queue: TileQueue, i: Any) -> FlashWorkTile:
