@@ -175,7 +175,7 @@ class WorkList(NamedTuple):
       counts: int32 [2 or 3], the number of blocks, of the heads that take turns (`WorkTiles`) and, where keys may be
         cut, of splits of each block.
       zero: int32 [1], for a `TileQueue`.
-      usual_heads: heads that take turns unless that would have a long block come last; None in the listing kernel.
+      usual_heads: heads that take turns by what shapes tell, without the lengths; None in the listing kernel.
     """
 
     blocks: Any
@@ -214,7 +214,9 @@ def list_blocks(blocking: Blocking, lengths: SequenceLengths, splits: KvSplits, 
             f"{lengths.sequences} sequences of {blocking.num_rows} rows, which may have {most} blocks"
         )
     lengths = lengths if splits.most > 1 else lengths._replace(window=None)
-    return _listed(blocking, splits, l2_head_group, lengths)._replace(usual_heads=l2_head_group)
+    by_blocks = blocking.num_rows * blocking.heads > lengths.sequences * blocking.block_rows
+    usual_heads = l2_head_group if by_blocks else splits.heads
+    return _listed(blocking, splits, l2_head_group, lengths)._replace(usual_heads=usual_heads)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -286,6 +288,8 @@ def _list_kernel(
     heads = PER_THREAD.filled(jnp.int32(splits.heads), THREADS)
     if by_turns:
         heads = _heads_in_turn(splits, l2_head_group, count, longest, lanes.sum(cost))
+        # Blocks of as many sequences share no keys, and heads of one lie side by side in memory.
+        heads = jnp.where(count <= x.sequences, jnp.int32(splits.heads), heads)
     PER_THREAD.put(listed.counts, jnp.where(lane == 0, 1, -1), heads)
     if splits.most > 1:
         num_splits = splits.choose(lanes, count, _limit_by_windows(blocking, x, lanes, longest))
@@ -395,6 +399,7 @@ class WorkTiles(NamedTuple):
     """The work tiles of all programs, numbered so that those which share keys run at about the same time.
 
     A group of `l2_head_group` heads takes its turn on all blocks before the next group does; within it heads alternate.
+    Where no two blocks of a head share keys all heads are one group.
 
     Attributes:
       blocks: int32 [n, fields of a `QueryBlock`] in global memory.
