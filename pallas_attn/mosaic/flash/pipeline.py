@@ -436,7 +436,7 @@ def launch(
     """
     static, work_tiles = front.static, work.blocks.shape[0] * front.num_heads * splits.most
     programs = min(work_tiles, basics.multiprocessors())
-    tile_counter = TileQueue.counter(work.zero, programs, work_tiles)
+    tile_counter = TileQueue.counter(programs, work_tiles)
     scratch_types = (
         kernel.scratch,
         TileQueue.scratch_types(tile_counter, kernel.queue_slots, orders_tensor_core=kernel.orders_tensor_core),
@@ -444,13 +444,14 @@ def launch(
     )
     _require_shared_memory(front, scratch_types)
     rows, is_cut = math.prod(shape), splits.most > 1
-    (result,) = plgpu.kernel(
+    result, _ = plgpu.kernel(
         functools.partial(_kernel, kernel, front, programs, work.usual_heads),
         out_type=(
             Results(
                 OutputRows.types(rows, static.value_dim, out_dtype),
                 RowState.types(splits.most * rows, static.value_dim) if is_cut else None,
             ),
+            tile_counter,
         ),
         grid=(programs,),
         grid_names=("program",),
@@ -459,7 +460,7 @@ def launch(
         scratch_types=scratch_types,
         compiler_params=front.compiler_params,
         kernel_name=front.kernel_name,
-    )(basics.materialize(inputs), tile_counter)
+    )(basics.materialize(inputs))
     out, lse = merge_splits(result.partial, result.finished, work.counts, sinks) if is_cut else result.finished
     return out.reshape(*shape, -1), lse.reshape(shape)
 
@@ -481,8 +482,8 @@ def _kernel(
     programs: int,
     usual_heads: int,
     x: Any,
-    tile_counter: Ref | None,
     result: Results,
+    tile_counter: Ref | None,
     scratch: Any,
     queue_scratch: Any,
     front_scratch: Any,

@@ -35,8 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref
-from jaxtyping import Array, Int32
+from jaxlib.mlir.dialects import llvm, memref
 
 from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.basics import Ref, interpreted
@@ -174,13 +173,11 @@ class WorkList(NamedTuple):
       blocks: int32 [most, fields of a `QueryBlock`]; the first `counts[0]` rows are set.
       counts: int32 [2 or 3], the number of blocks, of the heads that take turns (`WorkTiles`) and, where keys may be
         cut, of splits of each block.
-      zero: int32 [1], for a `TileQueue`.
       usual_heads: heads that take turns by what shapes tell, without the lengths; None in the listing kernel.
     """
 
     blocks: Any
     counts: Any
-    zero: Any
     usual_heads: int | None = None
 
 
@@ -235,7 +232,6 @@ def _listed(blocking: Blocking, splits: KvSplits, l2_head_group: int, lengths: S
             WorkList(
                 jax.ShapeDtypeStruct((most * len(QueryBlock._fields),), jnp.int32),
                 jax.ShapeDtypeStruct((2 if splits.most == 1 else 3,), jnp.int32),
-                jax.ShapeDtypeStruct((1,), jnp.int32),
             ),
         ),
         scratch_types=(scratch,),
@@ -281,7 +277,6 @@ def _list_kernel(
     most_tiles, cost = lanes.each_chunk(scratch.sort_keys.shape[0], store_sort_keys, (zeros, zeros))
     lanes.barrier()
     lanes.each_chunk(most, write)
-    PER_THREAD.put(listed.zero, jnp.where(lane == 0, 0, -1), zeros)
     PER_THREAD.put(listed.counts, jnp.where(lane == 0, 0, -1), count)
     by_turns = l2_head_group < splits.heads
     longest = lanes.max(most_tiles) if by_turns or splits.most > 1 else None
@@ -435,7 +430,7 @@ class WorkTiles(NamedTuple):
 
         def fetch(queue: TileQueue, i: Any, before: Any) -> Any:
             published = self._published if before is not None else functools.partial(self._published, likely=likely)
-            return queue.fetch(i, before, published)
+            return queue.fetch(i, before, self._work_tiles, published)
 
         return self._each(work, fetch)
 
@@ -445,7 +440,7 @@ class WorkTiles(NamedTuple):
 
     def _each(self, work: Callable[..., Any], number_of: Callable[[TileQueue, Any, Any], Any]) -> tuple[Any, Any]:
         likely = self._likely_block() if self.queue is None else None
-        queue, work_tiles = self.queue, self._blocks_of_head * self.num_heads
+        queue, work_tiles = self.queue, self._work_tiles
 
         def number(i: Any, before: Any) -> Any:
             """Number of the program's i-th work tile; `before` is that of the one before it, if there is one."""
@@ -462,6 +457,11 @@ class WorkTiles(NamedTuple):
         first = (jnp.int32(0), number(jnp.int32(0), None), jnp.int32(0))
         i, _, kv_tiles = lax.while_loop(lambda state: state[1] < work_tiles, step, first)
         return i, kv_tiles
+
+    @property
+    def _work_tiles(self) -> Any:
+        """Number of work tiles."""
+        return self._blocks_of_head * self.num_heads
 
     @property
     def _blocks_of_head(self) -> Any:
@@ -495,7 +495,7 @@ class WorkTiles(NamedTuple):
 
     def _published(self, number: Any, likely: tuple[Any, QueryBlock] | None = None) -> list[Any]:
         """Fields of a work tile that the queue passes on; arbitrary beyond the last."""
-        last = self._blocks_of_head * self.num_heads - 1
+        last = self._work_tiles - 1
         tile = self._work_tile(jnp.minimum(number, last), likely)
         return [*tile.block, tile.head, 0 if tile.split is None else tile.split]
 
@@ -504,6 +504,14 @@ class WorkTiles(NamedTuple):
         *block, head, split = queue.published(i)
         block = QueryBlock(*block)
         return FlashWorkTile(block, head, None if self.num_splits is None else split, self.num_splits)
+
+
+OPEN = 0x7FE9B1E7
+"""Upper half of a `TileQueue`'s counter once that was set to 0: NaN in 32 bits and in both 16, with digits that no
+arithmetic gives.
+"""
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 class TileQueue(NamedTuple):
@@ -517,9 +525,16 @@ class TileQueue(NamedTuple):
     values that the producer copied last took the place of those that are `stages` tiles older, after whose
     probabilities all consumers had begun with a work tile that recent.
 
+    The counter is an output of the kernel, which holds anything to begin with. Of an array of zeros, which calls share,
+    XLA would make a copy for each. The first program sets the counter to 0 when it begins, and its upper half to
+    `OPEN`; a program that counts before that finds something else there, and counts again. Each program asks once for
+    a work tile past the last, so that the number of all work tiles is counted: who counts the last one sets the upper
+    half to 0, lest a later call find `OPEN` in the same memory.
+
     Attributes:
       programs: number of programs.
-      tile_counter: int32 [1] in global memory, 0 to begin with: work tiles fetched after the first ones.
+      tile_counter: int32 [2] in global memory, one number of 64 bits: how many work tiles were asked for after the
+        first ones, and `OPEN`.
       next_tile: int32 [slots, fields] in shared memory: the number of a work tile, and what is published of it.
       fetched: a barrier at which the producer waits for itself.
       landed: a barrier for each slot.
@@ -532,9 +547,9 @@ class TileQueue(NamedTuple):
     landed: Ref
 
     @staticmethod
-    def counter(zero: Int32[Array, "1"], programs: int, work_tiles: int) -> Ref | None:
-        """`tile_counter` made of the list's `zero`, or None if no work tile is left after the first ones."""
-        return basics.alias_in_place(zero) if programs < work_tiles else None
+    def counter(programs: int, work_tiles: int) -> jax.ShapeDtypeStruct | None:
+        """Type of `tile_counter`, or None if no work tile is left after the first ones."""
+        return jax.ShapeDtypeStruct((2,), jnp.int32) if programs < work_tiles else None
 
     @staticmethod
     def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> Any:
@@ -548,41 +563,68 @@ class TileQueue(NamedTuple):
     def slot(self, i: Any) -> Any:
         return ring_slot(i, self.next_tile.shape[0])
 
-    def fetch(self, i: Any, before: Any, published: Callable[[Any], list[Any]]) -> Any:
+    def fetch(self, i: Any, before: Any, work_tiles: Any, published: Callable[[Any], list[Any]]) -> Any:
         """Number of a producer's i-th work tile, after that of number `before`; beyond the last if none is left.
 
         Args:
+          work_tiles: number of all.
           published: published(number) makes the fields of a work tile that others are told.
         """
         slot = self.slot(i)
         if before is None:
             self.next_tile[slot, 0] = lax.axis_index("program")
+            if not interpreted():
+                pl.when((lax.axis_index("program") == 0) & (work_tiles > 0))(self._open)
         elif interpreted():
             self.next_tile[slot, 0] = before + self.programs
         else:
-            self._increment(slot)
-            plgpu.barrier_arrive(self.fetched)
-            plgpu.barrier_wait(self.fetched)
+
+            def count(_: Any) -> Any:
+                self._increment(slot, work_tiles)
+                plgpu.barrier_arrive(self.fetched)
+                plgpu.barrier_wait(self.fetched)
+                return self.next_tile[slot, 0]
+
+            lax.while_loop(lambda number: number < 0, count, jnp.int32(-1))
         for field, value in enumerate(published(self.next_tile[slot, 0]), 1):
             self.next_tile[slot, field] = value
         plgpu.barrier_arrive(self.landed.at[slot])
         return self.receive(i)
 
-    def _increment(self, slot: Any) -> None:
-        """Writes to a slot what the counter was, plus the number of programs, and counts it up."""
+    def _open(self) -> None:
+        """Sets the counter to 0, and lets other programs know."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def begin(_: Any, tile_counter: ir.Value) -> None:
+            with mgpu.utils.single_thread(mgpu.utils.ThreadSubset.WARPGROUP):
+                text = f"st.relaxed.gpu.global.b64 [$0], {OPEN << 32};"
+                void = ir.Type.parse("!llvm.void")
+                llvm.inline_asm(void, [_address(tile_counter)], text, "l,~{memory}", has_side_effects=True)
+
+        begin(self.tile_counter)
+
+    def _increment(self, slot: Any, work_tiles: Any) -> None:
+        """Counts up, and writes to a slot the number of programs plus what the counter was; -1 if that was not set."""
         programs = self.programs
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-        def increment(_: Any, tile_counter: ir.Value, next_tile: ir.Value) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
+        def increment(_: Any, tile_counter: ir.Value, next_tile: ir.Value, work_tiles: Any) -> None:
+            i32 = ir.IntegerType.get_signless(32)
             with mgpu.utils.single_thread(mgpu.utils.ThreadSubset.WARPGROUP):
-                one = mgpu.c(1, ir.IntegerType.get_signless(32))
-                ordering, add = llvm.AtomicOrdering.monotonic, llvm.AtomicBinOp.add
-                pointer = mgpu.utils.memref_ptr(tile_counter)
-                number = llvm.atomicrmw(add, pointer, one, ordering, syncscope="device")
+                # The last program sets the counter to something else.
+                text = (
+                    "{ .reg .pred is_open, last; .reg .b64 counted; .reg .b32 open, next; "
+                    "atom.relaxed.gpu.global.add.u64 counted, [$1], 1; mov.b64 {$0, open}, counted; "
+                    f"setp.eq.b32 is_open, open, {OPEN}; add.s32 next, $0, 1; setp.eq.and.b32 last, next, $2, is_open; "
+                    f"add.s32 $0, $0, {programs}; selp.b32 $0, $0, -1, is_open; "
+                    "@last st.relaxed.gpu.global.b64 [$1], 0; }"
+                )
+                operands = [_address(tile_counter), work_tiles.registers.item()]
+                number = llvm.inline_asm(i32, operands, text, "=&r,l,r,~{memory}", has_side_effects=True)
                 first: Any = mgpu.c(0, ir.IndexType.get())
-                memref.store(arith.addi(number, mgpu.c(programs, one.type)), next_tile, [first])
+                memref.store(number, next_tile, [first])
 
-        increment(self.tile_counter, self.next_tile.at[slot])
+        increment(self.tile_counter, self.next_tile.at[slot], work_tiles)
 
     def receive(self, i: Any) -> Any:
         """Number of the i-th work tile, when it is there."""
@@ -593,6 +635,10 @@ class TileQueue(NamedTuple):
     def published(self, i: Any) -> list[Any]:
         """Published fields of the i-th work tile, which is there."""
         return [self.next_tile[self.slot(i), field] for field in range(1, self.next_tile.shape[1])]
+
+
+def _address(ref: ir.Value) -> ir.Value:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
 
 
 # --- arithmetic
