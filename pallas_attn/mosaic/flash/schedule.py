@@ -432,13 +432,17 @@ class WorkTiles(NamedTuple):
             published = self._published if before is not None else functools.partial(self._published, likely=likely)
             return queue.fetch(i, before, self._work_tiles, published)
 
-        return self._each(work, fetch)
+        count, number, kv_tiles = self._each(work, fetch)
+        if self.queue is not None:
+            self.queue.close(number, self._work_tiles)
+        return count, kv_tiles
 
     def consume(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> None:
         """`produce` in other warpgroups, for the work tiles that the producer has fetched."""
         self._each(work, lambda queue, i, _: queue.receive(i))
 
-    def _each(self, work: Callable[..., Any], number_of: Callable[[TileQueue, Any, Any], Any]) -> tuple[Any, Any]:
+    def _each(self, work: Callable[..., Any], number_of: Callable[[TileQueue, Any, Any], Any]) -> tuple[Any, Any, Any]:
+        """The number of work tiles, the number that comes after the last one's, and that of tiles of keys."""
         likely = self._likely_block() if self.queue is None else None
         queue, work_tiles = self.queue, self._work_tiles
 
@@ -455,8 +459,7 @@ class WorkTiles(NamedTuple):
             return i + 1, number(i + 1, work_tile), kv_tile
 
         first = (jnp.int32(0), number(jnp.int32(0), None), jnp.int32(0))
-        i, _, kv_tiles = lax.while_loop(lambda state: state[1] < work_tiles, step, first)
-        return i, kv_tiles
+        return lax.while_loop(lambda state: state[1] < work_tiles, step, first)
 
     @property
     def _work_tiles(self) -> Any:
@@ -510,8 +513,6 @@ OPEN = 0x7FE9B1E7
 """Upper half of a `TileQueue`'s counter once that was set to 0: NaN in 32 bits and in both 16, with digits that no
 arithmetic gives.
 """
-
-SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 class TileQueue(NamedTuple):
@@ -574,57 +575,59 @@ class TileQueue(NamedTuple):
         if before is None:
             self.next_tile[slot, 0] = lax.axis_index("program")
             if not interpreted():
-                pl.when((lax.axis_index("program") == 0) & (work_tiles > 0))(self._open)
+                pl.when((lax.axis_index("program") == 0) & (work_tiles > 0))(lambda: self._set(OPEN << 32))
         elif interpreted():
             self.next_tile[slot, 0] = before + self.programs
         else:
 
             def count(_: Any) -> Any:
-                self._increment(slot, work_tiles)
+                self._increment(slot)
                 plgpu.barrier_arrive(self.fetched)
                 plgpu.barrier_wait(self.fetched)
                 return self.next_tile[slot, 0]
 
             lax.while_loop(lambda number: number < 0, count, jnp.int32(-1))
-        for field, value in enumerate(published(self.next_tile[slot, 0]), 1):
+        number = self.next_tile[slot + basics.unknown_zero(), 0]  # whose address is not kept
+        for field, value in enumerate(published(number), 1):
             self.next_tile[slot, field] = value
         plgpu.barrier_arrive(self.landed.at[slot])
         return self.receive(i)
 
-    def _open(self) -> None:
-        """Sets the counter to 0, and lets other programs know."""
+    def close(self, number: Any, work_tiles: Any) -> None:
+        """Ends the counter's use if this is the number that was fetched last, of so many work tiles."""
+        if not interpreted():
+            pl.when(number == work_tiles + (self.programs - 1))(lambda: self._set(0))
+
+    def _set(self, counter: int) -> None:
+        """Store all 64 bits of the counter."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def begin(_: Any, tile_counter: ir.Value) -> None:
+        def store(_: Any, tile_counter: ir.Value) -> None:
             with mgpu.utils.single_thread(mgpu.utils.ThreadSubset.WARPGROUP):
-                text = f"st.relaxed.gpu.global.b64 [$0], {OPEN << 32};"
-                void = ir.Type.parse("!llvm.void")
+                void, text = ir.Type.parse("!llvm.void"), f"st.relaxed.gpu.global.b64 [$0], {counter};"
                 llvm.inline_asm(void, [_address(tile_counter)], text, "l,~{memory}", has_side_effects=True)
 
-        begin(self.tile_counter)
+        store(self.tile_counter)
 
-    def _increment(self, slot: Any, work_tiles: Any) -> None:
+    def _increment(self, slot: Any) -> None:
         """Counts up, and writes to a slot the number of programs plus what the counter was; -1 if that was not set."""
         programs = self.programs
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
-        def increment(_: Any, tile_counter: ir.Value, next_tile: ir.Value, work_tiles: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        def increment(_: Any, tile_counter: ir.Value, next_tile: ir.Value) -> None:
             i32 = ir.IntegerType.get_signless(32)
             with mgpu.utils.single_thread(mgpu.utils.ThreadSubset.WARPGROUP):
-                # The last program sets the counter to something else.
                 text = (
-                    "{ .reg .pred is_open, last; .reg .b64 counted; .reg .b32 open, next; "
+                    "{ .reg .pred is_open; .reg .b64 counted; .reg .b32 open; "
                     "atom.relaxed.gpu.global.add.u64 counted, [$1], 1; mov.b64 {$0, open}, counted; "
-                    f"setp.eq.b32 is_open, open, {OPEN}; add.s32 next, $0, 1; setp.eq.and.b32 last, next, $2, is_open; "
-                    f"add.s32 $0, $0, {programs}; selp.b32 $0, $0, -1, is_open; "
-                    "@last st.relaxed.gpu.global.b64 [$1], 0; }"
+                    f"setp.eq.b32 is_open, open, {OPEN}; "
+                    f"add.s32 $0, $0, {programs}; selp.b32 $0, $0, -1, is_open; }}"
                 )
-                operands = [_address(tile_counter), work_tiles.registers.item()]
-                number = llvm.inline_asm(i32, operands, text, "=&r,l,r,~{memory}", has_side_effects=True)
+                number = llvm.inline_asm(i32, [_address(tile_counter)], text, "=&r,l,~{memory}", has_side_effects=True)
                 first: Any = mgpu.c(0, ir.IndexType.get())
                 memref.store(number, next_tile, [first])
 
-        increment(self.tile_counter, self.next_tile.at[slot], work_tiles)
+        increment(self.tile_counter, self.next_tile.at[slot])
 
     def receive(self, i: Any) -> Any:
         """Number of the i-th work tile, when it is there."""
