@@ -67,7 +67,6 @@ class FlashStatic:
       query_terms: 16-bit numbers whose sum a query is.
       block_heads: heads of a group that share blocks (`BlockRows`).
       dequantizes: whether keys and values come as 8 bits, of which the producer makes 16.
-      halves: whether a consumer may multiply the first half of a block's only tile alone.
     """
 
     key_dim: int
@@ -83,7 +82,6 @@ class FlashStatic:
     query_terms: int = 1
     block_heads: int = 1
     dequantizes: bool = False
-    halves: bool = False
 
     @property
     def block_rows(self) -> int:

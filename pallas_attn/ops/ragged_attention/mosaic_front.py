@@ -79,13 +79,11 @@ def attend(
     settings: FlashConfig,
     tile_rows: int,
     rows: RowLayout,
-    *,
-    halves: bool = False,
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
     """Output and LSE, by the kernel of an architecture with these sizes.
 
     Args:
-      tile_rows, rows, halves: see `FlashStatic`.
+      tile_rows, rows: see `FlashStatic`.
     """
     (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = call.q.shape, call.v.shape
     static = FlashStatic(
@@ -100,7 +98,6 @@ def attend(
         rows=rows,
         soft_cap=call.soft_cap,
         block_heads=shared_heads(num_heads // num_kv_heads, tile_rows),
-        halves=halves,
     )
     blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal, static.block_heads)
     lengths = SequenceLengths(call.cu_q_lens, call.cu_kv_lens)
@@ -210,24 +207,17 @@ class RaggedTile(NamedTuple):
         x, static, rings, block = self.x, self.static, producer.rings, self.block
         kv_head = lax.div(self.rows.first_head, x.q.shape[1] // x.k.shape[1])
 
-        columns = self.first_columns(static.consumers - 1)
-        seen = self.first_row(0) + columns
-        used: Any = static.tile_keys
-        if static.halves:
-            used = jnp.where((self.kv_tiles == 1) & (columns <= used // 2), used // 2, used)
-
         def keys(i: Any) -> None:
-            copy = functools.partial(copy_rows, x.k, self.first_row(i), kv_head, end=seen)
+            copy = functools.partial(copy_rows, x.k, self.first_row(i), kv_head, end=block.end_key)
             producer.load_keys(kv_tile + i, copy)
 
         def values(i: Any) -> None:
             start = self.first_row(i)
             low = jnp.maximum(start, self.oldest_key)
-            end = jnp.minimum(block.end_key, start + used)
             producer.load_values(
                 kv_tile + i,
-                functools.partial(copy_rows, x.v, start, kv_head, end=end),
-                whole=(start == low) & (start + used <= end),
+                functools.partial(copy_rows, x.v, start, kv_head, end=block.end_key),
+                whole=(start == low) & (start + static.tile_keys <= block.end_key),
                 live_mask=lambda token: (token >= low - start) & (token < block.end_key - start),
             )
 
@@ -253,7 +243,7 @@ class RaggedTile(NamedTuple):
         consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row), self.work.is_whole))
 
     def first_columns(self, number: Any) -> Any:
-        """See `ScoreTransform`; of the last consumer's rows, the last of the block, the largest."""
+        """See `ScoreTransform`."""
         block, end = self.block, self.block.end_key
         if self.front.causal:
             end = jnp.minimum(end, self.rows.last_query(number) + block.end_key - block.end_row + 1)

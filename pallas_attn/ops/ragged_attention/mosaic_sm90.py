@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.sm90.flash.kernel import LEAST_KEYS, QUERIES, ROWS, flash_attention
+from pallas_attn.mosaic.sm90.flash.kernel import QUERIES, ROWS, flash_attention
 from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 from pallas_attn.ops.ragged_attention.mosaic_front import attend, config_key, refuse
@@ -14,6 +14,4 @@ from pallas_attn.ops.ragged_attention.mosaic_front import attend, config_key, re
 def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
     basics.require_capability((9, 0))
     refuse(call)
-    settings = config.mosaic_config(config_key(call))
-    halves = settings.tile_keys % (2 * LEAST_KEYS) == 0
-    return attend(call, flash_attention, settings, QUERIES, ROWS, halves=halves)
+    return attend(call, flash_attention, config.mosaic_config(config_key(call)), QUERIES, ROWS)

@@ -70,7 +70,7 @@ QUERIES = 64
 """Query rows of a consumer: wgmma's M."""
 
 LEAST_KEYS = 64
-"""Keys of a product of probabilities and values, at least."""
+"""Keys of a product of probabilities and values, at least: of fewer a swizzled row of a tile is not full."""
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}
@@ -185,7 +185,7 @@ class Consumer:
         plgpu.barrier_wait(self._of_own(self.rings.q_landed))
         attend = functools.partial(self._attend, begin, kv_tiles, transform, has_rows)
         half = self.static.tile_keys // 2
-        if transform.first_columns is None or not self.static.halves:
+        if transform.first_columns is None or half % LEAST_KEYS:
             return attend()
         is_half = (kv_tiles == 1) & (transform.first_columns <= half)
         return lax.cond(is_half, lambda: self._attend_half(begin, kv_tiles, transform), attend)
