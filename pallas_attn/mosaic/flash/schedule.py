@@ -178,7 +178,7 @@ class WorkList(NamedTuple):
 
     blocks: Any
     counts: Any
-    usual_heads: int | None = None
+    usual_heads: Any = None
 
 
 class ListScratch(NamedTuple):
@@ -623,7 +623,9 @@ class TileQueue(NamedTuple):
                     f"setp.eq.b32 is_open, open, {OPEN}; "
                     f"add.s32 $0, $0, {programs}; selp.b32 $0, $0, -1, is_open; }}"
                 )
-                number = llvm.inline_asm(i32, [_address(tile_counter)], text, "=&r,l,~{memory}", has_side_effects=True)
+                number: Any = llvm.inline_asm(
+                    i32, [_address(tile_counter)], text, "=&r,l,~{memory}", has_side_effects=True
+                )
                 first: Any = mgpu.c(0, ir.IndexType.get())
                 memref.store(number, next_tile, [first])
 
