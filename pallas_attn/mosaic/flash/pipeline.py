@@ -447,7 +447,7 @@ def launch(
     _require_shared_memory(front, scratch_types)
     rows, is_cut = math.prod(shape), splits.most > 1
     result, _ = plgpu.kernel(
-        functools.partial(_kernel, kernel, front, programs, work.usual_heads),
+        functools.partial(_kernel, kernel, front, programs),
         out_type=(
             Results(
                 OutputRows.types(rows, static.value_dim, out_dtype, lse=return_lse),
@@ -482,7 +482,6 @@ def _kernel(
     kernel: FlashKernel,
     front: FrontEnd,
     programs: int,
-    usual_heads: int,
     x: Any,
     result: Results,
     tile_counter: Ref | None,
@@ -492,7 +491,7 @@ def _kernel(
 ) -> None:
     def work_tiles() -> WorkTiles:
         queue = None if tile_counter is None else TileQueue(programs, tile_counter, *queue_scratch)
-        return WorkTiles.of(x.blocks, x.counts, front.num_heads, usual_heads, queue)
+        return WorkTiles.of(x.blocks, x.counts, front.num_heads, queue)
 
     kernel.body(front, x, work_tiles, result, scratch, front_scratch)
 

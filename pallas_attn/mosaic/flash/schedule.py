@@ -173,12 +173,10 @@ class WorkList(NamedTuple):
       blocks: int32 [most, fields of a `QueryBlock`]; the first `counts[0]` rows are set.
       counts: int32 [2 or 3], the number of blocks, of the heads that take turns (`WorkTiles`) and, where keys may be
         cut, of splits of each block.
-      usual_heads: heads that take turns by what shapes tell, without the lengths; None in the listing kernel.
     """
 
     blocks: Any
     counts: Any
-    usual_heads: Any = None
 
 
 class ListScratch(NamedTuple):
@@ -211,9 +209,7 @@ def list_blocks(blocking: Blocking, lengths: SequenceLengths, splits: KvSplits, 
             f"{lengths.sequences} sequences of {blocking.num_rows} rows, which may have {most} blocks"
         )
     lengths = lengths if splits.most > 1 else lengths._replace(window=None)
-    by_blocks = blocking.num_rows * blocking.heads > lengths.sequences * blocking.block_rows
-    usual_heads = l2_head_group if by_blocks else splits.heads
-    return _listed(blocking, splits, l2_head_group, lengths)._replace(usual_heads=usual_heads)
+    return _listed(blocking, splits, l2_head_group, lengths)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -402,7 +398,6 @@ class WorkTiles(NamedTuple):
       num_splits: of the keys of each block, where they may be cut; else None.
       num_heads: heads, or groups of heads that share a block.
       l2_head_group: heads that take turns, whose keys and values are meant to be in the L2 cache at a time.
-      usual_heads: of the `WorkList`.
       queue: hands out numbers of work tiles; None if each program does the one of its own number.
     """
 
@@ -411,13 +406,12 @@ class WorkTiles(NamedTuple):
     num_splits: Any
     num_heads: int
     l2_head_group: Any
-    usual_heads: int
     queue: TileQueue | None
 
     @staticmethod
-    def of(blocks: Ref, counts: Ref, num_heads: int, usual_heads: int, queue: TileQueue | None) -> WorkTiles:
+    def of(blocks: Ref, counts: Ref, num_heads: int, queue: TileQueue | None) -> WorkTiles:
         num_splits = counts[2] if counts.shape[0] > 2 else None
-        return WorkTiles(blocks, counts[0], num_splits, num_heads, counts[1], usual_heads, queue)
+        return WorkTiles(blocks, counts[0], num_splits, num_heads, counts[1], queue)
 
     def produce(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> tuple[Any, Any]:
         """Fetches work tiles, and calls work(whether one came before it, number of its first tile of keys, work tile)
@@ -426,11 +420,9 @@ class WorkTiles(NamedTuple):
         Returns:
           the number of work tiles, and of tiles of keys.
         """
-        likely = self._likely_block()
 
         def fetch(queue: TileQueue, i: Any, before: Any) -> Any:
-            published = self._published if before is not None else functools.partial(self._published, likely=likely)
-            return queue.fetch(i, before, self._work_tiles, published)
+            return queue.fetch(i, before, self._work_tiles, self._published)
 
         count, number, kv_tiles = self._each(work, fetch)
         if self.queue is not None:
@@ -443,7 +435,6 @@ class WorkTiles(NamedTuple):
 
     def _each(self, work: Callable[..., Any], number_of: Callable[[TileQueue, Any, Any], Any]) -> tuple[Any, Any, Any]:
         """The number of work tiles, the number that comes after the last one's, and that of tiles of keys."""
-        likely = self._likely_block() if self.queue is None else None
         queue, work_tiles = self.queue, self._work_tiles
 
         def number(i: Any, before: Any) -> Any:
@@ -454,7 +445,7 @@ class WorkTiles(NamedTuple):
 
         def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             i, work_tile, kv_tile = state
-            described = self._work_tile(work_tile, likely) if queue is None else self._received(queue, i)
+            described = self._work_tile(work_tile) if queue is None else self._received(queue, i)
             kv_tile += work(i > 0, kv_tile, described)
             return i + 1, number(i + 1, work_tile), kv_tile
 
@@ -471,35 +462,18 @@ class WorkTiles(NamedTuple):
         """Number of the blocks of a head, or of their splits."""
         return self.num_blocks if self.num_splits is None else self.num_blocks * self.num_splits
 
-    def _work_tile(self, number: Any, likely: tuple[Any, QueryBlock] | None = None) -> FlashWorkTile:
-        """The work tile of a number, from the list.
-
-        Args:
-          likely: row of the list and the block there, which are taken if it is the work tile's.
-        """
+    def _work_tile(self, number: Any) -> FlashWorkTile:
+        """The work tile of a number, from the list."""
         group, rest = divide(number, self._blocks_of_head * self.l2_head_group)
         row, head = divide(rest, self.l2_head_group)
         row, split = (row, None) if self.num_splits is None else divide(row, self.num_splits)
-        if likely is None:
-            block = self._block(row)
-        else:
-            block = lax.cond(row == likely[0], lambda: likely[1], lambda: self._block(row))
+        block = QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
         return FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits)
 
-    def _likely_block(self) -> tuple[Any, QueryBlock]:
-        """Row and block of a program's first work tile, if heads take turns as usual and keys are not cut: known
-        before the counts are, for which a program waits as long again.
-        """
-        row = lax.div(lax.axis_index("program"), jnp.int32(self.usual_heads))
-        return row, self._block(jnp.minimum(row, self.blocks.shape[0] - 1))
-
-    def _block(self, row: Any) -> QueryBlock:
-        return QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
-
-    def _published(self, number: Any, likely: tuple[Any, QueryBlock] | None = None) -> list[Any]:
+    def _published(self, number: Any) -> list[Any]:
         """Fields of a work tile that the queue passes on; arbitrary beyond the last."""
         last = self._work_tiles - 1
-        tile = self._work_tile(jnp.minimum(number, last), likely)
+        tile = self._work_tile(jnp.minimum(number, last))
         return [*tile.block, tile.head, 0 if tile.split is None else tile.split]
 
     def _received(self, queue: TileQueue, i: Any) -> FlashWorkTile:
@@ -580,11 +554,16 @@ class TileQueue(NamedTuple):
             self.next_tile[slot, 0] = before + self.programs
         else:
 
-            def count(_: Any) -> Any:
-                self._increment(slot)
+            def met() -> None:
                 plgpu.barrier_arrive(self.fetched)
                 plgpu.barrier_wait(self.fetched)
-                return self.next_tile[slot, 0]
+
+            def count(_: Any) -> Any:
+                self._increment(slot)
+                met()
+                number = self.next_tile[slot, 0]
+                pl.when(number < 0)(met)  # before it is written again all have read it
+                return number
 
             lax.while_loop(lambda number: number < 0, count, jnp.int32(-1))
         number = self.next_tile[slot + basics.unknown_zero(), 0]  # whose address is not kept
