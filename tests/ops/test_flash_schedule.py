@@ -262,10 +262,22 @@ def test_heads_take_turns_unless_a_long_block_would_come_last(mode: str, capsys:
     """A head has blocks of 4 tiles, and one of as many as is said."""
     with running(mode, capsys):
         for longest, programs, heads in ((4, 8, 2), (4, 32, 2), (24, 8, 4), (500, 8, 8), (500, 32, 16)):
-            case = Case(np.asarray([64] * 5), np.asarray([64 * longest, *[64 * 4] * 4]), packed_keys=False)
-            splits = KvSplits(most=1, heads=16, most_tiles=512, programs=programs)
-            listed = list_blocks(replace(RAGGED, num_rows=320, causal=False), case.lengths, splits, 2)
-            assert int(listed.counts[1]) == heads, (longest, programs)
+            case = Case(np.asarray([64, 128, 128]), np.asarray([64 * longest, 64 * 4, 64 * 4]), packed_keys=False)
+            assert turns(case, programs) == heads, (longest, programs)
+
+
+@pytest.mark.parametrize("mode", ["interpreted", compiled])
+def test_all_heads_take_turns_where_no_blocks_share_keys(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(mode, capsys):
+        assert turns(Case(np.asarray([64] * 5), np.asarray([64 * 4] * 5)), 8) == 16
+        assert turns(Case(np.asarray([64] * 4 + [128]), np.asarray([64 * 4] * 5)), 8) == 2
+
+
+def turns(case: Case, programs: int) -> int:
+    """Number of 16 heads that take turns where two fit the cache."""
+    splits = KvSplits(most=1, heads=16, most_tiles=512, programs=programs)
+    blocking = replace(RAGGED, num_rows=int(sum(case.q_lens)), causal=False)
+    return int(list_blocks(blocking, case.lengths, splits, 2).counts[1])
 
 
 @pytest.mark.parametrize(("group", "heads"), [(1, 1), (4, 4), (5, 5), (7, 7), (14, 7), (16, 8)])

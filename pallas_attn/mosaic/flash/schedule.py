@@ -284,6 +284,8 @@ def _list_kernel(
     heads = PER_THREAD.filled(jnp.int32(splits.heads), THREADS)
     if by_turns:
         heads = _heads_in_turn(splits, l2_head_group, count, longest, lanes.sum(cost))
+        # Blocks of as many sequences share no keys, and heads of a token lie side by side in memory.
+        heads = jnp.where(count <= x.sequences, jnp.int32(splits.heads), heads)
     PER_THREAD.put(listed.counts, jnp.where(lane == 0, 1, -1), heads)
     if splits.most > 1:
         num_splits = splits.choose(lanes, count, _limit_by_windows(blocking, x, lanes, longest))
@@ -393,6 +395,7 @@ class WorkTiles(NamedTuple):
     """The work tiles of all programs, numbered so that those which share keys run at about the same time.
 
     A group of `l2_head_group` heads takes its turn on all blocks before the next group does; within it heads alternate.
+    Where there are no more blocks of a head than sequences, all heads are one group.
 
     Attributes:
       blocks: int32 [n, fields of a `QueryBlock`] in global memory.
