@@ -223,6 +223,8 @@ PREFILL: dict[str, DeferredCase] = {
         192, 128, 16, 16, dtype=jnp.float16, causal=False, out_dtype=jnp.float32, tokens=70_000
     ),
     "ragged-192-128-few": ragged(192, 128, 16, 16, **FEW),
+    "ragged-192-128-without-lse": ragged(192, 128, 16, 16, return_lse=False),
+    "ragged-192-128-few-without-lse": ragged(192, 128, 16, 16, **FEW, return_lse=False),
     "ragged-64-64-all-options": ragged(64, 64, **RAGGED_OPTIONS),
     "ragged-vmap": mapped(ragged(64, 64)),
     "ragged-export": exported(ragged(128, 128)),

@@ -95,6 +95,16 @@ def test_windows_caps_and_sinks_where_keys_are_cut() -> None:
     assert parts[0].most > 1
 
 
+@pytest.mark.parametrize(("multiprocessors", "stages"), [(None, 2), (16, 3)], ids=["whole", "cut"])
+def test_outputs_are_the_same_without_an_lse(multiprocessors: int | None, stages: int) -> None:
+    variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=stages, consumers=1))
+    case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320)
+    arrays = Inputs.draw(case, harness.fresh_rng()).arguments()
+    with contextlib.nullcontext() if multiprocessors is None else harness.keys_cut(multiprocessors):
+        out, _ = call(variant, case, arrays)
+        harness.assert_same_bits(harness.compiled(ragged_attention, variant, **case.static)(**arrays), out)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_a_window_leaves_the_tiles_that_it_reaches_into(splits: int) -> None:
     """A sequence of 100 queries at rows 13 to 113, and of 3,000 keys from 77 on; blocks of 64 rows."""

@@ -416,8 +416,10 @@ def launch(
     shape: tuple[int, int],
     sinks: Float[Array, "Hq"] | None,
     out_dtype: jax.typing.DTypeLike,
-) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
-    """Output and LSE of `shape` [T, Hq] queries.
+    return_lse: bool,
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
+    """Output of `shape` [T, Hq] queries, and their LSE, or None if it is not to be returned: single numbers in memory
+    take longer to write than their bytes tell.
 
     Args:
       inputs: operands of the front end; `q` is among them, and `blocks` and `counts` of the work list.
@@ -437,7 +439,7 @@ def launch(
         functools.partial(_kernel, kernel, front, programs),
         out_type=(
             Results(
-                OutputRows.types(rows, static.value_dim, out_dtype),
+                OutputRows.types(rows, static.value_dim, out_dtype, lse=return_lse),
                 RowState.types(splits.most * rows, static.value_dim) if is_cut else None,
             ),
         ),
@@ -450,7 +452,7 @@ def launch(
         kernel_name=front.kernel_name,
     )(basics.materialize(inputs), tile_counter)
     out, lse = merge_splits(result.partial, result.finished, work.counts, sinks) if is_cut else result.finished
-    return out.reshape(*shape, -1), lse.reshape(shape)
+    return out.reshape(*shape, -1), None if lse is None else lse.reshape(shape)
 
 
 def _require_shared_memory(front: FrontEnd, scratch_types: Any) -> None:

@@ -171,15 +171,16 @@ class RowState(NamedTuple):
 
 
 class OutputRows(NamedTuple):
-    """Finished rows: out [n, Dv] and lse [n], arrays or references to them."""
+    """Finished rows: out [n, Dv] and lse [n], arrays or references to them; lse is None where it is not returned."""
 
     out: Any
     lse: Any
 
     @staticmethod
-    def types(rows: int, value_dim: int, dtype: jax.typing.DTypeLike) -> OutputRows:
+    def types(rows: int, value_dim: int, dtype: jax.typing.DTypeLike, *, lse: bool) -> OutputRows:
         """Shapes of so many rows."""
-        return OutputRows(jax.ShapeDtypeStruct((rows, value_dim), dtype), jax.ShapeDtypeStruct((rows,), jnp.float32))
+        each = jax.ShapeDtypeStruct((rows,), jnp.float32) if lse else None
+        return OutputRows(jax.ShapeDtypeStruct((rows, value_dim), dtype), each)
 
 
 # --- merging
@@ -200,7 +201,7 @@ def merge_splits(
       counts: of the `WorkList`.
       sinks: learned logits of the heads of the rows, which alternate.
     """
-    out, lse = (basics.alias_in_place(x) for x in finished)
+    out, lse = (None if x is None else basics.alias_in_place(x) for x in finished)
     n, value_dim = finished.out.shape
     layout = RowLayout(min(32, value_dim // 4), 4)
     plgpu.kernel(
@@ -211,10 +212,12 @@ def merge_splits(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_prefill_splits",
     )(*basics.materialize((partials, counts, sinks)), out, lse)
-    return OutputRows(basics.read_back(out), basics.read_back(lse))
+    return OutputRows(*(None if x is None else basics.read_back(x) for x in (out, lse)))
 
 
-def _merge_kernel(layout: RowLayout, partials: RowState, counts: Ref, sinks: Ref | None, out: Ref, lse: Ref) -> None:
+def _merge_kernel(
+    layout: RowLayout, partials: RowState, counts: Ref, sinks: Ref | None, out: Ref, lse: Ref | None
+) -> None:
     (n, value_dim), num_splits = out.shape, counts[2]
     row = layout.iota(MERGED_ROWS) + lax.axis_index("program") * MERGED_ROWS
     place = jnp.where(row < n, row, -1)
@@ -246,4 +249,5 @@ def _merge_kernel(layout: RowLayout, partials: RowState, counts: Ref, sinks: Ref
             )
             sink = layout.take(sinks, head)
         layout.store(out, place, 0, state.output(sink).astype(out.dtype))
-        layout.put(lse, place, state.lse())
+        if lse is not None:
+            layout.put(lse, place, state.lse())

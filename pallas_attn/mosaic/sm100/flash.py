@@ -172,7 +172,7 @@ class TensorScratch(NamedTuple):
 
 def flash_attention(
     front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
-) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
     """Output and LSE; see `flash.pipeline.launch`."""
     static = front.static
     _require_tmem(static)
@@ -471,7 +471,11 @@ class SoftmaxConsumer:
             ROWS.put(states.m, row, state.m)
             ROWS.put(states.l, row, state.l)
 
-        result.store(options.is_whole, lambda rows: ROWS.put(rows.lse, row, RowState(None, *state).lse()), partial_sums)
+        def finished_sums(rows: OutputRows) -> None:
+            if rows.lse is not None:
+                ROWS.put(rows.lse, row, RowState(None, *state).lse())
+
+        result.store(options.is_whole, finished_sums, partial_sums)
 
 
 # --- a tile of scores

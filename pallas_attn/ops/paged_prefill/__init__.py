@@ -89,6 +89,7 @@ def paged_prefill(
         out_dtype=out_dtype,
         draft_mask=draft_mask,
         q_scale=checks.number("q_scale", q_scale),
+        return_lse=bool(return_lse),
     )
     call.validate()
     has_tokens = call.num_tokens and call.num_sequences

@@ -18,7 +18,7 @@ from pallas_attn.types import FLOAT8, HeadWindow, PagedKV
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedPrefillCall:
-    """The arguments of `paged_prefill`, described there; `return_lse` and `implementation` are not the kernel's."""
+    """The arguments of `paged_prefill`, described there; `implementation` is not the kernel's."""
 
     op: ClassVar[str] = "paged_prefill"
 
@@ -35,6 +35,7 @@ class PagedPrefillCall:
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
     draft_mask: Bool[Array, "T M"] | None = None
     q_scale: float | None = dataclasses.field(default=None, metadata={"static": True})
+    return_lse: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def num_tokens(self) -> int:

@@ -105,11 +105,11 @@ def config_key(call: PagedPrefillCall) -> config.PagedPrefillKey:
 
 def attend(
     call: PagedPrefillCall,
-    flash_attention: Callable[..., tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]],
+    flash_attention: Callable[..., tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]],
     settings: FlashConfig,
     tile_rows: int,
     rows: RowLayout,
-) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]:
     """Output and LSE, by the kernel of an architecture with these sizes.
 
     Args:
@@ -146,7 +146,8 @@ def attend(
         sinks=call.sinks,
     )
     shape = call.num_tokens, front.num_q_heads
-    return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
+    results = {"shape": shape, "out_dtype": call.output_dtype, "return_lse": call.return_lse}
+    return flash_attention(front, inputs, work, splits, sinks=call.sinks, **results)
 
 
 def refuse(call: PagedPrefillCall) -> None:

@@ -11,7 +11,7 @@ from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.ops.paged_prefill.mosaic_front import attend, config_key, refuse
 
 
-def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]:
     basics.require_capability((10, 0))
     refuse(call)
     return attend(call, flash_attention, config.sm100_config(config_key(call)), QUERIES, ROWS)

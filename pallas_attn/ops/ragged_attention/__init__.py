@@ -70,6 +70,7 @@ def ragged_attention(
         sm_scale=checks.number("sm_scale", sm_scale),
         soft_cap=checks.number("soft_cap", soft_cap),
         out_dtype=out_dtype,
+        return_lse=bool(return_lse),
     )
     call.validate()
     has_keys = call.num_tokens and call.num_keys and call.num_sequences

@@ -16,7 +16,7 @@ from pallas_attn import checks
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RaggedAttentionCall:
-    """The arguments of `ragged_attention`, described there; `return_lse` and `implementation` are not the kernel's."""
+    """The arguments of `ragged_attention`, described there; `implementation` is not the kernel's."""
 
     op: ClassVar[str] = "ragged_attention"
 
@@ -31,6 +31,7 @@ class RaggedAttentionCall:
     sm_scale: float | None = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
+    return_lse: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def num_tokens(self) -> int:

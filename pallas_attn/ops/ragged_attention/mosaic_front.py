@@ -75,11 +75,11 @@ def config_key(call: RaggedAttentionCall) -> config.RaggedAttentionKey:
 
 def attend(
     call: RaggedAttentionCall,
-    flash_attention: Callable[..., tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]],
+    flash_attention: Callable[..., tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]],
     settings: FlashConfig,
     tile_rows: int,
     rows: RowLayout,
-) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
     """Output and LSE, by the kernel of an architecture with these sizes.
 
     Args:
@@ -117,7 +117,8 @@ def attend(
     front = RaggedFrontEnd(static, num_tokens, num_heads, call.causal, call.window)
     inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks)
     shape = num_tokens, num_heads
-    return flash_attention(front, inputs, work, splits, shape=shape, sinks=call.sinks, out_dtype=call.output_dtype)
+    results = {"shape": shape, "out_dtype": call.output_dtype, "return_lse": call.return_lse}
+    return flash_attention(front, inputs, work, splits, sinks=call.sinks, **results)
 
 
 def refuse(call: RaggedAttentionCall) -> None:

@@ -11,7 +11,7 @@ from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 from pallas_attn.ops.ragged_attention.mosaic_front import attend, config_key, refuse
 
 
-def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
     basics.require_capability((10, 0))
     refuse(call)
     return attend(call, flash_attention, config.sm100_config(config_key(call)), QUERIES, ROWS)

@@ -103,7 +103,7 @@ class FlashScratch(NamedTuple):
 
 def flash_attention(
     front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
-) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
     """Output and LSE; see `flash.pipeline.launch`."""
     static = front.static
     scratch = FlashScratch(
@@ -298,7 +298,8 @@ class Consumer:
             inverse = over_tokens(state.inverse(options.sink), state.o.shape)
             o = wgmma.zero_rows(state.o, state.l) * inverse
             ROWS.store(rows.out, row, 0, o.astype(rows.out.dtype))
-            ROWS.put(rows.lse, row, state.lse())
+            if rows.lse is not None:
+                ROWS.put(rows.lse, row, state.lse())
 
         result.store(options.is_whole, finished, partial)
 
