@@ -263,6 +263,80 @@ def store_results(tile: Any, ref: Ref, row: jax.Array, column: int, values: jax.
     store(ref, row, values)
 
 
+STAGED_BYTES = 256
+"""Bytes of a row of results that `store_staged` takes, a half or all of whose 16 pieces a thread's part of a warp
+loads at a time.
+"""
+
+
+def store_staged(tile: Any, staged: Ref, ref: Ref, row: jax.Array, values: jax.Array) -> None:
+    """Store values[i] to ref[row[i]] for each i where row[i] is not negative, two whole rows of a warp at a time.
+
+    Each warp brings its 16 rows in order in shared memory of its own. Pieces of 16 bytes of a row are swapped with each
+    other by the row's number modulo 8, so that neither access has bank conflicts.
+
+    Args:
+      tile: layout of wgmma's results.
+      staged: [64 · warpgroups, 128] in shared memory, of the type of `values`, of which the warpgroup with these values
+        takes 64 rows by its number in the program.
+      row: [64], in layout `tile.reduce(1)`.
+      values: 16-bit [64, 128], in layout `tile`.
+    """
+    if interpreted():
+        _interpreted_store(ref, row, (pl.ds(0, values.shape[1]),), values)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), tile.reduce(1), tile))
+    def store(_: Any, staged: ir.Value, ref: ir.Value, row: Any, values: Any) -> None:
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        element = ir.MemRefType(ref.type).element_type
+        void = ir.Type.parse("!llvm.void")
+
+        def number(x: int) -> Any:
+            return mgpu.c(x, i32)
+
+        def bits(x: ir.Value, first: int, mask: int) -> Any:
+            return arith.andi(arith.shrui(x, number(first)), number(mask))
+
+        thread = mgpu.utils.thread_idx()
+        lane = bits(thread, 0, 31)
+        shared = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(staged))
+        own = arith.addi(shared, arith.muli(bits(thread, 5, 31), number(16 * STAGED_BYTES)))
+        # Of four matrices of 8 rows and 8 columns lanes 8 i to 8 i + 7 give the rows of the i-th: the first and the
+        # last 8 rows of 8 columns, and of the next 8.
+        to = arith.addi(own, arith.muli(bits(lane, 0, 15), number(STAGED_BYTES)))
+        to = arith.addi(to, arith.muli(arith.xori(bits(lane, 4, 1), bits(lane, 0, 7)), number(16)))
+        registers = [[mgpu.utils.bitcast(x, i32) for x in values.registers[0, :, 0, 0, h].flat] for h in range(2)]
+        for pair in range(0, len(registers[0]), 2):
+            place = arith.xori(to, number(16 * pair))
+            four = [registers[half][pair + i] for i in range(2) for half in range(2)]
+            text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+            llvm.inline_asm(void, [place, *four], text, "r,r,r,r,r,~{memory}", has_side_effects=True)
+        mgpu.utils.warp_barrier()
+        upper, piece = bits(lane, 4, 1), bits(lane, 0, 15)
+        source = arith.addi(own, arith.muli(upper, number(STAGED_BYTES)))
+        source = arith.addi(source, arith.muli(arith.xori(piece, upper), number(16)))
+        column = arith.muli(arith.extui(i64, piece), mgpu.c(8, i64))
+        numbers = [vector.extract(row.registers[0, 0, half, 0, 0], [], [0]) for half in range(2)]
+        loaded = []
+        for i in range(8):
+            place = arith.addi(arith.xori(source, number(32 * (i % 4))), number(2 * i * STAGED_BYTES))
+            text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+            four = llvm.inline_asm(
+                llvm.StructType.get_literal([i32] * 4), [place], text, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True
+            )
+            loaded.append([llvm.extractvalue(i32, four, [j]) for j in range(4)])
+        for i, words in enumerate(loaded):
+            holder = arith.addi(arith.muli(upper, number(4)), number(8 * (i % 4)))
+            text = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
+            own_row = llvm.inline_asm(i32, [numbers[i // 4], holder], text, "=r,r,r", has_side_effects=True)
+            start = arith.addi(arith.muli(_offset(own_row), mgpu.c(STAGED_BYTES // 2, i64)), column)
+            _store_words(_is_given(own_row), words, _pointer(ref, start, element))
+        mgpu.utils.warp_barrier()
+
+    store(staged, ref, row, values)
+
+
 def _traded(words: list[ir.Value], thread: ir.Value) -> list[ir.Value]:
     """Transpose 4 words of each of 4 neighbouring threads: thread t gets word t of each, in the order of threads.
 

@@ -61,7 +61,7 @@ from pallas_attn.mosaic.flash.pipeline import (
 )
 from pallas_attn.mosaic.flash.schedule import WorkList, WorkTiles, ring_slot
 from pallas_attn.mosaic.flash.split import KvSplits, OutputRows, RowState
-from pallas_attn.mosaic.row_layout import RowLayout, store_results
+from pallas_attn.mosaic.row_layout import RowLayout, store_results, store_staged
 from pallas_attn.mosaic.sm90 import wgmma
 from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.tiles import PER_COLUMN, over_columns, over_tokens
@@ -102,16 +102,20 @@ class FlashScratch(NamedTuple):
 
     rings: Rings
     schedule_barrier: Any
+    staged: Any
 
 
 def flash_attention(
     front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
     """Output and LSE; see `flash.pipeline.launch`."""
-    static = front.static
+    static, out_dtype = front.static, rest["out_dtype"]
+    is_staged = static.key_dim == static.value_dim == 128 and jnp.dtype(out_dtype).itemsize == 2
+    is_staged &= front.kernel_name == "ragged_attention"
     scratch = FlashScratch(
         Rings.types(static, jax.tree.leaves(inputs.q)[0].dtype, readers=static.consumers),
         plgpu.Barrier(num_barriers=static.consumers),
+        plgpu.SMEM((QUERIES * static.consumers, static.value_dim), out_dtype) if is_staged else None,
     )
     return launch(FlashKernel(_kernel, scratch, static.consumers + 1), front, inputs, work, splits, **rest)
 
@@ -133,7 +137,7 @@ def _kernel(
 
     def attend() -> None:
         plgpu.set_max_registers(of_consumer, action="increase")
-        consumer = Consumer(static, scratch.rings, scratch.schedule_barrier, warpgroup)
+        consumer = Consumer(static, scratch.rings, scratch.schedule_barrier, warpgroup, scratch.staged)
         consumer.begin_round()
         consume(front, x, work_tiles(), consumer, result, front_scratch)
         consumer.end_round()
@@ -174,6 +178,7 @@ class Consumer:
     rings: Rings
     schedule_barrier: Any
     number: Any
+    staged: Any = None
 
     def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowState:
         """Attention over some tiles, at least one, from the program's tile number `begin` on.
@@ -315,7 +320,10 @@ class Consumer:
         def finished(rows: OutputRows) -> None:
             inverse = over_tokens(state.inverse(options.sink), state.o.shape)
             o = wgmma.zero_rows(state.o, state.l) * inverse
-            ROWS.store(rows.out, row, 0, o.astype(rows.out.dtype))
+            if self.staged is None:
+                ROWS.store(rows.out, row, 0, o.astype(rows.out.dtype))
+            else:
+                store_staged(TILE, self.staged, rows.out, row, o.astype(rows.out.dtype))
             ROWS.put(rows.lse, row, state.lse())
 
         result.store(options.is_whole, finished, partial)
