@@ -210,7 +210,7 @@ class RaggedTile(NamedTuple):
         x, static, rings, block = self.x, self.static, producer.rings, self.block
         kv_head = lax.div(self.rows.first_head, x.q.shape[1] // x.k.shape[1])
 
-        columns = self.first_columns(static.consumers - 1)
+        columns = self.first_columns(0)
         seen = self.first_row(0) + columns
         used: Any = static.tile_keys
         if static.halves:
