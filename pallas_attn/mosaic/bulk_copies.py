@@ -255,6 +255,39 @@ def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any
     start(source, *scalars, tile, _address(landed))
 
 
+def prefetch_rows(source: Ref, first: Any, head: Any, count: int) -> None:
+    """Bring rows to the L2 cache that `copy_rows` is about to copy; arguments as there."""
+    if interpreted():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
+    def start(ctx: Any, source: ir.Value, first: Any, head: Any) -> None:
+        copies = _Copies(ctx, None)
+        first, head = _here(first.registers.item()), _index(_here(head.registers.item()))
+        for _ in copies.shared_by_warps(1):
+            copies.start(source, (mgpu.ds(_index(first), count), head), None, (_whole_groups(source),))
+
+    start(source, *(jnp.asarray(x, jnp.int32) for x in (first, head)))
+
+
+def prefetch_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, rows: int) -> None:
+    """Bring rows to the L2 cache that `copy_row_groups` is about to copy; arguments as there."""
+    if interpreted():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR))
+    def start(ctx: Any, source: ir.Value, first: Any, head: Any, skipped: Any) -> None:
+        copies = _Copies(ctx, None)
+        first, head, skipped = (_here(x.registers.item()) for x in (first, head, skipped))
+        for group in copies.shared_by_warps(rows // GROUP):
+            number = arith.addi(group, skipped)
+            eights, of_head = (divide(number, _number(heads)) for divide in (arith.divui, arith.remui))
+            start_row = arith.addi(first, arith.muli(eights, _number(GROUP)))
+            copies.start_group(source, start_row, _index(arith.addi(head, of_head)), None, group)
+
+    start(source, *(jnp.asarray(x, jnp.int32) for x in (first, head, skipped)))
+
+
 def _in_padding(first: Any, rows: int, count: int) -> Any:
     """The row where interpreted copies begin: of the padding, if all of what they copy is past the last row."""
     return pl.multiple_of(jnp.minimum(first, rows - count), GROUP)
@@ -331,6 +364,15 @@ class _Copies:
         """Start the copy of source[index] if a condition holds."""
         predicate = self._one if condition is None else arith.andi(self._one, condition)
         array, batch = _operand(source)
+        if to is None:
+            self._ctx.async_prefetch(
+                gmem_ref=array,
+                gmem_slice=(*batch, *index),
+                gmem_transform=transforms,
+                swizzle=ROW_BYTES,
+                predicate=predicate,
+            )
+            return
         self._ctx.async_copy(
             src_ref=array,
             dst_ref=to,
@@ -348,7 +390,7 @@ class _Copies:
         """Start the copy of 8 rows of a head to a group of a tile if a condition holds."""
         swizzled, transposed = _swizzled(source), launch_context.TransposeTransform((1, 0, 2))
         transforms = launch_context.TileTransform((swizzled,)), transposed
-        to = mgpu.utils.memref_slice(tile, (_index(group),))
+        to = None if tile is None else mgpu.utils.memref_slice(tile, (_index(group),))
         self.start(source, (mgpu.ds(_index(first), GROUP), head), to, transforms, condition)
 
 

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic import basics, shared_memory, tiles
 from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.bulk_copies import arrivals, copy_row_groups, copy_rows
+from pallas_attn.mosaic.bulk_copies import arrivals, copy_row_groups, copy_rows, prefetch_row_groups, prefetch_rows
 from pallas_attn.mosaic.flash.config import ALIGNMENT
 from pallas_attn.mosaic.flash.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles, ring_slot
 from pallas_attn.mosaic.flash.split import BYTES_OF_A_TILE, KvSplits, OutputRows, RowState, merge_splits
@@ -265,6 +265,14 @@ class BlockRows(NamedTuple):
             copy_rows(q, start + number * self.static.tile_rows, self.first_head, tile, landed)
         else:
             copy_row_groups(q, start, self.first_head, self.heads, self._first_group(number), tile, landed)
+
+    def prefetch(self, q: Ref, number: int) -> None:
+        """Bring the queries of consumer `number` to the L2 cache."""
+        start, rows = self.work.block.start, self.static.tile_rows
+        if self.heads == 1:
+            prefetch_rows(q, start + number * rows, self.first_head, rows)
+        else:
+            prefetch_row_groups(q, start, self.first_head, self.heads, self._first_group(number), rows)
 
 
 # --- front ends
@@ -537,12 +545,15 @@ class Producer:
             for _ in range(arrivals(self.static.copies)):
                 plgpu.barrier_arrive(rings.v_landed.at[slot])
 
-    def load_queries(self, again: Any, copy: Callable[[int, Ref], None]) -> Callable[[Any], None]:
+    def load_queries(
+        self, again: Any, copy: Callable[[int, Ref], None], prefetch: Callable[[int], None]
+    ) -> Callable[[Any], None]:
         """Starts the copies of a block's queries: at once for the program's first block. Later ones go where the
         queries before them are, which are needed longer than the slots that the block's first tiles of keys go to.
 
         Args:
           copy: copy(consumer, barrier) starts those of a consumer's queries.
+          prefetch: prefetch(consumer) brings them to the L2 cache.
 
         Returns:
           a function to be called after the copies of each tile of values, with the tile's number in the block.
@@ -554,7 +565,11 @@ class Producer:
                     plgpu.barrier_wait(self.rings.q_free.at[consumer])
                 copy(consumer, self.rings.q_landed.at[consumer])
 
-        pl.when(~again)(lambda: load(await_free=False))
+        def prefetch_all() -> None:
+            for consumer in range(self.static.consumers):
+                prefetch(consumer)
+
+        lax.cond(again, prefetch_all, lambda: load(await_free=False))
         return lambda i: pl.when(again & (i == 0))(lambda: load(await_free=True))
 
     def drain(self, kv_tiles: Any, any_work: Any) -> None:

@@ -370,7 +370,9 @@ class PagedTile(NamedTuple):
     # Producer
 
     def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
-        load_later_queries = producer.load_queries(again, functools.partial(self.copy_queries, producer.rings))
+        load_later_queries = producer.load_queries(
+            again, functools.partial(self.copy_queries, producer.rings), lambda _: None
+        )
         if self.scratch.staged is None:
             self.load_tiles(producer, kv_tile, load_later_queries)
         else:

@@ -232,7 +232,9 @@ class RaggedTile(NamedTuple):
             )
 
         load_later_queries = producer.load_queries(
-            again, lambda i, landed: self.rows.copy(x.q, i, rings.q.at[i], landed)
+            again,
+            lambda i, landed: self.rows.copy(x.q, i, rings.q.at[i], landed),
+            functools.partial(self.rows.prefetch, x.q),
         )
 
         def load(i: Any, _: None) -> None:
