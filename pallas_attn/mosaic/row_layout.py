@@ -369,7 +369,7 @@ def _store_if(is_given: ir.Value, values: ir.Value, pointer: ir.Value) -> None:
 def _store_words(is_given: ir.Value, words: list[ir.Value], pointer: ir.Value) -> None:
     """Store 4 words to global memory if a condition holds, without a branch: past one, nothing is moved."""
     address = llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
-    text = "@$0 st.global.v4.b32 [$1], {$2, $3, $4, $5};"
+    text = "@$0 st.global.cs.v4.b32 [$1], {$2, $3, $4, $5};"
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, [is_given, address, *words], text, "b,l,r,r,r,r,~{memory}", has_side_effects=True)
 
