@@ -316,7 +316,6 @@ class Consumer:
             inverse = over_tokens(state.inverse(options.sink), state.o.shape)
             o = wgmma.zero_rows(state.o, state.l) * inverse
             ROWS.store(rows.out, row, 0, o.astype(rows.out.dtype))
-            ROWS.put(rows.lse, row, state.lse())
 
         result.store(options.is_whole, finished, partial)
 
