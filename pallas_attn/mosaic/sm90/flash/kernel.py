@@ -285,20 +285,20 @@ class Consumer:
 
     def begin_round(self) -> None:
         """Gives the first consumer its turn, before the first work tile."""
-        if self.static.consumers > 1:
+        if self.static.consumers > 9:
             pl.when(self.number == self.static.consumers - 1)(self._pass_turn)
 
     def end_round(self) -> None:
         """Takes back the turn, after the last work tile."""
-        if self.static.consumers > 1:
+        if self.static.consumers > 9:
             pl.when(self.number == 0)(self._await_turn)
 
     def _await_turn(self) -> None:
-        if self.static.consumers > 1:
+        if self.static.consumers > 9:
             plgpu.barrier_wait(self.schedule_barrier.at[self.number])
 
     def _pass_turn(self) -> None:
-        if self.static.consumers > 1:
+        if self.static.consumers > 9:
             following = ring_slot(self.number + 1, self.static.consumers)
             plgpu.barrier_arrive(self.schedule_barrier.at[following])
 
