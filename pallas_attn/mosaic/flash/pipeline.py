@@ -200,7 +200,7 @@ class BlockRows(NamedTuple):
         """[tile_rows]: the query that each row of consumer `number` is of."""
         row, start = self.static.rows.iota(self.static.tile_rows), self.work.block.start
         if self.heads == 1:
-            return start + (number * self.static.tile_rows + row)
+            return start + (self._part(number) * self.static.tile_rows + row)
         eight = lax.div(self._groups(number, row), jnp.int32(self.heads))
         return start + eight * ALIGNMENT + (row & (ALIGNMENT - 1))
 
@@ -211,18 +211,22 @@ class BlockRows(NamedTuple):
         return self._first_group(number) + lax.div(row, jnp.int32(ALIGNMENT))
 
     def _first_group(self, number: Any) -> Any:
-        return self.work.block.skipped_heads + number * (self.static.tile_rows // ALIGNMENT)
+        return self.work.block.skipped_heads + self._part(number) * (self.static.tile_rows // ALIGNMENT)
+
+    def _part(self, number: Any) -> Any:
+        """The last consumer has the first rows: of a causal block they see less, and products of the others begin."""
+        return self.static.consumers - 1 - number
 
     def first_query(self, number: Any) -> Any:
         """The first query that a consumer has rows of; no other is `tile_rows` after it or more."""
         if self.heads == 1:
-            return self.work.block.start + number * self.static.tile_rows
+            return self.work.block.start + self._part(number) * self.static.tile_rows
         return self.work.block.start + lax.div(self._first_group(number), jnp.int32(self.heads)) * ALIGNMENT
 
     def last_query(self, number: Any) -> Any:
         """The last query of the sequence that a consumer has rows of; one before its first if it has none."""
         if self.heads == 1:
-            last = self.work.block.start + (number + 1) * self.static.tile_rows - 1
+            last = self.work.block.start + (self._part(number) + 1) * self.static.tile_rows - 1
         else:
             last_group = self._first_group(number) + self.static.tile_rows // ALIGNMENT - 1
             last = self.work.block.start + (lax.div(last_group, jnp.int32(self.heads)) + 1) * ALIGNMENT - 1
@@ -260,7 +264,7 @@ class BlockRows(NamedTuple):
         """
         start = self.work.block.start
         if self.heads == 1:
-            copy_rows(q, start + number * self.static.tile_rows, self.first_head, tile, landed)
+            copy_rows(q, start + self._part(number) * self.static.tile_rows, self.first_head, tile, landed)
         else:
             copy_row_groups(q, start, self.first_head, self.heads, self._first_group(number), tile, landed)
 
