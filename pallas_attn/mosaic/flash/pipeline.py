@@ -219,6 +219,15 @@ class BlockRows(NamedTuple):
             return self.work.block.start + number * self.static.tile_rows
         return self.work.block.start + lax.div(self._first_group(number), jnp.int32(self.heads)) * ALIGNMENT
 
+    def last_query(self, number: Any) -> Any:
+        """The last query of the sequence that a consumer has rows of; one before its first if it has none."""
+        if self.heads == 1:
+            last = self.work.block.start + (number + 1) * self.static.tile_rows - 1
+        else:
+            last_group = self._first_group(number) + self.static.tile_rows // ALIGNMENT - 1
+            last = self.work.block.start + (lax.div(last_group, jnp.int32(self.heads)) + 1) * ALIGNMENT - 1
+        return jnp.minimum(last, self.work.block.end_row - 1)
+
     def any_of(self, number: Any) -> Any:
         """Whether a consumer has rows of the block's sequence."""
         return self.first_query(number) < self.work.block.end_row
@@ -338,12 +347,14 @@ class ScoreTransform(NamedTuple):
       token_scales: token_scales(i) is [3, tile_keys] in shared memory, for each token the scale of its key, and log2
         and inverse of the scale of its value; or None.
       await_tile: await_tile(i) waits for what the producer published of a tile; None where its keys tell.
+      first_columns: number of columns of the first tile from which on no row sees any; None where that is not known.
     """
 
     limits: Callable[[Any], tuple[Any, Callable[[], Limits]]]
     key_scale: Any = None
     token_scales: Callable[[Any], Ref] | None = None
     await_tile: Callable[[Any], None] | None = None
+    first_columns: Any = None
 
 
 class RowOptions(NamedTuple):

@@ -236,11 +236,19 @@ class RaggedTile(NamedTuple):
     # Consumer
 
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
-        transform = ScoreTransform(functools.partial(self.limits, consumer.number))
+        limits = functools.partial(self.limits, consumer.number)
+        transform = ScoreTransform(limits, first_columns=self.first_columns(consumer.number))
         state = consumer.attend(kv_tile, self.kv_tiles, transform, self.rows.any_of(consumer.number))
         number = consumer.number + basics.unknown_zero()  # or what the next two have in common is kept meanwhile
         row = self.rows.output_row(self.rows.queries(number), number)
         consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row), self.work.is_whole))
+
+    def first_columns(self, number: Any) -> Any:
+        """See `ScoreTransform`."""
+        block, end = self.block, self.block.end_key
+        if self.front.causal:
+            end = jnp.minimum(end, self.rows.last_query(number) + block.end_key - block.end_row + 1)
+        return end - self.first_row(0)
 
     def limits(self, number: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
         """Limits that hide keys of neighbouring sequences in the i-th tile, and keys that causal rows do not see or

@@ -179,23 +179,38 @@ class Consumer:
         matter of how often the loop runs, and no branch around it: of one that is not known to be uniform the assembler
         makes descriptors of products in ordinary registers.
         """
+        plgpu.barrier_wait(self._of_own(self.rings.q_landed))
+        every = functools.partial(self._attend, begin, kv_tiles, transform, has_rows)
+        half = self.static.tile_keys // 2
+        if transform.first_columns is None:
+            return every()
+        is_half = (kv_tiles == 1) & (transform.first_columns <= half)
+        return lax.cond(is_half, lambda: self._attend_half(begin, kv_tiles, transform), every)
+
+    def _attend_half(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> RowState:
+        """Attention over the first half of a block's only tile."""
+        scores_of = functools.partial(self._scores, transform, jnp.int32(0))
+        state = self._first(begin, kv_tiles > 1, scores_of, self.static.tile_keys // 2)
+        return RowState(self._last(begin, state), state.m, state.l.sum(axis=1))
+
+    def _attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowState:
         multiplied = jnp.where(has_rows, kv_tiles, 1)
 
         def step(i: Any, state: SoftmaxState) -> SoftmaxState:
             return self._step(begin + i, state, i + 1 < multiplied, functools.partial(self._scores, transform, i))
 
-        plgpu.barrier_wait(self._of_own(self.rings.q_landed))
-        state = self._first(begin, kv_tiles > 1, functools.partial(self._scores, transform, jnp.int32(0)))
+        scores_of = functools.partial(self._scores, transform, jnp.int32(0))
+        state = self._first(begin, kv_tiles > 1, scores_of, self.static.tile_keys)
         state = lax.fori_loop(1, multiplied, step, state)
         lax.fori_loop(multiplied, kv_tiles, lambda i, _: self._skip(begin + i, i + 1 < kv_tiles), None)
         return RowState(self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1))
 
-    def _first(self, kv_tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
-        """Takes the first tile, and waits for the keys of the one after it."""
+    def _first(self, kv_tile: Any, more: Any, scores_of: Callable[[Any], Scores], keys: int) -> SoftmaxState:
+        """Takes so many keys of the first tile, and waits for the keys of the one after it."""
         rings, slot = self.rings, ring_slot(kv_tile, self.static.stages)
         plgpu.barrier_wait(rings.k_landed.at[slot])
         self._await_turn()
-        s = wgmma.multiply(self._query_terms(), rings.k.at[slot], self._pass_turn)
+        s = wgmma.multiply(self._query_terms(), rings.k.at[slot, pl.ds(0, keys)], self._pass_turn)
         self._release_keys(slot, more)
         scores = scores_of(s)
         m = scores.update_max(tiles.filled(-jnp.inf, (QUERIES,), PER_TOKEN))
@@ -236,10 +251,10 @@ class Consumer:
         self._await_keys(kv_tile + 1, more)
 
     def _last(self, kv_tile: Any, state: SoftmaxState) -> jax.Array:
-        """Adds the values of the last tile to the output."""
+        """Adds the values of the last tile to the output, of as many keys as there are probabilities."""
         slot = ring_slot(kv_tile, self.static.stages)
         plgpu.barrier_wait(self.rings.v_landed.at[slot])
-        o = wgmma.accumulate(state.p, self.rings.v.at[slot], state.o)
+        o = wgmma.accumulate(state.p, self.rings.v.at[slot, pl.ds(0, state.p.shape[1])], state.o)
         plgpu.barrier_arrive(self.rings.v_free.at[slot])
         return o
 
