@@ -69,6 +69,9 @@ from pallas_attn.mosaic.tiles import PER_COLUMN, over_columns, over_tokens
 QUERIES = 64
 """Query rows of a consumer: wgmma's M."""
 
+LEAST_KEYS = 64
+"""Keys of a product of probabilities and values, at least: of fewer a swizzled row of a tile is not full."""
+
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}
 """Registers of a consumer's thread and of one of the producer, by the number of consumers: together no more than all
@@ -180,12 +183,12 @@ class Consumer:
         makes descriptors of products in ordinary registers.
         """
         plgpu.barrier_wait(self._of_own(self.rings.q_landed))
-        every = functools.partial(self._attend, begin, kv_tiles, transform, has_rows)
+        attend = functools.partial(self._attend, begin, kv_tiles, transform, has_rows)
         half = self.static.tile_keys // 2
-        if transform.first_columns is None:
-            return every()
+        if transform.first_columns is None or half % LEAST_KEYS:
+            return attend()
         is_half = (kv_tiles == 1) & (transform.first_columns <= half)
-        return lax.cond(is_half, lambda: self._attend_half(begin, kv_tiles, transform), every)
+        return lax.cond(is_half, lambda: self._attend_half(begin, kv_tiles, transform), attend)
 
     def _attend_half(self, begin: Any, kv_tiles: Any, transform: ScoreTransform) -> RowState:
         """Attention over the first half of a block's only tile."""
