@@ -73,6 +73,21 @@ def test_heads_that_share_a_block(group: int) -> None:
     check(replace(case, window=40))
 
 
+@pytest.mark.parametrize(("group", "causal"), [(1, True), (7, True), (1, False)], ids=["a head", "seven", "full"])
+def test_rows_that_see_half_of_the_only_tile(group: int, causal: bool) -> None:
+    """Tiles of 128 keys, of which rows of a consumer see 57, 64 or a few more."""
+    case = replace(
+        BASE,
+        q_lens=(3, 57, 60, 66),
+        kv_lens=(3, 57, 67, 128),
+        tokens=190,
+        keys=260,
+        q_heads=group,
+        causal=causal,
+    )
+    check(case, replace(MOSAIC, config=FlashConfig(tile_keys=128, stages=2, consumers=2)))
+
+
 @pytest.mark.parametrize(
     ("multiprocessors", "stages"), [(16, 2), (512, 3)], ids=["drawn from a queue", "a program each"]
 )
