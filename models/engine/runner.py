@@ -69,14 +69,14 @@ side the copies of all layers are made early: 0.53 GB in place of 0.16, and 2% o
 
 WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 """More options for steps of more prompt tokens, on one device: their products are cuBLAS's. Else XLA compiles and times
-hundreds of candidates in Triton, which all processors are busy with for half of an engine's start, and which are no
-faster: a step of 4,096 tokens takes 48.8 ms in place of 49.0, one with 64 rows that decode 47.7 in place of 49.4
-(DeepSeek-V2-Lite, H100; benchmarks/log/115)."""
+hundreds of candidates in Triton, which take half of the processor time of an engine's start, and are no faster: a step
+of 4,096 tokens takes 48.8 ms in place of 49.0, one with 64 rows that decode 47.7 in place of 49.4 (DeepSeek-V2-Lite,
+H100; benchmarks/log/115)."""
 
 LAYERS_AT_ONCE = 8
-"""Layers of a program, at most, of steps of more than `SIDE_BY_SIDE_TOKENS` prompt tokens: XLA takes a second or more
-for each layer of such a program, which the host spends on other programs, too, and compiles layers that are alike once
-(benchmarks/log/115). Shorter steps stay whole, since the host takes longer to start several programs."""
+"""Layers of a program, at most, of steps of more than `SIDE_BY_SIDE_TOKENS` prompt tokens: XLA's time grows with them,
+and pieces that are alike are compiled once. Shorter steps stay whole: several programs with other weights each take the
+host 13 ms to start in place of 4, where a step takes 16 (DeepSeek-V2-Lite, H100; benchmarks/log/115)."""
 
 
 MESH_OPTIONS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1"}
