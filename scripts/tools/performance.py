@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -261,6 +262,23 @@ def arrivals(stem: str) -> Callable[[str], str]:
             longest = f"{result['longest_step_over_median']:.1f}x"
             rows.append([f"{result['rate']:g}", f"{result['step_tokens']:,}", *times, longest])
         headings = ["requests a second", "tokens a step", "first token, ms", "between tokens, ms", "longest step"]
+        return "\n".join([table(headings, rows), provenance(stem, [], document), ""])
+
+    return write
+
+
+def first_calls(stem: str) -> Callable[[str], str]:
+    """Seconds of tracing and lowering first calls in processes that start: medians, and of an earlier commit's, too."""
+
+    def write(document: str) -> str:
+        report = read(stem)
+        before = report["before"]
+        rows = [
+            [f"`{operation}`", *(f"{statistics.median(runs):.2f}" for runs in (seconds["cold"], seconds["warm"], was))]
+            for operation, seconds in report["seconds"].items()
+            for was in [before["seconds"][operation]["cold"]]
+        ]
+        headings = ["first call", "nothing kept, s", "kernels kept, s", f"nothing kept at `{before['commit'][:7]}`, s"]
         return "\n".join([table(headings, rows), provenance(stem, [], document), ""])
 
     return write
@@ -532,6 +550,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
     "engine-vllm": engine_beside_vllm("engine_v2_lite_beside_vllm_nvidia_h200"),
     "engine-vllm-h100": engine_beside_vllm("engine_v2_lite_beside_vllm_nvidia_h100"),
+    "first-calls": first_calls("startup_in_turns_nvidia_h100"),
     "engine-arrivals": arrivals("serving_v2_lite_nvidia_h100"),
     "engine-sparse": sparse_engine("engine_v32_filled_16_bits_nvidia_h100", "engine_v32_filled_8_bits_nvidia_h100"),
     "cascade": operation(Cases("cascade_decode_large_nvidia_h100"), Cases("cascade_decode_found_nvidia_h100")),
