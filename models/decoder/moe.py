@@ -430,10 +430,10 @@ KEPT_PAIRS = 32
 SPREAD_ROWS = 64
 """Rows up to which the kernels for few rows take more pairs than their tiles have rows."""
 
-FULL_PAIRS = 3
-"""Pairs an expert, on average, from which all experts are read, and before it is known who chose whom: 95% of them have
-a row if all are chosen alike. The others' weights then take what beginning early saves, 19 of 496 us a layer of
-V2-Lite (H100; benchmarks/log/117)."""
+FULL_PAIRS = 3.5
+"""Pairs an expert, on average, from which all experts are read, and before it is known who chose whom: 97% of them have
+a row if all are chosen alike. Steps of V2-Lite take 1.4% longer so with 3 pairs an expert, and 1.9% less time with 3.75
+(H100; benchmarks/log/117)."""
 
 
 def way_of_few_rows(

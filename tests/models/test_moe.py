@@ -282,22 +282,22 @@ def test_rows_are_not_few_on_a_cpu(rng):
 def test_few_rows_on_hopper_go_to_the_kernel_as_long_as_it_takes_them(monkeypatch):
     experts = moe.Experts(jnp.zeros((160, 128, 128), jnp.bfloat16), jnp.zeros((160, 64, 128), jnp.bfloat16))
     monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (9, 0)))
-    sizes = (1, 1), (64, 479), (65, 128), (65, 130), (80, 160), (81, 162)
+    sizes = (1, 1), (64, 559), (65, 128), (65, 130), (80, 160), (81, 162)
     ways = [moe.way_of_few_rows(rows, pairs, experts) for rows, pairs in sizes]
     assert ways == [moe.hopper_rows] * 3 + [moe.row_by_row] * 2 + [None]
     biased = dataclasses.replace(experts, down_bias=jnp.zeros((160, 128), jnp.bfloat16))
-    assert moe.way_of_few_rows(64, 480, biased) is None
+    assert moe.way_of_few_rows(64, 560, biased) is None
 
 
 def test_all_experts_are_read_where_most_have_a_row(monkeypatch):
     experts = moe.Experts(jnp.zeros((160, 128, 128), jnp.bfloat16), jnp.zeros((160, 64, 128), jnp.bfloat16))
     monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (9, 0)))
-    assert moe.way_of_few_rows(64, 480, experts) is moe.hopper_all
-    assert moe.way_of_few_rows(64, 479, experts) is moe.hopper_rows
-    assert moe.way_of_few_rows(64, 960, experts, expected=480) is moe.hopper_all
-    assert moe.way_of_few_rows(64, 960, experts, expected=479) is moe.hopper_rows
+    assert moe.way_of_few_rows(64, 560, experts) is moe.hopper_all
+    assert moe.way_of_few_rows(64, 559, experts) is moe.hopper_rows
+    assert moe.way_of_few_rows(64, 960, experts, expected=560) is moe.hopper_all
+    assert moe.way_of_few_rows(64, 960, experts, expected=559) is moe.hopper_rows
     narrow = moe.Experts(jnp.zeros((160, 64, 128), jnp.bfloat16), jnp.zeros((160, 64, 64), jnp.bfloat16))
-    assert moe.way_of_few_rows(64, 480, narrow) is moe.hopper_rows
+    assert moe.way_of_few_rows(64, 560, narrow) is moe.hopper_rows
 
 
 @pytest.mark.parametrize(
