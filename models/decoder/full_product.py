@@ -236,20 +236,13 @@ def _kernel(
             ways = (functools.partial(way, chains, expert, column, results) for way in (store_pairs, store_shared))
             lax.cond(expert < num_routed, *ways)
 
+    def start_product(total: Any, slot: Any, part: int) -> None:
+        own = scratch.weights.at[slot, part].transpose((1, 0))
+        plgpu.wgmma(total, own, scratch.x.at[slot].transpose((1, 0)))
+
     def compute_all() -> None:
         def multiply_item(number: Any, _: None) -> None:
-            def multiply(*sums: Any) -> list[Any]:
-                def products(slot: Any) -> None:
-                    rows = scratch.x.at[slot].transpose((1, 0))
-                    for part, total in enumerate(sums):
-                        plgpu.wgmma(total, scratch.weights.at[slot, part].transpose((1, 0)), rows)
-                    plgpu.wgmma_wait(PARTS)
-
-                slots.empty(number, products)
-                plgpu.wgmma_wait(0)
-                return [total[...] for total in sums]
-
-            results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, num_rows))] * PARTS)
+            results = slots.multiply(number, (COLUMNS, num_rows), PARTS, start_product)
             slots.free_last(number)
             store(*item(number), results)
 

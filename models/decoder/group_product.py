@@ -231,6 +231,24 @@ class Slots(NamedTuple):
 
         lax.fori_loop(0, self.steps, use_one, None)
 
+    def multiply(
+        self, number: Any, shape: tuple[int, int], parts: int, start: Callable[[Any, Any, int], None]
+    ) -> list[Any]:
+        """Sums, float32 of this shape, of the products of an item's steps for each part; `start(total, slot, part)`
+        starts one. The last slot is left to free."""
+
+        def sum_all(*sums: Any) -> list[Any]:
+            def products(slot: Any) -> None:
+                for part, total in enumerate(sums):
+                    start(total, slot, part)
+                plgpu.wgmma_wait(parts)
+
+            self.empty(number, products)
+            plgpu.wgmma_wait(0)
+            return [total[...] for total in sums]
+
+        return pl.run_scoped(sum_all, *[plgpu.ACC(shape)] * parts)
+
     def free_last(self, number: Any) -> None:
         plgpu.barrier_arrive(self.free.at[self.of(number, self.steps - 1)])
 
@@ -295,19 +313,12 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
             start = pl.multiple_of(tiles.start[this.tile], ALIGNMENT) + warpgroup * CONSUMER_ROWS
             rows = tiles.rows[this.tile] - warpgroup * CONSUMER_ROWS
 
-            def multiply(*sums: Any) -> list[Any]:
-                def products(slot: Any) -> None:
-                    own = scratch.x.at[slot, pl.ds(warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)]
-                    for part, total in enumerate(sums):
-                        plgpu.wgmma(total, own, scratch.weights.at[slot, part])
-                    plgpu.wgmma_wait(parts)
-
-                slots.empty(number, products)
-                plgpu.wgmma_wait(0)
-                return [total[...] for total in sums]
+            def start_product(total: Any, slot: Any, part: int) -> None:
+                own = scratch.x.at[slot, pl.ds(warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)]
+                plgpu.wgmma(total, own, scratch.weights.at[slot, part])
 
             def result() -> None:
-                results = pl.run_scoped(multiply, *[plgpu.ACC((CONSUMER_ROWS, part_columns))] * parts)
+                results = slots.multiply(number, (CONSUMER_ROWS, part_columns), parts, start_product)
                 if gated:
                     gate, up = results
                     results = [silu(gate) * up]

@@ -233,23 +233,15 @@ def _kernel(
         lax.fori_loop(0, own_items, copy_item, None)
         slots.await_last(own_items)
 
+    def start_product(total: Any, slot: Any, part: int) -> None:
+        own = scratch.weights.at[slot, part].transpose((1, 0))
+        plgpu.wgmma(total, own, scratch.x.at[slot].transpose((1, 0)))
+
     def compute_all() -> None:
         def multiply_item(number: Any, _: None) -> None:
             expert, first, column = item(number)
-
-            def multiply(*sums: Any) -> list[Any]:
-                def products(slot: Any) -> None:
-                    rows = scratch.x.at[slot].transpose((1, 0))
-                    for part, total in enumerate(sums):
-                        plgpu.wgmma(total, scratch.weights.at[slot, part].transpose((1, 0)), rows)
-                    plgpu.wgmma_wait(parts)
-
-                slots.empty(number, products)
-                plgpu.wgmma_wait(0)
-                return [total[...] for total in sums]
-
             target = out.at[half_of(number)] if halves == 2 else out
-            results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, tile_rows))] * parts)
+            results = slots.multiply(number, (COLUMNS, tile_rows), parts, start_product)
             slots.free_last(number)
             if gated:
                 gate, up = results

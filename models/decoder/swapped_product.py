@@ -175,18 +175,11 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
         def multiply_item(number: Any, _: None) -> None:
             tile, column = item(number)
 
-            def multiply(*sums: Any) -> list[Any]:
-                def products(slot: Any) -> None:
-                    rows = scratch.x.at[slot].transpose((1, 0))
-                    for part, total in enumerate(sums):
-                        plgpu.wgmma(total, scratch.weights.at[slot, warpgroup, part].transpose((1, 0)), rows)
-                    plgpu.wgmma_wait(parts)
+            def start_product(total: Any, slot: Any, part: int) -> None:
+                own = scratch.weights.at[slot, warpgroup, part].transpose((1, 0))
+                plgpu.wgmma(total, own, scratch.x.at[slot].transpose((1, 0)))
 
-                slots.empty(number, products)
-                plgpu.wgmma_wait(0)
-                return [total[...] for total in sums]
-
-            results = pl.run_scoped(multiply, *[plgpu.ACC((COLUMNS, tile_rows))] * parts)
+            results = slots.multiply(number, (COLUMNS, tile_rows), parts, start_product)
             slots.free_last(number)
             if gated:
                 gate, up = results
