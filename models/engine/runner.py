@@ -359,9 +359,9 @@ class Runner:
 
     def cut_steps(self, num_pieces: int) -> None:
         """Makes `launch` with `on_layer` start steps in so many pieces, at most one a layer."""
-        layered = next((one for one in (self._layered, self._long) if one and one.num_pieces == num_pieces), None)
-        if layered is None or layered is not self._layered:
-            self._layered = layered or LayeredStep(self._model, self._config, num_pieces)
+        if self._layered is None or self._layered.num_pieces != num_pieces:
+            has_programs = self._long is not None and self._long.num_pieces == num_pieces
+            self._layered = self._long if has_programs else LayeredStep(self._model, self._config, num_pieces)
             self._copied = set()
 
     def compile_layers(self, buckets: Sequence[Bucket]) -> LayeredStep:
