@@ -65,14 +65,14 @@ from pallas_attn.convert import view_fused as view_fused
 from pallas_attn.convert import view_nhd as view_nhd
 
 # What runs here, and why nothing better does.
-from pallas_attn.device import Capability as Capability
-from pallas_attn.device import capability as capability
-from pallas_attn.dispatch import Explanation as Explanation
-from pallas_attn.explain import explain as explain
+from pallas_attn.runtime.device import Capability as Capability
+from pallas_attn.runtime.device import capability as capability
+from pallas_attn.runtime.dispatch import Explanation as Explanation
+from pallas_attn.runtime.explain import explain as explain
 
 # Kernels of others, lowered once as ours are; and all of them compiled ahead.
-from pallas_attn.kernel_cache import compile_ahead as compile_ahead
-from pallas_attn.kernel_cache import run_kept as run_kept
+from pallas_attn.runtime.kernel_cache import compile_ahead as compile_ahead
+from pallas_attn.runtime.kernel_cache import run_kept as run_kept
 
 # On several devices.
 from pallas_attn import parallel as parallel

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent, __version__, device, dispatch, explain
-from pallas_attn.explain import CANDIDATES_OF
+from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent, __version__, explain
+from pallas_attn.runtime import device, dispatch
+from pallas_attn.runtime.explain import CANDIDATES_OF
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "triton", "numpy")
 VARIABLES = (dispatch.ENVIRONMENT_VARIABLE, device.INTERPRET_VARIABLE, device.TRITON_INTERPRET_VARIABLE)

@@ -25,7 +25,7 @@ from rich.console import Console
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pallas_attn import tuning
+from pallas_attn.runtime import tuning
 from scripts.bench.harness.device import description, measure_rates
 from scripts.bench.harness.plot import plot_report
 from scripts.bench.harness.report import cache_ratios, results_table, summary

@@ -6,8 +6,8 @@ Runs the cases of a benchmark's grid as they are, and records their look-ups: ki
 ("paged_decode/mosaic") and keys, the static facts of a call that the choice depends on. For each key it then tries the
 candidates of `SPACES`, nearest to the one in use first, on the cases that look it up, and keeps the one with the least
 geometric mean of times. Candidates that do not compile, spill registers or do not fit side by side on a multiprocessor
-are passed over. pallas_attn/tuned/<device>.json is written after each key, keeping its other keys; benchmarks/results
-gets all that was tried, with reasons.
+are skipped. pallas_attn/runtime/tuned/<device>.json is written after each key, keeping its other keys;
+benchmarks/results gets all that was tried, with reasons.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.config.json_files import read_json
-from pallas_attn import tuning
+from pallas_attn.runtime import tuning
 from scripts.bench.harness.case import Bench, Case
 from scripts.bench.harness.compiler import printed, shared_bytes, spilled_bytes
 from scripts.bench.harness.device import description
@@ -40,7 +40,7 @@ from scripts.bench.harness.session import FAILURES, OPERATIONS, RESULTS, load, r
 from scripts.bench.harness.timing import Stopwatch
 from scripts.cli.command_line import as_usage_error, check_outputs, exit_status, write_report
 
-TUNED = Path(__file__).resolve().parent.parent / "pallas_attn" / "tuned"
+TUNED = Path(__file__).resolve().parent.parent / "pallas_attn" / "runtime" / "tuned"
 SHARED_BYTES = 228 * 1024
 """Shared memory of a Hopper multiprocessor, of which each program loses 1 KB."""
 WORTHWHILE = 0.99
@@ -267,7 +267,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contender", default="mosaic", help="implementation; default: mosaic")
     parser.add_argument("--only", nargs="+", choices=SPACES, default=list(SPACES), metavar="KIND", help="default: all")
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="shared out among the keys")
-    parser.add_argument("--tuned", type=Path, metavar="OUT", help="default: pallas_attn/tuned/<device>.json")
+    parser.add_argument("--tuned", type=Path, metavar="OUT", help="default: pallas_attn/runtime/tuned/<device>.json")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/tune_OP_<device>.json")
     args = parser.parse_args(argv)
     bench = load(args.operation)

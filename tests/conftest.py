@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
-from tests import faster_interpreter
+from tests.kit import faster_interpreter
 from tests.slow import SLOW
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -91,8 +91,8 @@ def unchecked_shapes():
 @pytest.fixture
 def short_rows_are_cut() -> Iterator[None]:
     """Lets rows of a few pages be cut into pieces, which would pay only if they were long."""
-    from pallas_attn import tuning
     from pallas_attn.ops.plan_decode.config import PlanConfig
+    from pallas_attn.runtime import tuning
 
     def decide(op: str, key: Mapping[str, Any], config: Any) -> Any:
         return PlanConfig(row_overhead_pages=1, cut_pages=0) if op == "plan_decode" else config

@@ -16,7 +16,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_attn
-from pallas_attn import cache, device, dispatch
+from pallas_attn import cache
+from pallas_attn.runtime import device, dispatch
 from scripts.tools import performance
 from scripts.tools.readme_example import python_blocks
 
@@ -127,7 +128,7 @@ def test_what_does_not_exist_is_found():
         "concepts.md#nothing",
     ]
     assert missing_files("`pallas_attn/types.py`, `types.py`, `ops/nothing.py` and `config.json`") == ["ops/nothing.py"]
-    assert missing_names("pa.paged_decode, `pallas_attn.tuning`, pallas_attn/types.py, pa.no_such_call") == [
+    assert missing_names("pa.paged_decode, `pallas_attn.runtime.tuning`, pallas_attn/types.py, pa.no_such_call") == [
         "no_such_call"
     ]
     assert missing_flags("--head-windows, --no-such-flag") == ["--no-such-flag"]
@@ -207,7 +208,13 @@ def test_the_matrix_of_the_readme_has_the_implementations_there_are():
 # --- what the pages on kernels say one should read
 
 
-PLUMBING = ("dispatch.py", "kernel_cache.py", "sharded_calls.py", "portable/varying.py", "mosaic/basics.py")
+PLUMBING = (
+    "runtime/dispatch.py",
+    "runtime/kernel_cache.py",
+    "runtime/sharded_calls.py",
+    "portable/varying.py",
+    "mosaic/primitives/basics.py",
+)
 """Files on the way of every call."""
 TILE_INSTRUCTIONS = ("copy_gmem_to_smem", "copy_smem_to_gmem", "wgmma", "tcgen05_mma", "async_load_tmem")
 

@@ -72,7 +72,7 @@ type Found = Iterator[tuple[int, str]]
 
 
 def types_device_and_checks_stand_below(module: str, imports: list[Import]) -> Found:
-    below = {"pallas_attn.types": (), "pallas_attn.device": (), "pallas_attn.checks": ("pallas_attn.types",)}
+    below = {"pallas_attn.types": (), "pallas_attn.runtime.device": (), "pallas_attn.checks": ("pallas_attn.types",)}
     allowed = below.get(module)
     for i in imports:
         if allowed is not None and OURS.match(i.module) and not i.reaches(*allowed):
@@ -154,7 +154,7 @@ def users_use_what_is_public(module: str, imports: list[Import]) -> Found:
         if not i.reaches("pallas_attn"):
             continue
         measures = module.startswith(("scripts.bench", "scripts.tune"))
-        if measures and i.target == "pallas_attn.tuning":
+        if measures and i.target == "pallas_attn.runtime.tuning":
             continue
         if i.module not in ("pallas_attn", "pallas_attn.cache"):
             yield i.line, f"imports {i.module}; only pallas_attn and pallas_attn.cache are public"
@@ -171,21 +171,23 @@ def rooms_stand_apart(module: str, imports: list[Import]) -> Found:
         "pallas_attn.portable": (*LANGUAGES, "pallas_attn.mosaic", "pallas_attn.triton", "pallas_attn.ops"),
         "pallas_attn.mosaic": ("pallas_attn.triton", "pallas_attn.ops"),
         "pallas_attn.triton": ("pallas_attn.mosaic", "pallas_attn.ops"),
-        "pallas_attn.mosaic.sm90": ("pallas_attn.mosaic.sm100",),
-        "pallas_attn.mosaic.sm100": ("pallas_attn.mosaic.sm90",),
+        "pallas_attn.mosaic.hopper": ("pallas_attn.mosaic.blackwell",),
+        "pallas_attn.mosaic.blackwell": ("pallas_attn.mosaic.hopper",),
     }
-    shared = module.startswith("pallas_attn.mosaic") and not module.startswith("pallas_attn.mosaic.sm")
+    architectures = ("pallas_attn.mosaic.hopper", "pallas_attn.mosaic.blackwell")
+    shared = module.startswith("pallas_attn.mosaic") and not module.startswith(architectures)
     for i in imports:
         for room, others in forbidden.items():
             if f"{module}.".startswith(f"{room}.") and i.reaches(*others):
                 yield i.line, f"imports {i.target}, from {room}"
-        if shared and i.target.startswith("pallas_attn.mosaic.sm"):
+        if shared and i.reaches(*architectures):
             yield i.line, f"imports {i.target}, which is of one architecture"
 
 
 MODEL_ROOMS = {
     "models.config": (),
-    "models.decoder": ("models.config",),
+    "models.moe": ("models.config", "models.decoder.layers", "models.decoder.mesh"),
+    "models.decoder": ("models.config", "models.moe"),
     "models.checkpoints": ("models.config", "models.decoder"),
     "models.engine": ("models.config", "models.decoder"),
 }
@@ -382,10 +384,10 @@ OP = "pallas_attn.ops.paged_decode"
 
 BAD = [
     ("pallas_attn.types", "from pallas_attn import dispatch"),
-    ("pallas_attn.device", "from pallas_attn import tuning"),
+    ("pallas_attn.runtime.device", "from pallas_attn.runtime import tuning"),
     ("pallas_attn.types", "import pallas_attn.checks"),
     ("pallas_attn.checks", "from pallas_attn.portable import merge"),
-    ("pallas_attn.checks", "from pallas_attn import tuning"),
+    ("pallas_attn.checks", "from pallas_attn.runtime import tuning"),
     (REFERENCE, "from pallas_attn import checks"),
     (REFERENCE, "from pallas_attn.ops.paged_decode import config"),
     (REFERENCE, "from pallas_attn.ops.paged_prefill import paged_prefill"),
@@ -413,13 +415,13 @@ BAD = [
     ("pallas_attn.portable.merge", "from pallas_attn.ops.paged_decode import paged_decode"),
     ("pallas_attn.portable.merge", "from jax.experimental import pallas as pl"),
     ("pallas_attn.portable.merge", "from pallas_attn.mosaic import basics"),
-    ("pallas_attn.mosaic.basics", "from pallas_attn.mosaic.sm90 import tiles"),
-    ("pallas_attn.mosaic.sm90.wgmma", "from pallas_attn.ops.paged_decode import config"),
-    ("pallas_attn.mosaic.sm90.wgmma", "from pallas_attn.triton import call"),
+    ("pallas_attn.mosaic.primitives.basics", "from pallas_attn.mosaic.hopper import tiles"),
+    ("pallas_attn.mosaic.hopper.wgmma", "from pallas_attn.ops.paged_decode import config"),
+    ("pallas_attn.mosaic.hopper.wgmma", "from pallas_attn.triton import call"),
     ("pallas_attn.triton.launch", "from pallas_attn.mosaic import basics"),
     ("pallas_attn.triton.pieces", "from pallas_attn.ops.paged_decode import config"),
     ("pallas_attn.portable.merge", "import triton.language as tl"),
-    ("pallas_attn.mosaic.sm100.decode", "from pallas_attn.mosaic.sm90.tiles import operand"),
+    ("pallas_attn.mosaic.blackwell.decode", "from pallas_attn.mosaic.hopper.tiles import operand"),
     ("pallas_attn.cache.page_pool", "import jax"),
     ("pallas_attn.cache.page_pool", "from jax import numpy as jnp"),
     ("pallas_attn.cache.page_pool", "from pallas_attn import PAGE_NONE"),
@@ -431,11 +433,11 @@ BAD = [
     ("models.decoder.mla", "from pallas_attn import dispatch"),
     ("models.decoder.mla", "from pallas_attn.cache.page_pool import PagePool"),
     ("models.decoder.mla", "from pallas_attn.cache import digest"),
-    ("models.decoder.mla", "import pallas_attn.tuning"),
+    ("models.decoder.mla", "import pallas_attn.runtime.tuning"),
     ("models.decoder.mla", "import pallas_attn\npallas_attn.dispatch.capability()"),
     ("scripts.bench_ops", "from pallas_attn.ops import paged_decode"),
     ("scripts.tune", "from pallas_attn.ops.paged_decode import config"),
-    ("scripts.run_decode", "from pallas_attn import tuning"),
+    ("scripts.run_decode", "from pallas_attn.runtime import tuning"),
     ("models.config.windows", "from models.decoder import StepMetadata"),
     ("models.config", "from models.engine import Engine"),
     ("models.decoder.model", "from models.checkpoints import load_model"),
@@ -458,7 +460,7 @@ BAD = [
     (XLA, "from jax import custom_jvp"),
     ("pallas_attn.portable.gradients", "from jax import custom_vjp"),
     ("pallas_attn.portable.merge", "from jax import custom_jvp"),
-    ("models.decoder.moe", "from jax import custom_vjp as rule"),
+    ("models.moe.layer", "from jax import custom_vjp as rule"),
     (XLA, "from jax.experimental import pallas as pl\npl.pallas_call(f)"),
     ("scripts.tune", "from jax.experimental.pallas import pallas_call"),
     ("pallas_attn.checks", "def f(x):\n    assert x"),
@@ -471,9 +473,9 @@ GOOD = [
     (REFERENCE, "from pallas_attn.ops.paged_decode.call import PagedDecodeCall"),
     (f"{OP}.call", "from pallas_attn import checks\nfrom pallas_attn.types import PagedKV"),
     (f"{OP}.call", "from pallas_attn.portable.quantise import divide"),
-    (XLA, "from pallas_attn.ops.paged_decode import config\nfrom pallas_attn import tuning"),
+    (XLA, "from pallas_attn.ops.paged_decode import config\nfrom pallas_attn.runtime import tuning"),
     (XLA, "from pallas_attn.ops.paged_decode.config import xla_config"),
-    ("pallas_attn.mosaic.sm90.decode_products", "from pallas_attn.mosaic import basics"),
+    ("pallas_attn.mosaic.hopper.decode_products", "from pallas_attn.mosaic import basics"),
     (OP, "from pallas_attn import dispatch\nfrom pallas_attn.ops.paged_decode.call import PagedDecodeCall"),
     ("pallas_attn.ops.plan_decode", "from pallas_attn.ops.mla_decode.call import MlaDecodeCall"),
     ("pallas_attn.ops.mla_prefill", "from pallas_attn.ops.ragged_attention import ragged_attention"),
@@ -487,13 +489,13 @@ GOOD = [
     ("models.decoder.mla", "import pallas_attn\nfrom pallas_attn import mla_decode\npallas_attn.mla_decode"),
     ("models.decoder.mla", "import pallas_attn.cache\nfrom pallas_attn import cache"),
     ("scripts.bench_ops", "from scripts.bench.shapes import DECODE\nfrom scripts.cli.prompts import read_prompts"),
-    ("scripts.tune", "from pallas_attn import tuning"),
+    ("scripts.tune", "from pallas_attn.runtime import tuning"),
     ("scripts.tools.make_goldens", "import torch"),
     (
         "tests.models.test_engine",
         "from scripts.run_decode import main\nfrom pallas_attn.types import QMAX\nassert main",
     ),
-    ("tests.ops.test_dispatch", "from pallas_attn.ops.paged_decode import xla"),
+    ("tests.runtime.test_dispatch", "from pallas_attn.ops.paged_decode import xla"),
 ]
 
 

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_attn
 from pallas_attn import __main__ as report
-from pallas_attn import device, dispatch
-from pallas_attn.explain import CANDIDATES_OF
+from pallas_attn.runtime import device, dispatch
+from pallas_attn.runtime.explain import CANDIDATES_OF
 
 
 def test_the_command() -> None:

@@ -25,7 +25,7 @@ from pallas_attn import (
     plan_decode,
     write_kv,
 )
-from tests.ops import harness
+from tests.kit import harness
 
 PS, COLUMNS, PAGES = 4, 7, 16
 """Page size, columns of a table (which 2 and 4 devices do not divide), and pages of each device."""

@@ -32,10 +32,10 @@ from models.decoder.mesh import (
     own_kv_heads,
 )
 from models.decoder.mla import MLA, Choice, Part, plan_rows, step_parts
-from models.decoder.moe import BiasedMoE, MoE
 from models.decoder.rope import CosSin, rope_table
 from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
+from models.moe.layer import BiasedMoE, MoE
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
 
 type AttentionStep = list[Part] | GQAStep

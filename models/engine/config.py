@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from models.decoder import KVScales, StepSizes, normal_mesh
 from models.engine.group_sizes import GroupSizes
-from models.engine.proposer import Speculation
+from models.engine.speculation.proposer import Speculation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,19 +25,19 @@ from jax.sharding import Mesh
 from models.config import DeepSeekConfig
 from models.decoder import Decoder, normal_mesh, split_model
 from models.decoder.mesh import DATA, ExpertSplit, bytes_on_device, spans_processes
-from models.engine.cached_pages import CachedPages, CachedSequence, difference, joined, numbered
 from models.engine.config import EngineConfig
-from models.engine.data_ranks import DataRanks
-from models.engine.draft_control import DraftControl, step_cost
+from models.engine.distributed.data_ranks import DataRanks
+from models.engine.distributed.processes import Processes
 from models.engine.group_sizes import group_sizes, make_pools
-from models.engine.incoming_pages import IncomingPages
+from models.engine.kv_transfer.cached_pages import CachedPages, CachedSequence, difference, joined, numbered
+from models.engine.kv_transfer.incoming_pages import IncomingPages
+from models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
 from models.engine.outputs import EngineStats, GroupStats, RequestId, RequestOutput, StepRecord, Totals
-from models.engine.processes import Processes
 from models.engine.request import NONFINITE, FinishReason, Request, SamplingParams, as_integers
 from models.engine.runner import Runner, StepResult
 from models.engine.scheduler import RequestRefused, Scheduler
-from models.engine.step_plan import StepPlan
-from models.engine.written_pages import WrittenFeed, WrittenLayer
+from models.engine.speculation.draft_control import DraftControl, step_cost
+from models.engine.step.plan import StepPlan
 from pallas_attn import PAGE_NONE
 from pallas_attn.cache import Prefix, PrefixCache
 

@@ -22,14 +22,19 @@ from jaxtyping import Array, Float, Int32
 from models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, with_settings
 from models.decoder.caches import cache_spec
 from models.decoder.mesh import DATA, cache_partition
-from models.engine.cached_pages import RowFormat, digest_of, read_rows, warm_up_rows, write_layer, write_rows
 from models.engine.config import Bucket, RunnerConfig
+from models.engine.distributed.processes import Processes
 from models.engine.group_sizes import GroupSizes
-from models.engine.layered_step import LayeredStep, OnLayer, copying_rows
-from models.engine.packed_step import PackedStep
-from models.engine.plain_step import run_step
-from models.engine.processes import Processes
-from models.engine.speculative_step import (
+from models.engine.kv_transfer.cached_pages import (
+    RowFormat,
+    digest_of,
+    read_rows,
+    warm_up_rows,
+    write_layer,
+    write_rows,
+)
+from models.engine.kv_transfer.split_rows import SplitRows
+from models.engine.speculation.step import (
     SpeculativeState,
     allocate_state,
     check_trees,
@@ -38,8 +43,10 @@ from models.engine.speculative_step import (
     run_speculative_step,
     state_partition,
 )
-from models.engine.split_rows import SplitRows
-from models.engine.step_plan import RowTokens, StepPlan
+from models.engine.step.layered import LayeredStep, OnLayer, copying_rows
+from models.engine.step.packed import PackedStep
+from models.engine.step.plain import run_step
+from models.engine.step.plan import RowTokens, StepPlan
 from pallas_attn import compile_ahead
 
 GPU_OPTIONS: dict[str, str | bool] = {

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
-from models.engine.draft_control import DraftControl, counted
 from models.engine.request import NONFINITE, FinishReason, Request, RequestRefused
-from models.engine.step_plan import RowTokens, ScheduledRow, StepPlan
+from models.engine.speculation.draft_control import DraftControl, counted
+from models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
 from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
 
 STEP_TOKENS = 2048

@@ -1,9 +1,10 @@
 """Decode attention over paged K and V, read downward: operands of the kernel, the kernel, one tile.
 
 A program is one warpgroup. As many run side by side on a multiprocessor as fit, so that some compute while others
-wait. Each takes its share of a decode plan: work tiles (`mosaic.tile_scheduler`), consecutive pages of one row, which
-is a KV head of a sequence. Query rows of that head are the columns of the tiles (`query_packing`). Tiles are multiplied
-as the architecture does it (`DecodeProducts`): in `sm90.decode_products` and `sm100.decode_products`.
+wait. Each takes its share of a decode plan: work tiles (`mosaic.primitives.tile_scheduler`), consecutive
+pages of one row, which is a KV head of a sequence. Query rows of that head are the columns of the tiles (`query_packing`). Tiles are multiplied
+as the architecture does it (`DecodeProducts`): in `mosaic.hopper.decode_products` and
+`mosaic.blackwell.decode_products`.
 
 What happens to one tile of K and V, by the functions of this file:
 
@@ -56,18 +57,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, dequantise, shared_memory, tiles
-from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.query_packing import QueryPacking
-from pallas_attn.mosaic.split_states import (
+from pallas_attn.mosaic.merge import (
     OUTPUT_BYTES,
     AttentionState,
     OutputWriter,
     PartialStates,
     merge_splits,
 )
-from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
-from pallas_attn.mosaic.tiles import PER_COLUMN, RegisterLayout, clear_rows, over_columns, over_tokens
+from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles, shared_memory
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.query_packing import QueryPacking
+from pallas_attn.mosaic.primitives.register_tiles import (
+    PER_COLUMN,
+    RegisterLayout,
+    clear_rows,
+    over_columns,
+    over_tokens,
+)
+from pallas_attn.mosaic.primitives.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
 from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import LATENT_GROUP, DecodePlan, HeadWindow, ScaleLayout
 
@@ -186,7 +193,7 @@ class DecodeTile:
     @property
     def tokens_per_row(self) -> int:
         """Tokens that share a row of shared memory."""
-        return dequantise.tokens_per_smem_row(self.cache_dtype, self.value_dim)
+        return dequantize.tokens_per_smem_row(self.cache_dtype, self.value_dim)
 
     @property
     def latent_groups(self) -> int:
@@ -396,11 +403,13 @@ class DecodeScratch(NamedTuple):
         """Scratch types of a kernel."""
         packing, (tokens, width) = tile.packing, tile.shape
         keys = [
-            tiles.operand((stages, tile.rows(tokens), columns), dtype, row_bytes=row_bytes)
+            register_tiles.operand((stages, tile.rows(tokens), columns), dtype, row_bytes=row_bytes)
             for (_, columns), dtype, row_bytes in zip(tile.key_slices, tile.key_dtypes, tile.key_row_bytes, strict=True)
         ]
         queries = [
-            tiles.operand((tile.terms, width, dim), dtype, row_bytes=tile.products.query_row_bytes(tile, row_bytes))
+            register_tiles.operand(
+                (tile.terms, width, dim), dtype, row_bytes=tile.products.query_row_bytes(tile, row_bytes)
+            )
             for dim, dtype, row_bytes in zip(tile.key_dims, tile.query_dtypes, tile.key_row_bytes, strict=True)
         ]
         scales = (stages, 2, tile.pages, max(32, tile.page_groups))
@@ -599,7 +608,9 @@ class KvSplit:
             mem.q[0].at[0].transpose((1, 0))[...] = basics.load(mem.raw_q.transpose((1, 0)), self.layout.tile)
             plgpu.commit_smem()
         state = AttentionState.empty(tile.value_dim, tile.packing.width, self.products.values_layout(tile))
-        state = state._replace(l=tiles.filled(0.0, tile.shape, self.layout.tile))  # summed over tokens at the end
+        state = state._replace(
+            l=register_tiles.filled(0.0, tile.shape, self.layout.tile)
+        )  # summed over tokens at the end
         m, l, acc = lax.fori_loop(0, self.num_tiles, self.step, state)  # noqa: E741
         if tile.scales is not None or tile.latent_groups:
             acc = self.apply_value_scales(self.products.in_channel_order(tile, acc))
@@ -732,7 +743,7 @@ class KvSplit:
         if v_scales:
             # The scale is multiplied into the probability through the exponent: their product, which is rounded to 16
             # bits, is then at most 1. Of several groups of channels it is the largest one's.
-            v_scale = jnp.maximum(functools.reduce(jnp.maximum, v_scales), dequantise.SMALLEST_SCALE)
+            v_scale = jnp.maximum(functools.reduce(jnp.maximum, v_scales), dequantize.SMALLEST_SCALE)
             s += over_tokens(jnp.log2(v_scale) * (1 / LOG2E), shape)
         m_new = jnp.maximum(m, s.max(axis=0))
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
@@ -763,7 +774,7 @@ class KvSplit:
         """
         tile, mem = self.tile, self.mem
         if tile.latent_groups:
-            scales = dequantise.load_group_scales(
+            scales = dequantize.load_group_scales(
                 mem.scales.at[slot], tile.page_tokens, tile.latent_groups, tile.tokens, self.layout
             )
             return scales, scales
@@ -773,7 +784,7 @@ class KvSplit:
         if tile.groups < SCALES_PER_COPY:
             begin = mem.tile_meta.at[self.static.stages + 2 + slot, pl.ds(0, tile.pages)]
         k_scale, v_scale = (
-            dequantise.load_per_token(mem.scales.at[slot, i], begin, tile.groups, tile.group_tokens, self.layout)
+            dequantize.load_per_token(mem.scales.at[slot, i], begin, tile.groups, tile.group_tokens, self.layout)
             for i in range(2)
         )
         return (k_scale,), (v_scale,)
@@ -827,13 +838,13 @@ class KvSplit:
         if self.tile.scales is None and not self.tile.latent_groups:
             clear_rows(v, live_mask, self.layout, self.tile.row_bytes)
         else:
-            dequantise.clear_tokens(v, self.tile.value_dim, live_mask, self.layout)
+            dequantize.clear_tokens(v, self.tile.value_dim, live_mask, self.layout)
             plgpu.commit_smem()
         return s, tuple(jnp.where(live_mask, scale, 1.0) for scale in v_scales)
 
     def positions(self, base: list[Any]) -> Any:
         """Position of each token of a tile."""
-        token = tiles.row_iota(self.tile.tokens, self.layout)
+        token = register_tiles.row_iota(self.tile.tokens, self.layout)
         position = token + base[0]
         for j in range(1, self.tile.pages):
             first = j * self.tile.page_tokens

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Float32, Int32
 
-from pallas_attn import device
 from pallas_attn.portable.index_tiles import IndexCall
 from pallas_attn.portable.quantise import QUERY_SCALE, float16_queries
+from pallas_attn.runtime import device
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.flash import work_of
 from pallas_attn.triton.launch import kernel, launch

@@ -27,7 +27,7 @@ from jax import lax
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 
-from pallas_attn import device
+from pallas_attn.runtime import device
 
 FFI_TARGET = "triton_kernel_call_ffi"
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import device
 from pallas_attn.portable.schedule import most_splits
+from pallas_attn.runtime import device
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import merge_step, softmax_result
 from pallas_attn.triton.tiles import power_of_two

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pallas_attn.device import Device
+from pallas_attn.runtime.device import Device
 
 SMALL_SHARED_BYTES = 100 * 1024
 """A100, H100 and B200 have more for a thread block; sm86, sm89 and sm120 have 99 KiB."""

@@ -20,7 +20,7 @@ from typing import IO
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_attn.mosaic import faster_lowering
+from pallas_attn.jax_patches import faster_lowering
 from tests.aot import device, signs
 from tests.aot.case import Case, Cases
 from tests.aot.cases import ALL

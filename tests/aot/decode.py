@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import export, lax
 
 import pallas_attn
-from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
-from pallas_attn.mosaic import shared_memory
+from pallas_attn import HeadWindow, PagedKV, kv_cache_spec
 from pallas_attn.mosaic.decode import DecodeScratch, DecodeTile
 from pallas_attn.mosaic.decode_config import DecodeConfig
-from pallas_attn.mosaic.query_packing import QueryPacking
+from pallas_attn.mosaic.primitives import shared_memory
+from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode.config import (
     MAX_COLUMNS_SM100,
     PagedDecodeKey,
@@ -31,6 +31,7 @@ from pallas_attn.ops.paged_decode.config import (
     mosaic_sm100_tile,
     mosaic_tile,
 )
+from pallas_attn.runtime import tuning
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
 from tests.aot.plans import fitted, plan_shapes
 

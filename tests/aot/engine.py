@@ -18,11 +18,11 @@ from models.decoder import AttentionSettings, Decoder, split_model
 from models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Speculation
 from models.engine.config import Bucket, EngineConfig, RunnerConfig
 from models.engine.group_sizes import group_sizes
-from models.engine.layered_step import LayeredStep, apply_piece
-from models.engine.packed_step import PackedStep
-from models.engine.plain_step import run_step
 from models.engine.runner import gpu_options
-from models.engine.speculative_step import allocate_state, proposer_sizes, run_speculative_step
+from models.engine.speculation.step import allocate_state, proposer_sizes, run_speculative_step
+from models.engine.step.layered import LayeredStep, apply_piece
+from models.engine.step.packed import PackedStep
+from models.engine.step.plain import run_step
 from pallas_attn import FULL
 from scripts.bench.shapes import DEEPSEEK_V3
 from tests.aot.case import Case, deferred, on_b200, shape

@@ -15,11 +15,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_attn
-from pallas_attn import PagedLatent, tuning
-from pallas_attn.mosaic import shared_memory
+from pallas_attn import PagedLatent
+from pallas_attn.mosaic.primitives import shared_memory
 from pallas_attn.ops.mla_decode.config import seesaw_config
 from pallas_attn.ops.mla_decode.mosaic_raw import RawDecodeScratch, RawDecodeStatic
 from pallas_attn.ops.mla_decode.mosaic_seesaw import SeesawScratch, SeesawStatic
+from pallas_attn.runtime import tuning
 from tests.aot import mla_swap_ab
 from tests.aot.case import Case, DeferredCase, Tile, deferred, shape
 from tests.aot.mla_swap_ab import BATCH, TOKENS, WIDTHS

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
-from pallas_attn.mosaic import shared_memory
+from pallas_attn.mosaic.primitives import shared_memory
 from pallas_attn.ops.mla_sparse.mosaic_raw import RawSparseScratch, RawSparseStatic
 from pallas_attn.ops.mla_sparse.mosaic_sm90 import SparseScratch, SparseStatic
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_attn import PagedLatent, latent_cache_spec
 from pallas_attn.mosaic.decode import DecodeTile
 from pallas_attn.mosaic.decode_config import DecodeConfig
-from pallas_attn.mosaic.query_packing import QueryPacking
+from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.config import SwapAbKey, max_columns, swap_ab_config, swap_ab_tile
 from pallas_attn.ops.mla_decode.mosaic_swap_ab import decode, num_programs

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import pallas_attn
 from pallas_attn import PagedLatent
-from pallas_attn.mosaic import shared_memory
+from pallas_attn.mosaic.primitives import shared_memory
 from pallas_attn.ops.mla_decode.mosaic_tcgen05 import REDUCTION_BYTES, TcgenScratch, TcgenStatic, choose_static
 from tests.aot import mla_swap_ab
 from tests.aot.case import Case, DeferredCase, deferred, shape

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_attn
-from models.decoder import moe
+from models.moe import layer as moe
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
 from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
 

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from jax import export
 
 import pallas_attn
-from pallas_attn import HeadWindow, PagedKV, kv_cache_spec, tuning
-from pallas_attn.mosaic.flash.config import FlashConfig
-from pallas_attn.mosaic.flash.split import PARTIALS
-from pallas_attn.mosaic.sm90.flash.kernel import QUERIES
+from pallas_attn import HeadWindow, PagedKV, kv_cache_spec
+from pallas_attn.mosaic.hopper.prefill import QUERIES
+from pallas_attn.mosaic.prefill.config import FlashConfig
+from pallas_attn.mosaic.prefill.split import PARTIALS
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey
+from pallas_attn.runtime import tuning
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, on_b200, shape
 
 TOKENS, KEYS, SEQUENCES = 8192, 16384, 8

@@ -10,9 +10,9 @@ import jax
 
 from pallas_attn import mla_decode, mla_prefill, paged_decode, paged_prefill
 from scripts.bench import shapes
-from tests import real_sizes
 from tests.aot.case import Case, DeferredCase, deferred
-from tests.real_sizes import MLA_SM_SCALE
+from tests.kit import real_sizes
+from tests.kit.real_sizes import MLA_SM_SCALE
 
 
 @deferred

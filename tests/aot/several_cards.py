@@ -27,9 +27,9 @@ from models.decoder import AttentionSettings, Decoder, over_mesh, split_model
 from models.decoder.mesh import DATA, HEADS, TENSOR, cache_partition, normal_mesh, num_devices
 from models.engine.config import Bucket
 from models.engine.group_sizes import group_sizes
-from models.engine.packed_step import PackedStep
-from models.engine.plain_step import run_step
 from models.engine.runner import gpu_options
+from models.engine.step.packed import PackedStep
+from models.engine.step.plain import run_step
 from pallas_attn import (
     PagedKV,
     PagedLatent,

@@ -27,7 +27,7 @@ def key(module: str, plugin: str) -> str:
     files = reachable(_file(module))
     for name in GATE:
         files |= reachable(_file(f"tests.aot.{name}"), without=_file("tests.aot.cases"))
-    files |= {ROOT / "tests" / "aot" / f"{plugin}.txt", *(LIBRARY / "tuned").glob("*.json")}
+    files |= {ROOT / "tests" / "aot" / f"{plugin}.txt", *(LIBRARY / "runtime" / "tuned").glob("*.json")}
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.relative_to(ROOT)}\n".encode())
@@ -50,10 +50,11 @@ def reachable(start: Path, without: Path | None = None) -> set[Path]:
 def neighbours(file: Path) -> frozenset[Path]:
     """The files of this repository that a file imports itself."""
     if file == LIBRARY / "__init__.py":
-        return frozenset(file for file in LIBRARY.glob("*.py") if file.stem not in OVERVIEWS)
+        files = (*LIBRARY.glob("*.py"), *(LIBRARY / "runtime").glob("*.py"))
+        return frozenset(file for file in files if file.stem not in OVERVIEWS)
     tree = ast.parse(file.read_text())
     found = {_file(module) for module in _imports(tree, file)}
-    if LIBRARY / "__init__.py" in found and file.parent != LIBRARY:
+    if LIBRARY / "__init__.py" in found and file.parent not in (LIBRARY, LIBRARY / "runtime"):
         named = {_word(node) for node in ast.walk(tree)}
         found |= {file for file in OPS.glob("*/__init__.py") if file.parent.name in named}
     if file.parent.parent == OPS and file.name == "__init__.py":

@@ -84,7 +84,11 @@ def reached(name):
 
 def test_what_a_case_depends_on():
     decode = reached("decode")
-    assert {"tests/aot/plans.py", "pallas_attn/dispatch.py", "pallas_attn/ops/paged_decode/mosaic_sm90.py"} <= decode
+    assert {
+        "tests/aot/plans.py",
+        "pallas_attn/runtime/dispatch.py",
+        "pallas_attn/ops/paged_decode/mosaic_sm90.py",
+    } <= decode
     assert "pallas_attn/ops/plan_decode/__init__.py" in decode
     assert not [file for file in decode if file.startswith(("models/", "pallas_attn/ops/mla_prefill/"))]
     assert {"models/engine/runner.py", "pallas_attn/ops/mla_decode/__init__.py"} <= reached("engine")

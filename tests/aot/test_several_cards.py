@@ -33,7 +33,7 @@ def test_compiled_kernels_gather_no_cache(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4  # a planner and a decode kernel each, for both cards
 
 
-@pytest.mark.slow  # tests/test_sharded_calls.py has both types of meshes, on CPUs
+@pytest.mark.slow  # tests/runtime/test_sharded_calls.py has both types of meshes, on CPUs
 def test_outside_a_shard_map_nothing_is_exchanged_or_copied(tmp_path):
     """Kernels of both languages, under a plain `jax.jit`, with either type of axes; also a write in place."""
     found = exchanged("plain", tmp_path)

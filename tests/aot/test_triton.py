@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from pallas_attn import device
+from pallas_attn.runtime import device
 from pallas_attn.triton import launch, tiles
 from tests.aot.triton_cases import CARDS, ORDINARY, SPILLS, TRITON_CASES
 from tests.aot.triton_compile import TritonCompiler, TritonKernelReport, complaints

@@ -17,11 +17,11 @@ from pallas_attn import (
     PagedKV,
     PagedLatent,
     Rope,
-    device,
     index_cache_spec,
     kv_cache_spec,
     latent_cache_spec,
 )
+from pallas_attn.runtime import device
 from tests.aot.case import allocated, shape
 
 

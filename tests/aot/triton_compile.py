@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pallas_attn import device
+from pallas_attn.runtime import device
 from tests.aot.environment import ROOT
 from tests.aot.triton_cases import CARDS, TRITON_CASES, TritonCase
 

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import export, lax
 
 import pallas_attn
-from pallas_attn import PagedKV, Rope, kv_cache_spec, tuning
+from pallas_attn import PagedKV, Rope, kv_cache_spec
 from pallas_attn.ops.write_kv.config import WriteKVKey
+from pallas_attn.runtime import tuning
 from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
 
 KV_HEADS, GROUP, PAGE_SIZE = 8, 4, 64

@@ -19,18 +19,19 @@ from unittest import mock
 import jax
 import pytest
 
-from pallas_attn import DecodePlan, device, dispatch
-from pallas_attn.device import Architecture
+from pallas_attn import DecodePlan
 from pallas_attn.mosaic import decode_config
-from pallas_attn.mosaic.flash import config as flash_config
+from pallas_attn.mosaic.prefill import config as flash_config
 from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.mla_decode import config as mla_config
 from pallas_attn.ops.plan_decode.config import PlanConfig
 from pallas_attn.ops.write_kv import config as write_config
 from pallas_attn.portable.online_softmax import XlaConfig
+from pallas_attn.runtime import device, dispatch
+from pallas_attn.runtime.device import Architecture
 from pallas_attn.triton.tiles import FlashTile
-from tests.ops import harness
-from tests.ops.harness import Jitted, Variant
+from tests.kit import harness
+from tests.kit.harness import Jitted, Variant
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.contract.backends import Backend
-from tests.ops.harness import Variant
+from tests.kit.harness import Variant
 
 
 @pytest.fixture

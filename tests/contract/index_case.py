@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import PagedIndexKeys
-from tests.ops import harness
+from tests.kit import harness
 
 SM_SCALE = 0.25  # a power of two, so that exact scores stay exact
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_attn import PagedLatent
 from tests.contract import naive
-from tests.ops import harness
+from tests.kit import harness
 
 SM_SCALE = 0.0625  # a power of two, so that exact scores stay exact
 

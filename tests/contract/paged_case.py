@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_attn import FULL, HeadWindow, PagedKV, kv_cache_spec
 from pallas_attn.types import ScaleLayout
-from tests.ops import harness
+from tests.kit import harness
 
 
 @dataclasses.dataclass(frozen=True)

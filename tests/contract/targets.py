@@ -31,7 +31,7 @@ from pallas_attn import (
 )
 from tests.contract import backends
 from tests.contract.backends import BACKENDS, Backend
-from tests.ops import harness
+from tests.kit import harness
 
 B, Q, P, PS, N, HKV, HQ, D = 3, 2, 4, 16, 12, 2, 4, 64
 """Rows of up to 64 tokens."""

@@ -30,7 +30,7 @@ from pallas_attn import (
     PagedLatent,
     mla_prefill,
 )
-from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.primitives.row_io import RowLayout
 from tests.contract import backends, naive
 from tests.contract.backends import BACKENDS, Backend, every_backend
 from tests.contract.targets import (
@@ -50,7 +50,7 @@ from tests.contract.targets import (
     ints,
     latent_prefill,
 )
-from tests.ops import harness
+from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

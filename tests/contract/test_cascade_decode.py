@@ -18,7 +18,7 @@ from pallas_attn import PagedKV, cascade_decode, count_shared_pages, explain, pa
 from pallas_attn.ops import cascade_decode as room
 from tests.contract import backends
 from tests.contract.backends import BACKENDS, Backend
-from tests.ops import harness
+from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

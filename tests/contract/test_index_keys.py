@@ -25,7 +25,7 @@ from pallas_attn import (
 from tests.contract import backends, transformations
 from tests.contract.backends import Backend
 from tests.contract.index_case import SM_SCALE, IndexCase, IndexInputs, best
-from tests.ops import harness
+from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

@@ -26,7 +26,7 @@ from pallas_attn import (
 )
 from tests.contract import backends, naive, tpu_inference
 from tests.contract.backends import BACKENDS, Backend
-from tests.ops import harness
+from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

@@ -15,7 +15,7 @@ import pytest
 from pallas_attn import PagedLatent, latent_cache_spec, mla_decode, mla_sparse, token_slots
 from tests.contract import backends, naive, transformations
 from tests.contract.backends import Backend
-from tests.ops import harness
+from tests.kit import harness
 
 # Latents that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

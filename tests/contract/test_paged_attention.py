@@ -17,7 +17,7 @@ from tests.contract import backends, paged_cases, transformations
 from tests.contract.backends import Backend, every_backend
 from tests.contract.paged_case import Inputs, PagedCase, in_8_bits
 from tests.contract.paged_cases import CARRIER, CHUNK, PS, SAMPLE, packed, windowed
-from tests.ops import harness
+from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

@@ -18,7 +18,7 @@ from pallas_attn import HeadWindow, ragged_attention
 from pallas_attn.ops.ragged_attention import xla
 from tests.contract import backends, naive, transformations
 from tests.contract.backends import Backend
-from tests.ops import harness
+from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

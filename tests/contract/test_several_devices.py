@@ -3,7 +3,7 @@ varies over devices or not: to the bit what each part gives by itself. Contexts,
 
 Mosaic's interpreter runs one device's kernel at a time, so its kernels are traced here, run on a mesh of one device in
 test_surroundings.py, and compiled for two cards in tests/aot. More of contexts is in tests/test_parallel.py; operations
-outside `jax.shard_map` are in tests/test_sharded_calls.py.
+outside `jax.shard_map` are in tests/runtime/test_sharded_calls.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pallas_attn import HeadWindow, PagedIndexKeys, PagedKV, PagedLatent, parall
 from tests.contract import backends
 from tests.contract.backends import Backend
 from tests.contract.targets import TARGETS, ints
-from tests.ops import harness
+from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -49,8 +49,8 @@ IN_EVERY_RUN = {
     "mosaic": (),
     "triton": ("heads-write", "sequences-choice"),
 }
-"""tests/test_sharded_calls.py runs all of `xla` in `jax.shard_map`, too. Kernels take long to interpret, and how they
-come into `jax.shard_map` is one way for all of a language."""
+"""tests/runtime/test_sharded_calls.py runs all of `xla` in `jax.shard_map`, too. Kernels take long to interpret, and
+how they come into `jax.shard_map` is one way for all of a language."""
 
 
 def params() -> list[Any]:

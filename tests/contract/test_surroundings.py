@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_attn import Rope, dispatch, merge_states, mla_prefill, paged_decode, paged_prefill, plan_decode, write_kv
+from pallas_attn import Rope, merge_states, mla_prefill, paged_decode, paged_prefill, plan_decode, write_kv
+from pallas_attn.runtime import dispatch
 from tests.contract import backends, targets
 from tests.contract.backends import BACKENDS, Backend
 from tests.contract.targets import (
@@ -28,7 +29,7 @@ from tests.contract.targets import (
     ints,
     values,
 )
-from tests.ops import harness
+from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

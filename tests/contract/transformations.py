@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.ops import harness
-from tests.ops.harness import Jitted, Tolerance, Variant
+from tests.kit import harness
+from tests.kit.harness import Jitted, Tolerance, Variant
 
 type Arrays = dict[str, Any]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.shared_steps import compiled_steps, shared_steps
+from tests.kit.shared_steps import compiled_steps, shared_steps
 
 __all__ = ["compiled_steps", "rng", "shared_steps"]
 

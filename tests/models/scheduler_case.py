@@ -6,10 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from models.engine import SamplingParams
-from models.engine.draft_control import DraftControl
 from models.engine.request import Request, RequestRefused
 from models.engine.scheduler import Scheduler
-from models.engine.step_plan import RowTokens, StepPlan
+from models.engine.speculation.draft_control import DraftControl
+from models.engine.step.plan import RowTokens, StepPlan
 from pallas_attn import FULL, PAGE_NONE
 from pallas_attn.cache import GroupPools, PrefixCache
 from tests.cache.prefix_case import Heads, make_pools

@@ -17,7 +17,9 @@ from jax import lax
 from models.checkpoints import random_model
 from models.config import GQA_PRESETS, ModelConfig
 from models.decoder import AttentionSettings, Decoder
-from models.engine import Engine, EngineConfig, EngineStats, SamplingParams, Speculation, plain_step, speculative_step
+from models.engine import Engine, EngineConfig, EngineStats, SamplingParams, Speculation
+from models.engine.speculation import step as speculative_step
+from models.engine.step import plain as plain_step
 from tests.models import engine_case, test_engine_windows, test_gqa_hopper
 from tests.models.engine_case import PROMPTS
 from tests.models.proposer_case import KnowingProposer, tell

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from models.engine import SamplingParams
-from models.engine.data_ranks import DataRanks
+from models.engine.distributed.data_ranks import DataRanks
 from models.engine.request import Request, RequestRefused
-from models.engine.step_plan import RowTokens, StepPlan
+from models.engine.step.plan import RowTokens, StepPlan
 from tests.models.scheduler_case import FakeEngine, Limits
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.engine.draft_control import (
+from models.engine.request import Request
+from models.engine.sampler import SamplingRows, sample
+from models.engine.speculation.draft_control import (
     FORGOTTEN_STEPS,
     PROBE_STEPS,
     RAREST_PROBE_STEPS,
@@ -20,11 +22,9 @@ from models.engine.draft_control import (
     counted,
     step_cost,
 )
-from models.engine.ngram import continue_ngrams
-from models.engine.proposer import DraftTree
-from models.engine.request import Request
-from models.engine.sampler import SamplingRows, sample
-from models.engine.speculative_step import accept, accept_branch
+from models.engine.speculation.ngram import continue_ngrams
+from models.engine.speculation.proposer import DraftTree
+from models.engine.speculation.step import accept, accept_branch
 
 find = jax.jit(continue_ngrams, static_argnums=(2, 3, 4))
 

@@ -25,7 +25,7 @@ import pallas_attn.cache
 from models.engine import Engine, EngineConfig, Proposer, RequestOutput, SamplingParams, Speculation
 from models.engine import engine as engine_module
 from models.engine.request import NONFINITE
-from models.engine.step_plan import RowTokens, ScheduledRow, StepPlan
+from models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
 from tests.models import engine_case
 from tests.models.engine_case import MAX_TOKENS, VOCAB_SIZE, model
 

@@ -25,7 +25,7 @@ from models.engine import (
     SamplingParams,
     Speculation,
 )
-from models.engine.mtp import MTPState
+from models.engine.speculation.mtp import MTPState
 from models.engine.verify import verify
 from tests.models.engine_case import CONFIG, DRAWN, GREEDY, MAX_TOKENS, VOCAB_SIZE, padded
 from tests.models.step_case import Pages, step

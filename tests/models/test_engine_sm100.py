@@ -19,10 +19,10 @@ from models.decoder import AttentionSettings
 from models.engine import Decoded, Engine, EngineConfig, SamplingParams
 from models.engine.verify import verify
 from pallas_attn import FULL
-from pallas_attn.device import INTERPRET_VARIABLE
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.runtime.device import INTERPRET_VARIABLE
+from tests.kit import harness
 from tests.models.engine_case import CONFIG
-from tests.ops import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied. An engine takes most of a minute to interpret.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")]

@@ -16,7 +16,7 @@ from models.checkpoints import random_model
 from models.config import GQA_PRESETS, HeadWindows
 from models.decoder import Caches, Decoder
 from models.engine import Decoded, Engine, EngineConfig, SamplingParams
-from models.engine.packed_step import PackedStep
+from models.engine.step.packed import PackedStep
 from models.engine.verify import verify
 from pallas_attn import FULL, PAGE_NONE, PagedKV
 from tests.models.engine_case import PROMPTS, QUICK, compile_events

@@ -13,8 +13,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from models.decoder import expert_exchange, moe, over_mesh
+from models.decoder import over_mesh
 from models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
+from models.moe import exchange as expert_exchange
+from models.moe import layer as moe
 from tests.models.test_moe import biased_experts, draw_experts
 
 NUM_TOKENS, WIDTH, HIDDEN, NUM_EXPERTS = 96, 16, 8, 4

@@ -18,7 +18,7 @@ from models.checkpoints import CheckpointError, count_parameters, load_model
 from models.checkpoints.files import open_checkpoint
 from models.config import GQA_PRESETS, CacheGroup, GQAConfig, HeadWindows, YarnConfig, cache_groups, read_config
 from models.decoder.gqa import GQA
-from models.decoder.moe import BiasedMoE
+from models.moe.layer import BiasedMoE
 from pallas_attn import FULL
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

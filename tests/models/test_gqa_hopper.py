@@ -11,9 +11,10 @@ import pytest
 
 from models.checkpoints import random_model
 from models.config import GQA_PRESETS, GQAConfig, HeadWindows
-from models.decoder import AttentionSettings, moe
+from models.decoder import AttentionSettings
 from models.engine import Decoded, Engine, EngineConfig, SamplingParams
 from models.engine.verify import verify
+from models.moe import layer as moe
 from pallas_attn import FULL
 from tests.models.test_moe import biased_experts, draw_experts
 

@@ -125,7 +125,7 @@ SERVER = """
 CLIENT = """
     import os, socket, sys
 
-    from models.engine.transport import SocketTransport
+    from models.engine.kv_transfer.transport import SocketTransport
     from tests.models.engine_case import PROMPTS
 
     connection = socket.socket(socket.AF_UNIX)

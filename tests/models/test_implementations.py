@@ -8,7 +8,7 @@ import pytest
 from models.config import PRESETS
 from models.decoder import AttentionSettings, explain_attention
 from models.engine import EngineConfig
-from pallas_attn import device, kernel_cache
+from pallas_attn.runtime import device, kernel_cache
 from pallas_attn.triton import launch
 from scripts.bench.shapes import DEEPSEEK_V3
 from tests.aot import engine

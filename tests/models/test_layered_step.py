@@ -13,7 +13,7 @@ import pytest
 from models.checkpoints import random_model
 from models.config import GQA_PRESETS, ModelConfig
 from models.engine import Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer, runner
-from models.engine.layered_step import StepInPieces, pieces_of
+from models.engine.step.layered import StepInPieces, pieces_of
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 

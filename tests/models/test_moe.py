@@ -12,8 +12,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.config import PRESETS, DeepSeekConfig
-from models.decoder import full_product, group_product, moe, row_product, swapped_product
 from models.decoder.layers import MLP
+from models.moe import layer as moe
+from models.moe.kernels import all_expert_gemm, gather_gemm, grouped_gemm, swap_ab_gemm
 from pallas_attn import Capability
 from tests.models import oracle
 
@@ -138,8 +139,8 @@ def test_a_token_of_nans_harms_no_other(rng):
 def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden: int, biased: bool, few: bool):
     """The kernels, interpreted, agree at sizes that are no multiple of their tiles, an empty group among them."""
     monkeypatch.setattr(moe, "FEW_ROWS", 64 if few else 1)
-    monkeypatch.setattr(group_product, "PROGRAMS", 2)
-    monkeypatch.setattr(swapped_product, "PROGRAMS", 2)
+    monkeypatch.setattr(grouped_gemm, "PROGRAMS", 2)
+    monkeypatch.setattr(swap_ab_gemm, "PROGRAMS", 2)
     experts = moe.Experts(*draw_experts(rng, width, hidden, jnp.bfloat16))
     if biased:
         experts = biased_experts(rng, experts)
@@ -155,7 +156,7 @@ def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden:
 
 def test_hopper_multiplies_pairs_in_any_order(rng, monkeypatch):
     """One of four experts has no pair; and some pairs have no expert, in place of which anything may be returned."""
-    monkeypatch.setattr(swapped_product, "PROGRAMS", 2)
+    monkeypatch.setattr(swap_ab_gemm, "PROGRAMS", 2)
     experts = moe.Experts(*draw_experts(rng, 128, 64, jnp.bfloat16))
     x = jnp.asarray(rng.standard_normal((50, 128)), jnp.bfloat16)
     expert = jnp.asarray(rng.choice([0, 2, 3, 4], 100), jnp.int32)
@@ -171,13 +172,13 @@ def test_hopper_multiplies_pairs_in_any_order(rng, monkeypatch):
 
 def test_tiles_cross_no_group():
     sizes = np.array([24, 0, 300, 1], np.int32)
-    tiles = group_product.RowTiles.of(jnp.asarray(sizes), 325)
+    tiles = grouped_gemm.RowTiles.of(jnp.asarray(sizes), 325)
     count = int(tiles.count[0])
-    assert [int(x) for x in group_product.first_rows(jnp.asarray(sizes))] == [0, 24, 24, 328]
+    assert [int(x) for x in grouped_gemm.first_rows(jnp.asarray(sizes))] == [0, 24, 24, 328]
     assert np.asarray(tiles.group)[:count].tolist() == [0, 2, 2, 2, 3]
     assert np.asarray(tiles.start)[:count].tolist() == [0, 24, 152, 280, 328]
     assert np.asarray(tiles.rows)[:count].tolist() == [24, 128, 128, 48, 8]
-    assert tiles.start[count - 1] + group_product.TILE_ROWS <= group_product.padded_rows(325, 4)
+    assert tiles.start[count - 1] + grouped_gemm.TILE_ROWS <= grouped_gemm.padded_rows(325, 4)
 
 
 @pytest.mark.parametrize(
@@ -185,12 +186,12 @@ def test_tiles_cross_no_group():
     [(2816, True, (2, 128)), (2880, False, (3, 64)), (128, True, (2, 64)), (64, False, (1, 64))],
 )
 def test_parts_divide_the_columns(columns: int, gated: bool, parts: tuple[int, int]):
-    assert group_product.column_parts(columns, gated=gated) == parts
+    assert grouped_gemm.column_parts(columns, gated=gated) == parts
 
 
 def test_columns_that_no_part_divides_are_refused():
     with pytest.raises(NotImplementedError, match="takes columns that are a multiple of 128, got 192"):
-        group_product.column_parts(192, gated=True)
+        grouped_gemm.column_parts(192, gated=True)
 
 
 @pytest.mark.parametrize(
@@ -204,16 +205,16 @@ def test_columns_that_no_part_divides_are_refused():
     ],
 )
 def test_consumers_and_parts_divide_the_columns(columns: int, gated: bool, split: tuple[int, int]):
-    assert swapped_product.column_split(columns, gated=gated) == split
+    assert swap_ab_gemm.column_split(columns, gated=gated) == split
 
 
 def test_columns_that_no_consumer_divides_are_refused():
     with pytest.raises(NotImplementedError, match="takes columns that are a multiple of 64, got 96"):
-        swapped_product.column_split(96, gated=False)
+        swap_ab_gemm.column_split(96, gated=False)
 
 
 def test_tiles_hold_most_groups():
-    rows = [swapped_product.tile_rows_of(num_rows, 64) for num_rows in (64, 1920, 3456, 4096, 8192)]
+    rows = [swap_ab_gemm.tile_rows_of(num_rows, 64) for num_rows in (64, 1920, 3456, 4096, 8192)]
     assert rows == [64, 64, 96, 96, 128]
 
 
@@ -309,8 +310,8 @@ def test_hopper_reads_the_experts_of_few_rows(
     rng, monkeypatch, tokens: int, copies: int, width: int, biased: bool, most_rows: int
 ):
     """The kernel, interpreted, agrees where pairs share an expert, have none, or are fewer than the programs' tiles."""
-    monkeypatch.setattr(row_product, "PROGRAMS", 2)
-    monkeypatch.setattr(row_product, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(gather_gemm, "PROGRAMS", 2)
+    monkeypatch.setattr(gather_gemm, "MOST_ROWS", most_rows)
     monkeypatch.setattr(moe, "KEPT_PAIRS", most_rows)
     experts = moe.Experts(*draw_experts(rng, width, 64, jnp.bfloat16))
     if biased:
@@ -330,7 +331,7 @@ def test_hopper_reads_the_experts_of_few_rows(
 @pytest.mark.parametrize("halved", [False, True])
 def test_hopper_is_told_that_experts_are_distinct(rng, monkeypatch, halved: bool):
     """The kernel, interpreted, finds the pairs of one row by itself, and may add up two halves of a product."""
-    monkeypatch.setattr(row_product, "PROGRAMS", 4)
+    monkeypatch.setattr(gather_gemm, "PROGRAMS", 4)
     monkeypatch.setattr(moe, "halves_help", lambda pairs, shape, are_distinct: halved and are_distinct)
     experts = moe.Experts(*draw_experts(rng, 128, 128, jnp.bfloat16))
     x, chosen = jnp.asarray(rng.standard_normal((1, 128)), jnp.bfloat16), jnp.asarray([2, 0, 3], jnp.int32)
@@ -346,7 +347,7 @@ def test_halves_help_where_programs_would_be_idle():
 
 
 def test_pairs_know_who_shares_their_expert():
-    pairs = row_product.Pairs.of(jnp.asarray([5, 2, 9, 5, 2, 5, 0], jnp.int32), 9)
+    pairs = gather_gemm.Pairs.of(jnp.asarray([5, 2, 9, 5, 2, 5, 0], jnp.int32), 9)
     expert, following, first, count = (np.asarray(array) for array in pairs)
     assert count.tolist() == [3]
     assert first[:3].tolist() == [0, 1, 6]
@@ -358,8 +359,8 @@ def test_pairs_know_who_shares_their_expert():
 def test_hopper_reads_all_experts(rng, monkeypatch, num_shared: int):
     """The kernel, interpreted, agrees with experts multiplied one by one: those that nobody chose, pairs that chose
     none, more steps than slots, and rows that are no multiple of 8."""
-    monkeypatch.setattr(full_product, "PROGRAMS", 2)
-    monkeypatch.setattr(full_product, "STAGES", 3)
+    monkeypatch.setattr(all_expert_gemm, "PROGRAMS", 2)
+    monkeypatch.setattr(all_expert_gemm, "STAGES", 3)
     experts = moe.Experts(*draw_experts(rng, 256, 64, jnp.bfloat16))
     mlp = shared_experts(rng, 256, 64 * num_shared) if num_shared else None
     x = jnp.asarray(rng.standard_normal((9, 256)), jnp.bfloat16)
@@ -397,7 +398,7 @@ def test_shared_experts_are_multiplied_with_the_routed_ones(rng, monkeypatch):
     layer.shared_experts = shared_experts(rng, 128, 128)
     x = jnp.asarray(rng.standard_normal((5, 128)), jnp.bfloat16)
     want = layer(x)
-    monkeypatch.setattr(full_product, "PROGRAMS", 2)
+    monkeypatch.setattr(all_expert_gemm, "PROGRAMS", 2)
     monkeypatch.setattr(moe, "way_of_few_rows", lambda *_, **__: moe.hopper_all)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out = layer(x)
@@ -411,18 +412,18 @@ def test_shared_experts_of_another_width_stay_by_themselves(rng):
 
 
 def test_chains_list_the_pairs_of_every_expert():
-    chains = full_product.Chains.of(jnp.asarray([3, 1, 3, 4, 1], jnp.int32), 4)
+    chains = all_expert_gemm.Chains.of(jnp.asarray([3, 1, 3, 4, 1], jnp.int32), 4)
     assert chains.first.tolist() == [5, 1, 5, 0]
     assert chains.next.tolist() == [2, 4, 5, 5, 5]
 
 
 def test_products_of_few_rows_refuse_what_they_cannot_take():
     zeros = functools.partial(jnp.zeros, dtype=jnp.bfloat16)
-    pairs = row_product.Pairs.of(jnp.zeros(136, jnp.int32), 1)
+    pairs = gather_gemm.Pairs.of(jnp.zeros(136, jnp.int32), 1)
     with pytest.raises(NotImplementedError, match="takes 128 rows at most, got 136"):
-        row_product.row_product(row_product.RowProduct(zeros((136, 64)), zeros((1, 64, 128)), pairs, 136, 1))
+        gather_gemm.row_product(gather_gemm.RowProduct(zeros((136, 64)), zeros((1, 64, 128)), pairs, 136, 1))
     with pytest.raises(NotImplementedError, match="columns that are a multiple of 128, got 192"):
-        row_product.column_parts(192, gated=True)
+        gather_gemm.column_parts(192, gated=True)
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -19,9 +19,10 @@ import pytest
 
 from models.checkpoints import files, load_model, mxfp4, weights
 from models.config import DeepSeekConfig, GQAConfig, ModelConfig, YarnConfig
-from models.decoder import AttentionSettings, Decoder, gqa, indexer, layers, mla, model, moe, rope, split_model
+from models.decoder import AttentionSettings, Decoder, gqa, indexer, layers, mla, model, rope, split_model
 from models.decoder.caches import IndexedLatent
 from models.decoder.rope import halves_order
+from models.moe import layer as moe
 from pallas_attn import PagedIndexKeys, Rope, index_cache_spec
 from pallas_attn.portable import index_tiles
 from tests.models.step_case import PAGE_SIZE, Pages, step

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.engine import ProcessError, Processes, processes
+from models.engine import ProcessError, Processes
+from models.engine.distributed import processes
 from tests.models.test_parity import GOLDENS, MARGIN, NAMES, golden
 
 ROOT = Path(__file__).parents[2]

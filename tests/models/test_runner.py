@@ -12,7 +12,6 @@ from models.config import HeadWindows
 from models.engine import SamplingParams
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
-from models.engine.packed_step import PackedStep
 from models.engine.request import Request
 from models.engine.runner import (
     GPU_OPTIONS,
@@ -24,10 +23,11 @@ from models.engine.runner import (
     Runner,
     gpu_options,
 )
-from models.engine.step_plan import ScheduledRow, StepPlan
+from models.engine.step.packed import PackedStep
+from models.engine.step.plan import ScheduledRow, StepPlan
 from pallas_attn import FULL
+from tests.kit.shared_steps import ALIKE
 from tests.models.engine_case import CONFIG, compile_events, model
-from tests.shared_steps import ALIKE
 
 SIZES = RunnerConfig(
     num_pages=24,

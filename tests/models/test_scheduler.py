@@ -10,7 +10,7 @@ import pytest
 from models.engine import SamplingParams, scheduler
 from models.engine.request import Request, RequestRefused
 from models.engine.scheduler import Scheduler
-from models.engine.step_plan import RowTokens
+from models.engine.step.plan import RowTokens
 from pallas_attn.cache import OutOfPages
 from tests.models.scheduler_case import EOS, LASTING, VOCAB, FakeEngine, Limits, plain_output, summary
 

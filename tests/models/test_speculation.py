@@ -24,8 +24,8 @@ from models.engine import (
     SamplingParams,
     Speculation,
 )
-from models.engine.draft_control import DraftControl
 from models.engine.runner import Runner, StepResult
+from models.engine.speculation.draft_control import DraftControl
 from pallas_attn import FULL
 from tests.models import engine_case, test_engine_windows
 from tests.models.engine_case import PROMPTS, VOCAB_SIZE, compile_events

@@ -19,7 +19,7 @@ from models.checkpoints import CheckpointError, load_config, weights
 from models.checkpoints.files import StoredTensor, dequantise, open_checkpoint, scale_name
 from models.config import GQA_PRESETS, PRESETS, ModelConfig
 from models.decoder import AttentionSettings, Decoder, MTPModule
-from models.decoder.moe import MoE
+from models.moe.layer import MoE
 
 V3 = dataclasses.replace(PRESETS["v3-tiny"], vocab_size=48, hidden_size=32, intermediate_size=24, num_hidden_layers=2)
 PREDICTING = dataclasses.replace(V3, num_nextn_predict_layers=2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.engine import ConsumerError, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer
-from models.engine.layered_step import LayeredStep, StepInPieces
+from models.engine.step.layered import LayeredStep, StepInPieces
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 DECODE = "pallas_attn/mosaic/decode.py"
-PRODUCTS = "pallas_attn/mosaic/sm100/decode_products.py"
+PRODUCTS = "pallas_attn/mosaic/blackwell/decode_products.py"
 LATENTS = "pallas_attn/ops/mla_decode/mosaic_tcgen05.py"
 LATENTS_MERGE = "pallas_attn/ops/mla_decode/mosaic_tcgen05_merge.py"
-PREFILL = "pallas_attn/mosaic/sm100/flash.py"
+PREFILL = "pallas_attn/mosaic/blackwell/prefill.py"
 
 STAGES = "tests/ops/test_paged_decode_sm100.py::test_more_tiles_than_stages"
 SLOTS = "tests/ops/test_mla_decode_sm100.py::test_more_tiles_than_slots"
@@ -67,8 +67,8 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "decode: converted keys are not committed": PlantedBreak(
         PRODUCTS,
-        "            dequantise.dequantise_tile(keys[0], own.staged)\n            plgpu.commit_smem()\n",
-        "            dequantise.dequantise_tile(keys[0], own.staged)\n",
+        "            dequantize.dequantise_tile(keys[0], own.staged)\n            plgpu.commit_smem()\n",
+        "            dequantize.dequantise_tile(keys[0], own.staged)\n",
         f"{STAGES}[fp8 per token]",
     ),
     "decode: probabilities are not committed": PlantedBreak(
@@ -109,7 +109,7 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "decode: masked 8-bit values are not zeroed": PlantedBreak(
         DECODE,
-        "dequantise.clear_tokens(v, self.tile.value_dim, live_mask, self.layout)",
+        "dequantize.clear_tokens(v, self.tile.value_dim, live_mask, self.layout)",
         "pass",
         f"{STAGES}[fp8 per token]",
     ),

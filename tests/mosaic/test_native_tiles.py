@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_attn.mosaic.sm100.tmem import ROW_A_THREAD, ROWS
+from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS
 from tests.mosaic.test_tiles import LANES, WARPS, tiled
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import device
+from pallas_attn.runtime import device
 from tests.aot.cases import CASES, IN_EVERY_RUN, MODULES
 
 MULTIPLYING = [

@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import jax
 
-from pallas_attn import DecodePlan, HeadWindow, PlanKey, dispatch
+from pallas_attn import DecodePlan, HeadWindow, PlanKey
 from pallas_attn.checks import window_key
 from pallas_attn.ops.plan_decode import sharing_of
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
+from pallas_attn.runtime import dispatch
 
 
 def plan(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_attn.mosaic.assembler import assembler, require_sound_assembler
+from pallas_attn.mosaic.primitives.assembler import assembler, require_sound_assembler
 
 
 def ptxas(folder: Path, says: str) -> Path:

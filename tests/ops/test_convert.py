@@ -26,7 +26,7 @@ from pallas_attn.convert import (
     view_nhd,
 )
 from pallas_attn.types import PagedKV
-from tests.ops.harness import assert_same_bits, fresh_rng
+from tests.kit.harness import assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import HEADS, NUM_PAGES, PAGE_SIZE, WIDTH, random_slots, stale_cache, tokens
 
 LAYOUTS = pytest.mark.parametrize(

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from pallas_attn import FULL, HeadWindow, checks, ragged_attention
-from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.flash import schedule
-from pallas_attn.mosaic.flash.pipeline import shared_heads
-from pallas_attn.mosaic.flash.schedule import (
+from pallas_attn.mosaic.hopper import prefill
+from pallas_attn.mosaic.prefill import schedule
+from pallas_attn.mosaic.prefill.pipeline import shared_heads
+from pallas_attn.mosaic.prefill.schedule import (
     Blocking,
     FlashWorkTile,
     QueryBlock,
@@ -30,12 +30,12 @@ from pallas_attn.mosaic.flash.schedule import (
     WorkList,
     list_blocks,
 )
-from pallas_attn.mosaic.flash.split import KvSplits
-from pallas_attn.mosaic.sm90.flash import kernel
+from pallas_attn.mosaic.prefill.split import KvSplits
+from pallas_attn.mosaic.primitives import basics
 from pallas_attn.ops.ragged_attention.config import l2_head_group
 from tests.aot.device import MULTIPROCESSOR_REGISTERS
 from tests.aot.report import WARPGROUP
-from tests.ops import harness
+from tests.kit import harness
 
 UNCUT = KvSplits(most=1, heads=1, most_tiles=1, programs=1)
 RAGGED = Blocking(num_rows=300, block_rows=64, tile_keys=64, causal=True)
@@ -48,7 +48,7 @@ def running(mode: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("registers", [kernel.REGISTERS, kernel.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("registers", [prefill.REGISTERS, prefill.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
     """All threads begin with equally many registers, a multiple of 8. A consumer that asks for more than are left

@@ -12,16 +12,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pallas_attn import FULL, device, paged_prefill, ragged_attention
-from pallas_attn.mosaic.flash.config import FlashConfig
-from pallas_attn.mosaic.sm100 import flash
+from pallas_attn import FULL, paged_prefill, ragged_attention
+from pallas_attn.mosaic.blackwell import prefill
+from pallas_attn.mosaic.prefill.config import FlashConfig
+from pallas_attn.runtime import device
 from tests.aot.device import MULTIPROCESSOR_REGISTERS
 from tests.aot.report import WARPGROUP
 from tests.contract import paged_case, test_ragged_attention
 from tests.contract.paged_case import PagedCase
 from tests.contract.test_ragged_attention import RaggedCase
-from tests.ops import harness
-from tests.ops.harness import Variant
+from tests.kit import harness
+from tests.kit.harness import Variant
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -144,7 +145,7 @@ def test_sizes_that_do_not_fit_are_refused(widths: tuple[int, int], config: Flas
         check_ragged(case, config)
 
 
-@pytest.mark.parametrize("registers", [flash.REGISTERS, flash.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("registers", [prefill.REGISTERS, prefill.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("consumers", [1, 2])
 def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
     """All threads begin with equally many registers, a multiple of 8. A consumer that asks for more than are left

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PAGE_NONE, PagedLatent, dispatch, gather_latent, write_latent
+from pallas_attn import PAGE_NONE, PagedLatent, gather_latent, write_latent
+from pallas_attn.runtime import dispatch
 from tests.contract import backends
-from tests.ops.harness import (
+from tests.kit.harness import (
     GARBAGE,
     Variant,
     any_bits,

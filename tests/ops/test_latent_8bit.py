@@ -14,7 +14,7 @@ import pytest
 
 from pallas_attn import PagedLatent, explain, gather_latent, mla_decode, mla_prefill, plan_decode, write_latent
 from tests.contract import backends
-from tests.ops.harness import (
+from tests.kit.harness import (
     F32_OUT,
     GARBAGE,
     Variant,

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedLatent, explain, gather_latent, write_latent
-from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.primitives.row_io import RowLayout
 from pallas_attn.ops.gather_latent.mosaic import MAX_SEQUENCES
-from tests.ops import harness
+from tests.kit import harness
+from tests.kit.harness import Variant, assert_same_bits, compiled, fresh_rng
 from tests.ops import test_latent as contract
-from tests.ops.harness import Variant, assert_same_bits, compiled, fresh_rng
 from tests.ops.test_latent import NUM_PAGES, PAGE_SIZE, WIDTH, any_bits, holding, numpy_write
 
 MOSAIC = Variant("mosaic")
@@ -36,7 +36,7 @@ def test_rows_of_any_width(width: int) -> None:
     """Odd widths, and a width of which a thread does not hold all at once."""
     rng = fresh_rng()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pallas_attn.mosaic.row_layout.HELD_BYTES", 32)
+        patch.setattr("pallas_attn.mosaic.primitives.row_io.HELD_BYTES", 32)
         pages, latent = any_bits(rng, (6, 4, width), jnp.bfloat16), any_bits(rng, (5, width), jnp.bfloat16)
         slots = np.array([7, 0, 23, -1, 2], np.int32)
         write = jax.jit(functools.partial(write_latent, implementation="mosaic"))

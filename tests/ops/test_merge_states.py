@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_attn import lse_from_base2, lse_to_base2, merge_states, ragged_attention
 from tests.contract import naive
-from tests.ops.harness import F32_LSE, F32_OUT, HALF_OUT, Tolerance, assert_close, assert_same_bits, fresh_rng
+from tests.kit.harness import F32_LSE, F32_OUT, HALF_OUT, Tolerance, assert_close, assert_same_bits, fresh_rng
 
 QUERIES, HEADS, WIDTH, KEYS, PARTS = 3, 4, 8, 12, 5
 MERGE = jax.jit(merge_states)

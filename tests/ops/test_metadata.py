@@ -24,7 +24,7 @@ from pallas_attn.portable.metadata import (
     validate_metadata,
 )
 from pallas_attn.types import FULL, PAGE_NONE, HeadWindow
-from tests.ops.harness import GARBAGE, fresh_rng
+from tests.kit.harness import GARBAGE, fresh_rng
 
 PAGE_SIZE, TABLE_WIDTH, SEQUENCES, HEADS, LENGTH = 4, 3, 4, 2, 16
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_attn.ops.mla_decode.mosaic_sm90 as mosaic_sm90
-from pallas_attn import DecodePlan, dispatch, mla_decode, plan_decode
-from pallas_attn.mosaic import basics
+from pallas_attn import DecodePlan, mla_decode, plan_decode
+from pallas_attn.mosaic.primitives import basics
 from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.runtime import dispatch
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
-from tests.ops import harness
+from tests.kit import harness
 
 MULTIPROCESSORS = 12
 

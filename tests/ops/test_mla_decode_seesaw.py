@@ -17,8 +17,8 @@ from pallas_attn import explain, mla_decode
 from pallas_attn.ops.mla_decode.config import SeesawConfig
 from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
-from tests.ops import harness
-from tests.ops.harness import Variant
+from tests.kit import harness
+from tests.kit.harness import Variant
 
 # Latents that are masked anyway may be NaN when they are multiplied.
 pytestmark = [

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from pallas_attn import explain, mla_decode
-from pallas_attn.device import INTERPRET_VARIABLE
+from pallas_attn.runtime.device import INTERPRET_VARIABLE
 from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
-from tests.ops import harness
-from tests.ops.harness import Variant
+from tests.kit import harness
+from tests.kit.harness import Variant
 
 # Latents that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

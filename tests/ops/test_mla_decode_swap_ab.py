@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 from pallas_attn import DecodePlan
-from pallas_attn.mosaic import split_states
+from pallas_attn.mosaic import merge
 from pallas_attn.mosaic.decode_config import DecodeConfig
 from pallas_attn.ops.mla_decode import mosaic_swap_ab
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.plan_decode import plan_of
 from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
-from tests.ops import harness
-from tests.ops.harness import Variant
+from tests.kit import harness
+from tests.kit.harness import Variant
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = [
@@ -127,7 +127,7 @@ def test_a_row_cut_among_many_programs() -> None:
 
 def test_float32_output_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tile in shared memory does not hold a row's output at once."""
-    monkeypatch.setattr(split_states, "OUTPUT_BYTES", 4096)
+    monkeypatch.setattr(merge, "OUTPUT_BYTES", 4096)
     inputs = draw(replace(BASE, latent_dim=192))
     arguments = inputs.arguments()
     got = call(inputs.case, arguments | {"plan": plan_for(inputs.case, arguments)}, "float32")

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PagedLatent, dispatch, latent_cache_spec, merge_states, mla_decode, mla_prefill, write_latent
+from pallas_attn import PagedLatent, latent_cache_spec, merge_states, mla_decode, mla_prefill, write_latent
+from pallas_attn.runtime import dispatch
 from tests.contract import naive, transformations
-from tests.ops import harness
-from tests.ops.harness import Variant
+from tests.kit import harness
+from tests.kit.harness import Variant
 
 # Of those that both operations have, but kernels; with Mosaic's, see test_mla_prefill_mosaic.py.
 PORTABLE = [

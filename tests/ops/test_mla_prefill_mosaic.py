@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_attn import cumulative_lens, dispatch, gather_latent, merge_states, mla_prefill, ragged_attention
+from pallas_attn import cumulative_lens, gather_latent, merge_states, mla_prefill, ragged_attention
 from pallas_attn.ops.mla_prefill import PieceConfig, _expand, _merge
-from tests.ops import harness
+from pallas_attn.runtime import dispatch
+from tests.kit import harness
+from tests.kit.harness import Variant
 from tests.ops import test_mla_prefill as contract
-from tests.ops.harness import Variant
 from tests.ops.test_mla_prefill import BASE, LENGTHS, PS, Inputs
 
 MOSAIC: Any = Variant(("mosaic", "xla"))  # pyrefly: ignore[bad-argument-type]

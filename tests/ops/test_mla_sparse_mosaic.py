@@ -14,11 +14,11 @@ import jax
 import pytest
 
 from pallas_attn import mla_sparse
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.primitives import basics
 from pallas_attn.ops.mla_sparse import config
 from tests.contract.backends import MOSAIC
 from tests.contract.test_mla_sparse import SM_SCALE, SparseCase, SparseInputs
-from tests.ops import harness
+from tests.kit import harness
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import DecodePlan, HeadWindow, PagedKV, PagedLatent, PlanKey, dispatch, paged_decode, paged_prefill
+from pallas_attn import DecodePlan, HeadWindow, PagedKV, PagedLatent, PlanKey, paged_decode, paged_prefill
+from pallas_attn.runtime import dispatch
 
 B, Q, T, HQ, HKV, D, N, PS, P = 3, 2, 7, 4, 2, 16, 9, 8, 5
 

@@ -20,19 +20,20 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import FULL, PagedKV, device, explain, paged_decode
-from pallas_attn.mosaic import basics
-from pallas_attn.mosaic import dequantise as shared
+from pallas_attn import FULL, PagedKV, explain, paged_decode
 from pallas_attn.mosaic.decode_config import DecodeConfig
-from pallas_attn.mosaic.query_packing import QueryPacking
-from pallas_attn.mosaic.sm90 import dequantise
+from pallas_attn.mosaic.hopper import dequantize
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.mosaic.primitives import dequantize as shared
+from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops import plan_decode as plan_module
 from pallas_attn.ops.paged_decode import mosaic_sm90
 from pallas_attn.ops.paged_decode.config import max_columns
+from pallas_attn.runtime import device
 from tests.contract import backends
 from tests.contract.paged_case import Inputs, PagedCase
-from tests.ops import harness
-from tests.ops.harness import Variant
+from tests.kit import harness
+from tests.kit.harness import Variant
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = [
@@ -106,10 +107,10 @@ def test_queries_are_the_sum_of_their_terms(scales: Any) -> None:
     powers = np.exp2(np.linspace(-12, 19, 64))
     q = jnp.asarray((powers * [[1], [-1.25]])[None, None], jnp.bfloat16)
     meant = np.float64(q) * (np.float64(kv.k_scale) if scales == "channel" else 1)
-    meant = np.take(meant, dequantise.as_keys(jnp.arange(64)), axis=-1)
-    terms, scale = dequantise.query_terms(q, kv)
+    meant = np.take(meant, dequantize.as_keys(jnp.arange(64)), axis=-1)
+    terms, scale = dequantize.query_terms(q, kv)
     np.testing.assert_allclose(sum(map(np.float64, terms)) / scale, meant, rtol=2**-20, atol=(scale == 1) * 2**-25)
-    far, _ = dequantise.query_terms(jnp.full_like(q, 1e30), kv)
+    far, _ = dequantize.query_terms(jnp.full_like(q, 1e30), kv)
     assert all(jnp.isfinite(term).all() for term in far)
 
 

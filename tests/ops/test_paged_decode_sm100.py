@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from pallas_attn import FULL, explain, paged_decode
-from pallas_attn.device import INTERPRET_VARIABLE
 from pallas_attn.mosaic.decode_config import DecodeConfig
+from pallas_attn.runtime.device import INTERPRET_VARIABLE
 from tests.contract import backends
 from tests.contract.paged_case import Inputs, PagedCase
-from tests.ops import harness
-from tests.ops.harness import HALF_OUT, Tolerance, Variant
+from tests.kit import harness
+from tests.kit.harness import HALF_OUT, Tolerance, Variant
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

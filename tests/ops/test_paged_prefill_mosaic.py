@@ -15,10 +15,10 @@ import jax
 import pytest
 
 from pallas_attn import FULL, paged_prefill
-from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.prefill.config import FlashConfig
 from tests.contract.paged_case import Inputs, PagedCase
-from tests.ops import harness
-from tests.ops.harness import Variant
+from tests.kit import harness
+from tests.kit.harness import Variant
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

@@ -19,7 +19,8 @@ from pallas_attn import FULL, DecodePlan, HeadWindow, PagedKV, PagedLatent, mla_
 from pallas_attn.ops.plan_decode import FIXED_PIECE_TOKENS
 from pallas_attn.ops.plan_decode.config import heuristic_costs
 from pallas_attn.portable.schedule import UNEVENNESS
-from tests.ops import harness, plan_case
+from tests.kit import harness
+from tests.ops import plan_case
 
 BATCH, KV_HEADS, PS = 6, 2, 16
 PIECE = FIXED_PIECE_TOKENS // PS

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from pallas_attn import FULL, HeadWindow
-from pallas_attn.mosaic.block_scan import MOST_WARPGROUPS
-from pallas_attn.mosaic.row_layout import THREADS
+from pallas_attn.mosaic.primitives.block_scan import MOST_WARPGROUPS
+from pallas_attn.mosaic.primitives.row_io import THREADS
 from pallas_attn.ops.plan_decode import mosaic
 from pallas_attn.ops.plan_decode.mosaic import MAX_ROWS
 from pallas_attn.portable import schedule
-from tests.ops import harness, plan_case
+from tests.kit import harness
+from tests.ops import plan_case
 
 PS = 16
 modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])

@@ -12,8 +12,8 @@ import pytest
 
 from pallas_attn import FULL, PagedKV, kv_cache_spec, paged_decode, paged_prefill
 from tests.contract.paged_case import Inputs, PagedCase
-from tests.ops import harness
-from tests.ops.harness import VARIANTS
+from tests.kit import harness
+from tests.kit.harness import VARIANTS
 
 SMALL_TILES = VARIANTS["xla"]  # 16 tokens, 3 rows a group, 4 queries a row of prefill
 AS_SHIPPED = replace(SMALL_TILES, config=None)

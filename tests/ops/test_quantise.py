@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_attn.portable.quantise import amax_scale, dequantise, divide, held_scale, quantise, rounded_to_float8
-from tests.ops.harness import assert_same_bits, fresh_rng
+from tests.kit.harness import assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import QMAX, numpy_quantise
 
 each_dtype = pytest.mark.parametrize("dtype", list(QMAX))

@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 from pallas_attn import ragged_attention
-from pallas_attn.mosaic.flash.config import FlashConfig
-from pallas_attn.mosaic.flash.schedule import FlashWorkTile, QueryBlock
-from pallas_attn.mosaic.flash.split import OutputRows, RowState, merge_splits
-from pallas_attn.mosaic.sm90.flash.kernel import ROWS, FlashStatic
+from pallas_attn.mosaic.hopper.prefill import ROWS, FlashStatic
+from pallas_attn.mosaic.prefill.config import FlashConfig
+from pallas_attn.mosaic.prefill.schedule import FlashWorkTile, QueryBlock
+from pallas_attn.mosaic.prefill.split import OutputRows, RowState, merge_splits
 from pallas_attn.ops.ragged_attention.mosaic_front import RaggedFrontEnd, RaggedInputs
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
-from tests.ops import harness
-from tests.ops.harness import Variant
+from tests.kit import harness
+from tests.kit.harness import Variant
 
 # Keys that are masked anyway may be NaN when they are multiplied.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

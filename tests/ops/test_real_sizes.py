@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn import PagedKV, dispatch, paged_decode, paged_prefill
+from pallas_attn import PagedKV, paged_decode, paged_prefill
+from pallas_attn.runtime import dispatch
 from scripts.bench import shapes
-from tests.ops import harness
-from tests.ops.harness import VARIANTS, Variant
-from tests.real_sizes import decode_arrays, normal, prefill_arrays, static
+from tests.kit import harness
+from tests.kit.harness import VARIANTS, Variant
+from tests.kit.real_sizes import decode_arrays, normal, prefill_arrays, static
 
 
 def lean(op: str) -> pytest.MarkDecorator:

@@ -10,11 +10,11 @@ import pytest
 
 from pallas_attn import mla_decode, mla_prefill, write_latent
 from scripts.bench import shapes
-from tests.ops import harness
-from tests.ops.harness import VARIANTS
+from tests.kit import harness
+from tests.kit.harness import VARIANTS
+from tests.kit.real_sizes import MLA_SM_SCALE, mla_decode_arrays, mla_prefill_arrays
 from tests.ops.test_real_sizes import as_on_hopper as as_on_hopper
 from tests.ops.test_real_sizes import fresh_key, lean
-from tests.real_sizes import MLA_SM_SCALE, mla_decode_arrays, mla_prefill_arrays
 
 every_decode = pytest.mark.parametrize("case", shapes.MLA_DECODE.values(), ids=shapes.MLA_DECODE)
 every_prefill = pytest.mark.parametrize("case", shapes.MLA_PREFILL.values(), ids=shapes.MLA_PREFILL)

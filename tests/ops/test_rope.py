@@ -10,7 +10,7 @@ import pytest
 
 from pallas_attn.portable.rope import rms_norm, rotate
 from pallas_attn.types import PagedKV, Rope
-from tests.ops.harness import Variant, assert_same_bits, fresh_rng
+from tests.kit.harness import Variant, assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import (
     HEADS,
     NUM_PAGES,

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.score_mask import Limits
-from pallas_attn.mosaic.sm90 import wgmma
-from pallas_attn.mosaic.sm90.flash.kernel import QUERIES, ROWS
-from pallas_attn.mosaic.sm90.tiles import PER_TOKEN, TILE
-from tests.ops.harness import fresh_rng
+from pallas_attn.mosaic.hopper import wgmma
+from pallas_attn.mosaic.hopper.prefill import QUERIES, ROWS
+from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.mosaic.primitives.masks import Limits
+from tests.kit.harness import fresh_rng
 from tests.ops.test_flash_schedule import compiled, running
 
 

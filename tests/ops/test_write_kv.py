@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_attn.ops.write_kv import write_kv, xla
 from pallas_attn.types import PagedKV
-from tests.ops.harness import VARIANTS, Variant, any_bits, assert_same_bits, fresh_rng
+from tests.kit.harness import VARIANTS, Variant, any_bits, assert_same_bits, fresh_rng
 from tests.ops.test_rope import random_rope
 from tests.ops.write_kv_case import (
     HEADS,

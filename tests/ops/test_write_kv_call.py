@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from pallas_attn import dispatch
 from pallas_attn.ops.write_kv import write_kv
+from pallas_attn.runtime import dispatch
 from pallas_attn.types import PagedKV, Rope, kv_cache_spec
 from tests.contract import backends
-from tests.ops.harness import (
+from tests.kit.harness import (
     VARIANTS,
     Variant,
     assert_no_host_callbacks,

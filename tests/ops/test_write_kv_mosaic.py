@@ -16,8 +16,8 @@ from pallas_attn.ops.write_kv import mosaic_rounding
 from pallas_attn.ops.write_kv.config import WriteKVConfig, WriteKVKey, mosaic_config
 from pallas_attn.ops.write_kv.mosaic_rounding import Arithmetic, Divisor, refined_quotient
 from pallas_attn.portable import quantise
-from tests.ops import harness
-from tests.ops.harness import Variant, assert_same_bits, fresh_rng
+from tests.kit import harness
+from tests.kit.harness import Variant, assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, stale_cache, tokens, write
 
 # So few entries a program that the inputs make many, and groups that several of them touch.

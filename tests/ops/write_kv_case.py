@@ -12,7 +12,7 @@ import numpy as np
 from pallas_attn import write_kv
 from pallas_attn.types import CacheSpec, PagedKV, ScaleLayout, kv_cache_spec
 from tests.contract import backends
-from tests.ops.harness import Variant, any_bits, compiled
+from tests.kit.harness import Variant, any_bits, compiled
 
 NUM_PAGES, HEADS, PAGE_SIZE, WIDTH = 5, 2, 8, 16
 NUM_TOKENS = 6

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.engine import Engine
 from scripts import run_decode
+from tests.kit.shared_steps import compiled_steps, shared_steps
 from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
-from tests.shared_steps import compiled_steps, shared_steps
 
 __all__ = ["compiled_steps", "refused", "shared_steps", "text_model", "write_ids"]
 

@@ -12,11 +12,11 @@ from unittest import mock
 import jax
 import pytest
 
-from pallas_attn.device import INTERPRET_VARIABLE
+from pallas_attn.runtime.device import INTERPRET_VARIABLE
 from scripts.bench.harness.session import load
 from scripts.tools import first_run
 from scripts.tools.first_run import Ended, SmokeCall
-from tests.ops import harness
+from tests.kit import harness
 
 CARD = {"device": "NVIDIA B200", "capability": "10.0", "versions": {"jax": "0.11.2"}}
 CONTRACT = first_run.ROOT / "tests" / "contract" / "test_mla_decode.py"

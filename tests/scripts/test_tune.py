@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pallas_attn import tuning
 from pallas_attn.mosaic.decode_config import DecodeConfig
-from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.prefill.config import FlashConfig
 from pallas_attn.ops.mla_decode import config as mla_config
 from pallas_attn.ops.paged_decode.config import PagedDecodeKey, mosaic_config
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.plan_decode.config import PlanConfig, heuristic_costs
 from pallas_attn.ops.ragged_attention import config as ragged_config
+from pallas_attn.runtime import tuning
 from scripts import tune
 from scripts.bench.harness.case import Bench
 from scripts.bench.harness.compiler import printed

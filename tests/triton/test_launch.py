@@ -14,10 +14,11 @@ import pytest
 import triton.language as tl
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_attn import dispatch, explain, write_latent
+from pallas_attn import explain, write_latent
+from pallas_attn.runtime import dispatch
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.types import PagedLatent
-from tests.ops.harness import assert_same_bits
+from tests.kit.harness import assert_same_bits
 
 
 @kernel
@@ -106,7 +107,7 @@ sys.modules["triton"] = None
 from unittest import mock
 import jax.numpy as jnp
 import pallas_attn
-from pallas_attn import device
+from pallas_attn.runtime import device
 card = device.Device("gpu", "NVIDIA L4", (8, 9), 58, 99 * 1024, 100 * 1024)
 with mock.patch.object(device, "triton_card", return_value=card):
     cache = pallas_attn.PagedLatent(jnp.zeros((2, 2, 32)))

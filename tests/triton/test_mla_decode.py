@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn import device, mla_decode
+from pallas_attn import mla_decode
+from pallas_attn.runtime import device
 from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
-from tests.ops import harness
+from tests.kit import harness
 
 TRITON = next(backend for backend in backends.BACKENDS if backend.name == "triton")
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from pallas_attn import device
 from pallas_attn.ops.mla_sparse import triton as module
+from pallas_attn.runtime import device
 from tests.contract.test_mla_sparse import BASE, SparseInputs, attend
-from tests.ops import harness
+from tests.kit import harness
 from tests.triton.test_mla_decode import TRITON
 
 HOPPER = dataclasses.replace(BASE, chosen=(150, 3), top_k=160, heads=64, dtype="bfloat16", scattered=True)

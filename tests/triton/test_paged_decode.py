@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import PagedKV, device, explain, paged_decode, plan_decode
+from pallas_attn import PagedKV, explain, paged_decode, plan_decode
+from pallas_attn.runtime import device
 from tests.contract import backends, paged_cases
 from tests.contract.paged_case import Inputs, PagedCase
-from tests.ops import harness
+from tests.kit import harness
 
 TRITON = next(backend for backend in backends.BACKENDS if backend.name == "triton")
 

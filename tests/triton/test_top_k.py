@@ -11,7 +11,7 @@ from pallas_attn import index_top_k, select_top_k
 from pallas_attn.ops.index_top_k import triton as index_module
 from pallas_attn.triton import top_k
 from tests.contract.index_case import SM_SCALE, IndexCase, IndexInputs, best
-from tests.ops import harness
+from tests.kit import harness
 
 
 def test_rows_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, sharded_calls
+from pallas_attn import checks
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill
 from pallas_attn.portable.gradients import refuse_gradients
 from pallas_attn.portable.merge import merge_states
 from pallas_attn.portable.visibility import real_queries
+from pallas_attn.runtime import sharded_calls
 from pallas_attn.types import HeadWindow, Implementation, PagedKV
 
 LEAST_SAVED_BYTES = 192 * 2**20

@@ -7,9 +7,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import checks
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
 from pallas_attn.portable.latents import as_read_back
+from pallas_attn.runtime import dispatch
 from pallas_attn.types import Implementation, PagedLatent
 
 

@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, refusals
-from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.row_layout import RowLayout, copy_rows
+from pallas_attn.mosaic.primitives import basics, unsupported
+from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.row_io import RowLayout, copy_rows
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
 
 MAX_SEQUENCES = 1024
@@ -33,9 +33,9 @@ MAX_SEQUENCES = 1024
 
 def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     basics.require_capability((9, 0), (10, 0))
-    refusals.require_16_bit_latents(call.cache)
+    unsupported.require_16_bit_latents(call.cache)
     num_pages, page_size, width = call.cache.pages.shape
-    refusals.require_int32_rows(num_pages * page_size)
+    unsupported.require_int32_rows(num_pages * page_size)
     if call.num_sequences > MAX_SEQUENCES:
         raise NotImplementedError(f"takes up to {MAX_SEQUENCES} sequences, got {call.num_sequences}")
     layout = RowLayout.for_copies(width, call.cache.pages.dtype)

@@ -17,8 +17,8 @@ import jax
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from pallas_attn import device
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
+from pallas_attn.runtime import device
 from pallas_attn.triton import tiles
 from pallas_attn.triton.launch import block_columns, kernel, launch
 from pallas_attn.triton.pieces import f16_from_e4m3

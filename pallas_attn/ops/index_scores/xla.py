@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from pallas_attn import tuning
 from pallas_attn.ops.index_scores.call import IndexScoresCall
 from pallas_attn.portable.index_tiles import IndexTiles, index_heuristic
 from pallas_attn.portable.online_softmax import XlaConfig
+from pallas_attn.runtime import tuning
 
 
 def index_scores(call: IndexScoresCall) -> Float32[Array, "T K"]:

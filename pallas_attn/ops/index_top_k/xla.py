@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
-from pallas_attn import tuning
 from pallas_attn.ops.index_top_k.call import IndexTopKCall
 from pallas_attn.portable.index_tiles import IndexTiles, as_positions, comparable, index_heuristic
 from pallas_attn.portable.online_softmax import XlaConfig
+from pallas_attn.runtime import tuning
 
 
 def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:

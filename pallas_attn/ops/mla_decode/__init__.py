@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import checks
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
+from pallas_attn.runtime import dispatch
 from pallas_attn.types import DecodePlan, Implementation, PagedLatent
 
 

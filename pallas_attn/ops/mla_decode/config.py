@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn import tuning
 from pallas_attn.mosaic.decode_config import MAX_STAGES, DecodeConfig
 from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
+from pallas_attn.runtime import tuning
 from pallas_attn.types import LATENT_8BIT
 
 if TYPE_CHECKING:
     from pallas_attn.mosaic.decode import DecodeTile
-    from pallas_attn.mosaic.query_packing import QueryPacking
+    from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 
 
 def xla_config(rows: int, width: int) -> XlaConfig:
@@ -68,7 +68,7 @@ def swap_ab_config(key: SwapAbKey) -> DecodeConfig:
 def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
     """Run as many programs side by side as registers and shared memory hold, each with two tiles or more."""
     # Only here, since the portable implementation has to run where there is no kernel language.
-    from pallas_attn.mosaic.query_packing import QueryPacking
+    from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 
     values = key.latent_dim * key.columns
     most, least = 4 if values <= 2048 else 3 if values <= 3072 else 2 if values <= 8192 else 1, 2
@@ -107,7 +107,7 @@ def swap_ab_tile(
       dtype: of queries and cache; of the rotated columns of latents in 8 bits.
     """
     from pallas_attn.mosaic.decode import DecodeTile
-    from pallas_attn.mosaic.sm90.decode_products import WgmmaProducts
+    from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
 
     return DecodeTile(
         packing=packing,

@@ -1,8 +1,8 @@
 """`mla_decode` on Hopper (H100, H200) for many query rows over latents in 8 bits, which stay so in shared memory.
 
 A program holds 64 query rows of a sequence, and takes its share of the plan. Warpgroup 2 copies pages of latents, of
-their scales and of their rotated keys, three tiles ahead; the other two attend to them (`mosaic.sm90.raw_seesaw`, which
-tells why no wait can last). Splits, visibility and partial states are those of `mosaic_splits`.
+their scales and of their rotated keys, three tiles ahead; the other two attend to them (`mosaic.hopper.raw_seesaw`,
+which tells why no wait can last). Splits, visibility and partial states are those of `mosaic_splits`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, dequantise
-from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90 import raw_latents
-from pallas_attn.mosaic.sm90.copy_barriers import see_copies
-from pallas_attn.mosaic.sm90.raw_seesaw import SLOTS, RawMemory, RawTurns, normalise, slot_of
-from pallas_attn.mosaic.sm90.seesaw import ROWS, log_sum_exp
-from pallas_attn.mosaic.split_states import PartialStates, num_fragments
-from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns, over_tokens
+from pallas_attn.mosaic.hopper import raw_latents
+from pallas_attn.mosaic.hopper.copy_barriers import see_copies
+from pallas_attn.mosaic.hopper.raw_seesaw import SLOTS, RawMemory, RawTurns, normalise, slot_of
+from pallas_attn.mosaic.hopper.seesaw import ROWS, log_sum_exp
+from pallas_attn.mosaic.merge import PartialStates, num_fragments
+from pallas_attn.mosaic.primitives import basics, dequantize
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.register_tiles import BY_64, PER_COLUMN, over_columns, over_tokens
 from pallas_attn.ops.mla_decode import mosaic_seesaw
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.mosaic_rows import (
@@ -265,7 +265,7 @@ class RawDecodeConsumer(RawTurns[LatentSplit]):
             any_row = every if x.seen_by_any is None else x.seen_by_any[split.row]
             live_mask = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
             plgpu.commit_smem()  # every warp has its scores
-            dequantise.clear_tokens(self.memory.k.at[slot], static.latent_dim, live_mask, BY_64)
+            dequantize.clear_tokens(self.memory.k.at[slot], static.latent_dim, live_mask, BY_64)
             raw_latents.clear_scales(self.memory.scales.at[slot], live_mask, static.page_tokens, static.latent_dim)
 
         seen = plgpu.layout_cast(over_columns(self.seen(split), s.shape), BY_64.tile)
@@ -285,7 +285,7 @@ class RawDecodeConsumer(RawTurns[LatentSplit]):
             return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, layout=PER_COLUMN),
         )
         def bits(_: Any, block: Any) -> Any:
-            _, lane = dequantise.warp_and_lane()
+            _, lane = dequantize.warp_and_lane()
             number, layout = ir.IntegerType.get_signless(32), PER_COLUMN.to_mgpu()
             none: Any = mgpu.c(0, number)
             first = arith.addi(

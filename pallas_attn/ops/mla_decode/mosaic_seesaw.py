@@ -1,8 +1,8 @@
 """`mla_decode` on Hopper (H100, H200) for many query rows: two warpgroups share a block of rows and trade P.
 
 A program holds 64 query rows of a sequence (heads of each query, query by query), wgmma's M, and takes its share of the
-plan. How its two warpgroups share tiles and trade probabilities is told in `mosaic.sm90.seesaw`. Warpgroup 2 starts all
-copies: of the halves of a pair's tiles, in the order in which they fall free. Shared memory holds one pair where
+plan. How its two warpgroups share tiles and trade probabilities is told in `mosaic.hopper.seesaw`. Warpgroup 2 starts
+all copies: of the halves of a pair's tiles, in the order in which they fall free. Shared memory holds one pair where
 latents are wide, so everything hangs on how soon probabilities are published and halves fall free.
 
 Programs of neighbouring blocks of a sequence are a cluster of two: each copies one half of what both read, to both.
@@ -45,9 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, refusals, tiles
-from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90.seesaw import (
+from pallas_attn.mosaic.hopper.seesaw import (
     HALVES,
     PARTS,
     PER_ROW,
@@ -60,13 +58,15 @@ from pallas_attn.mosaic.sm90.seesaw import (
     log_sum_exp,
     normalise,
 )
-from pallas_attn.mosaic.sm90.tiles import TILE, token_iota
-from pallas_attn.mosaic.split_states import (
+from pallas_attn.mosaic.hopper.tiles import TILE, token_iota
+from pallas_attn.mosaic.merge import (
     PartialStates,
     num_fragments,
     store_fragments,
 )
-from pallas_attn.mosaic.tiles import BY_64, clear_rows, over_columns, over_tokens, store_tile
+from pallas_attn.mosaic.primitives import basics, register_tiles, unsupported
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.register_tiles import BY_64, clear_rows, over_columns, over_tokens, store_tile
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.mosaic_rows import (
@@ -122,8 +122,8 @@ def num_programs(call: MlaDecodeCall) -> int:
     """
     basics.require_capability((9, 0))
     cache = call.cache
-    refusals.require_dtypes(call.q_latent, cache.pages if cache.rope is None else cache.rope)
-    refusals.require_page_size(call.page_size)
+    unsupported.require_dtypes(call.q_latent, cache.pages if cache.rope is None else cache.rope)
+    unsupported.require_page_size(call.page_size)
     num_queries, latent_dim, rope_dim = call.num_queries, call.latent_dim, call.rope_dim
     if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim not in (32, 64):
         raise NotImplementedError(
@@ -205,7 +205,7 @@ class SeesawScratch(NamedTuple):
     def types(static: SeesawStatic, dtype: jax.typing.DTypeLike) -> SeesawScratch:
         """Scratch types of the kernel, for queries and latents of a dtype."""
         slots = 2 * static.pairs
-        operand = functools.partial(tiles.operand, dtype=dtype, row_bytes=static.row_bytes)
+        operand = functools.partial(register_tiles.operand, dtype=dtype, row_bytes=static.row_bytes)
         columns = LatentParts(*static.widths, static.rope_dim)
         return SeesawScratch(
             q=LatentParts(*(operand((1, ROWS, n)) for n in columns)),
@@ -377,7 +377,7 @@ class SeesawConsumer(SeesawTurns["LatentSplit"]):
 
     def mask_scores(self, split: LatentSplit, pair: Any, s: Any) -> Any:
         """Scores, -inf where a row does not see a token."""
-        bit = over_columns(self.token_bits(split, pair, self.half, tiles.column_iota(TOKENS)), s.shape)
+        bit = over_columns(self.token_bits(split, pair, self.half, register_tiles.column_iota(TOKENS)), s.shape)
         seen = over_tokens(self.seen(split), s.shape)
         return jnp.where((lax.shift_right_logical(seen, bit) & 1) == 1, s, -jnp.inf)
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, refusals
-from pallas_attn.mosaic.sm100.tmem import ROWS
+from pallas_attn.mosaic.blackwell.tmem import ROWS
+from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.mosaic_rows import NEVER_BIT, in_blocks, out_of_blocks
 from pallas_attn.ops.mla_decode.mosaic_tcgen05 import TcgenStatic, attend, choose_static
@@ -31,10 +31,10 @@ def num_programs(call: MlaDecodeCall) -> int:
         take.
     """
     basics.require_capability((10, 0))
-    refusals.require_plain_scores(call.window, call.soft_cap)
-    refusals.require_16_bit_latents(call.cache)
-    refusals.require_dtypes(call.q_latent, call.cache.pages)
-    refusals.require_page_size(call.page_size)
+    unsupported.require_plain_scores(call.window, call.soft_cap)
+    unsupported.require_16_bit_latents(call.cache)
+    unsupported.require_dtypes(call.q_latent, call.cache.pages)
+    unsupported.require_page_size(call.page_size)
     if call.latent_dim % 64 or not 64 <= call.latent_dim <= 512:
         raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {call.latent_dim}")
     if call.rope_dim not in (32, 64):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 import pallas_attn.ops.mla_decode.mosaic_raw as mosaic_raw
 import pallas_attn.ops.mla_decode.mosaic_seesaw as mosaic_seesaw
 import pallas_attn.ops.mla_decode.mosaic_swap_ab as mosaic_swap_ab
-from pallas_attn.mosaic import refusals
+from pallas_attn.mosaic.primitives import unsupported
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.plan_decode import plan_of
@@ -27,8 +27,8 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 def _kernel(call: MlaDecodeCall) -> ModuleType:
     """Module of the kernel for a number of query rows; for quantised latents, of heads."""
-    refusals.require_plain_scores(call.window, call.soft_cap)
-    refusals.require_scales_of_latents(call.cache)
+    unsupported.require_plain_scores(call.window, call.soft_cap)
+    unsupported.require_scales_of_latents(call.cache)
     quantised, is_masked = call.cache.is_quantised, call.draft_mask is not None
     most = config.max_columns(call.output_dtype, quantised=quantised, masked=is_masked)
     few = call.num_heads <= most if quantised else call.query_rows <= most

@@ -15,11 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, tiles
-from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90.seesaw import ROWS, add_partial_rows, empty_rows, halves, log_sum_exp, normalise
-from pallas_attn.mosaic.split_states import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
-from pallas_attn.mosaic.tile_scheduler import (
+from pallas_attn.mosaic.hopper.seesaw import ROWS, add_partial_rows, empty_rows, halves, log_sum_exp, normalise
+from pallas_attn.mosaic.merge import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
+from pallas_attn.mosaic.primitives import basics, register_tiles
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.tile_scheduler import (
     ABSENT,
     WorkTile,
     for_each_merged,
@@ -284,9 +284,9 @@ def merge_splits(
 
 def _merged_tile(columns: int, dtype: Any) -> Any:
     """Scratch type of the merged columns of a block of rows, swizzled if its rows have 32 bytes or more."""
-    row_bytes = min(tiles.ROW_BYTES, columns * jnp.dtype(dtype).itemsize)
+    row_bytes = min(register_tiles.ROW_BYTES, columns * jnp.dtype(dtype).itemsize)
     shape = (ROWS, columns)
-    return plgpu.SMEM(shape, dtype) if row_bytes < 32 else tiles.operand(shape, dtype, row_bytes=row_bytes)
+    return plgpu.SMEM(shape, dtype) if row_bytes < 32 else register_tiles.operand(shape, dtype, row_bytes=row_bytes)
 
 
 def _merge_kernel(

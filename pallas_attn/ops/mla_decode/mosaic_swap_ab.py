@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.decode import DecodeInputs, DecodeStatic, decode_attention
 from pallas_attn.mosaic.decode_config import DecodeConfig
-from pallas_attn.mosaic.dequantise import latent_queries
-from pallas_attn.mosaic.query_packing import QueryPacking
-from pallas_attn.mosaic.sm90.dequantise import as_keys
+from pallas_attn.mosaic.hopper.dequantize import as_keys
+from pallas_attn.mosaic.primitives import basics, unsupported
+from pallas_attn.mosaic.primitives.dequantize import latent_queries
+from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.types import DecodePlan
@@ -105,13 +105,13 @@ def _refuse(call: MlaDecodeCall) -> None:
     """Raise NotImplementedError for calls that the kernel does not take."""
     basics.require_capability((9, 0))
     latent_dim, num_heads, most = call.latent_dim, call.num_heads, _most_columns(call)
-    refusals.require_dtypes(call.q_latent, call.cache.pages if call.cache.rope is None else call.cache.rope)
+    unsupported.require_dtypes(call.q_latent, call.cache.pages if call.cache.rope is None else call.cache.rope)
     if num_heads > most:
         raise NotImplementedError(f"takes at most {most} query heads, got {num_heads}")
-    refusals.require_page_size(call.page_size)
+    unsupported.require_page_size(call.page_size)
     if latent_dim % 64 or not 64 <= latent_dim <= 512:
         raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {latent_dim}")
     if call.rope_dim not in (32, 64):
         raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
     if call.draft_mask is not None:
-        refusals.require_draft_bits(call.num_queries)
+        unsupported.require_draft_bits(call.num_queries)

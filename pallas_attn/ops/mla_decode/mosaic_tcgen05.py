@@ -50,17 +50,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import basics, shared_memory, tiles
-from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm100 import native_tiles, tmem
-from pallas_attn.mosaic.sm100.native_tiles import (
+from pallas_attn.mosaic.blackwell import native_tiles, tmem
+from pallas_attn.mosaic.blackwell.native_tiles import (
     num_fragments,
     store_columns,
     store_fragments,
     store_rows,
 )
-from pallas_attn.mosaic.sm100.tmem import ROW_A_THREAD, ROWS, OrderedBarrier
-from pallas_attn.mosaic.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
+from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS, OrderedBarrier
+from pallas_attn.mosaic.primitives import basics, register_tiles, shared_memory
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
 from pallas_attn.ops.mla_decode.mosaic_rows import (
     DEAD,
     FULL,
@@ -254,9 +254,9 @@ class TcgenScratch(NamedTuple):
     @staticmethod
     def types(static: TcgenStatic, dtype: Any) -> TcgenScratch:
         """Scratch types of the kernel, for queries and latents of a dtype."""
-        operand = functools.partial(tiles.operand, dtype=dtype, row_bytes=static.row_bytes)
+        operand = functools.partial(register_tiles.operand, dtype=dtype, row_bytes=static.row_bytes)
         slots, other = static.slots, static.other
-        probs = tiles.operand((ROWS, TOKENS), dtype)
+        probs = register_tiles.operand((ROWS, TOKENS), dtype)
         return TcgenScratch(
             q=operand((static.own // COLUMNS, ROWS, COLUMNS)),
             q_stage=operand((ROWS, static.rope_dim)),
@@ -664,7 +664,7 @@ class TcgenSoftmax(TcgenRole):
     def run(self, results: TcgenResults) -> None:
         def attend(split: TcgenSplit) -> None:
             per_row = self.static.layout.reduce(1)
-            empty = tiles.filled(INITIAL_MAX, (ROWS,), per_row), tiles.filled(0.0, (ROWS,), per_row)
+            empty = register_tiles.filled(INITIAL_MAX, (ROWS,), per_row), register_tiles.filled(0.0, (ROWS,), per_row)
             num_tiles = split.num_tiles(self.static)
             m, l = lax.fori_loop(0, num_tiles, functools.partial(self.step, split), empty)  # noqa: E741
             plgpu.barrier_wait(self.mem.o_done)
@@ -697,7 +697,7 @@ class TcgenSoftmax(TcgenRole):
         highest = s.max(axis=1) * scale
         m_new = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
         rescale = jnp.exp2(m - m_new)
-        p = jnp.exp2(s * scale - tiles.over_tokens(m_new, s.shape))
+        p = jnp.exp2(s * scale - register_tiles.over_tokens(m_new, s.shape))
         l = l * rescale + p.sum(axis=1)  # noqa: E741
 
         @pl.when(i > 0)
@@ -768,8 +768,8 @@ class TcgenSoftmax(TcgenRole):
     def mask_scores(self, split: TcgenSplit, slot: Any, s: Any) -> Any:
         """Scores, -inf where a row does not see a token."""
         token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=self.static.layout.reduce(0))
-        bit = tiles.over_columns(self.token_bits(split, slot, token), s.shape)
-        seen = tiles.over_tokens(self.seen(split), s.shape)
+        bit = register_tiles.over_columns(self.token_bits(split, slot, token), s.shape)
+        seen = register_tiles.over_tokens(self.seen(split), s.shape)
         return jnp.where((lax.shift_right_logical(seen, bit) & 1) == 1, s, -jnp.inf)
 
     def seen(self, split: TcgenSplit) -> Any:
@@ -787,13 +787,13 @@ class TcgenSoftmax(TcgenRole):
 
         @pl.when(self.tile_notes(slot)[0] == DEAD)
         def _clear() -> None:
-            token = tiles.row_iota(TOKENS, tiles.BY_64)
+            token = register_tiles.row_iota(TOKENS, register_tiles.BY_64)
             bit = self.token_bits(split, slot, token)
             every = jnp.int32(self.static.draft_bits - 2**OLDER_BIT)
             any_row = every if self.x.seen_by_any is None else self.x.seen_by_any[split.row]
             live_mask = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
             for part in self.mem.k[: 2 if self.static.columns and self.static.other else 1]:
-                tiles.clear_rows(part.at[slot], live_mask, tiles.BY_64, self.static.row_bytes)
+                register_tiles.clear_rows(part.at[slot], live_mask, register_tiles.BY_64, self.static.row_bytes)
             plgpu.commit_smem()
 
     # Results
@@ -839,7 +839,7 @@ def masked(values: Any, factors: Any) -> Any:
 
 def spread(static: TcgenStatic, per_query_row: Any, shape: tuple[int, ...]) -> Any:
     """Broadcast a value of each query row over a slice of O."""
-    return (tiles.over_columns if static.columns else tiles.over_tokens)(per_query_row, shape)
+    return (register_tiles.over_columns if static.columns else register_tiles.over_tokens)(per_query_row, shape)
 
 
 def log_sum_exp(m: Any, l: Any) -> Any:  # noqa: E741

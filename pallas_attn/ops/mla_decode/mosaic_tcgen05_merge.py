@@ -11,11 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, tiles
-from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.sm100.native_tiles import PER_COLUMN, PER_ROW, load_fragments, num_fragments
-from pallas_attn.mosaic.sm100.tmem import ROW_A_THREAD, ROWS
-from pallas_attn.mosaic.tile_scheduler import for_each_merged, merge_programs
+from pallas_attn.mosaic.blackwell.native_tiles import PER_COLUMN, PER_ROW, load_fragments, num_fragments
+from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS
+from pallas_attn.mosaic.primitives import basics, register_tiles
+from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.tile_scheduler import for_each_merged, merge_programs
 from pallas_attn.ops.mla_decode.mosaic_tcgen05 import (
     SLICE,
     TcgenPartials,
@@ -77,9 +77,9 @@ def _kernel(static: TcgenStatic, out: Ref, lse: Ref, partials: TcgenPartials, pl
             return m_new, l * weight + other_l * other_weight, acc
 
         empty = (
-            tiles.filled(-jnp.inf, shape, layout),
-            tiles.filled(0.0, shape, layout),
-            tiles.filled(0.0, (ROWS, columns), ROW_A_THREAD),
+            register_tiles.filled(-jnp.inf, shape, layout),
+            register_tiles.filled(0.0, shape, layout),
+            register_tiles.filled(0.0, (ROWS, columns), ROW_A_THREAD),
         )
         m, l, acc = lax.fori_loop(first_split, plan.split_indptr[index + 1], add, empty)  # noqa: E741
         seen = l != 0

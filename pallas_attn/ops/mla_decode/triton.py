@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from pallas_attn import device
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.plan_decode import plan_of
+from pallas_attn.runtime import device
 from pallas_attn.triton import caches, plans, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import (

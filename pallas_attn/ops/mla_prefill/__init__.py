@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_attn import checks, device, dispatch, sharded_calls, tuning
+from pallas_attn import checks
 from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.mla_decode import mla_decode
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
@@ -34,6 +34,7 @@ from pallas_attn.portable.latents import as_read_back
 from pallas_attn.portable.merge import finite_or_zero
 from pallas_attn.portable.query_rows import QueryRows
 from pallas_attn.portable.varying import varying_like
+from pallas_attn.runtime import device, dispatch, sharded_calls, tuning
 from pallas_attn.types import Implementation, PagedLatent
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, sharded_calls
+from pallas_attn import checks
 from pallas_attn.ops.mla_decode import mla_decode
 from pallas_attn.ops.write_latent import write_latent
 from pallas_attn.portable.gradients import refuse_gradients
@@ -21,6 +21,7 @@ from pallas_attn.portable.metadata import slot_mapping
 from pallas_attn.portable.mixed_step import MixedStep
 from pallas_attn.portable.quantise import quantise
 from pallas_attn.portable.query_rows import QueryRows
+from pallas_attn.runtime import sharded_calls
 from pallas_attn.types import Implementation, PagedLatent
 
 FILLED_ROWS = 64

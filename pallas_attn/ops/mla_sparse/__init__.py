@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import checks
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
+from pallas_attn.runtime import dispatch
 from pallas_attn.types import Implementation, PagedLatent
 
 

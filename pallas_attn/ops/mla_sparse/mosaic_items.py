@@ -13,11 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.sm90.seesaw import ROWS, TOKENS, add_partial_rows, empty_rows, halves, log_sum_exp, normalise
-from pallas_attn.mosaic.split_states import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
-from pallas_attn.mosaic.tile_scheduler import merge_programs
+from pallas_attn.mosaic.hopper.seesaw import ROWS, TOKENS, add_partial_rows, empty_rows, halves, log_sum_exp, normalise
+from pallas_attn.mosaic.merge import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.tile_scheduler import merge_programs
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 
 PAIR_TOKENS = 2 * TOKENS

@@ -2,8 +2,8 @@
 
 An item is a block of up to 64 heads of a token, and a share of the token's slots. Programs, one to a multiprocessor,
 take items in turn. The third warpgroup copies chosen latents, their scales and their rotated keys asynchronously
-(`mosaic.sm90.gather`), three tiles ahead; the other two attend to them (`mosaic.sm90.raw_seesaw`, which tells why no
-wait can last). A tile with tokens that are none has zeros in their place, and a mask for its scores.
+(`mosaic.hopper.gather`), three tiles ahead; the other two attend to them (`mosaic.hopper.raw_seesaw`, which tells why
+no wait can last). A tile with tokens that are none has zeros in their place, and a mask for its scores.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.basics import LOG2E
-from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import gather, raw_latents
-from pallas_attn.mosaic.sm90.copy_barriers import CopyBarriers, see_copies
-from pallas_attn.mosaic.sm90.raw_seesaw import (
+from pallas_attn.mosaic.hopper import gather, raw_latents
+from pallas_attn.mosaic.hopper.copy_barriers import CopyBarriers, see_copies
+from pallas_attn.mosaic.hopper.raw_seesaw import (
     SLOTS,
     TOKENS,
     RawMemory,
@@ -32,9 +29,12 @@ from pallas_attn.mosaic.sm90.raw_seesaw import (
     normalise,
     slot_of,
 )
-from pallas_attn.mosaic.sm90.seesaw import ROWS, log_sum_exp
-from pallas_attn.mosaic.split_states import num_fragments
-from pallas_attn.mosaic.tiles import BY_64, over_tokens
+from pallas_attn.mosaic.hopper.seesaw import ROWS, log_sum_exp
+from pallas_attn.mosaic.merge import num_fragments
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.mosaic.primitives.basics import LOG2E
+from pallas_attn.mosaic.primitives.register_tiles import BY_64, over_tokens
+from pallas_attn.mosaic.primitives.row_io import RowLayout
 from pallas_attn.ops.mla_sparse.mosaic_items import (
     PAIR_TOKENS,
     SparseFacts,

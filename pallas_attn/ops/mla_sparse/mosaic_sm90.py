@@ -1,9 +1,9 @@
 """`mla_sparse` on Hopper (H100, H200): gathered latents, multiplied as in latent decode of many query rows.
 
 An item is a block of up to 64 heads of a token, and a share of the token's slots. Programs, one to a multiprocessor,
-take items in turn. Two warpgroups share the tiles of 64 latents and trade probabilities (`mosaic.sm90.seesaw`). The
+take items in turn. Two warpgroups share the tiles of 64 latents and trade probabilities (`mosaic.hopper.seesaw`). The
 third one gathers: threads look up slots a pair of tiles ahead, and start asynchronous copies of rows to each half of a
-tile once it is free (`mosaic.sm90.gather`). Latents in 8 bits have a kernel of their own (`mosaic_raw`).
+tile once it is free (`mosaic.hopper.gather`). Latents in 8 bits have a kernel of their own (`mosaic_raw`).
 
 A tile with tokens that are none has zeros in their place, and a mask for its scores. Tiles after the last slot of a
 token are left out. How many shares a token's slots have depends on shapes alone; each is an equal part of the tiles
@@ -36,12 +36,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, refusals, tiles
-from pallas_attn.mosaic.basics import LOG2E, Ref
-from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.sm90 import gather
-from pallas_attn.mosaic.sm90.copy_barriers import CopyBarriers, see_copies
-from pallas_attn.mosaic.sm90.seesaw import (
+from pallas_attn.mosaic.hopper import gather
+from pallas_attn.mosaic.hopper.copy_barriers import CopyBarriers, see_copies
+from pallas_attn.mosaic.hopper.seesaw import (
     HALVES,
     Q_FREE,
     ROPE,
@@ -53,9 +50,12 @@ from pallas_attn.mosaic.sm90.seesaw import (
     log_sum_exp,
     normalise,
 )
-from pallas_attn.mosaic.sm90.tiles import TILE
-from pallas_attn.mosaic.split_states import num_fragments, store_fragments
-from pallas_attn.mosaic.tiles import BY_64, PER_COLUMN, over_columns, store_tile
+from pallas_attn.mosaic.hopper.tiles import TILE
+from pallas_attn.mosaic.merge import num_fragments, store_fragments
+from pallas_attn.mosaic.primitives import basics, register_tiles, unsupported
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.register_tiles import BY_64, PER_COLUMN, over_columns, store_tile
+from pallas_attn.mosaic.primitives.row_io import RowLayout
 from pallas_attn.ops.mla_sparse import config, mosaic_raw
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 from pallas_attn.ops.mla_sparse.mosaic_items import (
@@ -104,7 +104,7 @@ def _refuse(call: MlaSparseCall) -> None:
     """Raise NotImplementedError for calls that the kernel does not take."""
     basics.require_capability((9, 0))
     cache, latent_dim, rope_dim = call.cache, call.q_latent.shape[2], call.q_rope.shape[2]
-    refusals.require_dtypes(call.q_latent, cache.pages if cache.rope is None else cache.rope)
+    unsupported.require_dtypes(call.q_latent, cache.pages if cache.rope is None else cache.rope)
     if cache.is_quantised and call.q_latent.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 queries over quantised latents, got {call.q_latent.dtype.name}")
     if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim != TOKENS:
@@ -112,7 +112,7 @@ def _refuse(call: MlaSparseCall) -> None:
             f"takes latents of 128 to 512 columns, a multiple of 64, and {TOKENS} rotated ones, "
             f"got {latent_dim} and {rope_dim}"
         )
-    refusals.require_int32_rows(cache.pages.shape[0] * cache.page_size)
+    unsupported.require_int32_rows(cache.pages.shape[0] * cache.page_size)
 
 
 # --- what the kernel is compiled for, given, and holds
@@ -122,7 +122,7 @@ def _refuse(call: MlaSparseCall) -> None:
 class SparseStatic(SparseFacts):
     """Compile-time facts of the kernel."""
 
-    row_bytes: int = tiles.ROW_BYTES
+    row_bytes: int = register_tiles.ROW_BYTES
 
     def slot(self, pair: Any, tile: int) -> Any:
         """Slot in shared memory of a tile of a pair."""
@@ -171,7 +171,7 @@ class SparseScratch(NamedTuple):
     @staticmethod
     def types(static: SparseStatic, dtype: jax.typing.DTypeLike) -> SparseScratch:
         """Scratch types of the kernel, for queries and tiles of a dtype."""
-        operand = functools.partial(tiles.operand, dtype=dtype)
+        operand = functools.partial(register_tiles.operand, dtype=dtype)
         columns = LatentParts(*static.widths, TOKENS)
         return SparseScratch(
             q=LatentParts(*(operand((1, ROWS, n)) for n in columns)),

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from pallas_attn import device
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
+from pallas_attn.runtime import device
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import LOG2E, columns, places, softmax_result, softmax_step, tensor_core_operand

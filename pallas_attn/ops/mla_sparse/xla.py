@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import tuning
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 from pallas_attn.portable.latents import read_latents
 from pallas_attn.portable.online_softmax import Tile, XlaConfig, attend_rows, decode_heuristic
+from pallas_attn.runtime import tuning
 
 
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from pallas_attn import tuning
 from pallas_attn.mosaic.decode_config import MAX_STAGES, DecodeConfig
 from pallas_attn.portable.online_softmax import XlaConfig, decode_heuristic
+from pallas_attn.runtime import tuning
 
 if TYPE_CHECKING:
     from pallas_attn.mosaic.decode import DecodeProducts, DecodeTile
@@ -112,7 +112,7 @@ def _mosaic_heuristic(key: PagedDecodeKey) -> DecodeConfig:
 def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
     """Tile of the kernel for a key; of the calls that share the key, for the one that takes the most shared memory."""
     # Only here, since the portable implementation has to run where there is no kernel language.
-    from pallas_attn.mosaic.sm90.decode_products import WgmmaProducts
+    from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
 
     return _tile(key, tile_tokens, WgmmaProducts(), packs_queries=packs_queries(key.cache_bytes, key.columns))
 
@@ -125,7 +125,7 @@ MAX_COLUMNS_SM100 = 32
 
 def column_step_sm100(head_dim: int, cache_bytes: int, *, fp8_products: bool = False) -> int:
     """Divisor of the number of columns of a tile."""
-    from pallas_attn.mosaic.sm100.decode_products import column_step
+    from pallas_attn.mosaic.blackwell.decode_products import column_step
 
     return column_step(_tile_tokens_sm100(head_dim, cache_bytes, fp8_products=fp8_products), head_dim)
 
@@ -164,7 +164,7 @@ def _mosaic_sm100_heuristic(key: PagedDecodeKey, *, fp8_products: bool) -> Decod
 
 def mosaic_sm100_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
     """Tile of the kernel of data-center Blackwell; see `mosaic_tile`."""
-    from pallas_attn.mosaic.sm100.decode_products import Tcgen05Products
+    from pallas_attn.mosaic.blackwell.decode_products import Tcgen05Products
 
     return _tile(key, tile_tokens, Tcgen05Products(), packs_queries=False)
 
@@ -174,7 +174,7 @@ def mosaic_sm100_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
 
 def _tile(key: PagedDecodeKey, tile_tokens: int, products: DecodeProducts, *, packs_queries: bool) -> DecodeTile:
     from pallas_attn.mosaic.decode import DecodeTile
-    from pallas_attn.mosaic.query_packing import QueryPacking
+    from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 
     return DecodeTile(
         packing=QueryPacking(group=key.columns, queries=1, limit=key.columns),

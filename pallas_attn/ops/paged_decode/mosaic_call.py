@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_attn.device import Architecture
-from pallas_attn.mosaic import basics, refusals
 from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStatic, DecodeTile, decode_attention
-from pallas_attn.mosaic.query_packing import QueryPacking
+from pallas_attn.mosaic.primitives import basics, unsupported
+from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
+from pallas_attn.runtime.device import Architecture
 from pallas_attn.types import DecodePlan, HeadWindow
 
 
@@ -60,17 +60,17 @@ def refuse(call: PagedDecodeCall, architecture: Architecture, limit: int) -> Non
       limit: columns of a tile, at most.
     """
     basics.require_capability(architecture)
-    refusals.require_apart(call.kv)
-    refusals.require_dtypes(call.q, call.kv.k)
-    refusals.require_head_dim(call.head_dim)
-    refusals.require_page_size(call.page_size)
+    unsupported.require_apart(call.kv)
+    unsupported.require_dtypes(call.q, call.kv.k)
+    unsupported.require_head_dim(call.head_dim)
+    unsupported.require_page_size(call.page_size)
     if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(
             f"takes {limit} query heads at once, or about as many; {call.group} have no such divisor"
         )
     if call.draft_mask is not None:
-        refusals.require_draft_bits(call.num_queries)
-    refusals.require_soft_cap(call.soft_cap)
+        unsupported.require_draft_bits(call.num_queries)
+    unsupported.require_soft_cap(call.soft_cap)
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:

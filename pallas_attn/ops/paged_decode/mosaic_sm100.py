@@ -1,19 +1,19 @@
 """`paged_decode` on data-center Blackwell (B200).
 
 The kernel is `mosaic.decode`, as on Hopper, with tiles of 128 tokens, which are the rows of the tensor core
-(`sm100.decode_products`), or of 64 where those are too large.
+(`mosaic.blackwell.decode_products`), or of 64 where those are too large.
 """
 
 from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics
+from pallas_attn.mosaic.blackwell.decode_products import Tcgen05Products
 from pallas_attn.mosaic.decode import DecodeTile
 from pallas_attn.mosaic.decode_config import DecodeConfig
-from pallas_attn.mosaic.dequantise import plain_query_terms, scale_layout
-from pallas_attn.mosaic.query_packing import QueryPacking
-from pallas_attn.mosaic.sm100.decode_products import Tcgen05Products
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.mosaic.primitives.dequantize import plain_query_terms, scale_layout
+from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.ops.paged_decode.mosaic_call import attend, refuse

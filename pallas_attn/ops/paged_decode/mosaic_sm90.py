@@ -6,7 +6,7 @@ rows:
     S [tokens, columns] = K qᵀ      O [D, columns] += Vᵀ P      m, l [columns]
 
 so tokens fill wgmma's M of 64, whatever the group, and N is as narrow as the group allows. K and V are multiplied
-where they landed, or from registers for 8-bit caches, where they become 16 bits (`sm90.dequantise`); only P goes back
+where they landed, or from registers for 8-bit caches, where they become 16 bits (`hopper.dequantize`); only P goes back
 to shared memory. Scales that are the same for all tokens multiply the scores or the finished sums. Scales of tokens
 multiply a row of S, and P by way of the exponent.
 """
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics
 from pallas_attn.mosaic.decode import DecodeTile
 from pallas_attn.mosaic.decode_config import DecodeConfig
-from pallas_attn.mosaic.dequantise import scale_layout
-from pallas_attn.mosaic.query_packing import QueryPacking
-from pallas_attn.mosaic.sm90.decode_products import WgmmaProducts
-from pallas_attn.mosaic.sm90.dequantise import query_terms
+from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
+from pallas_attn.mosaic.hopper.dequantize import query_terms
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.mosaic.primitives.dequantize import scale_layout
+from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
 from pallas_attn.ops.paged_decode.mosaic_call import attend, refuse

@@ -38,11 +38,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import basics, dequantise, tiles
-from pallas_attn.mosaic.bulk_copies import arrivals
-from pallas_attn.mosaic.flash.pipeline import FlashStatic, Rings, ScoreTransform, wait_if
-from pallas_attn.mosaic.flash.schedule import ring_slot
-from pallas_attn.mosaic.tiles import BY_64, over_columns
+from pallas_attn.mosaic.prefill.pipeline import FlashStatic, Rings, ScoreTransform, wait_if
+from pallas_attn.mosaic.prefill.schedule import ring_slot
+from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles
+from pallas_attn.mosaic.primitives.register_tiles import BY_64, over_columns
+from pallas_attn.mosaic.primitives.tma import arrivals
 from pallas_attn.types import ScaleLayout
 
 
@@ -65,7 +65,7 @@ class StagedQuant(NamedTuple):
     def types(static: FlashStatic, dtype: Any, tokens_per_smem_row: int, slots: int) -> StagedQuant:
         """For a cache with so many tokens in a row, and so many slots for scales of tokens, 0 for none."""
         rows, columns = static.tile_keys // tokens_per_smem_row, static.key_dim * tokens_per_smem_row
-        tile = tiles.operand((rows, columns), dtype)
+        tile = register_tiles.operand((rows, columns), dtype)
         scales = plgpu.SMEM((slots, 3, static.tile_keys), jnp.float32) if slots else None
         landed = plgpu.Barrier(num_barriers=2, num_arrivals=arrivals(static.copies))
         return StagedQuant(tile, tile, landed, scales)
@@ -85,7 +85,7 @@ class Dequantizer:
         plgpu.barrier_wait(self.staged.landed.at[0])
         wait_if(kv_tile >= self.static.stages, self.rings.k_free.at[slot])
         publish()
-        dequantise.dequantise_tile(self.staged.k, self.rings.k.at[slot])
+        dequantize.dequantise_tile(self.staged.k, self.rings.k.at[slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.rings.k_landed.at[slot])
 
@@ -99,18 +99,18 @@ class Dequantizer:
 
             @pl.when(~whole)
             def _clear() -> None:
-                live = live_mask(tiles.row_iota(self.static.tile_keys, BY_64))
-                dequantise.clear_tokens(self.staged.v, self.static.value_dim, live, BY_64)
+                live = live_mask(register_tiles.row_iota(self.static.tile_keys, BY_64))
+                dequantize.clear_tokens(self.staged.v, self.static.value_dim, live, BY_64)
                 plgpu.commit_smem()
 
         wait_if(kv_tile >= self.static.stages, self.rings.v_free.at[slot])
-        dequantise.dequantise_tile(self.staged.v, self.rings.v.at[slot])
+        dequantize.dequantise_tile(self.staged.v, self.rings.v.at[slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.rings.v_landed.at[slot])
 
     def publish_token_scales(self, kv_tile: Any, k_scale: jax.Array, v_scale: jax.Array) -> None:
         """Writes the scales of a tile's tokens; that of masked values has to be 1."""
-        v_scale = jnp.maximum(v_scale, dequantise.SMALLEST_SCALE)
+        v_scale = jnp.maximum(v_scale, dequantize.SMALLEST_SCALE)
         target = self.staged.token_scales.at[ring_slot(kv_tile, self.staged.token_scales.shape[0])]
         for i, factor in enumerate((k_scale, jnp.log2(v_scale), 1 / v_scale)):
             target[i, ...] = factor

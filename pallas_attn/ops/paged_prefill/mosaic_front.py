@@ -22,17 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, dequantise, refusals, tiles
-from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.bulk_copies import (
-    LANES,
-    copy_pages,
-    lane_iota,
-    present_pages,
-    zero_rows_past_end,
-)
-from pallas_attn.mosaic.flash.config import FlashConfig
-from pallas_attn.mosaic.flash.pipeline import (
+from pallas_attn.mosaic.prefill.config import FlashConfig
+from pallas_attn.mosaic.prefill.pipeline import (
     TOKENS,
     BlockConsumer,
     BlockRows,
@@ -44,7 +35,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     ScoreTransform,
     shared_heads,
 )
-from pallas_attn.mosaic.flash.schedule import (
+from pallas_attn.mosaic.prefill.schedule import (
     Blocking,
     FlashWorkTile,
     QueryBlock,
@@ -52,10 +43,19 @@ from pallas_attn.mosaic.flash.schedule import (
     list_blocks,
     ring_slot,
 )
-from pallas_attn.mosaic.flash.split import KvSplits
-from pallas_attn.mosaic.row_layout import THREADS, RowLayout
-from pallas_attn.mosaic.score_mask import Limits
-from pallas_attn.mosaic.tiles import BY_64
+from pallas_attn.mosaic.prefill.split import KvSplits
+from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles, unsupported
+from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.masks import Limits
+from pallas_attn.mosaic.primitives.register_tiles import BY_64
+from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout
+from pallas_attn.mosaic.primitives.tma import (
+    LANES,
+    copy_pages,
+    lane_iota,
+    present_pages,
+    zero_rows_past_end,
+)
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.ops.paged_prefill.mosaic_dequantize import CacheScales, Dequantizer, StagedQuant
@@ -92,7 +92,7 @@ class PrefillInputs(NamedTuple):
 
 def config_key(call: PagedPrefillCall) -> config.PagedPrefillKey:
     """Facts that the sizes of the kernel depend on."""
-    scales = dequantise.scale_layout(call.kv)
+    scales = dequantize.scale_layout(call.kv)
     return config.PagedPrefillKey(
         call.head_dim,
         call.page_size,
@@ -116,7 +116,7 @@ def attend(
       tile_rows, rows: see `FlashStatic`.
     """
     kv = call.kv
-    terms, query_scale = dequantise.plain_query_terms(call.q[None], kv)
+    terms, query_scale = dequantize.plain_query_terms(call.q[None], kv)
     front = PagedFrontEnd.of(call, settings, tile_rows, rows, terms=len(terms), score_scale=call.scale / query_scale)
     blocking = Blocking(
         call.num_tokens, front.static.block_rows, front.static.tile_keys, call.causal, front.static.block_heads
@@ -154,11 +154,11 @@ def refuse(call: PagedPrefillCall) -> None:
     """Raises NotImplementedError for what the kernel takes on no architecture."""
     if call.draft_mask is not None:
         raise NotImplementedError("takes no draft mask")
-    refusals.require_apart(call.kv)
-    refusals.require_dtypes(call.q, call.kv.k)
-    refusals.require_head_dim(call.head_dim)
-    refusals.require_page_size(call.page_size)
-    refusals.require_soft_cap(call.soft_cap)
+    unsupported.require_apart(call.kv)
+    unsupported.require_dtypes(call.q, call.kv.k)
+    unsupported.require_head_dim(call.head_dim)
+    unsupported.require_page_size(call.page_size)
+    unsupported.require_soft_cap(call.soft_cap)
 
 
 def _flat(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
@@ -230,7 +230,7 @@ class PagedFrontEnd:
         if settings.tile_keys % page_size and page_size % settings.tile_keys:
             got = f"{settings.tile_keys} keys of pages of {page_size}"
             raise NotImplementedError(f"takes tiles of whole pages, or of a part of one, got {got}")
-        scales = dequantise.scale_layout(kv)
+        scales = dequantize.scale_layout(kv)
         static = FlashStatic(
             head_dim,
             head_dim,
@@ -256,7 +256,7 @@ class PagedFrontEnd:
             window=call.window if isinstance(call.window, int) else None,
             cache_dtype=kv.k.dtype,
             scales=scales,
-            tokens_per_smem_row=dequantise.tokens_per_smem_row(kv.k.dtype, kv.k.shape[-1]),
+            tokens_per_smem_row=dequantize.tokens_per_smem_row(kv.k.dtype, kv.k.shape[-1]),
         )
 
     @property
@@ -541,7 +541,7 @@ class PagedTile(NamedTuple):
         groups, page_size = self.front.scale_groups, self.front.page_size
         if not groups:
             return []
-        token = tiles.row_iota(self.static.tile_keys, BY_64)
+        token = register_tiles.row_iota(self.static.tile_keys, BY_64)
         row, exists = self.look_up(self.first_position(i) + token, TOKENS)
         within = lax.rem(self.first_position(i) + token, jnp.int32(page_size))
         index = jnp.where(exists, row, 0) * groups + lax.div(within, jnp.int32(page_size // groups))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.sm100.flash import QUERIES, ROWS, flash_attention
+from pallas_attn.mosaic.blackwell.prefill import QUERIES, ROWS, flash_attention
+from pallas_attn.mosaic.primitives import basics
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
 from pallas_attn.ops.paged_prefill.mosaic_front import attend, config_key, refuse

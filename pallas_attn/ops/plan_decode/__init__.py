@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import checks
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.ops.plan_decode.config import TILE_TOKENS, plan_config
 from pallas_attn.portable.schedule import Sharing
+from pallas_attn.runtime import dispatch
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV, PagedLatent, PlanKey
 
 FIXED_PIECE_TOKENS = 2048

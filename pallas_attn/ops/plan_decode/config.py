@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_attn import tuning
+from pallas_attn.runtime import tuning
 
 ROW_OVERHEAD_TOKENS = 256
 """Cost for a program of starting a piece (loading queries, filling its stages, writing a state), in tokens, unless

@@ -31,10 +31,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import basics
-from pallas_attn.mosaic.basics import Ref, unknown_zero
-from pallas_attn.mosaic.block_scan import COMPARED, MOST_WARPGROUPS, PER_THREAD, Lanes, exclusive_sum, segment_of
-from pallas_attn.mosaic.row_layout import THREADS
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.mosaic.primitives.basics import Ref, unknown_zero
+from pallas_attn.mosaic.primitives.block_scan import (
+    COMPARED,
+    MOST_WARPGROUPS,
+    PER_THREAD,
+    Lanes,
+    exclusive_sum,
+    segment_of,
+)
+from pallas_attn.mosaic.primitives.row_io import THREADS
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
 from pallas_attn.portable.schedule import Groups, Sharing, ratio
 from pallas_attn.portable.visibility import PageWalk, page_walk

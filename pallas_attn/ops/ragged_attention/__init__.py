@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import checks
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
+from pallas_attn.runtime import dispatch
 from pallas_attn.types import Implementation
 
 

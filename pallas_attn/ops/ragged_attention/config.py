@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from pallas_attn import tuning
-from pallas_attn.device import Device
-from pallas_attn.mosaic.flash.config import FlashConfig
+from pallas_attn.mosaic.prefill.config import FlashConfig
 from pallas_attn.portable.online_softmax import XlaConfig, prefill_heuristic, tile_queries
+from pallas_attn.runtime import tuning
+from pallas_attn.runtime.device import Device
 from pallas_attn.triton import tiles
 
 

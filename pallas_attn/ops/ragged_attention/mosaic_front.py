@@ -19,10 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic import basics, refusals
-from pallas_attn.mosaic.bulk_copies import copy_rows, zero_rows_past_end
-from pallas_attn.mosaic.flash.config import FlashConfig
-from pallas_attn.mosaic.flash.pipeline import (
+from pallas_attn.mosaic.prefill.config import FlashConfig
+from pallas_attn.mosaic.prefill.pipeline import (
     BlockConsumer,
     BlockRows,
     FlashStatic,
@@ -32,7 +30,7 @@ from pallas_attn.mosaic.flash.pipeline import (
     ScoreTransform,
     shared_heads,
 )
-from pallas_attn.mosaic.flash.schedule import (
+from pallas_attn.mosaic.prefill.schedule import (
     Blocking,
     FlashWorkTile,
     QueryBlock,
@@ -40,9 +38,11 @@ from pallas_attn.mosaic.flash.schedule import (
     align_down,
     list_blocks,
 )
-from pallas_attn.mosaic.flash.split import KvSplits
-from pallas_attn.mosaic.row_layout import RowLayout
-from pallas_attn.mosaic.score_mask import Limits
+from pallas_attn.mosaic.prefill.split import KvSplits
+from pallas_attn.mosaic.primitives import basics, unsupported
+from pallas_attn.mosaic.primitives.masks import Limits
+from pallas_attn.mosaic.primitives.row_io import RowLayout
+from pallas_attn.mosaic.primitives.tma import copy_rows, zero_rows_past_end
 from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 
@@ -123,11 +123,11 @@ def attend(
 
 def refuse(call: RaggedAttentionCall) -> None:
     """Raises NotImplementedError for what the kernel takes on no architecture."""
-    refusals.require_dtypes(call.q, call.k)
+    unsupported.require_dtypes(call.q, call.k)
     if (call.q.shape[2], call.v.shape[2]) not in HEADS:
         widths = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
         raise NotImplementedError(f"takes keys and values of width {widths}, got {call.q.shape[2]}/{call.v.shape[2]}")
-    refusals.require_soft_cap(call.soft_cap)
+    unsupported.require_soft_cap(call.soft_cap)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_attn import device
 from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 from pallas_attn.portable.visibility import head_windows
+from pallas_attn.runtime import device
 from pallas_attn.triton import caches, flash, tiles
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import checks
 from pallas_attn.ops.select_top_k.call import SelectTopKCall
+from pallas_attn.runtime import dispatch
 from pallas_attn.types import Implementation
 
 

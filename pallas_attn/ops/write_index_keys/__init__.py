@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import checks
 from pallas_attn.ops.write_index_keys.call import WriteIndexKeysCall
+from pallas_attn.runtime import dispatch
 from pallas_attn.types import Implementation, PagedIndexKeys
 
 

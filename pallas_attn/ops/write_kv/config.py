@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from pallas_attn import tuning
+from pallas_attn.runtime import tuning
 
 type Rotation = Literal["none", "neox", "interleaved"]
 

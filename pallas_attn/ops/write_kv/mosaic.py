@@ -2,7 +2,7 @@
 
 An entry is one token of one KV head: a row of k, a row of v, and a row of the pool for each. A program is one warpgroup
 and takes some entries. The threads that share an entry hold its columns in registers, where it is normed, rotated and
-quantised, and load and store them without shared memory (`mosaic.row_layout`):
+quantised, and load and store them without shared memory (`mosaic.primitives.row_io`):
 
     slots of 16 entries -> rows of the pool
     k, v of 16 entries  -> registers -> norm, rotate -> quantise -> rows of the pool          queries likewise
@@ -36,10 +36,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn.mosaic import basics, refusals
-from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.dequantise import scale_layout
-from pallas_attn.mosaic.row_layout import THREADS, RowLayout
+from pallas_attn.mosaic.primitives import basics, unsupported
+from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.dequantize import scale_layout
+from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout
 from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.ops.write_kv.config import WriteKVKey, mosaic_config
 from pallas_attn.ops.write_kv.mosaic_heads import HeadTile
@@ -56,8 +56,8 @@ MANY_VALUES = 64
 
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
     basics.require_capability((9, 0), (10, 0))
-    refusals.require_apart(call.kv)
-    refusals.require_8_bits(call.kv.k.dtype)
+    unsupported.require_apart(call.kv)
+    unsupported.require_8_bits(call.kv.k.dtype)
     static, x, arrays = WriteKVStatic.of(call), WriteKVInputs.of(call), KVPool.of(call.kv)
     writers = _record_writers(static, x.slots) if static.grouped else None
     pool = KVPool(
@@ -178,7 +178,7 @@ class WriteKVStatic:
         kv, slots, rope, q = call.kv, call.slots, call.rope, call.q
         num_pages, num_kv_heads, page_size, head_dim = kv.k.shape
         rows = num_pages * num_kv_heads * page_size
-        refusals.require_int32_rows(rows)
+        unsupported.require_int32_rows(rows)
         scales, rotation = scale_layout(kv), "none" if rope is None else rope.style
         half = 0 if rope is None else rope.cos.shape[1]
         if rotation == "neox" and half == 1:

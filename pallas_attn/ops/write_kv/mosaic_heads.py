@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.row_io import RowLayout
 
 
 @dataclasses.dataclass(frozen=True)

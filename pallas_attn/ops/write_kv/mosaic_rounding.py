@@ -19,8 +19,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from pallas_attn.mosaic.basics import interpreted
-from pallas_attn.mosaic.row_layout import RowLayout
+from pallas_attn.mosaic.primitives.basics import interpreted
+from pallas_attn.mosaic.primitives.row_io import RowLayout
 from pallas_attn.portable import quantise
 from pallas_attn.types import QMAX
 

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import triton.language as tl
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import device
 from pallas_attn.ops.write_kv.call import WriteKVCall
 from pallas_attn.portable.pool_access import page_or_none, put
+from pallas_attn.runtime import device
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.pieces import amax_scale, e4m3_from_f32, f16_from_e4m3

@@ -6,8 +6,9 @@ import dataclasses
 
 from jaxtyping import Array, Float, Int32
 
-from pallas_attn import checks, dispatch
+from pallas_attn import checks
 from pallas_attn.ops.write_latent.call import WriteLatentCall
+from pallas_attn.runtime import dispatch
 from pallas_attn.types import Implementation, PagedLatent
 
 

@@ -18,18 +18,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic import basics, refusals
-from pallas_attn.mosaic.basics import Ref
-from pallas_attn.mosaic.row_layout import RowLayout, copy_rows
+from pallas_attn.mosaic.primitives import basics, unsupported
+from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.row_io import RowLayout, copy_rows
 from pallas_attn.ops.write_latent.call import WriteLatentCall
 from pallas_attn.types import PagedLatent
 
 
 def write_latent(call: WriteLatentCall) -> PagedLatent:
     basics.require_capability((9, 0), (10, 0))
-    refusals.require_16_bit_latents(call.cache)
+    unsupported.require_16_bit_latents(call.cache)
     num_pages, page_size, width = call.cache.pages.shape
-    refusals.require_int32_rows(num_pages * page_size)
+    unsupported.require_int32_rows(num_pages * page_size)
     if not call.slots.shape[0]:
         return call.cache
     layout = RowLayout.for_copies(width, call.latent.dtype)

@@ -23,7 +23,7 @@ from models.config import PRESETS, DeepSeekConfig
 from models.decoder import AttentionSettings, Decoder
 from models.decoder.caches import INDEX
 from models.engine import CachedPages, Engine, EngineConfig
-from models.engine.cached_pages import CachedSequence
+from models.engine.kv_transfer.cached_pages import CachedSequence
 from scripts.bench.engine.random_model import random_model
 from scripts.bench.engine.serving import Costs, generate, summary
 from scripts.bench.harness.device import measure_rates

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from pallas_attn import tuning
+from pallas_attn.runtime import tuning
 from scripts.bench.harness.pools import Pools
 from scripts.bench.harness.timing import Stopwatch, Timing
 

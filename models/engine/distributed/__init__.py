@@ -1,0 +1,1 @@
+"""Data-parallel ranks and engines of several processes."""

@@ -1,0 +1,1 @@
+"""KV-cache transfer between engines, and saved prefix caches."""

@@ -1,0 +1,61 @@
+"""Drafts by looking up a request's newest tokens in what came before them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from models.engine.speculation.proposer import NO_DRAFT, DraftRows, Proposer
+
+
+@dataclasses.dataclass(frozen=True)
+class NGramProposer(Proposer):
+    """Finds the newest n tokens of a request earlier in its own prompt and output, and proposes what followed there;
+    for any model (prompt look-up decoding, Saxena 2023).
+
+    The longest match counts, and the latest of those that are as long. Where the match reaches up to the end, as in a
+    text that repeats itself, the repetition is continued.
+
+    Attributes:
+      longest, shortest: n, at most and at least.
+
+    Raises:
+      ValueError: not 1 <= shortest <= longest <= 16.
+    """
+
+    longest: int = 4
+    shortest: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shortest <= self.longest <= 16:
+            wanted = "1 <= shortest <= longest <= 16"
+            raise ValueError(f"shortest, longest: expected {wanted}, got {self.shortest} and {self.longest}")
+
+    def propose(
+        self, weights: Any, state: Any, rows: DraftRows, num_drafts: int
+    ) -> tuple[Int32[Array, "B num_drafts"], Any]:
+        return continue_ngrams(rows.history(), rows.lens, num_drafts, self.longest, self.shortest), state
+
+
+def continue_ngrams(
+    tokens: Int32[Array, "B N"], lens: Int32[Array, "B"], num_drafts: int, longest: int, shortest: int
+) -> Int32[Array, "B num_drafts"]:
+    """Continues each sequence of `lens` tokens as `NGramProposer` does; tokens below 0 are unknown."""
+    batch, length = tokens.shape
+    position = jnp.arange(length, dtype=jnp.int32)[None]
+    before = jnp.pad(tokens, ((0, 0), (longest, 0)), constant_values=-1)
+    matched = jnp.zeros((batch, length), jnp.int32)  # tokens before each position that equal the newest ones
+    matches = (position > 0) & (position < lens[:, None])
+    for back in range(1, longest + 1):
+        newest = jnp.take_along_axis(tokens, jnp.maximum(lens - back, 0)[:, None], axis=1)
+        matches &= (before[:, longest - back : longest - back + length] == newest) & (newest >= 0)
+        matched += matches.astype(jnp.int32)
+    score = jnp.where(matched >= shortest, matched * length + position, -1)
+    best = jnp.max(score, axis=1)
+    start = best % length
+    ahead = jnp.arange(num_drafts, dtype=jnp.int32)[None] % jnp.maximum(lens - start, 1)[:, None]
+    drafts = jnp.take_along_axis(tokens, start[:, None] + ahead, axis=1)
+    return jnp.where(best[:, None] >= 0, drafts, NO_DRAFT)

@@ -1,0 +1,1 @@
+"""Steps of the engine: plan, packed metadata and the compiled programs."""

@@ -1,0 +1,72 @@
+"""A step without drafts on the device: tokens in from the last step's samples and the host, samples out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from models.decoder import Caches
+from models.engine.config import Bucket, RunnerConfig
+from models.engine.sampler import draw
+from models.engine.step.packed import PackedStep
+
+
+def run_step(
+    model_step: Any,
+    config: RunnerConfig,
+    bucket: Bucket,
+    weights: Sequence[Array],
+    caches: Caches,
+    last_tokens: Int32[Array, "slots"],
+    packed: Int32[Array, "n"],
+) -> tuple[Int32[Array, "rows"], Float[Array, "tokens V"] | None, Caches, Int32[Array, "slots"]]:
+    """Runs one step on the device.
+
+    Returns:
+      Sampled tokens, logits of the prefill tokens if the bucket has them, the caches, and the last sampled tokens.
+    """
+    step, tokens, sampling, logit_rows = read_step(config, bucket, packed, last_tokens)
+    logits, caches = model_step(weights, tokens, caches, step.metadata(config.page_size, logit_rows))
+    chosen, prompt_logits, last_tokens = sample_rows(bucket, step, logits, sampling, last_tokens)
+    return chosen, prompt_logits, caches, last_tokens
+
+
+def read_step(
+    config: RunnerConfig, bucket: Bucket, packed: Int32[Array, "n"], last_tokens: Int32[Array, "slots"]
+) -> tuple[PackedStep, Int32[Array, "T"], Int32[Array, "rows"], Int32[Array, "n"]]:
+    """Unpacks a step.
+
+    Returns:
+      The step, its tokens, the rows of them that sample, and those whose logits are wanted.
+    """
+    step = PackedStep.of(config, bucket, packed)
+    decode_ids = last_tokens[jnp.maximum(step.decode_slots, 0)]
+    tokens = jnp.concatenate([decode_ids, step.prefill_ids])
+    decode_rows = jnp.arange(bucket.decode_rows, dtype=jnp.int32)
+    prefill_ends = bucket.decode_rows + jnp.maximum(step.cu_q_lens[1:] - 1, 0)
+    sampling = jnp.concatenate([decode_rows, prefill_ends])
+    logit_rows = jnp.arange(tokens.shape[0], dtype=jnp.int32) if bucket.all_logits else sampling
+    return step, tokens, sampling, logit_rows
+
+
+def sample_rows(
+    bucket: Bucket,
+    step: PackedStep,
+    logits: Float[Array, "n V"],
+    sampling: Int32[Array, "rows"],
+    last_tokens: Int32[Array, "slots"],
+) -> tuple[Int32[Array, "rows"], Float[Array, "tokens V"] | None, Int32[Array, "slots"]]:
+    """Samples from the logits of a step.
+
+    Returns:
+      Sampled tokens, logits of the prefill tokens if the bucket has them, and the last sampled tokens.
+    """
+    chosen = draw(logits[sampling] if bucket.all_logits else logits, step.sampling_rows())
+    slots = jnp.concatenate([step.decode_slots, step.prefill_slots])
+    slots = jnp.where(slots < 0, last_tokens.shape[0], slots)  # .at[-1] would wrap; one past the end is dropped
+    # A request without finite logits ends, but may have a step more under way, which needs some token.
+    last_tokens = last_tokens.at[slots].set(jnp.maximum(chosen, 0), mode="drop")
+    return chosen, logits[bucket.decode_rows :] if bucket.all_logits else None, last_tokens

@@ -1,0 +1,1 @@
+"""Grouped GEMM kernels of the routed experts, for Hopper."""

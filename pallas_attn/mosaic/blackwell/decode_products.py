@@ -1,0 +1,186 @@
+"""Products of decode by tcgen05: operands in shared memory, results in TMEM, from where they come to registers.
+
+    S [tokens, columns] = K qᵀ          O [channels, columns] = Vᵀ P
+
+Tokens, and then channels, are the 128 rows of the tensor core (64 for heads of that width, and for tiles of so few
+tokens); V is read transposed. Every product is a fresh one and is added up in registers, where it is a few columns
+wide: nothing in TMEM has to be rescaled. Of 8-bit caches K, and then V, are converted to float16 in a buffer that both
+take in turn; but fp8 queries are multiplied with K as it is cached.
+
+Barriers, each with a phase for every product, two a tile:
+
+- ready: the warpgroup arrives when its threads have committed what the product reads, and have loaded from TMEM what it
+  overwrites. The first warp waits for it, and issues the product.
+- done: the tensor core arrives when the product is in TMEM, and with it its operands have been read. All threads wait.
+
+No wait can last: whatever a product reads was waited for, by all threads, before they arrive at `ready`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import llvm, vector
+
+from pallas_attn.mosaic.blackwell import tmem
+from pallas_attn.mosaic.decode import DecodeTile
+from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.register_tiles import BY_64, BY_128, RegisterLayout
+
+NARROW_ROW_BYTES = 32
+"""Bytes of a swizzled row of right operands that are no wider, or that a product with 64 rows takes in halves."""
+
+
+def layout_of(rows: int) -> RegisterLayout:
+    """Registers of a product with so many rows."""
+    return BY_64 if rows % 128 else BY_128
+
+
+def column_step(tokens: int, value_dim: int) -> int:
+    """Divisor of the number of columns of a tile: 16, or 32 where a product has 64 rows."""
+    return 32 if tokens % 128 or value_dim % 128 else 16
+
+
+class Tcgen05Scratch(NamedTuple):
+    """Memory and barriers of the products.
+
+    Attributes:
+      scores: TMEM [tokens, width].
+      values: TMEM [128 or 64, width] for each so many channels.
+      staged: float16 [tokens, D], K or V of an 8-bit cache; else None.
+      ready, done: see above.
+    """
+
+    scores: Any
+    values: tuple[Any, ...]
+    staged: Any
+    ready: Any
+    done: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Tcgen05Products:
+    """`DecodeProducts` on data-center Blackwell."""
+
+    most_ahead: ClassVar[int] = 2**14
+
+    def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
+        return layout_of(tile.tokens)
+
+    def values_layout(self, tile: DecodeTile) -> RegisterLayout:
+        return layout_of(tile.value_dim)
+
+    def query_row_bytes(self, tile: DecodeTile, key_row_bytes: int) -> int:
+        return NARROW_ROW_BYTES if tile.tokens % 128 else register_tiles.ROW_BYTES
+
+    def probs_type(self, tile: DecodeTile) -> Any:
+        dtype = jnp.float16 if _is_8_bit(tile.q_dtype) else tile.q_dtype
+        return register_tiles.operand(tile.shape, dtype, row_bytes=NARROW_ROW_BYTES)
+
+    def probs(self, tile: DecodeTile, p: Ref) -> list[Ref]:
+        return [p]
+
+    def scratch_types(self, tile: DecodeTile) -> Any:
+        rows, (tokens, width) = self.values_layout(tile).rows, tile.shape
+        return Tcgen05Scratch(
+            scores=plgpu.TMEM((tokens, width), jnp.float32),
+            values=tuple(plgpu.TMEM((rows, width), jnp.float32) for _ in range(tile.value_dim // rows)),
+            staged=None if tile.scales is None else register_tiles.operand((tokens, tile.value_dim), jnp.float16),
+            ready=tmem.OrderedBarrier(),
+            done=tmem.OrderedBarrier(),
+        )
+
+    def scores(
+        self,
+        tile: DecodeTile,
+        own: Tcgen05Scratch,
+        keys: list[Ref],
+        queries: list[list[Ref]],
+        scales: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        if own.staged is not None and not _is_8_bit(tile.q_dtype):
+            dequantize.dequantise_tile(keys[0], own.staged)
+            plgpu.commit_smem()
+            keys = [own.staged]
+        pairs = [(k, term.transpose((1, 0))) for k, terms in zip(keys, queries, strict=True) for term in terms]
+        _multiply(own, [(own.scores, k, q, i > 0) for i, (k, q) in enumerate(pairs)])
+        return _load(own.scores, self.scores_layout(tile))
+
+    def store_probs(self, tile: DecodeTile, ps: list[jax.Array], to: list[Ref]) -> None:
+        to[0][...] = ps[0]
+        plgpu.commit_smem()
+
+    def load_values(self, tile: DecodeTile, own: Tcgen05Scratch, v: Ref) -> Any:
+        if own.staged is None:
+            return v
+        dequantize.dequantise_tile(v, own.staged)
+        return own.staged
+
+    def add_values(
+        self, tile: DecodeTile, own: Tcgen05Scratch, acc: jax.Array, values: Any, ps: list[Ref]
+    ) -> jax.Array:
+        (p,), layout = ps, self.values_layout(tile)
+        slices = [(i * layout.rows, o) for i, o in enumerate(own.values)]
+        channels = [values.at[:, pl.ds(first, layout.rows)] for first, _ in slices]
+        _multiply(own, [(o, v.transpose((1, 0)), p, False) for (_, o), v in zip(slices, channels, strict=True)])
+        # One after the other, since there are no registers for all products beside the accumulator.
+        sums = [acc[first : first + layout.rows] + _load(o, layout) for first, o in slices]
+        return sums[0] if len(sums) == 1 else jnp.concatenate(sums)
+
+    def in_channel_order(self, tile: DecodeTile, acc: jax.Array) -> jax.Array:
+        return acc
+
+    def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
+        # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits, and the exact function takes too many registers.
+        return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E / soft_cap)), layout_of(s.shape[0]))
+
+
+def _is_8_bit(dtype: Any) -> bool:
+    return jnp.dtype(dtype).itemsize == 1
+
+
+def _multiply(own: Tcgen05Scratch, products: list[tuple[Ref, Ref, Ref, bool]]) -> None:
+    """Compute a @ b, added to what is there if so said, for (accumulator, a, b, accumulate), and wait for it."""
+    plgpu.barrier_arrive(own.ready)
+
+    @basics.first_warp
+    def _issue() -> None:
+        plgpu.barrier_wait(own.ready)
+        for accumulator, a, b, accumulate in products:
+            plgpu.tcgen05_mma(accumulator, a, b, accumulate=accumulate)
+        plgpu.tcgen05_commit_arrive(own.done)
+
+    plgpu.barrier_wait(own.done)
+
+
+def _load(accumulator: Ref, layout: RegisterLayout) -> jax.Array:
+    """Read a finished product."""
+    result = plgpu.async_load_tmem(accumulator, layout=layout.tile)
+    plgpu.wait_load_tmem()
+    return result
+
+
+def _reciprocal(x: jax.Array, layout: RegisterLayout) -> jax.Array:
+    """Compute 1 / x, or 0 where that is subnormal, in one instruction; a division takes three more for subnormals."""
+    if basics.interpreted():
+        return 1 / x
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout.tile)
+
+    @plgpu.inline_mgpu(arg_types=(layout.tile,), return_type=result)
+    def invert(_: Any, x: Any) -> Any:
+        inverted = np.empty_like(x.registers)
+        for i, register in np.ndenumerate(x.registers):
+            numbers = [vector.extract(register, [], [j]) for j in range(2)]
+            inverses: Any = [llvm.inline_asm(n.type, [n], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for n in numbers]
+            inverted[i] = vector.from_elements(register.type, inverses)
+        return mgpu.FragmentedArray(_registers=inverted, _layout=x.layout, _is_signed=None)
+
+    return invert(x)

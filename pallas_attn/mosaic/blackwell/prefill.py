@@ -1,0 +1,557 @@
+"""The prefill kernel on Blackwell: attention of many queries, with the tensor core's results in TMEM.
+
+After FlashAttention-4 (Dao et al.). A program takes work tiles (`flash.schedule`): a block of neighbouring queries of
+one head, 128 rows for each consumer, against the keys that the block sees, tile by tile. Warpgroups:
+
+    0, or 0 and 1   consumers: softmax of 128 rows each, a row a thread; rescale O in TMEM, and write it out
+    next            the producer, which fills the rings of `flash.pipeline`
+    last            one of its threads starts all products, S = Q Kᵀ and O += P V
+
+TMEM holds, in its 512 columns of 32 bits, the output O of each consumer and two buffers for scores. A consumer reads S,
+and writes the 16-bit probabilities P over it, from where P is the left operand of its product. Of two consumers each
+has a buffer: while the softmax of one runs, the tensor core works for the other. One consumer has both, and finds the
+next scores finished when it is done with a tile:
+
+    two consumers                                           one consumer
+    tensor core   S₀   S₁  ···  PV₀  S₀'  PV₁  S₁' ···      S  S'   PV   S''  PV'  ···
+    consumer 0    ····softmax₀·······softmax₀'              ···softmax···softmax'···softmax''
+    consumer 1    ·········softmax₁·······softmax₁'
+
+Barriers, beside those of the rings, which the tensor core frees. All of them, and those of the rings at which no copy
+arrives, order the tensor core.
+
+    barrier                 arrivals              who waits
+    s_full[buffer]          S is finished         its consumer, before it reads S
+    p_full[buffer]          its consumer, once P  the issuing thread, before P V; S has been read by then, and O of the
+                            and O are ready       block before written out
+    o_done[consumer]        P V is finished       the consumer, before it rescales or reads O; the issuing thread,
+                                                  before it starts an S over that P
+    fetched                 the producer          itself, before it looks up a work tile (`TileQueue`)
+    next_tile_landed[slot]  the producer          all, before their next work tile
+
+The kernel cannot deadlock: all warpgroups go through the same work tiles and tiles of keys, in this order. The issuing
+thread waits for tiles that the producer brings in the order in which they are used, for P of a tile whose S it has
+started before, and for products that it has started before. A consumer waits for such products alone. The producer
+waits for slots, and for the buffer of the queries, that products free which wait for no later tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic.blackwell import tmem
+from pallas_attn.mosaic.blackwell.tmem import OrderedBarrier
+from pallas_attn.mosaic.prefill.pipeline import (
+    FlashKernel,
+    FlashStatic,
+    FrontEnd,
+    Results,
+    Rings,
+    RowOptions,
+    ScoreTransform,
+    consume,
+    launch,
+    produce,
+    wait_if,
+)
+from pallas_attn.mosaic.prefill.schedule import FlashWorkTile, WorkList, WorkTiles, ring_slot
+from pallas_attn.mosaic.prefill.split import KvSplits, OutputRows, RowState
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref, interpreted
+from pallas_attn.mosaic.primitives.masks import Limits
+from pallas_attn.mosaic.primitives.row_io import RowLayout
+
+QUERIES = tmem.ROWS
+"""Query rows of a consumer: M of a product."""
+
+TILE = tmem.ROW_A_THREAD
+
+PER_COLUMN = TILE.reduce(0)
+
+CHUNK = 32
+"""Columns that a thread loads from TMEM at a time."""
+
+RESCALE_THRESHOLD_LOG2 = 8.0
+"""Maxima may grow by so much, times log2 e, before the output is rescaled: probabilities are at most 2**8 then."""
+
+BUFFERS = 2
+"""Buffers of scores in TMEM."""
+
+REGISTERS = {1: (248, 80, 40), 2: (208, 64, 32)}
+DEQUANTIZE_REGISTERS = {1: (248, 160, 40), 2: (192, 96, 32)}
+"""Registers of a consumer's thread, one of the producer, and one of the warpgroup that starts products, by the number
+of consumers: together no more than all threads begin with. A producer that dequantizes what it copies takes more.
+"""
+
+
+class ThreadRows(RowLayout):
+    """Rows that are whole in a thread each, as TMEM has them."""
+
+    @property
+    def tile(self) -> Any:
+        return TILE
+
+    def store(self, ref: Ref, row: jax.Array, column: int, values: jax.Array) -> None:
+        """`RowLayout.store`, 16 bytes at a time."""
+        if interpreted():
+            super().store(ref, row, column, values)
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, TILE.reduce(1)))
+        def store(_: Any, ref: ir.Value, values: Any, row: Any) -> None:
+            i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+            memref = ir.MemRefType(ref.type)
+            (number,) = (vector.extract(register, [], [0]) for register in row.registers.flat)
+            words = [
+                vector.extract(mgpu.utils.bitcast(r, ir.VectorType.get((size,), i32)), [], [i])
+                for r in values.registers.flat
+                for size in (mgpu.utils.bitwidth(r.type) // 32,)
+                for i in range(size)
+            ]
+            start = arith.muli(arith.extsi(i64, number), mgpu.c(memref.shape[1], i64))
+            start = arith.addi(start, mgpu.c(column, i64))
+            element = ir.IntegerType.get_signless(mgpu.utils.bitwidth(memref.element_type))
+            base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [start], element)
+            four = ir.VectorType.get((4,), i32)
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.sge, number, mgpu.c(0, number.type))):
+                for i in range(0, len(words), 4):
+                    pointer = mgpu.utils.getelementptr(base, [i], i32)
+                    llvm.store(vector.from_elements(four, words[i : i + 4]), pointer, alignment=16)
+
+        store(ref, values, row)
+
+
+ROWS = ThreadRows(threads=1, vector=2)
+
+
+class TensorScratch(NamedTuple):
+    """Shared memory, TMEM and barriers of a program; the module's docstring lists the barriers.
+
+    Attributes:
+      scores: buffers, each a pair of references to the same columns: S [128, tile_keys] float32, and P of 16 bits.
+      outputs: O [128, Dv] float32 of each consumer.
+    """
+
+    rings: Rings
+    scores: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    s_full: Any
+    p_full: Any
+    o_done: Any
+
+    @staticmethod
+    def types(static: FlashStatic, dtype: Any) -> TensorScratch:
+        shape = QUERIES, static.tile_keys
+        both = plgpu.RefUnion(plgpu.TMEM(shape, jnp.float32), plgpu.TMEM(shape, dtype, packed=True))
+        return TensorScratch(
+            Rings.types(static, dtype, readers=1, orders_tensor_core=True),
+            scores=(both,) * BUFFERS,
+            outputs=(plgpu.TMEM((QUERIES, static.value_dim), jnp.float32),) * static.consumers,
+            s_full=OrderedBarrier(num_barriers=BUFFERS),
+            p_full=OrderedBarrier(num_barriers=BUFFERS),
+            o_done=OrderedBarrier(num_barriers=static.consumers),
+        )
+
+
+# --- launch and roles
+
+
+def flash_attention(
+    front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
+) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
+    """Output and LSE; see `flash.pipeline.launch`."""
+    static = front.static
+    _require_tmem(static)
+    scratch = TensorScratch.types(static, jax.tree.leaves(inputs.q)[0].dtype)
+    kernel = FlashKernel(_kernel, scratch, static.consumers + 2, static.stages + 1, orders_tensor_core=True)
+    return launch(kernel, front, inputs, work, splits, **rest)
+
+
+def _require_tmem(static: FlashStatic) -> None:
+    """Raises NotImplementedError for sizes that there are no registers for, or too few columns of TMEM."""
+    if static.consumers not in REGISTERS:
+        raise NotImplementedError(f"takes one or two consumers, got {static.consumers}")
+    columns = BUFFERS * static.tile_keys + static.consumers * static.value_dim
+    if columns > tmem.COLUMNS:
+        raise NotImplementedError(
+            f"scores of {static.tile_keys} keys and values of width {static.value_dim} for {static.consumers} "
+            f"consumers take {columns} columns of TMEM, expected at most {tmem.COLUMNS}"
+        )
+
+
+def _kernel(
+    front: FrontEnd,
+    x: Any,
+    work_tiles: Callable[[], WorkTiles],
+    result: Results,
+    scratch: TensorScratch,
+    front_scratch: Any,
+) -> None:
+    static, warpgroup = front.static, lax.axis_index("warpgroup")
+    of_consumer, of_producer, of_issuer = (DEQUANTIZE_REGISTERS if static.dequantizes else REGISTERS)[static.consumers]
+
+    def attend(index: int) -> None:
+        plgpu.set_max_registers(of_consumer, action="increase")
+        consumer = SoftmaxConsumer(static, scratch, index, basics.unknown_zero() + index)
+        consume(front, x, work_tiles(), consumer, result, front_scratch)
+
+    def load() -> None:
+        plgpu.set_max_registers(of_producer, action="decrease")
+        produce(front, x, work_tiles(), scratch.rings, front_scratch)
+
+    def multiply() -> None:
+        plgpu.set_max_registers(of_issuer, action="decrease")
+        issuer = Issuer(static, scratch)
+
+        def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
+            kv_tiles = front.tile(x, front_scratch, work).kv_tiles
+            issuer.attend(kv_tile, kv_tiles)
+            return kv_tiles
+
+        work_tiles().consume(attend)
+
+    roles = [functools.partial(attend, index) for index in range(static.consumers)]
+    lax.switch(warpgroup, [*roles, load, multiply])
+
+
+# --- products
+
+
+@dataclasses.dataclass(frozen=True)
+class Issuer:
+    """Starts the products of a block. One thread of the warpgroup does; the others wait for the same barriers."""
+
+    static: FlashStatic
+    scratch: TensorScratch
+
+    def attend(self, begin: Any, kv_tiles: Any) -> None:
+        """Products with some tiles, at least one, from the program's tile number `begin` on."""
+        for consumer in range(self.static.consumers):
+            plgpu.barrier_wait(self.scratch.rings.q_landed.at[consumer])
+        (self._by_turns if self.static.consumers == 1 else self._side_by_side)(begin, kv_tiles)
+
+    def _side_by_side(self, begin: Any, kv_tiles: Any) -> None:
+        """Products of two consumers, with a buffer of scores each."""
+        scratch, last = self.scratch, self.static.consumers - 1
+
+        def scores(i: Any, consumer: int) -> None:
+            if consumer == 0:
+                self._await_keys(begin + i)
+            self._multiply_keys(begin + i, consumer, consumer)
+            if consumer == last:
+                self._release_keys(begin + i, i + 1 == kv_tiles)
+
+        def step(i: Any, _: None) -> None:
+            self._await_values(begin + i)
+            for consumer in range(self.static.consumers):
+                self._multiply_values(begin + i, consumer, consumer, i > 0)
+                if consumer == last:
+                    self._release_values(begin + i)
+                plgpu.barrier_wait(scratch.o_done.at[consumer])  # the next S goes where P was
+                pl.when(i + 1 < kv_tiles)(functools.partial(scores, i + 1, consumer))
+
+        for consumer in range(self.static.consumers):
+            scores(jnp.int32(0), consumer)
+        lax.fori_loop(0, kv_tiles, step, None)
+
+    def _by_turns(self, begin: Any, kv_tiles: Any) -> None:
+        """Products of one consumer, whose tiles have the buffers of scores in turn."""
+
+        def scores(i: Any, buffer: int) -> None:
+            self._await_keys(begin + i)
+            self._multiply_keys(begin + i, 0, buffer)
+            self._release_keys(begin + i, i + 1 == kv_tiles)
+
+        def step(i: Any, buffer: int) -> None:
+            wait_if(i > 0, self.scratch.o_done.at[0])  # the next S goes where the P of the tile before was
+            pl.when(i + 1 < kv_tiles)(functools.partial(scores, i + 1, 1 - buffer))
+            self._await_values(begin + i)
+            self._multiply_values(begin + i, 0, buffer, i > 0)
+            self._release_values(begin + i)
+
+        def both(pair: Any, _: None) -> None:
+            step(2 * pair, 0)
+            pl.when(2 * pair + 1 < kv_tiles)(functools.partial(step, 2 * pair + 1, 1))
+
+        scores(jnp.int32(0), 0)
+        lax.fori_loop(0, pl.cdiv(kv_tiles, 2), both, None)
+        plgpu.barrier_wait(self.scratch.o_done.at[0])
+
+    def _await_keys(self, kv_tile: Any) -> None:
+        plgpu.barrier_wait(self.scratch.rings.k_landed.at[ring_slot(kv_tile, self.static.stages)])
+
+    def _await_values(self, kv_tile: Any) -> None:
+        plgpu.barrier_wait(self.scratch.rings.v_landed.at[ring_slot(kv_tile, self.static.stages)])
+
+    def _multiply_keys(self, kv_tile: Any, consumer: int, buffer: int) -> None:
+        """S = Q Kᵀ, with all terms of the queries."""
+        rings, terms = self.scratch.rings, self.static.query_terms
+        s, _ = self.scratch.scores[buffer]
+        k = rings.k.at[ring_slot(kv_tile, self.static.stages)].transpose((1, 0))
+        for term in range(terms):
+            plgpu.tcgen05_mma(s, rings.q.at[consumer * terms + term], k, accumulate=term > 0)
+        plgpu.tcgen05_commit_arrive(self.scratch.s_full.at[buffer])
+
+    def _multiply_values(self, kv_tile: Any, consumer: int, buffer: int, accumulate: Any) -> None:
+        """O += P V, or O = P V."""
+        scratch = self.scratch
+        _, p = scratch.scores[buffer]
+        plgpu.barrier_wait(scratch.p_full.at[buffer])
+        v = scratch.rings.v.at[ring_slot(kv_tile, self.static.stages)]
+        plgpu.tcgen05_mma(scratch.outputs[consumer], p, v, accumulate=accumulate)
+        plgpu.tcgen05_commit_arrive(scratch.o_done.at[consumer])
+
+    def _release_keys(self, kv_tile: Any, is_last: Any) -> None:
+        """Frees keys after their products; the queries, too, if these were the block's last."""
+        rings = self.scratch.rings
+        plgpu.tcgen05_commit_arrive(rings.k_free.at[ring_slot(kv_tile, self.static.stages)])
+
+        @pl.when(is_last)
+        def _release_queries() -> None:
+            for consumer in range(self.static.consumers):
+                plgpu.tcgen05_commit_arrive(rings.q_free.at[consumer])
+
+    def _release_values(self, kv_tile: Any) -> None:
+        plgpu.tcgen05_commit_arrive(self.scratch.rings.v_free.at[ring_slot(kv_tile, self.static.stages)])
+
+
+# --- a consumer
+
+
+class RowStats(NamedTuple):
+    """Softmax of a consumer's rows over the tiles that were scored.
+
+    Attributes:
+      m: [128] float32, what scores are relative to, times log2 e: the largest score of all tiles, or less than that by
+        at most the threshold below which nothing is rescaled.
+      l: [128] float32, sums of 2**(score - m).
+    """
+
+    m: Any
+    l: Any  # noqa: E741
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxConsumer:
+    """Attention of 128 rows over the tiles of a block, whose products `Issuer` starts.
+
+    Attributes:
+      index: index among the consumers, as a constant.
+      number: the same as a variable: what is made of a constant is computed, and kept, before the loop over blocks.
+    """
+
+    static: FlashStatic
+    scratch: TensorScratch
+    index: int
+    number: Any
+
+    def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowStats:
+        """Softmax over some tiles, at least one, from the program's tile number `begin` on; O is in TMEM then."""
+        del begin  # buffers of scores are taken in the order of a block's tiles
+        del has_rows  # products are started for all
+        state = RowStats(ROWS.filled(jnp.float32(-jnp.inf), QUERIES), ROWS.filled(jnp.float32(0.0), QUERIES))
+        if self.static.consumers > 1:
+            step = functools.partial(self._step, transform, self.index)
+            state = lax.fori_loop(0, kv_tiles, step, state)
+        else:
+
+            def both(pair: Any, state: RowStats) -> RowStats:
+                state = self._step(transform, 0, 2 * pair, state)
+                second = functools.partial(self._step, transform, 1, 2 * pair + 1)
+                return lax.cond(2 * pair + 1 < kv_tiles, second, lambda state: state, state)
+
+            state = lax.fori_loop(0, pl.cdiv(kv_tiles, 2), both, state)
+        plgpu.barrier_wait(self.scratch.o_done.at[self.index])
+        return state
+
+    def _step(self, transform: ScoreTransform, buffer: int, i: Any, state: RowStats) -> RowStats:
+        """Makes probabilities of the scores of the i-th tile, and rescales O where maxima have grown."""
+        scratch = self.scratch
+        s_ref, p_ref = scratch.scores[buffer]
+        if transform.await_tile is not None:
+            transform.await_tile(i)
+        plgpu.barrier_wait(scratch.s_full.at[buffer])
+        s = [plgpu.async_load_tmem(s_ref.at[:, columns], layout=TILE) for columns in self._chunks()]
+        plgpu.wait_load_tmem()
+        s, scale = self._scores(transform, i, s)
+        highest = functools.reduce(jnp.maximum, (part.max(axis=1) for part in s)) * scale
+        m = jnp.where(highest > state.m + RESCALE_THRESHOLD_LOG2, highest, state.m)
+        shift = jnp.where(m == -jnp.inf, 0.0, m)
+        factor = jnp.where(m == state.m, 1.0, jnp.exp2(state.m - m))
+        l = state.l * factor  # noqa: E741
+        for columns, part in zip(self._chunks(), s, strict=True):
+            p = jnp.exp2(part * scale - over_rows(shift, part.shape))
+            plgpu.async_store_tmem(p_ref.at[:, columns], p.astype(p_ref.dtype))
+            if transform.token_scales is not None:
+                p = p * over_columns(basics.load(transform.token_scales(i).at[2, columns], PER_COLUMN), p.shape)
+            l = l + p.sum(axis=1)  # noqa: E741
+
+        # Only now: P in registers would be too much beside O.
+        @pl.when(i > 0)
+        def _after_first() -> None:
+            plgpu.barrier_wait(scratch.o_done.at[self.index])
+            pl.when(any_of_warp(m != state.m))(lambda: self._rescale(factor))
+
+        plgpu.commit_tmem()
+        plgpu.barrier_arrive(scratch.p_full.at[buffer])
+        return RowStats(m, l)
+
+    def _rescale(self, factor: jax.Array) -> None:
+        """Multiplies the rows of O in TMEM."""
+        o_ref = self.scratch.outputs[self.index]
+        for first in range(0, self.static.value_dim, CHUNK):
+            part = o_ref.at[:, pl.ds(first, CHUNK)]
+            o = plgpu.async_load_tmem(part, layout=TILE)
+            plgpu.wait_load_tmem()
+            plgpu.async_store_tmem(part, o * over_rows(factor, o.shape))
+
+    def _chunks(self) -> list[Any]:
+        """The columns of a tile of scores, in parts."""
+        return [pl.ds(first, CHUNK) for first in range(0, self.static.tile_keys, CHUNK)]
+
+    def _scores(self, transform: ScoreTransform, i: Any, s: list[Any]) -> tuple[list[Any], float]:
+        """Masked scores of the i-th tile from its products q kᵀ, part by part, and what makes them exponents of 2.
+
+        Scales that values have by token are in the exponents: probabilities are no larger with them when they become 16
+        bits.
+        """
+        static, token_scales = self.static, transform.token_scales
+        if transform.key_scale is not None:
+            s = [part * transform.key_scale for part in s]
+        if token_scales is not None:
+            s = [part * self._of_columns(token_scales(i).at[0], columns, part) for columns, part in self._with(s)]
+        s = s if static.soft_cap is None else [capped(part, static.score_scale, static.soft_cap) for part in s]
+        sees_all, limits = transform.limits(i)
+        s = lax.cond(sees_all, lambda s: s, lambda s: hide(s, limits()), s)
+        scale = static.score_scale * LOG2E if static.soft_cap is None else LOG2E
+        if token_scales is None:
+            return s, scale
+        log2 = token_scales(i).at[1]
+        return [part * scale + self._of_columns(log2, columns, part) for columns, part in self._with(s)], 1.0
+
+    def _with(self, s: list[Any]) -> zip[tuple[Any, Any]]:
+        return zip(self._chunks(), s, strict=True)
+
+    def _of_columns(self, ref: Ref, columns: Any, part: jax.Array) -> jax.Array:
+        """Values [tile_keys] in shared memory, over all rows of a part."""
+        return over_columns(basics.load(ref.at[columns], PER_COLUMN), part.shape)
+
+    def store(self, result: Results, row: jax.Array, state: RowStats, options: RowOptions) -> None:
+        """Write 128 rows to rows `row` of the result where that is not negative: finished, or as is to be merged."""
+        o_ref = self.scratch.outputs[self.index]
+        for first in range(0, self.static.value_dim, CHUNK):
+            o = plgpu.async_load_tmem(o_ref.at[:, pl.ds(first, CHUNK)], layout=TILE)
+            plgpu.wait_load_tmem()  # the next block's first product overwrites O
+            o = o if options.scale is None else options.scale(o, first, PER_COLUMN)
+
+            def partial(states: RowState, o: jax.Array = o, first: int = first) -> None:
+                ROWS.store(states.o, row, first, o)
+
+            def finished(rows: OutputRows, o: jax.Array = o, first: int = first) -> None:
+                out = RowState(o, *state).output(options.sink)
+                ROWS.store(rows.out, row, first, out.astype(rows.out.dtype))
+
+            result.store(options.is_whole, finished, partial)
+
+        def partial_sums(states: RowState) -> None:
+            ROWS.put(states.m, row, state.m)
+            ROWS.put(states.l, row, state.l)
+
+        def finished_sums(rows: OutputRows) -> None:
+            if rows.lse is not None:
+                ROWS.put(rows.lse, row, RowState(None, *state).lse())
+
+        result.store(options.is_whole, finished_sums, partial_sums)
+
+
+# --- a tile of scores
+
+
+def over_rows(per_row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcast a value of each row over its columns."""
+    return lax.broadcast_in_dim(per_row, shape, [0])
+
+
+def over_columns(per_column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcast a value of each column over its rows."""
+    return lax.broadcast_in_dim(per_column, shape, [1])
+
+
+def hide(s: list[jax.Array], limits: Limits) -> list[jax.Array]:
+    """Set scores to -inf in columns that their rows do not see; parts of `CHUNK` columns, one after the other.
+
+    A thread has whole rows: it compares their limits with constants.
+    """
+    hidden = []
+    for number, part in enumerate(s):
+        column = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=TILE) + number * CHUNK
+        seen = column >= over_rows(limits.low, part.shape)
+        if limits.sink is not None:
+            seen |= column < over_rows(limits.sink, part.shape)
+        seen &= column < over_rows(limits.high, part.shape)
+        if limits.pages is not None:
+            page = lax.div(column, jnp.int32(limits.page_tokens))
+            seen &= (lax.shift_right_logical(over_rows(limits.pages, part.shape), page) & 1) == 1
+        hidden.append(jnp.where(seen, part, -jnp.inf))
+    return hidden
+
+
+def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
+    """Compute soft_cap * tanh(scale * s / soft_cap)."""
+    # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits.
+    return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
+
+
+def _reciprocal(x: jax.Array) -> jax.Array:
+    """Compute 1 / x, or 0 where that is subnormal, in one instruction; a division takes three more for subnormals."""
+    if interpreted():
+        return 1 / x
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE))
+    def invert(_: Any, x: Any) -> Any:
+        f32, inverted = ir.F32Type.get(), np.empty_like(x.registers)
+        for index, pair in np.ndenumerate(x.registers):
+            numbers = [vector.extract(pair, [], [i]) for i in range(pair.type.shape[0])]
+            inverses: Any = [llvm.inline_asm(f32, [number], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for number in numbers]
+            inverted[index] = vector.from_elements(pair.type, inverses)
+        return mgpu.FragmentedArray(_registers=inverted, _layout=x.layout, _is_signed=x.is_signed)
+
+    return invert(x)
+
+
+def any_of_warp(condition: jax.Array) -> Any:
+    """Whether a condition [128] holds for one of a warp's rows.
+
+    Warps may differ: what depends on it must not make the warps of a warpgroup wait for one another. A reduction of
+    Pallas's would, and by way of shared memory that all warpgroups have in common.
+    """
+    if interpreted():
+        return jnp.any(condition)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE.reduce(1),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def vote(_: Any, condition: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        (register,) = condition.registers.flat
+        number = vector.extract(register, [], [0])
+        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        voted: Any = llvm.inline_asm(i32, [number], text, "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
+
+    return vote(jnp.where(condition, jnp.int32(1), jnp.int32(0))) != 0

@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels and primitives for Hopper (compute capability 9.0)."""

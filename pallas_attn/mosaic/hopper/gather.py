@@ -1,0 +1,217 @@
+"""Rows of a pool, gathered by a warpgroup into tiles that tensor cores read.
+
+Hopper's copy engine takes no list of rows. So threads copy rows asynchronously, swizzled, 16 bytes an access: eight
+threads share a row, 128 bytes at a time, so that they touch all banks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
+
+from pallas_attn.mosaic.primitives.basics import Ref, interpreted
+from pallas_attn.mosaic.primitives.dequantize import (
+    QUANTISED_REF,
+    ChunkPointers,
+    i32,
+    masked,
+    plus,
+    shifted,
+    times,
+    warp_and_lane,
+)
+from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, operand_ref
+from pallas_attn.mosaic.primitives.row_io import RowLayout
+
+WARPGROUP, WARP, WARPS = 128, 32, 4
+"""Threads of a warpgroup and of a warp, and warps of a warpgroup."""
+
+THREADS = 8
+"""Threads that share a row."""
+
+ROWS, WARP_ROWS = WARPGROUP // THREADS, WARP // THREADS
+"""Rows that a warpgroup, and a warp, copies at a time."""
+
+TOKENS = 64
+"""Rows of a tile."""
+
+PER_THREAD = RowLayout(1, 1).per_row
+"""Layout of a value for each thread of a warpgroup."""
+
+
+def tile_row() -> jax.Array:
+    """Row of a tile whose place in the pool each thread looks up, int32 [WARPGROUP] in layout `PER_THREAD`.
+
+    A warp has 16 rows of a tile, and a register holds all of their places: two threads know the same.
+    """
+    thread = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD)
+    warp, which = lax.shift_right_logical(thread, 5), thread & 15
+    first, within = which & -WARP_ROWS, which & WARP_ROWS - 1
+    return first * WARPS + warp * WARP_ROWS + within
+
+
+def _by_row(per_thread: jax.Array) -> jax.Array:
+    """Values [TOKENS] of the rows of a tile, of values in the order of `tile_row`, in the interpreter."""
+    row = jnp.arange(TOKENS, dtype=jnp.int32)
+    warp, within = row % ROWS // WARP_ROWS, row // ROWS * WARP_ROWS + row % WARP_ROWS
+    return per_thread[warp * WARP + within]
+
+
+def _of_rows(values: Any) -> list[ir.Value]:
+    """Values of the rows that a thread has a share of, of values in the order of `tile_row`."""
+    _, lane = warp_and_lane()
+    (register,) = values.registers.flat
+    number, first = vector.extract(register, [], [0]), shifted(lane, THREADS.bit_length() - 1)
+    return [shuffled(number, plus(first, mgpu.c(i, i32()))) for i in range(0, TOKENS // WARPS, WARP_ROWS)]
+
+
+def copy_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
+    """Start copies of ref[row[i], column : column + columns of `to`] to a tile in shared memory, as tensor cores read
+    it; of zeros, without an access, where row[i] is negative.
+
+    They are done once `CopyBarriers.arrive` says so, and seen by tensor cores after `see_copies` (`copy_barriers`).
+
+    Args:
+      ref: in global memory, numbers of 16 or 8 bits.
+      row: int32 [WARPGROUP] in the order of `tile_row`.
+      column: at a multiple of 16 bytes.
+      to: `tiles.operand` [rows, columns].
+    """
+    columns, number_bytes = to.shape[1], jnp.dtype(to.dtype).itemsize
+    if interpreted():
+        row = _by_row(row)
+        rows = ref[...][jnp.maximum(row, 0), column : column + columns]
+        to[...] = jnp.where(row[:, None] >= 0, rows, jnp.zeros((), to.dtype))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref() if number_bytes == 2 else QUANTISED_REF))
+    def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        first, in_row = plus(times(warp, WARP_ROWS), shifted(lane, THREADS.bit_length() - 1)), ROW_BYTES // number_bytes
+        (_, stride, *_), _ = ir.MemRefType(to.type).get_strides_and_offset()
+        steps = [
+            (number_bytes * stride * block, number_bytes * (column + in_row * block))
+            for block in range(columns // in_row)
+        ]
+        row_bytes = number_bytes * ir.MemRefType(ref.type).shape[1]
+        chunk = masked(lane, THREADS - 1)
+        pointers = ChunkPointers(to, number_bytes * columns, first, chunk)
+        for i, number in enumerate(_of_rows(row)):
+            _copy_16_bytes(pointers.pointer(ROWS * i, 0), ref, number, row_bytes, chunk, steps)
+
+    copy(ref, row, to)
+
+
+def copy_scales(ref: Ref, row: jax.Array, to: Ref) -> None:
+    """Start copies of the scales of rows, ref[row[i]], to a row of shared memory; of zeros, without an access, where
+    row[i] is negative. As `copy_rows` otherwise.
+
+    Args:
+      row: as in `copy_rows`.
+      ref: float32 [rows of the pool, groups] in global memory.
+      to: float32 [TOKENS · groups].
+    """
+    groups = ref.shape[1]
+    if interpreted():
+        row = _by_row(row)
+        to[...] = jnp.where(row[:, None] >= 0, ref[...][jnp.maximum(row, 0)], 0.0).reshape(-1)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, PER_THREAD, plgpu.RefType()))
+    def copy(_: Any, ref: ir.Value, row: Any, place: Any, to: ir.Value) -> None:
+        number, place = (vector.extract(x.registers.flat[0], [], [0]) for x in (row, place))
+        none: Any = mgpu.c(0, i32())
+        address = _address(ref, arith.maxsi(number, none), 4 * groups)
+        pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(to), [times(place, groups)], ir.F32Type.get())
+        given = arith.cmpi(arith.CmpIPredicate.sge, number, none)
+        of_copy = 4 * groups if groups in (1, 2, 4) else 4
+        num_bytes = arith.select(given, mgpu.c(of_copy, i32()), none)
+        for offset in range(0, 4 * groups, of_copy):
+            kind = "cg" if of_copy == 16 else "ca"
+            text = f"cp.async.{kind}.shared.global [$0 + {offset}], [$1 + {offset}], {of_copy}, $2;"
+            operands = [llvm.ptrtoint(i32(), pointer), address, num_bytes]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,r", has_side_effects=True)
+
+    copy(ref, row, tile_row(), to)
+
+
+def _copy_16_bytes(
+    place: ir.Value, ref: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value, steps: list[tuple[int, int]]
+) -> None:
+    """Start copies of chunks of a row, or of zeros if it is negative.
+
+    Args:
+      place: pointer to shared memory.
+      chunk: of the row, the first.
+      steps: distances in bytes of each copy from the place, and from the chunk.
+    """
+    none: Any = mgpu.c(0, i32())
+    address, place = _address(ref, arith.maxsi(row, none), row_bytes, chunk), llvm.ptrtoint(i32(), place)
+    given = arith.cmpi(arith.CmpIPredicate.sge, row, none)
+    num_bytes = arith.select(given, mgpu.c(16, i32()), none)
+    for to, offset in steps:
+        text = COPY_16_BYTES.format(to=to, offset=offset)
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [place, address, num_bytes], text, "r,l,r", has_side_effects=True)
+
+
+def store_none(row: jax.Array, is_none: Ref, all_given: Ref) -> None:
+    """Store to shared memory which rows are negative. Threads do not wait for each other.
+
+    Args:
+      row: as in `copy_rows`.
+      is_none: int32 [TOKENS], 1 where a row is negative, else 0.
+      all_given: int32 [4], for each warp 1 if none of its rows is, else 0.
+    """
+    if interpreted():
+        is_none[...] = jnp.where(_by_row(row) < 0, 1, 0)
+        all_given[...] = jnp.full((4,), jnp.where((row >= 0).all(), 1, 0))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(PER_THREAD, PER_THREAD, plgpu.RefType(), plgpu.RefType()))
+    def store(_: Any, row: Any, place: Any, is_none: ir.Value, all_given: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        index = ir.IndexType.get()
+        number, place = (vector.extract(x.registers.flat[0], [], [0]) for x in (row, place))
+        memref.store(shifted(number, 31), is_none, [arith.index_cast(index, place)])
+        votes: Any = llvm.inline_asm(i32(), [number], ALL_GIVEN, "=r,r", has_side_effects=True)
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(0, i32()))):
+            memref.store(votes, all_given, [arith.index_cast(index, warp)])
+
+    store(row, tile_row(), is_none, all_given)
+
+
+ALL_GIVEN = """
+{
+.reg .pred given;
+setp.ge.s32 given, $1, 0;
+vote.sync.all.pred given, given, 0xffffffff;
+selp.b32 $0, 1, 0, given;
+}
+"""
+
+COPY_16_BYTES = "cp.async.cg.shared.global.L2::128B [$0 + {to}], [$1 + {offset}], 16, $2;"
+
+
+def shuffled(number: ir.Value, lane: ir.Value) -> ir.Value:
+    """Read a number of another lane of the warp."""
+    all_lanes: Any = mgpu.c(0xFFFFFFFF, i32())
+    clamp: Any = mgpu.c(31, i32())
+    return nvvm.shfl_sync(all_lanes, number, lane, clamp, nvvm.ShflKind.idx)
+
+
+def _address(ref: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value | None = None) -> ir.Value:
+    """Address of a row of an array in global memory, or of a chunk of it. It has 64 bits, and may be anywhere if the
+    row is negative.
+    """
+    i64 = ir.IntegerType.get_signless(64)
+    begin = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
+    if chunk is not None:
+        begin = arith.addi(begin, arith.extui(i64, times(chunk, 16)))
+    return arith.addi(begin, arith.muli(arith.extsi(i64, row), mgpu.c(row_bytes, i64)))

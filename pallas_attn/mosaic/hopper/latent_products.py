@@ -1,0 +1,187 @@
+"""Products of decode with latents in 8 bits, which are converted to float16 in registers, wgmma's left operand.
+
+A token has a scale for each group of `LATENT_GROUP` channels. In K qᵀ it multiplies the sum over a group's channels. In
+Vᵀ P it is multiplied into the probabilities, of which there is a tile for each group. So no latent is rounded.
+
+A block is 64 channels. While one is multiplied, threads convert the next; the orders of channels are those of
+`hopper.dequantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import nvvm
+
+from pallas_attn.mosaic.hopper import wgmma
+from pallas_attn.mosaic.hopper.dequantize import as_keys, as_values, load_matrices
+from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
+from pallas_attn.mosaic.primitives.basics import Ref, interpreted
+from pallas_attn.mosaic.primitives.dequantize import (
+    QUANTISED_REF,
+    ChunkPointers,
+    conversion,
+    converted,
+    masked,
+    plus,
+    shifted,
+    times,
+    warp_and_lane,
+)
+from pallas_attn.mosaic.primitives.register_tiles import operand_ref, over_tokens
+from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
+
+TOKENS = 64
+"""Tokens of a tile: M of K qᵀ."""
+
+BLOCK = 64
+"""Channels of a block: M of Vᵀ P."""
+
+MOST_AHEAD = 512 * 16
+"""Values of the accumulator, at most, beside which threads have registers for two blocks."""
+
+
+def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax.Array]) -> jax.Array:
+    """Compute total + the sum over groups of scale · (latent of the group) @ qᵀ of the group, in float32.
+
+    Args:
+      total: [TOKENS, N], a product that may be in flight, in layout `wgmma.UNPAIRED`.
+      latent: e4m3 tile [TOKENS, K].
+      q: float16 [N, K], columns in the order of `as_keys`.
+      scales: float32 [TOKENS] for each group.
+    """
+    channels = latent.shape[1]
+    if interpreted():
+        left, right = as_keys(latent[...].astype(jnp.float16)), q[...].T
+        groups = [slice(first, first + LATENT_GROUP) for first in range(0, channels, LATENT_GROUP)]
+        products = [jnp.dot(left[:, group], right[group], preferred_element_type=jnp.float32) for group in groups]
+        scaled = [over_tokens(scale, x.shape) * x for scale, x in zip(scales, products, strict=True)]
+        return sum(scaled, start=total)
+    result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
+
+    @plgpu.inline_mgpu(
+        arg_types=(wgmma.UNPAIRED, QUANTISED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result
+    )
+    def add(_: Any, total: Any, latent: ir.Value, q: ir.Value, *scales: Any) -> Any:
+        warp, lane = warp_and_lane()
+        token = plus(times(warp, 16), masked(lane, 15))
+        chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
+        right, ahead = wgmma.RightOperand(q), channels * total.shape[1] <= MOST_AHEAD
+        product: list[ir.Value] = []
+        left = _keys(chunks, 0)
+        for first in range(0, channels, BLOCK):
+            group, begun = divmod(first, LATENT_GROUP)
+            nvvm.wgmma_fence_aligned()
+            product = right.add(product if begun else [], left)
+            wgmma.commit()
+            if ahead and first + BLOCK < channels:
+                left = _keys(chunks, first + BLOCK)
+            wgmma.assembly("wgmma.wait_group.sync.aligned 0;")
+            if not ahead and first + BLOCK < channels:
+                left = _keys(chunks, first + BLOCK)
+            if first == 0:
+                total = fragmented_array.optimization_barrier(total)
+            if begun:
+                scale = scales[group].to_layout(wgmma.ACCUMULATOR.reduce((1,)))
+                done = fragmented_array.optimization_barrier(wgmma.fragments(product, result.shape))
+                total += done * scale.broadcast_in_dim(result.shape, (0,), wgmma.ACCUMULATOR)
+        return total.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return add(total, latent, q, *scales)
+
+
+def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
+    """Compute total + latentᵀ @ p of each channel's group, in float32, rows in the order of `as_values`.
+
+    All threads wait for each other at the end, and have read what they read.
+
+    Args:
+      total: [K, N].
+      latent: e4m3 tile [TOKENS, K].
+      ps: float16 [TOKENS, N] for each group; in shared memory each is [N, TOKENS].
+    """
+    channels, columns = total.shape
+    if interpreted():
+        left = as_values(latent[...].astype(jnp.float16).T).reshape(len(ps), LATENT_GROUP, TOKENS)
+        products = [jnp.dot(left[i], p[...], preferred_element_type=jnp.float32) for i, p in enumerate(ps)]
+        plgpu.commit_smem()
+        return total + jnp.concatenate(products)
+    result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
+
+    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, TILE, *[operand_ref()] * len(ps)), return_type=result)
+    def add(_: Any, latent: ir.Value, total: Any, *ps: ir.Value) -> Any:
+        warp, lane = warp_and_lane()
+        chunks = ChunkPointers(latent, channels, lane, warp)
+        total = fragmented_array.optimization_barrier(total.to_layout(wgmma.ACCUMULATOR))
+        blocks = total.registers.reshape(channels // BLOCK, -1)
+        sums, ahead = [], channels * columns <= MOST_AHEAD
+        left = _values(chunks, 0)
+        for block, registers in enumerate(blocks):
+            nvvm.wgmma_fence_aligned()
+            right = wgmma.RightOperand(ps[block * BLOCK // LATENT_GROUP])
+            sums += right.add(list(registers), left)
+            wgmma.commit()
+            if ahead and block + 1 < len(blocks):
+                left = _values(chunks, (block + 1) * BLOCK)
+            wgmma.assembly("wgmma.wait_group.sync.aligned 0;")
+            if not ahead and block + 1 < len(blocks):
+                left = _values(chunks, (block + 1) * BLOCK)
+        mgpu.commit_shared()
+        done = fragmented_array.optimization_barrier(wgmma.fragments(sums, (channels, columns)))
+        return done.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return add(latent, total, *(p.transpose((1, 0)) for p in ps))
+
+
+def store_probs(ps: Sequence[jax.Array], to: Sequence[Ref]) -> None:
+    """Write probabilities [TOKENS, N] to shared memory, where tensor cores see them.
+
+    Nothing reads what was there any more. Pallas would have all threads wait for each other before and after each.
+    """
+    if interpreted():
+        for p, ref in zip(ps, to, strict=True):
+            ref[...] = p
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu(arg_types=(*[TILE] * len(ps), *[operand_ref()] * len(ps)))
+    def write(_: Any, *given: Any) -> None:
+        for p, ref in zip(given[: len(ps)], given[len(ps) :], strict=True):
+            p.store_tiled(mgpu.memref_transpose(ref, (1, 0, 3, 2)), swizzle=128)
+        mgpu.commit_shared()
+
+    write(*ps, *(ref.transpose((1, 0)) for ref in to))
+
+
+def _keys(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
+    """Registers of each instruction's left operand: 64 tokens, 16 channels of a block from `first` on.
+
+    One `ldmatrix` loads four matrices of 8 tokens and a chunk each: 16 tokens of two neighbouring chunks.
+    """
+    assembly = conversion(LATENT_8BIT, (0, 1, 2, 3))
+    steps = []
+    for chunk in range(0, BLOCK // 16, 2):
+        words = [converted(word, assembly) for word in load_matrices(chunks.pointer(0, first // 16 + chunk), rows=True)]
+        steps += [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in (words[:2], words[2:])]
+    return steps
+
+
+def _values(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
+    """Registers of each instruction's left operand: the channels of a block from `first` on, 16 tokens.
+
+    One `ldmatrix` loads four matrices of 8 tokens and a chunk each, transposed: 32 tokens of one chunk.
+    """
+    assembly = conversion(LATENT_8BIT, (0, 2, 1, 3))
+    steps = []
+    for tokens in range(0, TOKENS, 32):
+        pointer = chunks.pointer(tokens, first // 16)
+        eights = [converted(word, assembly) for word in load_matrices(pointer, rows=False)]
+        steps += [[*eights[i], *eights[i + 1]] for i in (0, 2)]
+    return steps

@@ -1,0 +1,687 @@
+"""Asynchronous wgmma products, and register-level operations on their tiles that Pallas cannot express.
+
+Each product that a function starts is a commit group of its own; `finish` says how many of the later ones may still be
+in flight.
+
+Pallas fences the registers of a left operand right before it is multiplied. If another product is in flight by then,
+the assembler takes the fence for a change of what that product reads, and makes every product wait for the one before.
+Here registers are fenced only while no product that uses them is in flight. The interpreter has no products in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref, interpreted
+from pallas_attn.mosaic.primitives.masks import Limits
+from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, operand_ref, over_tokens
+
+DEPTH = 16
+"""K of a wgmma instruction on 16-bit operands."""
+
+ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+"""Layout like `TILE`, with one number in each register instead of pairs."""
+
+UNPAIRED = plgpu.Layout.TILED(ACCUMULATOR.tiling, ACCUMULATOR.warp_dims, ACCUMULATOR.lane_dims, ACCUMULATOR.vector_dim)
+"""`ACCUMULATOR` as Pallas's layout: of sums to which one product after the other is added. To take pairs apart and put
+them together again for each would be several operations a register for jax, and none in machine code.
+"""
+
+
+def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Start (qs[0] + ...) @ kᵀ, and after it o + p @ v, for qs [64, D], k [N, D], v [N, Dv] in shared memory, all of
+    16 bits.
+
+    Nothing may touch the results before `finish`, nor change p and o before that of the second.
+    """
+    if interpreted():
+        return multiply(qs, k, lambda: None), accumulate(p, v, o)
+    results = tuple(
+        plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE) for shape in ((o.shape[0], k.shape[0]), o.shape)
+    )
+
+    @plgpu.inline_mgpu(
+        arg_types=(operand_ref(), TILE, operand_ref(), TILE, *[operand_ref()] * len(qs)), return_type=results
+    )
+    def begin(_: Any, k: ir.Value, p: Any, v: ir.Value, o: Any, *qs: ir.Value) -> Any:
+        lefts, total = fenced_product(words(p), o.to_layout(ACCUMULATOR))
+        nvvm.wgmma_fence_aligned()
+        products = _scores(qs, k), _weighted(lefts, v, total, o.shape)
+        return tuple(product.to_layout(fragmented_array.WGMMA_LAYOUT) for product in products)
+
+    return begin(k, p, v, o, *qs)
+
+
+def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Array:
+    """Compute (qs[0] + ...) @ kᵀ in float32; call `meanwhile` while the product is in flight."""
+
+    def product(s: Ref) -> jax.Array:
+        for q in qs:
+            plgpu.wgmma(s, q, k.transpose((1, 0)))
+        meanwhile()
+        return s[...]
+
+    return pl.run_scoped(product, plgpu.ACC((qs[0].shape[0], k.shape[0]), jnp.float32))
+
+
+def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
+    """Compute o + p @ v."""
+    if interpreted():
+        o += jnp.dot(p, v[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
+        return o
+    added: Any = pl.run_state(lambda total: plgpu.wgmma(total, p, v))(plgpu.ACC.init(o))
+    return added
+
+
+def start_scores(parts: Sequence[tuple[Ref, Ref]], total: jax.Array | None, row_bytes: int) -> jax.Array:
+    """Start total + the sum of q @ kᵀ over parts, q [64, n] and k [N, n] in shared memory; a total of None is 0.
+
+    The total may itself be in flight. Nothing may touch the result, in layout `UNPAIRED`, before `finish`.
+    """
+    if interpreted():
+        for q, k in parts:
+            product = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
+            total = product if total is None else total + product
+        plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
+        return jnp.asarray(total)
+    refs, more = [operand_ref(row_bytes)] * (2 * len(parts)), () if total is None else (total,)
+    shape = plgpu.ShapeDtypeStruct((parts[0][0].shape[0], parts[0][1].shape[0]), jnp.float32, layout=UNPAIRED)
+
+    @plgpu.inline_mgpu(arg_types=(*refs, *[UNPAIRED] * len(more)), return_type=shape)
+    def begin(_: Any, *given: Any) -> Any:
+        refs, total = given[: 2 * len(parts)], given[2 * len(parts) :]
+        if not total:
+            nvvm.wgmma_fence_aligned()
+        sums = list(total[0].registers.flat) if total else []
+        for q, k in zip(refs[::2], refs[1::2], strict=True):
+            sums = add_scores(sums, q, k, row_bytes)
+        commit()
+        return fragments(sums, shape.shape)
+
+    return begin(*itertools.chain(*parts), *more)
+
+
+def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -> jax.Array:
+    """Start total + p @ v, for p [64, N] in registers or shared memory, v [N, columns] in shared memory, and a total in
+    layout `UNPAIRED`.
+
+    Nothing may touch the result, in the same layout, nor change p, before `finish`.
+    """
+    in_registers = isinstance(p, jax.Array)
+    if interpreted():
+        product = jnp.dot(p if in_registers else p[...], v[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
+        return total + product
+    refs = operand_ref(row_bytes)
+    arg_types = TILE if in_registers else refs, refs, UNPAIRED
+
+    @plgpu.inline_mgpu(
+        arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=UNPAIRED)
+    )
+    def begin(_: Any, p: Any, v: ir.Value, total: Any) -> Any:
+        lefts, sums = fenced_product(words(p) if in_registers else [], total)
+        nvvm.wgmma_fence_aligned()
+        if not in_registers:
+            (_, keys), _ = mma_utils.tiled_memref_shape(p)
+            lefts = left_steps(p, keys, row_bytes)
+        sums = add_values(sums, lefts, v, row_bytes)
+        commit()
+        return fragments(sums, total.shape)
+
+    return begin(p, v, total)
+
+
+def publish_probs(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: int) -> None:
+    """Write p [64, N] and m [64] to shared memory, for tensor cores and for another warpgroup.
+
+    Pallas would have all threads wait for each other before and after each of the two stores. Nothing reads what was
+    there any more, so one wait is enough.
+    """
+    if interpreted():
+        to[...], stats[...] = p, m
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu(arg_types=(TILE, operand_ref(row_bytes), PER_TOKEN, plgpu.RefType()))
+    def write(_: Any, p: Any, to: ir.Value, m: Any, stats: ir.Value) -> None:
+        p.store_tiled(to, swizzle=row_bytes)
+        m.store_untiled(stats, optimized=False)
+        mgpu.commit_shared()
+
+    write(p, to, m, stats)
+
+
+def finish(product: jax.Array, layout: Any, result_layout: Any, *, under_way: int) -> jax.Array:
+    """Wait for a product, until at most `under_way` of those started after it are in flight.
+
+    Args:
+      layout, result_layout: `UNPAIRED` or `TILE`, of the product and of the result.
+    """
+    if interpreted():
+        return product
+    shape = plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=result_layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
+    def wait(_: Any, product: Any) -> Any:
+        assembly(f"wgmma.wait_group.sync.aligned {under_way};")
+        sums = fenced(list(product.to_layout(ACCUMULATOR).registers.flat))
+        return fragments(sums, product.shape).to_layout(result_layout.to_mgpu())
+
+    return wait(product)
+
+
+def as_tile(sums: jax.Array) -> jax.Array:
+    """Bring sums [64, n] from layout `UNPAIRED` to layout `TILE`."""
+    if interpreted():
+        return sums
+
+    @plgpu.inline_mgpu(arg_types=(UNPAIRED,), return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=TILE))
+    def pair(_: Any, sums: Any) -> Any:
+        return sums.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return pair(sums)
+
+
+RESCALE_THRESHOLD_LOG2 = 8
+"""log2 of the largest unnormalised probability that leaves the running maximum, and so the accumulator, as it is. A
+float is as precise at 2**8 as at 1, so rescaling may wait until a maximum exceeds the old one by more.
+"""
+
+
+def rescale_accumulator(
+    totals: Sequence[jax.Array], layouts: Sequence[Any], before: jax.Array, after: jax.Array, *, finished: bool = True
+) -> list[jax.Array]:
+    """Multiply totals [64, n] with 2**(before - after) [64]; a warp none of whose rows change skips it.
+
+    Args:
+      layouts: `UNPAIRED` or `TILE`, of each total and its result.
+      finished: whether the totals are finished. If not, all products in flight are waited for after the branch on
+        whether to skip. The assembler moves no arithmetic past a branch: what precedes overlaps the products.
+    """
+    if interpreted():
+        factor = jnp.where(before == after, 1.0, jnp.exp2(before - after))
+        return [total * over_tokens(factor, total.shape) for total in totals]
+
+    @plgpu.inline_mgpu(
+        arg_types=(*layouts, PER_TOKEN, PER_TOKEN),
+        return_type=[
+            plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=layout)
+            for total, layout in zip(totals, layouts, strict=True)
+        ],
+    )
+    def multiply(_: Any, *given: Any) -> Any:
+        *totals, before, after = given
+        totals = [total.to_layout(ACCUMULATOR) for total in totals]
+        sums = [register for total in totals for register in total.registers.flat]
+        rows = [vector.extract(register, [], [0]) for x in (before, after) for register in x.registers.flat]
+        text = _rescale_assembly(len(sums), "" if finished else "wgmma.wait_group.sync.aligned 0; ")
+        constraints = ["=f"] * len(sums) + [str(i) for i in range(len(sums))] + ["f"] * len(rows)
+        registers = iter(floats(len(sums), text, constraints, [*sums, *rows]))
+        results = [fragments([next(registers) for _ in total.registers.flat], total.shape) for total in totals]
+        return [result.to_layout(layout.to_mgpu()) for result, layout in zip(results, layouts, strict=True)]
+
+    return multiply(*totals, before, after)
+
+
+def _rescale_assembly(count: int, wait: str) -> str:
+    """PTX for so many accumulator registers, pairs of which belong to a thread's two rows in turn.
+
+    Args:
+      wait: PTX that waits for the totals, or nothing.
+    """
+    before, after = ([f"${2 * count + 2 * i + row}" for row in range(2)] for i in range(2))
+    factors = "".join(
+        f"sub.f32 f{row}, {before[row]}, {after[row]}; ex2.approx.f32 f{row}, f{row}; "
+        f"selp.f32 f{row}, 0f3F800000, f{row}, p{row}; "
+        for row in range(2)
+    )
+    products = "".join(f"mul.f32 ${i}, ${i}, f{i // 2 % 2}; " for i in range(count))
+    return (
+        "{ .reg .pred p<2>, kept; .reg .f32 f<2>; "
+        f"setp.eq.f32 p0, {before[0]}, {after[0]}; setp.eq.f32 p1, {before[1]}, {after[1]}; "
+        "and.pred kept, p0, p1; vote.sync.all.pred kept, kept, 0xffffffff; @kept bra.uni keep; "
+        f"{wait}{factors}{products}bra.uni done; keep: {wait}done: }}"
+    )
+
+
+def zero_rows(o: jax.Array, sums: jax.Array) -> jax.Array:
+    """Set rows of o [64, n] to 0 whose sum [64] is 0; a warp that has none skips it.
+
+    Of a selection for each value the assembler makes four instructions for each pair, if it is rounded afterwards.
+    """
+    if interpreted():
+        return jnp.where(over_tokens(sums != 0, o.shape), o, 0.0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, PER_TOKEN), return_type=plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=TILE)
+    )
+    def clear(_: Any, o: Any, sums: Any) -> Any:
+        registers = [*o.to_layout(ACCUMULATOR).registers.flat]
+        rows = [vector.extract(register, [], [0]) for register in sums.registers.flat]
+        count = len(registers)
+        cleared = "".join(f"selp.f32 ${i}, ${i}, 0f00000000, p{i // 2 % 2}; " for i in range(count))
+        text = (
+            f"{{ .reg .pred p<2>, kept; setp.neu.f32 p0, ${2 * count}, 0f00000000; "
+            f"setp.neu.f32 p1, ${2 * count + 1}, 0f00000000; and.pred kept, p0, p1; "
+            f"vote.sync.all.pred kept, kept, 0xffffffff; @kept bra.uni done; {cleared}done: }}"
+        )
+        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * len(rows)
+        results = fragments(floats(count, text, constraints, [*registers, *rows]), o.shape)
+        return results.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return clear(o, sums)
+
+
+def partial_sums(p: jax.Array) -> jax.Array:
+    """Add up columns of p [64, n] that are a multiple of 8 apart, [64, 8]: each thread adds only its own numbers."""
+    if interpreted():
+        return p.reshape(p.shape[0], -1, 8).sum(axis=1)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct((p.shape[0], 8), jnp.float32, layout=TILE))
+    def add(_: Any, p: Any) -> Any:
+        return functools.reduce(operator.add, (p[:, i : i + 8] for i in range(0, p.shape[1], 8)))
+
+    return add(p)
+
+
+def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
+    """Compute soft_cap * tanh(scale * s / soft_cap), for s [64 n, N]."""
+    # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits, and the exact function takes too many registers.
+    return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
+
+
+def _reciprocal(x: jax.Array) -> jax.Array:
+    """Compute 1 / x, or 0 where that is subnormal, in one instruction; a division takes three more for subnormals."""
+    if interpreted():
+        return 1 / x
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE))
+    def invert(_: Any, x: Any) -> Any:
+        x = x.to_layout(ACCUMULATOR)
+        count = x.registers.size
+        text = "".join(f"rcp.approx.ftz.f32 ${i}, ${i}; " for i in range(count))
+        constraints = ["=f"] * count + [str(i) for i in range(count)]
+        return fragments(floats(count, text, constraints, [*x.registers.flat]), x.shape).to_layout(
+            fragmented_array.WGMMA_LAYOUT
+        )
+
+    return invert(x)
+
+
+def hide(s: jax.Array, limits: Limits) -> jax.Array:
+    """Set scores [64, N] to -inf in columns that their rows do not see.
+
+    Each thread makes a bit for each of its columns from the limits. Of tests of constant bits the assembler makes moves
+    of seven to predicates. To compare columns with each limit takes three times as many instructions, and an iota of
+    columns as many registers as the tile.
+    """
+    if interpreted():
+        return jnp.where(limits.sees(jnp.arange(s.shape[1], dtype=jnp.int32)[None]), s, -jnp.inf)
+    given = [limit for limit in limits[:4] if limit is not None]
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, *[PER_TOKEN] * len(given)),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=TILE),
+    )
+    def select(_: Any, s: Any, *given: Any) -> Any:
+        arrays = iter(given)
+        halves = [
+            None if limit is None else [vector.extract(r, [], [0]) for r in next(arrays).registers.flat]
+            for limit in limits[:4]
+        ]
+        registers = s.registers.reshape(s.shape[1] // 8, 2)
+        hidden = np.empty_like(registers)
+        for half in range(2):
+            low, high, sink, pages = (None if limit is None else limit[half] for limit in halves)
+            row = _Row.of(low, high, sink, pages, limits.page_tokens)
+            for first in range(0, len(registers), EIGHTS):
+                seen = row.seen(8 * first)
+                for eight in range(first, min(first + EIGHTS, len(registers))):
+                    hidden[eight, half] = _select_pair(seen, 2 * (eight - first), registers[eight, half])
+        return mgpu.FragmentedArray(
+            _registers=hidden.reshape(s.registers.shape), _layout=s.layout, _is_signed=s.is_signed
+        )
+
+    return select(s, *given)
+
+
+EIGHTS = 16
+"""Groups of 8 columns whose bits, two of each for a thread, fill a register."""
+
+
+class _Row(NamedTuple):
+    """`Limits` of one row, minus a thread's first column."""
+
+    low: ir.Value
+    high: ir.Value
+    sink: ir.Value | None
+    pages: ir.Value | None
+    page_tokens: int
+
+    @staticmethod
+    def of(low: Any, high: Any, sink: Any, pages: Any, page_tokens: int) -> _Row:
+        first = arith.muli(arith.andi(mgpu.utils.thread_idx(), _number(3)), _number(2))
+        low, high, sink = (None if limit is None else arith.subi(limit, first) for limit in (low, high, sink))
+        return _Row(low, high, sink, pages, page_tokens)  # pyrefly: ignore[bad-argument-type]
+
+    def seen(self, first: int) -> ir.Value:
+        """Bits of the thread's columns, two of each 8, from column `first` of the tile on: 1 where the row sees it."""
+        hidden = _columns_below(self.low, first)
+        if self.sink is not None:
+            hidden = arith.andi(hidden, _inverse(_columns_below(self.sink, first)))
+        seen = arith.andi(_columns_below(self.high, first), _inverse(hidden))
+        if self.pages is not None:
+            width = self.page_tokens // 4
+            for begin in range(0, 2 * EIGHTS, width):
+                page = (first + 4 * begin) // self.page_tokens
+                is_there = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(self.pages, _number(1 << page)), _number(0))
+                others = _number(_signed(~(((1 << width) - 1) << begin)))
+                seen = arith.andi(seen, arith.select(is_there, _number(-1), others))
+        return seen
+
+
+def _signed(bits: int) -> int:
+    """The int32 with these bits, of which those above the 32nd are left out."""
+    return ((bits + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+
+
+def _inverse(bits: ir.Value) -> ir.Value:
+    return arith.xori(bits, _number(-1))
+
+
+def _columns_below(limit: Any, first: int) -> Any:
+    """Bits of a thread's columns from `first` on: 1 below a limit, which is minus the thread's first column."""
+    inside = arith.minsi(arith.maxsi(limit, _number(first)), _number(first + 8 * EIGHTS))
+    inside = arith.subi(inside, _number(first)) if first else inside
+    in_eight = arith.minsi(arith.andi(inside, _number(7)), _number(2))
+    count = arith.addi(arith.muli(arith.shrui(inside, _number(3)), _number(2)), in_eight)
+    text = "bmsk.clamp.b32 $0, 0, $1;"
+    return llvm.inline_asm(_number(0).type, [count], text, "=r,r", has_side_effects=False)
+
+
+def _select_pair(seen: ir.Value, bit: int, pair: ir.Value) -> ir.Value:
+    """Mask the scores of two neighbouring columns, given bits of which theirs are `bit` and the next."""
+    masked, minus_inf = [], mgpu.c(-np.inf, ir.F32Type.get())
+    for i in range(2):
+        is_seen = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(seen, _number(_signed(1 << bit + i))), _number(0))
+        masked.append(arith.select(is_seen, vector.extract(pair, [], [i]), minus_inf))
+    return vector.from_elements(pair.type, masked)
+
+
+def _number(x: int) -> Any:
+    return mgpu.c(x, ir.IntegerType.get_signless(32))
+
+
+# --- products as MLIR
+
+
+def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
+    """Start (qs[0] + ...) @ kᵀ as a commit group."""
+    total: list[ir.Value] = []
+    (columns, depth), dtype = mma_utils.tiled_memref_shape(k)
+    for q in qs:
+        lefts = left_steps(q, depth)
+        rights = _steps(*_right(mgpu.memref_transpose(k, (1, 0, 3, 2)), columns, ROW_BYTES), depth, ROW_BYTES)
+        total = _one_by_one(total, lefts, rights, columns=columns, dtype=dtype, transposed=False)
+    commit()
+    return fragments(total, (mma_utils.tiled_memref_shape(qs[0])[0][0], mma_utils.tiled_memref_shape(k)[0][0]))
+
+
+def _weighted(
+    lefts: Sequence[Sequence[ir.Value]], v: ir.Value, total: Sequence[ir.Value], shape: tuple[int, ...]
+) -> Any:
+    """Start total + p @ v as a commit group, p in the registers of each instruction's left operand."""
+    (keys, values), dtype = mma_utils.tiled_memref_shape(v)
+    rights = _steps(*_right(v, values, ROW_BYTES), keys, ROW_BYTES)
+    total = _one_by_one(total, lefts, rights, columns=values, dtype=dtype, transposed=True)
+    commit()
+    return fragments(total, shape)
+
+
+def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
+    """Start total + q @ kᵀ, or q @ kᵀ where the total has no registers; return the result's registers."""
+    (_, depth), _ = mma_utils.tiled_memref_shape(q)
+    return RightOperand(k, row_bytes).add(total, left_steps(q, depth, row_bytes))
+
+
+class Descriptors(NamedTuple):
+    """Descriptors of an operand in shared memory, one for each instruction.
+
+    Attributes:
+      first: of the first instruction.
+      offsets: what is added to it for each.
+    """
+
+    first: ir.Value
+    offsets: Sequence[int]
+
+    def each(self) -> Iterator[ir.Value]:
+        """Yield them, each made when it is asked for."""
+        for offset in self.offsets:
+            yield arith.addi(self.first, mgpu.c(offset, self.first.type))
+
+
+class RightOperand:
+    """Right operand [N, K] in shared memory, K contiguous, of which products take `DEPTH` of K after each other."""
+
+    def __init__(self, ref: ir.Value, row_bytes: int = ROW_BYTES, *, dtype: Any = None) -> None:
+        """Args:
+        dtype: of the numbers, as PTX names it, where the reference has another one of as many bits.
+        """
+        (self._columns, depth), own_dtype = mma_utils.tiled_memref_shape(ref)
+        self._dtype = dtype or own_dtype
+        rights = _right(mgpu.memref_transpose(ref, (1, 0, 3, 2)), self._columns, row_bytes)
+        self._first, offsets = _steps(*rights, depth, row_bytes)
+        self._offsets = iter(offsets)
+
+    def add(self, total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
+        """Start total + the product of left operands [M, DEPTH] and the next of this; return the result's registers.
+
+        Args:
+          total: overwritten if it has no registers.
+          lefts: left operand of each instruction: its registers, or all descriptors.
+        """
+        count = len(lefts.offsets if isinstance(lefts, Descriptors) else lefts)
+        rights: Any = Descriptors(self._first, list(itertools.islice(self._offsets, count)))
+        if not isinstance(lefts, Descriptors):  # LLVM makes each descriptor once for all products with it
+            rights = list(rights.each())
+        return _products(total, lefts, rights, columns=self._columns, dtype=self._dtype, transposed=False)
+
+
+def add_values(
+    total: Sequence[ir.Value],
+    lefts: Descriptors | Sequence[Sequence[ir.Value]],
+    v: ir.Value,
+    row_bytes: int = ROW_BYTES,
+) -> list[ir.Value]:
+    """Start total + p @ v; return the result's registers.
+
+    Args:
+      lefts: left operand of each instruction: registers from `words`, or the descriptors of `left_steps`.
+    """
+    (keys, values), dtype = mma_utils.tiled_memref_shape(v)
+    right = _steps(*_right(v, values, row_bytes), keys, row_bytes)
+    return _products(total, lefts, right, columns=values, dtype=dtype, transposed=True)
+
+
+def words(p: Any) -> list[list[ir.Value]]:
+    """Registers of each instruction's left operand, 16 columns of p."""
+    word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    return [
+        [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
+        for i in range(0, p.shape[1], DEPTH)
+    ]
+
+
+def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Descriptors:
+    """Descriptors of each instruction's left operand in shared memory."""
+    (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
+        ref, swizzle=row_bytes, large_tile=(64, row_bytes // 2), group_size=(64, row_bytes // 2), logical_k_major=False
+    )
+    return _steps(base, step, chunk, depth, row_bytes)
+
+
+def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
+    """Descriptor of a right operand, and distances [bytes] to the next instruction's within a swizzle tile and to the
+    next tile.
+    """
+    depth = row_bytes // 2
+    (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
+        ref, swizzle=row_bytes, large_tile=(depth, depth), group_size=(depth, columns), logical_k_major=True
+    )
+    return base, step, chunk
+
+
+def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Descriptors:
+    """Descriptors of the operand of each instruction, which sums over `DEPTH` of `depth`."""
+    places = np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH)
+    return Descriptors(base, [mma_utils.encode_addr(i * chunk + j * step) for i, j in places])
+
+
+def _products(
+    total: Sequence[ir.Value],
+    lefts: Descriptors | Sequence[Sequence[ir.Value]],
+    rights: Descriptors | Sequence[ir.Value],
+    *,
+    columns: int,
+    dtype: Any,
+    transposed: bool,
+) -> list[ir.Value]:
+    """Issue a wgmma for each left and right operand, which add to a total, or overwrite if that has no registers;
+    return the result's registers.
+
+    All are one piece of assembly: each of its own would be as many operations for jax as it has registers. It makes
+    `Descriptors` right before their instructions. LLVM would make all of them first, in registers that accumulators
+    need.
+
+    Args:
+      lefts: registers that hold each left operand, or its descriptor; or descriptors of all.
+      rights: descriptors of the right operands.
+      columns: N of the instructions.
+      transposed: whether the right operand [K, N] has its N contiguous in memory; else its K.
+    """
+    count = columns // 2
+    in_registers = not isinstance(lefts, Descriptors) and len(lefts[0]) > 1
+    operands, kinds = list(total), ["=f"] * count + [str(i) for i in range(len(total))]
+
+    def place(operand: ir.Value, kind: str) -> str:
+        operands.append(operand)
+        kinds.append(kind)
+        return f"${count + len(operands) - 1}"
+
+    def made(name: str, descriptors: Descriptors) -> list[tuple[str, str]]:
+        """PTX that makes the descriptor of each instruction, and its name."""
+        first = place(descriptors.first, "l")
+        return [(f"add.s64 {name}, {first}, {offset}; ", name) for offset in descriptors.offsets]
+
+    if isinstance(lefts, Descriptors):
+        left = made("left", lefts)
+    elif in_registers:
+        left = [("", f"{{{', '.join(place(register, 'r') for register in registers)}}}") for registers in lefts]
+    else:
+        left = [("", place(descriptor, "l")) for (descriptor,) in lefts]
+    if isinstance(rights, Descriptors):
+        right = made("right", rights)
+    else:
+        right = [("", place(descriptor, "l")) for descriptor in rights]
+    results = ", ".join(f"${i}" for i in range(count))
+    flags = f"1, 1, {'' if in_registers else '0, '}{int(transposed)}"
+    instructions = (
+        f"{make_a}{make_b}wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH}.f32.{dtype}.{dtype} "
+        f"{{{results}}}, {a}, {b}, {'adds' if total or i else 'overwrites'}, {flags}; "
+        for i, ((make_a, a), (make_b, b)) in enumerate(zip(left, right, strict=True))
+    )
+    text = (
+        "{ .reg .pred overwrites, adds; .reg .b64 left, right; "
+        f"setp.ne.b32 overwrites, 0, 0; setp.ne.b32 adds, 1, 0; {''.join(instructions)}}}"
+    )
+    return floats(count, text, kinds, operands)
+
+
+def _one_by_one(
+    total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]], rights: Descriptors, **facts: Any
+) -> list[ir.Value]:
+    """`_products` as a piece of assembly for each: where there are registers for them, LLVM makes descriptors once for
+    several products.
+    """
+    each_left = ([left] for left in lefts.each()) if isinstance(lefts, Descriptors) else lefts
+    for left, right in zip(each_left, rights.each(), strict=True):
+        total = _products(total, [left], [right], **facts)
+    return list(total)
+
+
+def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence[ir.Value]) -> list[ir.Value]:
+    """Issue inline assembly with so many float32 results."""
+    number = ir.VectorType.get((1,), ir.F32Type.get())
+    results: Any = llvm.inline_asm(
+        llvm.StructType.get_literal([number] * count),
+        list(operands),
+        text,
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return _elements(results, [number] * count)
+
+
+def fenced(registers: Sequence[ir.Value]) -> list[ir.Value]:
+    """The same registers, float32 or words of 32 bits, computed before any side effect that follows is had.
+
+    `fragmented_array.optimization_barrier` does the same in four times as many operations.
+    """
+    count = len(registers)
+    kinds = ["r" if isinstance(register.type, ir.IntegerType) else "f" for register in registers]
+    constraints = ",".join([*(f"={kind}" for kind in kinds), *map(str, range(count))])
+    types = [register.type for register in registers]
+    results: Any = llvm.inline_asm(
+        llvm.StructType.get_literal(types), list(registers), "", constraints, asm_dialect=0, has_side_effects=True
+    )
+    return _elements(results, types)
+
+
+def _elements(struct: ir.Value, types: Sequence[ir.Type]) -> list[ir.Value]:
+    """All elements of a struct, `llvm.extractvalue` of each in less than half the time."""
+    places = (ir.DenseI64ArrayAttr.get([i]) for i in range(len(types)))
+    return [
+        ir.Operation.create("llvm.extractvalue", [kind], [struct], {"position": place}).result
+        for kind, place in zip(types, places, strict=True)
+    ]
+
+
+def fenced_product(lefts: Sequence[Sequence[ir.Value]], total: Any) -> tuple[list[list[ir.Value]], list[ir.Value]]:
+    """Left operands in registers and the registers of a total in layout `ACCUMULATOR`, `fenced` together."""
+    registers = iter(fenced([*itertools.chain(*lefts), *total.registers.flat]))
+    return [[next(registers) for _ in left] for left in lefts], list(registers)
+
+
+def fragments(registers: Sequence[ir.Value], shape: tuple[int, ...]) -> Any:
+    """Array in layout `ACCUMULATOR` from its registers."""
+    array = np.empty(ACCUMULATOR.registers_shape(shape), dtype=object)
+    array.reshape(-1)[:] = registers
+    return mgpu.FragmentedArray(_registers=array, _layout=ACCUMULATOR, _is_signed=None)
+
+
+def commit() -> None:
+    """Make the products started since the last commit a group that can be waited for."""
+    assembly("wgmma.commit_group.sync.aligned;")
+
+
+def assembly(text: str) -> None:
+    """Issue inline assembly without operands."""
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)

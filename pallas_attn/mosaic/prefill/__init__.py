@@ -1,0 +1,1 @@
+"""Prefill kernels: configuration, block schedule, KV splits and the warpgroup pipeline."""

@@ -1,0 +1,1 @@
+"""Building blocks that Mosaic GPU kernels of every architecture share."""

@@ -1,0 +1,255 @@
+"""Scans, reductions and ranks over numbers of which each thread of a program holds one: by warp shuffles, and through
+shared memory from warp to warp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
+
+from pallas_attn.mosaic.primitives.basics import Ref, interpreted, unknown_zero
+from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout, load_element
+
+LOG2_WARP = 5
+WARP = 2**LOG2_WARP
+
+MOST_WARPGROUPS = 8
+"""So many have 32 warps, one for each thread of the warp that adds up the warps' sums."""
+
+PER_THREAD = RowLayout(threads=1, vector=1)
+"""Layout of arrays [128] with a number for each thread of a warpgroup."""
+
+COMPARED = 32
+"""Numbers that an iteration of `Lanes.count_larger` reads."""
+
+
+class Lanes(NamedTuple):
+    """Threads of a program of up to 8 warpgroups, which are its axis "warpgroup".
+
+    Attributes:
+      sums: int32 [warps] in shared memory.
+      met: barrier at which interpreted warpgroups wait for each other; None on a GPU.
+    """
+
+    sums: Any
+    met: Any
+
+    @staticmethod
+    def types(warpgroups: int) -> Lanes:
+        """Scratch types."""
+        met = plgpu.Barrier(num_arrivals=warpgroups) if interpreted() else None
+        return Lanes(plgpu.SMEM((warpgroups * THREADS // WARP,), jnp.int32), met)
+
+    def number(self) -> jax.Array:
+        """Number of each thread among all of the program, int32 [128]."""
+        return PER_THREAD.iota(THREADS) + lax.axis_index("warpgroup") * THREADS
+
+    @property
+    def threads(self) -> int:
+        return self.sums.shape[0] * WARP
+
+    def each_chunk(self, count: int, body: Callable[[jax.Array, Any], Any], carry: Any = None) -> Any:
+        """Call carry = body(numbers, carry) for 0, 1, ... in chunks of a number for each thread; return the last carry.
+
+        The last chunk may go past `count` - 1.
+        """
+        if count <= self.threads:
+            return body(self.number(), carry)
+        chunks = pl.cdiv(count, self.threads)
+        return lax.fori_loop(0, chunks, lambda i, carry: body(self.number() + i * self.threads, carry), carry)
+
+    def barrier(self) -> None:
+        """Wait for all threads of the program; each then sees what the others have written to shared memory."""
+        if interpreted():
+            plgpu.barrier_arrive(self.met)
+            plgpu.barrier_wait(self.met)
+            return
+
+        @plgpu.inline_mgpu()
+        def wait(_: Any) -> None:
+            gpu.barrier()
+
+        wait()
+
+    def prefix_sums(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Inclusive prefix sums of the threads' numbers, [128], and their total, [128].
+
+        Takes two barriers: before `sums` is overwritten, which others may still read, and once it is written.
+        """
+        thread = self.number()
+        lane, warp = thread & (WARP - 1), thread >> LOG2_WARP
+        within = _warp_prefix_sums(numbers)
+        self.barrier()
+        PER_THREAD.put(self.sums, jnp.where(lane == WARP - 1, warp, -1), within)
+        self.barrier()
+        warps = self.sums.shape[0]
+        sum_of_warp = jnp.where(lane < warps, PER_THREAD.take(self.sums, jnp.minimum(lane, warps - 1)), 0)
+        before, total = _warp_sums(jnp.where(lane < warp, sum_of_warp, 0)), _warp_sums(sum_of_warp)
+        return within + before, total
+
+    def append(self, sums: Ref, place: jax.Array, numbers: jax.Array, before: jax.Array) -> jax.Array:
+        """Write `before` plus the prefix sums of threads' numbers to sums[place]; return `before` plus their total.
+
+        All threads may read what is written.
+        """
+        within, total = self.prefix_sums(numbers)
+        PER_THREAD.put(sums, place, before + within)
+        self.barrier()
+        return before + total
+
+    def sum(self, numbers: jax.Array) -> jax.Array:
+        """Sum of all threads' numbers, a scalar. Takes two barriers like `prefix_sums`."""
+        return functools.reduce(jnp.add, self._of_warps(_warp_sums(numbers)))
+
+    def max(self, numbers: jax.Array) -> jax.Array:
+        """Largest of all threads' numbers, a scalar. Takes two barriers like `prefix_sums`."""
+        return functools.reduce(jnp.maximum, self._of_warps(_warp_max(numbers)))
+
+    def _of_warps(self, numbers: jax.Array) -> list[jax.Array]:
+        """Collect a scalar from each warp, all of whose threads hold the same number."""
+        thread, zero = self.number(), unknown_zero()  # constants are no indices
+        self.barrier()
+        PER_THREAD.put(self.sums, jnp.where(thread & (WARP - 1) == 0, thread >> LOG2_WARP, -1), numbers)
+        self.barrier()
+        return [self.sums[zero + i] for i in range(self.sums.shape[0])]
+
+    def count_larger(self, numbers: Ref, own: jax.Array) -> jax.Array:
+        """Count the numbers in shared memory that are larger than each thread's own, int32 [128]; threads from number
+        n on get arbitrary counts.
+
+        Args:
+          numbers: float32 [n], n a multiple of 32, whole numbers below 2**24.
+          own: float32 [128], the same.
+        """
+        if interpreted():
+            return jnp.sum(numbers[...][None, :] > own[:, None], axis=1, dtype=jnp.int32)
+        each, count = PER_THREAD.per_row, numbers.shape[0]
+
+        # The saturated difference of two whole numbers is 1 or 0: two float32 additions for each comparison, of which
+        # a multiprocessor does more at a time than of other instructions.
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), each, each),
+            return_type=plgpu.ShapeDtypeStruct(own.shape, jnp.float32, layout=each),
+        )
+        def add(_: Any, some: ir.Value, own: Any, larger: Any) -> Any:
+            f32, pointer = ir.F32Type.get(), mgpu.utils.memref_ptr(some)
+            registers = np.empty_like(larger.registers)
+            for place, register in np.ndenumerate(larger.registers):
+                mine, total = (vector.extract(x, [], [0]) for x in (own.registers[place], register))
+                for i in range(0, COMPARED, 4):
+                    at = mgpu.utils.getelementptr(pointer, [i], f32)
+                    four = llvm.load(ir.VectorType.get((4,), f32), at, alignment=16)
+                    others = (vector.extract(four, [], [j]) for j in range(4))
+                    ones = [mgpu.utils.inline_ptx("sub.sat.f32 $0, $1, $2;", x, mine, result_types=f32) for x in others]
+                    pairs = [arith.addf(*ones[j : j + 2]) for j in (0, 2)]
+                    total = arith.addf(total, arith.addf(*pairs))  # one dependent addition for four comparisons
+                registers[place] = vector.broadcast(register.type, total)
+            return mgpu.FragmentedArray(_registers=registers, _layout=larger.layout, _is_signed=None)
+
+        def step(i: Any, larger: jax.Array) -> jax.Array:
+            return add(numbers.at[pl.ds(i * COMPARED, COMPARED)], own, larger)
+
+        has_own = lax.axis_index("warpgroup") * THREADS < count
+        nothing = PER_THREAD.filled(jnp.float32(0), THREADS)
+        return lax.fori_loop(0, jnp.where(has_own, count // COMPARED, 0), step, nothing).astype(jnp.int32)
+
+
+def segment_of(ends: Ref, count: int, place: jax.Array) -> jax.Array:
+    """Index of the segment that each position lies in, by a search in the sorted ends of `count` segments; `count` for
+    positions past the last. Each round reads three ends and leaves a quarter of the segments.
+    """
+    step = 4 ** ((count.bit_length() - 1) // 2)  # the largest power of 4 that is not larger
+    if interpreted():
+        found = PER_THREAD.filled(jnp.int32(0), THREADS)
+        while step:
+            ends_at = [found + (i * step - 1) for i in range(1, 4)]
+            passed = [(at < count) & (PER_THREAD.take(ends, jnp.minimum(at, count - 1)) <= place) for at in ends_at]
+            found += sum(jnp.where(one, step, 0) for one in passed)
+            step //= 4
+        return found
+
+    # The same as MLIR: a kernel has up to eight searches, and jax takes ten times as long to lower them.
+    def search(ends: ir.Value, place: ir.Value) -> ir.Value:
+        found = zero = mgpu.c(0, place.type)
+        for length in (step >> shift for shift in range(0, step.bit_length(), 2)):
+            of_each = mgpu.c(length, place.type)
+            passed = []
+            for i in range(1, 4):
+                at = arith.addi(found, mgpu.c(i * length - 1, place.type))
+                exists = arith.cmpi(arith.CmpIPredicate.slt, at, mgpu.c(count, place.type))
+                end = load_element(ends, arith.minsi(at, mgpu.c(count - 1, place.type)))
+                is_before = arith.cmpi(arith.CmpIPredicate.sle, end, place)
+                passed.append(arith.select(arith.andi(exists, is_before), of_each, zero))
+            found = functools.reduce(arith.addi, passed, found)
+        return found
+
+    return _by_thread(search, place, ends)
+
+
+def exclusive_sum(sums: Ref, i: jax.Array) -> jax.Array:
+    """Exclusive prefix sum number i, from inclusive ones."""
+    return jnp.where(i > 0, PER_THREAD.take(sums, jnp.maximum(i - 1, 0)), 0)
+
+
+def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
+    """Inclusive prefix sums within each warp; in round i a lane adds that 2**i lanes before (Hillis, Steele 1986)."""
+    if interpreted():
+        return jnp.cumsum(numbers.reshape(-1, WARP), axis=1, dtype=jnp.int32).reshape(-1)
+
+    def sums(number: ir.Value) -> ir.Value:
+        i32 = ir.IntegerType.get_signless(32)
+        all_lanes, zero = arith.constant(i32, -1), arith.constant(i32, 0)
+        lane = arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, WARP - 1))
+        for far in (arith.constant(i32, 2**i) for i in range(WARP.bit_length() - 1)):
+            other = nvvm.shfl_sync(all_lanes, number, far, zero, nvvm.ShflKind.up)
+            is_there = arith.cmpi(arith.CmpIPredicate.uge, lane, far)
+            number = arith.addi(number, arith.select(is_there, other, zero))
+        return number
+
+    return _by_thread(sums, numbers)
+
+
+def _warp_sums(numbers: jax.Array) -> jax.Array:
+    """Sum of a warp's numbers, for each of its threads."""
+    if interpreted():
+        return jnp.repeat(jnp.sum(numbers.reshape(-1, WARP), axis=1, dtype=jnp.int32), WARP)
+    return _by_thread(functools.partial(_reduced, nvvm.ReductionKind.ADD), numbers)
+
+
+def _warp_max(numbers: jax.Array) -> jax.Array:
+    """Largest of a warp's numbers, for each of its threads."""
+    if interpreted():
+        return jnp.repeat(jnp.max(numbers.reshape(-1, WARP), axis=1), WARP)
+    return _by_thread(functools.partial(_reduced, nvvm.ReductionKind.MAX), numbers)
+
+
+def _reduced(kind: nvvm.ReductionKind, number: ir.Value) -> ir.Value:
+    return mgpu.utils.redux(number, arith.constant(number.type, -1), kind)
+
+
+def _by_thread(function: Callable[..., ir.Value], numbers: jax.Array, *refs: Ref) -> jax.Array:
+    """Apply a function of MLIR values to each thread's number: function(*refs, number)."""
+    each = PER_THREAD.per_row
+
+    @plgpu.inline_mgpu(
+        arg_types=(each, *[plgpu.RefType()] * len(refs)),
+        return_type=plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, layout=each),
+    )
+    def apply(_: Any, numbers: Any, *refs: ir.Value) -> Any:
+        registers = np.empty_like(numbers.registers)
+        for place, register in np.ndenumerate(numbers.registers):
+            registers[place] = vector.broadcast(register.type, function(*refs, vector.extract(register, [], [0])))
+        return mgpu.FragmentedArray(_registers=registers, _layout=numbers.layout, _is_signed=numbers.is_signed)
+
+    return apply(numbers, *refs)

@@ -1,0 +1,319 @@
+"""8-bit caches (int8, e4m3) for tensor cores that multiply float16: scales, queries, and tiles converted by threads.
+
+Float16 holds every value of e4m3 and int8, and two of them take one instruction (e4m3) or less than three (int8).
+
+Here is what does not depend on the card's tensor cores: tiles converted from shared memory to shared memory
+(`dequantise_tile`), and scales of tokens in registers. Hopper's decode converts on the way from shared memory to
+registers, from which wgmma reads its left operand (`hopper.dequantize`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic.primitives import register_tiles
+from pallas_attn.mosaic.primitives.basics import Ref, interpreted
+from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, RegisterLayout
+from pallas_attn.portable.quantise import float16_queries
+from pallas_attn.types import QMAX, PagedKV, ScaleLayout
+
+QUANTISED_REF = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
+"""Type of a reference to an 8-bit `tiles.operand`: 16-byte chunk c of row r is stored as chunk c ^ (r % 8) of that
+row.
+"""
+
+E4M3_TO_F16 = """
+{{
+.reg .b32 ordered;
+.reg .b16 low, high;
+prmt.b32 ordered, $2, 0, 0x{3}{2}{1}{0};
+mov.b32 {{low, high}}, ordered;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}}
+"""
+
+INT8_TO_F16 = """
+{{
+.reg .b32 biased, exponents, bias, low, high;
+xor.b32 biased, $2, 0x80808080;
+mov.b32 exponents, 0x64646464;
+mov.b32 bias, 0x64806480;
+prmt.b32 low, biased, exponents, 0x4{1}4{0};
+prmt.b32 high, biased, exponents, 0x4{3}4{2};
+sub.f16x2 $0, low, bias;
+sub.f16x2 $1, high, bias;
+}}
+"""
+"""Converts four int8 to float16. A byte b with its sign bit flipped is b + 128, which as the low bits of 0x6400 makes
+the float16 1024 + 128 + b; 1152 is subtracted from it.
+"""
+
+SMALLEST_SCALE = 1e-26
+"""Smallest scale of values: smaller ones are raised to it, since their reciprocals enter a sum that must not overflow.
+"""
+
+
+# --- before the kernel
+
+
+def scale_layout(kv: PagedKV) -> ScaleLayout:
+    """Kind of scales that a cache has, from the rank of `k_scale`."""
+    if kv.k_scale is None:
+        return None
+    match kv.k_scale.ndim:
+        case 1:
+            return "head"
+        case 2:
+            return "channel"
+        case _:
+            return kv.k_scale.shape[-1]
+
+
+def latent_queries(q_latent: Float[Array, "*rows L"], q_rope: Float[Array, "*rows R"]) -> tuple[Array, Array, float]:
+    """Compute float16 queries for latents in 8 bits, queries for their rotated columns, and the factor of both."""
+    narrowed, factor = float16_queries(q_latent)
+    return narrowed, q_rope * jnp.asarray(factor, q_rope.dtype), factor
+
+
+def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
+    """Split queries into a sum of terms that tensor cores can multiply with the cache; return terms and their factor.
+
+    There is one term where 16 bits hold the queries exactly. Scales of keys by channel are multiplied into the queries,
+    which takes two terms: the LSE would show the rounding of one.
+    """
+    if kv.k_scale is None:
+        return [q], 1.0
+    if scale_layout(kv) != "channel":
+        narrowed, factor = float16_queries(q)
+        return [narrowed], factor
+    exact, limit = q.astype(jnp.float32), float(jnp.finfo(jnp.float16).max)
+    exact *= jnp.repeat(kv.k_scale, q.shape[2] // kv.k.shape[1], axis=0)[None, None]
+    exact = jnp.clip(exact, -limit, limit)
+    # Not a conversion there and back: on GPUs the compiler would drop both, and `low` with them.
+    high = lax.reduce_precision(exact, exponent_bits=5, mantissa_bits=10)
+    return [high.astype(jnp.float16), (exact - high).astype(jnp.float16)], 1.0
+
+
+def tokens_per_smem_row(cache_dtype: jax.typing.DTypeLike, head_dim: int) -> int:
+    """Number of tokens that share a row of a tile in shared memory: several where 8-bit heads are narrower than a row,
+    since copies of rows of 64 bytes reach only three quarters of the bandwidth.
+    """
+    return max(1, ROW_BYTES // head_dim) if jnp.dtype(cache_dtype) in QMAX else 1
+
+
+# --- in the kernel
+
+
+def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array, layout: RegisterLayout) -> None:
+    """Zero the tokens of an 8-bit tile [tokens, channels] where live_mask [tokens], in `layout.per_row`, is false."""
+    if interpreted():
+        numbers = jnp.where(live_mask[:, None], tile[...].reshape(-1, channels), jnp.zeros((), tile.dtype))
+        tile[...] = numbers.reshape(tile.shape)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, layout.per_row))
+    def write_zeros(_: Any, tile: ir.Value, live_mask: Any) -> None:
+        warp, lane = warp_and_lane()
+
+        def chunks(register: int) -> Iterator[ir.Value]:
+            first = layout.first_row(register)
+            token = plus(plus(times(warp, layout.rows // 4), shifted(lane, 2)), mgpu.c(first, i32()))
+            at = ChunkPointers(tile, channels, token, masked(lane, 3))
+            return (at.pointer(0, chunk) for chunk in range(0, channels // 16, 4))
+
+        register_tiles.store_zeros_unless(live_mask, chunks)
+
+    write_zeros(tile, jnp.where(live_mask, 1, 0))
+
+
+def dequantise_tile(tile: Ref, to: Ref) -> None:
+    """Convert an 8-bit tile [tokens, channels] to a float16 tile that tensor cores read, both in shared memory.
+
+    A thread converts chunks of 16 channels. Neighbouring threads take neighbouring tokens, so that eight of them access
+    all banks, in either tile.
+    """
+    tokens, channels = to.shape
+    if interpreted():
+        to[...] = tile[...].reshape(to.shape).astype(to.dtype)
+        return
+    assembly = conversion(tile.dtype, (0, 1, 2, 3))
+
+    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, register_tiles.operand_ref()))
+    def convert(_: Any, tile: ir.Value, to: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        token, chunk = plus(times(masked(warp, 1), 32), lane), shifted(warp, 1)
+        source = ChunkPointers(tile, channels, token, chunk)
+        target = ChunkPointers(to, 2 * channels, token, times(chunk, 2))
+        four = ir.VectorType.get((4,), i32())
+        for block, chunks in itertools.product(range(0, tokens, 64), range(0, channels // 16, 2)):
+            words = llvm.load(four, source.pointer(block, chunks), alignment=16)
+            for half in range(2):
+                pairs = [
+                    pair
+                    for i in (2 * half, 2 * half + 1)
+                    for pair in converted(vector.extract(words, [], [i]), assembly)
+                ]
+                llvm.store(vector.from_elements(four, pairs), target.pointer(block, 2 * chunks + half), alignment=16)
+
+    convert(tile, to)
+
+
+def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int, layout: RegisterLayout) -> jax.Array:
+    """Load a value of each group of tokens, such as its scale, for each token: float32 [tokens], `layout.per_row`.
+
+    Pallas has no loads by index.
+
+    Args:
+      ref: float32 [n, at least groups] in shared memory, a row for each of n segments of groups · group_tokens tokens.
+      begin: int32 [n], index of the first value of each row; 0 unless given.
+    """
+    tokens = ref.shape[0] * groups * group_tokens
+    if interpreted():
+        first = jnp.zeros((ref.shape[0], 1), jnp.int32) if begin is None else begin[...][:, None]
+        values = jnp.take_along_axis(ref[...], first + jnp.arange(groups, dtype=jnp.int32)[None], axis=1)
+        return jnp.repeat(values, group_tokens, axis=1).reshape(tokens)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * (1 if begin is None else 2),
+        return_type=plgpu.ShapeDtypeStruct((tokens,), jnp.float32, layout=layout.per_row),
+    )
+    def load(_: Any, ref: ir.Value, *begin: ir.Value) -> Any:
+        index = ir.IndexType.get()
+        size, segment = mgpu.c(group_tokens, index), mgpu.c(groups * group_tokens, index)
+        rows = layout.per_row.to_mgpu()
+        registers = np.empty(rows.registers_shape((tokens,)), dtype=object)
+        for i, (token,) in zip(np.ndindex(registers.shape), rows.thread_idxs((tokens,)), strict=True):
+            row, group = arith.divui(token, segment), arith.divui(arith.remui(token, segment), size)
+            for first in begin:
+                group = arith.addi(group, arith.index_cast(index, memref.load(first, [row])))
+            value = memref.load(ref, [row, group])
+            registers[i] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+        return mgpu.FragmentedArray(_registers=registers, _layout=rows, _is_signed=None)
+
+    return load(ref) if begin is None else load(ref, begin)
+
+
+def load_group_scales(
+    ref: Ref, page_tokens: int, groups: int, tokens: int, layout: RegisterLayout
+) -> tuple[jax.Array, ...]:
+    """Load the scales of a tile of latents: for each group of channels float32 [tokens], `layout.per_row`.
+
+    Args:
+      ref: float32 [pages, at least page_tokens · groups] in shared memory, token by token.
+    """
+    if interpreted():
+        scales = ref[...][:, : page_tokens * groups].reshape(tokens, groups)
+        return tuple(scales[:, i] for i in range(groups))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=[plgpu.ShapeDtypeStruct((tokens,), jnp.float32, layout=layout.per_row)] * groups,
+    )
+    def load(_: Any, ref: ir.Value) -> Any:
+        index, rows = ir.IndexType.get(), layout.per_row.to_mgpu()
+        each = [np.empty(rows.registers_shape((tokens,)), dtype=object) for _ in range(groups)]
+        for i, (token,) in zip(np.ndindex(each[0].shape), rows.thread_idxs((tokens,)), strict=True):
+            page = arith.divui(token, mgpu.c(page_tokens, index))
+            first = arith.muli(arith.remui(token, mgpu.c(page_tokens, index)), mgpu.c(groups, index))
+            for group, registers in enumerate(each):
+                value = memref.load(ref, [page, arith.addi(first, mgpu.c(group, index))])
+                registers[i] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+        return [mgpu.FragmentedArray(_registers=registers, _layout=rows, _is_signed=None) for registers in each]
+
+    return tuple(load(ref))
+
+
+def conversion(narrow: jax.typing.DTypeLike, order: Sequence[int]) -> str:
+    """PTX that converts the four 8-bit numbers of a word, $2, in some order to two pairs of float16, $0 and $1."""
+    return (INT8_TO_F16 if jnp.dtype(narrow) == jnp.int8 else E4M3_TO_F16).format(*order)
+
+
+def converted(word: ir.Value, assembly: str) -> list[ir.Value]:
+    """Pairs of float16, as words, that a `conversion` makes of a word."""
+    pairs: Any = llvm.inline_asm(llvm.StructType.get_literal([i32()] * 2), [word], assembly, "=r,=r,r")
+    return [llvm.extractvalue(i32(), pairs, [i]) for i in range(2)]
+
+
+# --- shared memory as threads read it
+
+
+class ChunkPointers:
+    """Pointers to chunks of 16 bytes of a tile of tokens, at constant distances from a thread's first chunk.
+
+    Args:
+      tile: memref [rows / 8, columns of 128 bytes, 8, 128 bytes], swizzled.
+      token_bytes: bytes of a token; the number of its channels if those have 8 bits.
+      token, chunk: position of the thread's first chunk, chunk < 4.
+    """
+
+    def __init__(self, tile: ir.Value, token_bytes: int, token: ir.Value, chunk: ir.Value) -> None:
+        memref_type = ir.MemRefType(tile.type)
+        strides, _ = memref_type.get_strides_and_offset()
+        self._tile = tile
+        self._row_tile, self._column = (
+            stride * mgpu.utils.bitwidth(memref_type.element_type) // 8 for stride in strides[:2]
+        )
+        self._tokens_in_row = tokens_in_row = max(1, ROW_BYTES // token_bytes)
+        row = token
+        if tokens_in_row > 1:
+            row = arith.divui(token, mgpu.c(tokens_in_row, i32()))
+            beside = arith.remui(token, mgpu.c(tokens_in_row, i32()))
+            chunk = plus(chunk, times(beside, token_bytes // 16))
+        self._row = plus(times(shifted(row, 3), self._row_tile), times(masked(row, 7), ROW_BYTES))
+        self._chunk = times(arith.xori(chunk, masked(row, 7)), 16)
+
+    def pointer(self, tokens: int, chunks: int) -> ir.Value:
+        """Pointer to the chunk so many tokens and chunks after the first one.
+
+        Args:
+          tokens: a multiple of 16.
+          chunks: a number with no bit in common with that of the first chunk.
+        """
+        column, chunk = divmod(chunks, ROW_BYTES // 16)
+        constant = tokens // self._tokens_in_row // 8 * self._row_tile + column * self._column
+        offset = plus(self._row, arith.xori(self._chunk, mgpu.c(16 * chunk, i32())))
+        pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(self._tile), [offset], i8())
+        return mgpu.utils.getelementptr(pointer, [constant], i8())
+
+
+def warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    """Warp of a thread in its warpgroup, and lane in its warp."""
+    thread = mgpu.utils.thread_idx()
+    return masked(shifted(thread, 5), 3), masked(thread, 31)
+
+
+def i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def i8() -> ir.Type:
+    return ir.IntegerType.get_signless(8)
+
+
+def plus(a: ir.Value, b: ir.Value) -> ir.Value:
+    return arith.addi(a, b)
+
+
+def times(a: ir.Value, factor: int) -> ir.Value:
+    return arith.muli(a, mgpu.c(factor, i32()))
+
+
+def shifted(a: ir.Value, bits: int) -> ir.Value:
+    return arith.shrui(a, mgpu.c(bits, i32()))
+
+
+def masked(a: ir.Value, mask: int) -> ir.Value:
+    return arith.andi(a, mgpu.c(mask, i32()))

@@ -1,0 +1,100 @@
+"""A program's share of a decode plan: the work tiles that it attends to, and later the rows whose splits it merges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.types import DecodePlan
+
+ABSENT = 2**30
+"""Position of the tokens of an absent page: newer than every query."""
+
+MERGE_PROGRAMS = 3
+"""Programs of a merge per multiprocessor; each has up to 64 KB of partial states in flight. Where outputs are so wide
+that fewer fit, the others wait.
+"""
+
+
+class WorkTile(NamedTuple):
+    """Consecutive visible pages of a row, for one program.
+
+    Attributes:
+      row: KV head of a sequence, b·Hkv + h.
+      plan_index: of the row in the plan's order.
+      start, stop: first page and one past the last, as the plan numbers the visible pages of the row.
+      split: index of the partial state, where the row is cut into several splits.
+      is_whole_row: whether no other program has pages of the row.
+    """
+
+    row: Any
+    plan_index: Any
+    start: Any
+    stop: Any
+    split: Any
+    is_whole_row: Any
+
+
+def for_each_work_tile(
+    plan: DecodePlan, work: Callable[[WorkTile, Any], Any], carry: Any = (), *, counted: bool = False
+) -> Any:
+    """Call carry = work(tile, carry) for each work tile of this program, the index of axis "program"; return the last
+    carry.
+
+    Args:
+      counted: whether to loop as often as the plan says that the program has splits: a warp on its own has no loops
+        that last while something holds.
+    """
+    program = lax.axis_index("program")
+    end_index, end_page = plan.cta_row[program + 1], plan.cta_page[program + 1]
+
+    def step(at: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+        index, page, split, carry = at
+        row, num_pages = plan.row_order[index], plan.num_pages[index]
+        stop = jnp.where(index == end_index, end_page, num_pages)
+        if plan.split_pages:
+            stop = jnp.minimum(stop, (lax.div(page, plan.split_pages) + 1) * plan.split_pages)
+        row_ends = stop == num_pages
+        carry = work(WorkTile(row, index, page, stop, split, (page == 0) & row_ends), carry)
+        return jnp.where(row_ends, plan.next_row[index], index), jnp.where(row_ends, 0, stop), split + 1, carry
+
+    def has_more(at: tuple[Any, Any, Any, Any]) -> Any:
+        index, page, *_ = at
+        return (index < end_index) | ((index == end_index) & (page < end_page))
+
+    begin = plan.cta_row[program], plan.cta_page[program], plan.cta_split[program]
+    if counted:
+        splits = plan.cta_split[program + 1] - plan.cta_split[program]
+        *_, carry = lax.fori_loop(0, splits, lambda _, at: step(at), (*begin, carry))
+    else:
+        *_, carry = lax.while_loop(has_more, step, (*begin, carry))
+    return carry
+
+
+def merge_programs(items: int) -> int:
+    """Number of programs that merge up to this many slices of rows: about as many as run at a time, since each one more
+    costs a start even where nothing has to be merged.
+    """
+    return min(items, MERGE_PROGRAMS * basics.multiprocessors())
+
+
+def for_each_merged(plan: DecodePlan, slices: int, work: Callable[[Any, Any], None]) -> None:
+    """Call work(index, slice) for this program's share, by its index of axis "program", of the rows that are not in one
+    split. The output of each row is merged in so many slices.
+    """
+    rows, programs = plan.row_order.shape[0], lax.axis_size("program")
+
+    def index_of(item: Any) -> Any:
+        return plan.merged_rows[jnp.minimum(lax.div(item, slices), rows)]
+
+    def step(at: tuple[Any, Any]) -> tuple[Any, Any]:
+        item, index = at
+        work(index, lax.rem(item, slices))
+        return item + programs, index_of(item + programs)
+
+    program = lax.axis_index("program")
+    lax.while_loop(lambda at: at[1] < rows, step, (program, index_of(program)))

@@ -1,0 +1,428 @@
+"""Bulk copies to shared memory that the warps of a warpgroup share, and announce at a barrier at once.
+
+With `plgpu.copy_gmem_to_smem` all threads of a warpgroup wait for each other and arrive at the barrier for each copy,
+which takes 140 ns on an H100, and a tile of 128 keys in pages of 16 tokens has 16 copies. Here all threads arrive once,
+with their share of the bytes, and a thread of each warp starts every fourth copy. Pages are looked up by the lanes of a
+warp, one each.
+
+Rows past the end of an array are copied as zeros, so arrays need no padding. The copy engine holds exactly to the
+number of rows if it is given rows as they are, or to a multiple of 8 of them if it is given groups of 8, as tiles in
+shared memory have them: so a tile with rows of the last, incomplete group is copied group by group. So is one in which
+a sequence ends, without the groups that hold none of its rows.
+
+Interpreted, every copy arrives by itself (`arrivals`), and rows are there (`zero_rows_past_end`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.pallas.mosaic_gpu import lowering  # nothing public tells a barrier's address
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import launch_context
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend import core
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic.primitives.basics import Ref, interpreted
+from pallas_attn.mosaic.primitives.dequantize import i32
+from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES
+from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout
+
+GROUP = 8
+"""Rows that a swizzled tile repeats after."""
+
+WARP, WARPS = 32, 4
+"""Threads of a warp, and warps of a warpgroup."""
+
+LANES = RowLayout(threads=1, vector=1)
+"""Layout of arrays [128] with a number for each thread of a warpgroup."""
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+BARRIER_BYTES = 8
+
+LEAST_CUT = 32
+"""Rows of a page, at least, of which single groups of 8 are copied where not all are needed: of fewer rows, copies of
+groups would take longer than bytes that are saved.
+"""
+
+
+def arrivals(copies: int) -> int:
+    """Arrivals that announce so many copies started together."""
+    return copies if interpreted() else 1
+
+
+def zero_rows_past_end(x: Float[Array, "n H D"], most: int) -> Float[Array, "m H D"]:
+    """x as `copy_rows` and `copy_row_groups` of up to `most` rows take it: if interpreted, with zeros that these rows
+    are copied from; else with at least as many rows as a group has.
+    """
+    rows = x.shape[0]
+    padded = -(-rows // GROUP) * GROUP + most if interpreted() else max(rows, GROUP)
+    return x if padded == rows else jnp.pad(x, ((0, padded - rows), (0, 0), (0, 0)))
+
+
+# --- pages
+
+
+def lane_iota() -> jax.Array:
+    """Lane of each thread in its warp, int32 [128] in layout `LANES`: of a tile's pages, the one it looks up."""
+    return LANES.iota(THREADS) & (WARP - 1)
+
+
+def present_pages(row: jax.Array) -> jax.Array:
+    """A bit for each of the lanes whose row of the pool is not negative, int32.
+
+    Args:
+      row: int32 [128], the same in all warps.
+    """
+    if interpreted():
+        return jnp.where(row[:WARP] >= 0, jnp.int32(1) << jnp.arange(WARP, dtype=jnp.int32), 0).sum(dtype=jnp.int32)
+
+    @plgpu.inline_mgpu(arg_types=(LANES.per_row,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def vote(_: Any, row: Any) -> Any:
+        return mgpu.FragmentedArray.splat(_present(_own(row)), (), is_signed=True)
+
+    return vote(row)
+
+
+def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pages: int, needed: Any = None) -> None:
+    """Copy pages, or a part of each, one after the other to a tile in shared memory.
+
+    Args:
+      pool: [N, rows of a page, columns] in global memory.
+      row: int32 [128], the same in all warps: rows of the pool of the `pages` first lanes; others, and those of absent
+        pages, whose part of the tile stays as it is, are negative.
+      first: first row that is copied of a page, a multiple of 8.
+      tile: `tiles.operand` [pages · rows that are copied of a page, columns].
+      landed: barrier, with `arrivals(pages)` for these copies.
+      needed: rows of the tile that are needed, from its first on: groups of 8 of a page that begin later are not
+        copied, and their part of the tile stays as it is. Pages without a row that is needed are absent. None if all
+        rows are needed.
+    """
+    _require_arrivals(landed, pages)
+    rows = tile.shape[0] // pages
+    if interpreted():
+        for i in range(pages):
+            source, target = pool.at[jnp.maximum(row[i], 0), pl.ds(first, rows)], tile.at[pl.ds(i * rows, rows)]
+            pl.when(row[i] >= 0)(lambda a=source, b=target: plgpu.copy_gmem_to_smem(a, b, landed))
+            pl.when(row[i] < 0)(lambda: plgpu.barrier_arrive(landed))
+        return
+
+    groups = rows // GROUP
+    is_cut = needed is not None and rows >= LEAST_CUT
+    last, left = _last_page(needed, pages, groups) if is_cut else (jnp.int32(pages), jnp.int32(0))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LANES.per_row, *[SCALAR] * 3, _tile_ref(tile), SCALAR))
+    def start(
+        ctx: Any, pool: ir.Value, row: Any, first: Any, last: Any, left: Any, tile: ir.Value, address: Any
+    ) -> None:
+        own, share = _own(row), GROUP * _row_bytes(pool) // THREADS
+        first, last, left = (x.registers.item() for x in (first, last, left))
+        present: Any = _present(own)
+        announced = arith.muli(llvm.intr_ctpop(present), _number(groups))
+        has_last = arith.andi(arith.shrui(present, last), _number(1)) if is_cut else None
+        if has_last is not None:
+            announced = arith.subi(announced, arith.muli(has_last, arith.subi(_number(groups), left)))
+        copies = _Copies.announced(ctx, address, arith.muli(announced, _number(share)))
+
+        def copy(number: ir.Value, begin: ir.Value, count: int, group: ir.Value, condition: ir.Value) -> None:
+            source = _index(number), mgpu.ds(_index(begin), count * GROUP)
+            to = mgpu.utils.memref_slice(tile, (mgpu.ds(_index(group), count),))
+            copies.start(pool, source, to, (_whole_groups(pool),), condition)
+
+        for page in copies.shared_by_warps(pages):
+            number = _of_lane(own, page)
+            is_whole = arith.cmpi(arith.CmpIPredicate.sge, number, _number(0))
+            if is_cut:
+                is_whole = arith.andi(is_whole, arith.cmpi(arith.CmpIPredicate.ne, page, last))
+            copy(number, first, groups, arith.muli(page, _number(groups)), is_whole)
+        if has_last is None:
+            return
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ne, has_last, _number(0))):
+            number, first_group = _of_lane(own, last), arith.muli(last, _number(groups))
+            for group in copies.shared_by_warps(groups):
+                is_needed = arith.cmpi(arith.CmpIPredicate.ult, group, left)
+                begin = arith.addi(first, arith.muli(group, _number(GROUP)))
+                copy(number, begin, 1, arith.addi(first_group, group), is_needed)
+
+    start(pool, row, jnp.asarray(first, jnp.int32), last, left, tile, _address(landed))
+
+
+def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
+    """The page of a tile of which some groups of 8 rows are needed and others are not, and how many are needed.
+
+    Where there is none it is an absent page, or one past the last.
+    """
+    all_needed = jnp.clip(lax.div(needed + (GROUP - 1), GROUP), 0, pages * groups)
+    last = lax.div(all_needed, groups)
+    return last, all_needed - last * groups
+
+
+# --- rows of packed sequences
+
+
+def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: Any = None) -> None:
+    """Copy neighbouring rows of a head to a tile in shared memory; those past the last row as zeros.
+
+    Args:
+      source: [T, H, D] in global memory, of `zero_rows_past_end`.
+      first: the first row, a multiple of 8.
+      tile: `tiles.operand` [n, D].
+      landed: barrier, with one arrival for this.
+      end: one past the last row that is needed: groups of 8 that begin there or later need not be copied, and their
+        part of the tile may stay as it is. None if all rows are needed.
+    """
+    count, rows = tile.shape[0], source.shape[0]
+    if interpreted():
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(_in_padding(first, rows, count), count), head], tile, landed)
+        return
+
+    groups = count // GROUP
+    needed = jnp.int32(groups) if end is None else jnp.clip(lax.div(end - first + (GROUP - 1), GROUP), 0, groups)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, _tile_ref(tile), SCALAR))
+    def start(ctx: Any, source: ir.Value, first: Any, head: Any, needed: Any, tile: ir.Value, address: Any) -> None:
+        # Of a kernel that is mapped over a batch all are copied: registers do not suffice for more.
+        is_cut = end is not None and not _operand(source)[1]
+        needed = needed.registers.item() if is_cut else _number(groups)
+        copies = _Copies.announced(ctx, address, arith.muli(needed, _number(GROUP * _row_bytes(source) // THREADS)))
+        first, head = _here(first.registers.item()), _index(_here(head.registers.item()))
+
+        def start_whole() -> None:
+            for _ in copies.shared_by_warps(1):
+                copies.start(source, (mgpu.ds(_index(first), count), head), tile, (_whole_groups(source),))
+
+        if rows % GROUP == 0 and not is_cut:
+            start_whole()
+            return
+        whole = arith.cmpi(arith.CmpIPredicate.eq, needed, _number(groups))
+        if rows % GROUP:
+            past = arith.addi(first, _number(count))
+            complete = arith.cmpi(arith.CmpIPredicate.sle, past, _number(rows // GROUP * GROUP))
+            whole = arith.andi(whole, complete)
+        with mgpu.when(whole):
+            start_whole()
+        with mgpu.when(arith.xori(whole, mgpu.c(1, ir.IntegerType.get_signless(1)))):
+            for group in copies.shared_by_warps(groups):
+                start_row = arith.addi(first, arith.muli(group, _number(GROUP)))
+                wanted = arith.cmpi(arith.CmpIPredicate.ult, group, needed) if is_cut else None
+                copies.start_group(source, start_row, head, tile, group, wanted)
+
+    scalars = (jnp.asarray(x, jnp.int32) for x in (first, head, needed))
+    start(source, *scalars, tile, _address(landed))
+
+
+def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, tile: Ref, landed: Ref) -> None:
+    """Copy groups of 8 neighbouring rows to a tile in shared memory: those of one head, the same rows of the next, and
+    after `heads` heads the next 8 rows; rows past the last one as zeros.
+
+    Args:
+      source: [T, H, D] in global memory, of `zero_rows_past_end`.
+      first, head: the first row, a multiple of 8, and the first head.
+      skipped: groups that precede the tile's.
+      tile: `tiles.operand` [8 · groups, D].
+      landed: barrier, with `arrivals(groups)` for these copies.
+    """
+    groups = tile.shape[0] // GROUP
+    if interpreted():
+        for i in range(groups):
+            eights, of_head = (divide(skipped + i, jnp.int32(heads)) for divide in (lax.div, lax.rem))
+            start_row = _in_padding(first + eights * GROUP, source.shape[0], GROUP)
+            rows = source.at[pl.ds(start_row, GROUP), head + of_head]
+            plgpu.copy_gmem_to_smem(rows, tile.at[pl.ds(i * GROUP, GROUP)], landed)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, _tile_ref(tile), SCALAR))
+    def start(ctx: Any, source: ir.Value, first: Any, head: Any, skipped: Any, tile: ir.Value, address: Any) -> None:
+        share = groups * GROUP * _row_bytes(source) // THREADS
+        copies = _Copies.announced(ctx, address, _number(share))
+        first, head, skipped = (_here(x.registers.item()) for x in (first, head, skipped))
+        for group in copies.shared_by_warps(groups):
+            number = arith.addi(group, skipped)
+            eights, of_head = (divide(number, _number(heads)) for divide in (arith.divui, arith.remui))
+            start_row = arith.addi(first, arith.muli(eights, _number(GROUP)))
+            copies.start_group(source, start_row, _index(arith.addi(head, of_head)), tile, group)
+
+    scalars = (jnp.asarray(x, jnp.int32) for x in (first, head, skipped))
+    start(source, *scalars, tile, _address(landed))
+
+
+def _in_padding(first: Any, rows: int, count: int) -> Any:
+    """The row where interpreted copies begin: of the padding, if all of what they copy is past the last row."""
+    return pl.multiple_of(jnp.minimum(first, rows - count), GROUP)
+
+
+# --- barriers
+
+
+def _require_arrivals(barrier: Ref, copies: int) -> None:
+    """Raises ValueError unless a barrier counts what announces so many copies. The interpreter counts otherwise than a
+    card, on which a wrong number is waited for forever.
+    """
+    counted = jax.typeof(getattr(barrier, "ref", barrier)).inner_aval.dtype.num_arrivals
+    if counted != arrivals(copies):
+        raise ValueError(f"landed: expected {arrivals(copies)} arrivals for {copies} copies, got {counted}")
+
+
+_barrier_address_p = core.Primitive("barrier_address")
+
+
+@_barrier_address_p.def_abstract_eval
+def _barrier_address_type(_: Any) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray((), jnp.int32)
+
+
+@lowering.register_lowering_rule(_barrier_address_p, mgpu.LoweringSemantics.Warpgroup)
+def _lower_barrier_address(_: Any, barrier: Any) -> ir.Value:
+    return llvm.ptrtoint(i32(), barrier.barrier_ref.base_address)
+
+
+def _address(barrier: Ref) -> jax.Array:
+    """Address in shared memory of a barrier, which may be one of several."""
+    transforms = getattr(barrier, "transforms", ())
+    first: jax.Array = _barrier_address_p.bind(barrier.ref if transforms else barrier)
+    for indexer in transforms:
+        (index,) = indexer.indices
+        first += jnp.asarray(index, jnp.int32) * BARRIER_BYTES
+    return first
+
+
+# --- copies as MLIR
+
+
+class _Copies:
+    """Copies that a barrier counts the bytes of, to be started by one thread of each warp."""
+
+    def __init__(self, ctx: Any, barrier: Any) -> None:
+        self._ctx, self._barrier = ctx, barrier
+        # The assembler knows this number, and what `elect` chooses, to be the same for all of a warp, and else has
+        # operands of copies go round a loop over the lanes.
+        self._warp = arith.andi(mgpu.utils.warp_idx(sync=True), _number(WARPS - 1))
+        self._one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
+
+    @staticmethod
+    def announced(ctx: Any, address: Any, share: ir.Value) -> _Copies:
+        """Have each thread arrive at a barrier and tell it of its share of the copies' bytes."""
+        number = address.registers.item()
+        text = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
+        # What was stored before is published by the arrival, so nothing may be moved past it.
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [number, share], text, "r,r,~{memory}", has_side_effects=True)
+        pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), number)
+        none: Any = None
+        return _Copies(ctx, mgpu.utils.BarrierRef(pointer, _number(0), none, 1))
+
+    def shared_by_warps(self, count: int) -> Iterator[ir.Value]:
+        """Yield the numbers of copies that a warp starts of so many: what is emitted for each is for all warps."""
+        for i in range(0, count, WARPS):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, self._warp, _number(count - i))):
+                yield arith.addi(self._warp, _number(i))
+
+    def start(
+        self, source: ir.Value, index: tuple[Any, ...], to: ir.Value, transforms: Any, condition: Any = None
+    ) -> None:
+        """Start the copy of source[index] if a condition holds."""
+        predicate = self._one if condition is None else arith.andi(self._one, condition)
+        array, batch = _operand(source)
+        self._ctx.async_copy(
+            src_ref=array,
+            dst_ref=to,
+            gmem_slice=(*batch, *index),
+            gmem_transform=transforms,
+            swizzle=ROW_BYTES,
+            barrier=self._barrier,
+            arrive=False,
+            predicate=predicate,
+        )
+
+    def start_group(
+        self, source: ir.Value, first: ir.Value, head: ir.Value, tile: ir.Value, group: Any, condition: Any = None
+    ) -> None:
+        """Start the copy of 8 rows of a head to a group of a tile if a condition holds."""
+        swizzled, transposed = _swizzled(source), launch_context.TransposeTransform((1, 0, 2))
+        transforms = launch_context.TileTransform((swizzled,)), transposed
+        to = mgpu.utils.memref_slice(tile, (_index(group),))
+        self.start(source, (mgpu.ds(_index(first), GROUP), head), to, transforms, condition)
+
+
+def _operand(source: Any) -> tuple[ir.Value, list[Any]]:
+    """The operand of the kernel that a reference is to, and indices of its leading axes, of which there are some more
+    where the kernel is mapped over a batch: the copy engine is given whole operands.
+    """
+    while isinstance(source, ir.BlockArgument):
+        source = source.owner.owner.operands[source.arg_number]
+    slicing = source.owner
+    if slicing.name != "memref.subview":
+        return source, []
+    array, *given = slicing.operands
+    offsets, dynamic = iter(given), ir.ShapedType.get_dynamic_stride_or_offset()
+    more = ir.MemRefType(array.type).rank - ir.MemRefType(source.type).rank
+    indices = [next(offsets) if offset == dynamic else offset for offset in slicing.static_offsets]
+    if any(isinstance(index, ir.Value) or index for index in indices[more:]):
+        raise NotImplementedError(f"copies from whole arrays of a batch, got the slice {slicing}")
+    array, before = _operand(array)
+    return array, [*before, *indices[:more]]
+
+
+def _tile_ref(tile: Ref) -> Any:
+    """Type of a reference to a `tiles.operand`."""
+    columns = ROW_BYTES // jnp.dtype(tile.dtype).itemsize
+    return plgpu.RefType((plgpu.TilingTransform((GROUP, columns)), plgpu.SwizzleTransform(ROW_BYTES)))
+
+
+def _whole_groups(source: ir.Value) -> Any:
+    """Transform of an array into groups of rows, without those of an incomplete last group."""
+    rounding = launch_context.Rounding.DOWN
+    return launch_context.TileTransform((GROUP, _swizzled(source)), rounding=rounding)
+
+
+def _swizzled(source: ir.Value) -> int:
+    """Elements of a swizzled row."""
+    return ROW_BYTES * 8 // mgpu.utils.bitwidth(ir.MemRefType(source.type).element_type)
+
+
+def _row_bytes(source: ir.Value) -> int:
+    """Bytes of the last axis of an array."""
+    kind = ir.MemRefType(source.type)
+    return kind.shape[-1] * mgpu.utils.bitwidth(kind.element_type) // 8
+
+
+def _own(x: Any) -> ir.Value:
+    """A thread's number of an array in layout `LANES`."""
+    (register,) = x.registers.flat
+    return vector.extract(register, [], [0])
+
+
+def _of_lane(own: ir.Value, lane: ir.Value) -> ir.Value:
+    """The number of another lane of the warp."""
+    all_lanes: Any = mgpu.c(0xFFFFFFFF, i32())
+    return nvvm.shfl_sync(all_lanes, own, lane, _number(WARP - 1), nvvm.ShflKind.idx)
+
+
+def _present(own: ir.Value) -> ir.Value:
+    """A bit for each lane of a warp whose number is not negative."""
+    there = arith.cmpi(arith.CmpIPredicate.sge, own, _number(0))
+    text = "vote.sync.ballot.b32 $0, $1, 0xffffffff;"
+    present: Any = llvm.inline_asm(i32(), [there], text, "=r,b", has_side_effects=True)
+    return present
+
+
+def _here(number: ir.Value) -> ir.Value:
+    """The number, from which nothing is computed ahead of a loop or a branch, to be kept in registers meanwhile."""
+    here: Any = llvm.inline_asm(i32(), [number], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+    return here
+
+
+def _number(x: int) -> Any:
+    return mgpu.c(x, i32())
+
+
+def _index(x: ir.Value) -> ir.Value:
+    return arith.index_cast(ir.IndexType.get(), x)

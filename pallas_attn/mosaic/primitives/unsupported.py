@@ -1,0 +1,99 @@
+"""Checks shared by Mosaic GPU kernels: calls they do not support raise NotImplementedError in the same words."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from pallas_attn.types import QMAX, PagedKV, PagedLatent
+
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+LARGEST_SOFT_CAP = 4096.0
+"""Capped scores are a difference of two numbers as large as the cap, with an error of 1e-7 times the cap
+(`mosaic.hopper.wgmma.capped`).
+"""
+
+
+def require_dtypes(q: Array | jax.ShapeDtypeStruct, keys: Array | jax.ShapeDtypeStruct) -> None:
+    """Raise NotImplementedError unless queries have 16 bits, as tensor cores multiply them, and keys the same dtype, or
+    keys are quantised.
+    """
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
+    require_8_bits(keys.dtype)
+    if keys.dtype != q.dtype and keys.dtype not in QMAX:
+        raise NotImplementedError(
+            f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {keys.dtype.name}"
+        )
+
+
+def require_8_bits(dtype: jnp.dtype) -> None:
+    """Raise NotImplementedError for a cache in float8_e5m2."""
+    if dtype == jnp.float8_e5m2:
+        raise NotImplementedError(f"takes caches of 8 bits in int8 and float8_e4m3fn, got {dtype.name}")
+
+
+def require_apart(kv: PagedKV) -> None:
+    """Raise NotImplementedError for keys and values that are fused, or of different widths."""
+    if kv.v is None:
+        raise NotImplementedError("takes keys and values in arrays of their own, got them fused")
+    if kv.k.shape[-1] != kv.v.shape[-1]:
+        raise NotImplementedError(
+            f"takes pages of keys and values of one width, got {kv.k.shape[-1]} and {kv.v.shape[-1]}"
+        )
+
+
+def require_16_bit_latents(cache: PagedLatent) -> None:
+    """Raise NotImplementedError for latents in 8 bits, which no kernel takes."""
+    if cache.pages.dtype.itemsize == 1:
+        raise NotImplementedError(f"takes no quantised latents, got {cache.pages.dtype.name}")
+
+
+def require_scales_of_latents(cache: PagedLatent) -> None:
+    """Raise NotImplementedError for latents in 8 bits that have no scale for each group of columns."""
+    if cache.pages.dtype.itemsize == 1 and not cache.is_quantised:
+        raise NotImplementedError(f"takes latents in 8 bits with a scale a group, got {cache.pages.dtype.name} alone")
+
+
+def require_plain_scores(window: int | None, soft_cap: float | None) -> None:
+    """Raise NotImplementedError for windows and soft caps, which kernels over latents do not have."""
+    for name, option in (("window", window), ("soft cap", soft_cap)):
+        if option is not None:
+            raise NotImplementedError(f"takes no {name} over latents, got {option}")
+
+
+def require_head_dim(head_dim: int) -> None:
+    """Raise NotImplementedError unless the head width is in `HEAD_DIMS`."""
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"takes heads of width {_listed(HEAD_DIMS)}, got {head_dim}")
+
+
+def require_page_size(page_size: int) -> None:
+    """Raise NotImplementedError unless the page size is in `PAGE_SIZES`."""
+    if page_size not in PAGE_SIZES:
+        raise NotImplementedError(f"takes pages of {_listed(PAGE_SIZES)} tokens, got {page_size}")
+
+
+def require_soft_cap(soft_cap: float | None) -> None:
+    """Raise NotImplementedError for a soft cap so large that scores would lose digits."""
+    if soft_cap is not None and soft_cap > LARGEST_SOFT_CAP:
+        raise NotImplementedError(f"takes a soft cap of up to {LARGEST_SOFT_CAP:g}, got {soft_cap:g}")
+
+
+def require_int32_rows(rows: int) -> None:
+    """Raise NotImplementedError unless int32 can index the rows of a pool, one for each token (of each head)."""
+    if rows >= 2**31:
+        raise NotImplementedError(f"takes pools of less than 2**31 rows, got {rows}")
+
+
+def require_draft_bits(num_queries: int) -> None:
+    """Raise NotImplementedError unless a query's draft mask fits the 31 bits of an int32 below its sign."""
+    if num_queries > 31:
+        raise NotImplementedError(f"takes draft masks of at most 31 queries, got {num_queries}")
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} or {last}"

@@ -1,0 +1,337 @@
+"""Which implementation of an operation runs a call: candidates in order, and the reasons of those that cannot.
+
+An implementation says what it does not support by raising NotImplementedError while it is traced, before anything runs.
+So choosing is trying, and explaining is trying abstractly: there is no second description of what each one supports
+that could drift from the first.
+
+An implementation that breaks, because it cannot be imported or because what it traces cannot be lowered, as after an
+update of jax, is passed over like one that refuses; but since it was meant to run, a warning tells why, once.
+
+`MODULES` is the one list of them. Another backend, or one for another architecture, is a file beside the others in
+`ops/<operation>/` with a function of the operation's name that takes its call object, and an entry here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.varying import call_unvarying
+from pallas_attn.runtime import device, kernel_cache, sharded_calls
+from pallas_attn.runtime.device import Architecture
+from pallas_attn.types import Implementation
+
+NAMES = ("mosaic", "triton", "xla", "reference")
+"""Every implementation name there can be, best first."""
+
+KERNELS = frozenset({"mosaic", "triton"})
+"""Implementations that take long to lower, so that what comes of it is kept."""
+
+ENVIRONMENT_VARIABLE = "PALLAS_ATTN_IMPLEMENTATION"
+"""Names the default (comma-separated names are tried in order) where a call says None. Read when a call is traced."""
+
+type Modules = Mapping[tuple[str, Architecture | None], str]
+"""(implementation, architecture or None for any) to a module of the operation's package."""
+
+_ANYWHERE: Modules = {("xla", None): "xla", ("reference", None): "reference"}
+_ON_SM90: Modules = {("mosaic", (9, 0)): "mosaic_sm90"}
+_ON_SM100: Modules = {("mosaic", (10, 0)): "mosaic_sm100"}
+_ON_SM90_AND_SM100: Modules = {("mosaic", (9, 0)): "mosaic", ("mosaic", (10, 0)): "mosaic"}
+_IN_TRITON: Modules = {("triton", None): "triton"}
+
+MODULES: dict[str, Modules] = {
+    "paged_decode": {**_ON_SM90, **_ON_SM100, **_IN_TRITON, **_ANYWHERE},
+    "paged_prefill": {**_ON_SM90, **_ON_SM100, **_IN_TRITON, **_ANYWHERE},
+    "mla_decode": {**_ON_SM90, **_ON_SM100, **_IN_TRITON, **_ANYWHERE},
+    "ragged_attention": {**_ON_SM90, **_ON_SM100, **_IN_TRITON, **_ANYWHERE},
+    "plan_decode": {**_ON_SM90_AND_SM100, ("xla", None): "xla"},
+    "write_kv": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
+    "write_latent": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
+    "gather_latent": {**_ON_SM90_AND_SM100, **_IN_TRITON, **_ANYWHERE},
+    "index_scores": {**_IN_TRITON, **_ANYWHERE},
+    "select_top_k": {**_IN_TRITON, **_ANYWHERE},
+    "index_top_k": {**_IN_TRITON, **_ANYWHERE},
+    "mla_sparse": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
+    "write_index_keys": {**_IN_TRITON, **_ANYWHERE},
+}
+"""By operation, which modules implement it."""
+
+
+class Call(Protocol):
+    """A validated call: a frozen pytree of the operation's arguments."""
+
+    op: ClassVar[str]
+
+    def bounded(self) -> Any:
+        """The call with lengths that fit its arrays, whatever they were: what implementations get."""
+
+
+class BrokenImplementationError(NotImplementedError):
+    """An implementation that is meant for this device cannot be imported or lowered."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which implementation would run a call.
+
+    Attributes:
+      op: name of the operation.
+      chosen: name of the implementation that would run, None if every candidate refuses.
+      refused: candidate name to the reason it would not run, in the order they were tried.
+
+    Example:
+      >>> print(pallas_attn.Explanation("paged_decode", "xla", {"mosaic": "needs a GPU"}))
+      paged_decode: xla
+        not mosaic: needs a GPU
+    """
+
+    op: str
+    chosen: str | None
+    refused: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.chosen or 'no implementation supports this call'}"]
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused.items()])
+
+
+def implementations(op: str) -> tuple[str, ...]:
+    """Names of an operation's implementations, best first."""
+    held = {name for name, _ in MODULES[op]}
+    return tuple(name for name in NAMES if name in held)
+
+
+def is_named(implementation: Implementation) -> bool:
+    """Whether the caller, or the environment, named implementations."""
+    return implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
+
+
+def candidates(op: str, implementation: Implementation) -> list[str]:
+    """Names to try, in order.
+
+    Raises:
+      ValueError: a name that no operation has.
+    """
+    source = "implementation"
+    if implementation is None and (named := os.environ.get(ENVIRONMENT_VARIABLE)):
+        source, implementation = ENVIRONMENT_VARIABLE, [name.strip() for name in named.split(",")]
+    if implementation is None:
+        return [name for name in implementations(op) if name != "reference"]
+    names = [implementation] if isinstance(implementation, str) else implementation
+    names = list(names) if isinstance(names, Sequence) else []
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not names:
+        raise ValueError(f"{source}: expected None or names among {', '.join(NAMES)}, got {implementation!r}")
+    return names
+
+
+def load(op: str, name: str, *, named: bool = True) -> ModuleType:
+    """Imports the module of an implementation that is for the card of the call being traced.
+
+    Args:
+      named: whether the caller named the implementation.
+
+    Raises:
+      NotImplementedError: the operation has none of this name, or none for this card; or a file or an optional
+        dependency of one for any card is not there.
+      BrokenImplementationError: it cannot be imported for any other reason, or is the one for this card.
+    """
+    return find(op, name, named=named).load()
+
+
+def find(op: str, name: str, *, named: bool = True) -> kernel_cache.NamedFunction:
+    """Finds the implementation that is for the card of the call being traced, and imports nothing.
+
+    Args:
+      named: whether the caller named the implementation.
+
+    Raises:
+      NotImplementedError: the operation has none of this name, or none for this card.
+    """
+    if name not in implementations(op):
+        raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(implementations(op))}")
+    module = MODULES[op].get((name, None))
+    for_this_card = module is None
+    if module is None:
+        here = device.current()
+        here.require(*(architecture for held, architecture in MODULES[op] if held == name and architecture))
+        module = MODULES[op][name, here.capability]
+    elif module == "triton":
+        device.triton_card(named=named)  # before triton is imported, which takes long
+    path = f"pallas_attn.ops.{op}.{module}"
+    return kernel_cache.NamedFunction(path, op, functools.partial(_import, path, op, name, for_this_card))
+
+
+def _import(path: str, op: str, name: str, for_this_card: bool) -> ModuleType:
+    """Imports the module of an implementation; raises as `load` does."""
+    try:
+        return importlib.import_module(path)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        is_optional = isinstance(error, ModuleNotFoundError) and not for_this_card
+        refusal = NotImplementedError if is_optional else BrokenImplementationError
+        raise refusal(f"{op}'s {name!r} implementation cannot be imported: {_named(error)}{_versions(name)}") from error
+
+
+def choose[Result](
+    op: str, implementation: Implementation, attempt: Callable[[str, kernel_cache.NamedFunction], Result]
+) -> Result:
+    """Calls `attempt(name, found)` for one candidate after the other and returns the first result.
+
+    Args:
+      op: name of the operation.
+      implementation: as the user gave it.
+      attempt: raises NotImplementedError for a candidate that does not support the call.
+
+    Raises:
+      ValueError: an implementation name that does not exist.
+      NotImplementedError: the one implementation named does not support the call.
+      BrokenImplementationError: that one breaks.
+      ExceptionGroup: several were tried and none supports it; holds each one's NotImplementedError.
+
+    Warns:
+      RuntimeWarning: one that breaks was passed over; once for each reason.
+    """
+    names, refusals = candidates(op, implementation), []
+    for name in names:
+        try:
+            result = _try(op, name, attempt, named=is_named(implementation))
+        except NotImplementedError as refusal:
+            refusals.append(refusal)
+        else:
+            for broken in (refusal for refusal in refusals if isinstance(refusal, BrokenImplementationError)):
+                _warn_once(f"{broken}; {name!r} runs in its place")
+            return result
+    if len(refusals) == 1:
+        raise refusals[0]
+    raise ExceptionGroup(f"{op}: no implementation among {', '.join(names)} supports this call", refusals)
+
+
+def _try[Result](
+    op: str, name: str, attempt: Callable[[str, kernel_cache.NamedFunction], Result], *, named: bool
+) -> Result:
+    """An attempt with one implementation. Kernels, which a new jax may break, break as NotImplementedError."""
+    found = find(op, name, named=named)
+    try:
+        return attempt(name, found)
+    except (NotImplementedError, ValueError, MemoryError, RecursionError):  # a refusal; the caller is wrong; no room
+        raise
+    except Exception as error:
+        if name not in KERNELS:
+            raise
+        raise BrokenImplementationError(
+            f"{op}'s {name!r} implementation breaks: {_named(error)}{_versions(name)}"
+        ) from error
+
+
+def run(call: Call, implementation: Implementation) -> Any:
+    """Runs a call with the first candidate that supports it, under a `jax.named_scope` of the operation's name.
+
+    Implementations get jax arrays for those of numpy. Raises as `choose` does.
+    """
+    call = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
+    implementation = tuple(implementation) if isinstance(implementation, list) else implementation
+    with jax.named_scope(call.op):
+        return sharded_calls.run(call.op, _Chosen(call.op, implementation), refuse_gradients(call.op, call))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """An operation as one function of its call, equal for equal names of implementations."""
+
+    op: str
+    implementation: Implementation
+
+    def __call__(self, call: Call) -> Any:
+        return choose(self.op, self.implementation, functools.partial(_attempt, call))
+
+
+def _attempt(call: Call, name: str, function: kernel_cache.NamedFunction) -> Any:
+    call = call.bounded()  # after gradients were refused: rounding has one, of 0
+    if name not in KERNELS:
+        return function(call)
+    interpreted = name == "triton" and device.interprets_triton()
+    if interpreted or device.interpreted():
+        sharded_calls.refuse_callbacks()
+    return call_unvarying(function if interpreted else functools.partial(kernel_cache.run_kept, function), call)
+
+
+def _named(error: Exception) -> str:
+    """An error in one line, with its type."""
+    first_line, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first_line}"
+
+
+def _versions(name: str) -> str:
+    """The versions that decide whether an implementation in another package's language works; empty for others."""
+    found = []
+    for package in ("triton", "jax") if name == "triton" else ():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return f" ({', '.join(found)})" if found else ""
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(f"pallas_attn: {message}", RuntimeWarning, stacklevel=2)
+
+
+def explain(
+    op: str,
+    function: Callable[..., Any],
+    chooser: str,
+    implementation: Implementation,
+    *args: Any,
+    **kwargs: Any,
+) -> Explanation:
+    """Find what `function`, the public face of `op`, would choose, by tracing it with each candidate and running none.
+
+    Args:
+      chooser: the operation whose implementations are the candidates; for all but compositions it is `op`.
+
+    Raises:
+      ValueError: what the call itself would raise.
+    """
+    arrays, rebuild = _split_arrays((args, kwargs))
+    refused: dict[str, str] = {}
+
+    def call(name: str, arrays: Sequence[Any]) -> Any:
+        args, kwargs = rebuild(arrays)
+        return function(*args, **kwargs, implementation=name)
+
+    for name in candidates(chooser, implementation):
+        try:
+            load(chooser, name, named=is_named(implementation))
+            jax.eval_shape(functools.partial(call, name), arrays)
+        except NotImplementedError as refusal:
+            refused[name] = str(refusal)
+        else:
+            return Explanation(op, name, refused)
+    return Explanation(op, None, refused)
+
+
+def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The arrays (or their shapes) among the leaves of a call's arguments, and how to put others in their place."""
+    leaves, treedef = jax.tree.flatten(tree)
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def rebuild(arrays: Sequence[Any]) -> Any:
+        replaced = iter(arrays)
+        return treedef.unflatten(
+            [next(replaced) if flag else leaf for leaf, flag in zip(leaves, is_array, strict=True)]
+        )
+
+    return [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag], rebuild

@@ -1,0 +1,371 @@
+"""Lowered kernels, kept in memory for all call sites of a process, and on disk for the processes that come after.
+
+Tracing and lowering a Mosaic kernel takes seconds of Python, far longer than XLA then takes to compile it, and jax's
+compilation cache does not save it. So a call for a card is exported (`jax.export`) the first time, and what comes of it
+is called from then on. Whatever decides it is hashed to find it again: operation and module, shapes and dtypes of the
+arrays, every static argument, the card, versions of jax and its plugins, jax's settings, and our own sources.
+
+A file is written beside its name and renamed, so a reader sees a whole one or none. It begins with a digest of the
+rest, so one that is truncated or damaged is written anew. Files that no process has read for `UNUSED_DAYS` are removed
+when another is written: those of versions that are gone.
+
+Files lie in a folder of jax's compilation cache (`jax_compilation_cache_dir`) where that is set.
+`PALLAS_ATTN_KERNEL_CACHE` names another folder; 0 keeps nothing, neither on disk nor in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import gc
+import hashlib
+import importlib.metadata
+import inspect
+import os
+import platform
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+from jax import export
+from jax.sharding import AxisType
+
+from pallas_attn.runtime import device, mosaic_tools, tuning
+
+ENVIRONMENT_VARIABLE = "PALLAS_ATTN_KERNEL_CACHE"
+PLATFORM = "cuda"
+CUSTOM_CALLS = ("mosaic_gpu_v2", "triton_kernel_call_ffi")
+"""Targets whose form jax does not promise to keep between its versions, of which each has files of its own."""
+DISTRIBUTIONS = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "jax-cuda12-pjrt",
+    "jax-cuda13-pjrt",
+    "triton",
+)
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+"""Settings of jax that a traced function may depend on."""
+UNUSED_DAYS = 30
+MAGIC = b"pallas_attn kernel 1\n"
+
+
+def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
+    """Calls `function(call)` by way of what was kept of an equal call, in this process or one before, or is kept now.
+
+    That is how operations run their kernels; others' take as long to lower. It also makes programs the same in
+    each process, for which jax's compilation cache looks: what Mosaic lowers is numbered by how much it lowered before.
+
+    Nothing is kept in the interpreter, on other platforms, under a mesh whose axes are part of an array's type
+    (`jax.sharding.AxisType.Explicit`), and while a tuner decides configurations.
+
+    Args:
+      function: one that a module defines by name; found again by that name and the text of the module's file, but not
+        of other files that it calls, unless they are ours or jax's.
+      call: a pytree of arrays and static values, whose `repr` tells them apart.
+
+    Raises:
+      ValueError: the function has no such name.
+      NotImplementedError: the function does not support the call.
+      LoweringError: what it traces cannot be lowered. Where nothing is kept, jax lowers later, and raises itself.
+
+    Example:
+      >>> pallas_attn.run_kept(jnp.linalg.norm, jnp.array([3.0, 4.0]))
+      Array(5., dtype=float32)
+    """
+    if not isinstance(function, NamedFunction) and "<" in getattr(function, "__qualname__", "<"):
+        raise ValueError(f"function: expected one that a module defines by name, got {function!r}")
+    here = device.current()
+    if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_typed_mesh():
+        return function(call)
+    leaves, tree = jax.tree.flatten(call)
+    is_array = tuple(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
+    arrays = [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag]
+    static = tuple(leaf for leaf, flag in zip(leaves, is_array, strict=True) if not flag)
+    avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
+    return _lowered(_Key(function, tree, static, is_array, avals, here, _settings()))(*arrays)
+
+
+_ahead: contextvars.ContextVar[Executor | None] = contextvars.ContextVar("_ahead", default=None)
+
+
+@contextlib.contextmanager
+def compile_ahead(threads: Executor) -> Iterator[None]:
+    """Within it, each kernel that is lowered, or was kept on disk, is compiled by itself, too, in one of these threads.
+
+    XLA compiles the kernels of a program one after the other, after it has optimised the program or has loaded it from
+    jax's compilation cache, and takes those that the process has compiled before. So a large program that is lowered
+    within this is compiled, or loaded, sooner. What fails here fails again, and is raised, where the program is
+    compiled.
+
+    Args:
+      threads: an executor, which the caller shuts down.
+
+    Example:
+      >>> from concurrent.futures import ThreadPoolExecutor
+      >>> with ThreadPoolExecutor() as threads, pallas_attn.compile_ahead(threads):
+      ...     lowered = jax.jit(jnp.sin).lower(1.0)  # a program with many kernels
+      >>> compiled = lowered.compile()
+    """
+    token = _ahead.set(threads)
+    try:
+        yield
+    finally:
+        _ahead.reset(token)
+
+
+def _compile_alone(exported: export.Exported, avals: tuple[jax.ShapeDtypeStruct, ...]) -> None:
+    with contextlib.suppress(Exception):
+        jax.jit(exported.call).lower(*avals).compile()
+
+
+class LoweringError(RuntimeError):
+    """Failure to lower a traced function to a kernel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedFunction:
+    """A function of this package by name, so that what was kept of it is found without importing its module: importing
+    Mosaic takes longer than loading a kept kernel.
+
+    Attributes:
+      module: dotted name of its module.
+      name: its own.
+      load: imports the module.
+    """
+
+    module: str
+    name: str
+    load: Callable[[], ModuleType] = dataclasses.field(compare=False, repr=False)
+
+    def __call__(self, call: Any) -> Any:
+        return getattr(self.load(), self.name)(call)
+
+
+def _enabled() -> bool:
+    return os.environ.get(ENVIRONMENT_VARIABLE) != "0"
+
+
+def _has_typed_mesh() -> bool:
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def _settings() -> tuple[tuple[str, Any], ...]:
+    return tuple((name, getattr(jax.config, name, None)) for name in SETTINGS)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """Whatever decides how a call is lowered, but for what is the same throughout a process."""
+
+    function: Callable[[Any], Any]
+    tree: Any
+    static: tuple[Any, ...]
+    is_array: tuple[bool, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    here: device.Device
+    settings: tuple[tuple[str, Any], ...]
+    vmaps: tuple[tuple[int, tuple[int | None, ...]], ...] = ()
+    """Size and axes of the arrays for each `jax.vmap` around the call, the innermost first."""
+
+    @property
+    def digest(self) -> str:
+        """The same in every process that would lower the same."""
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "function"]
+        return hashlib.sha256("\n".join(map(repr, (_named(self.function), *fields, *_process()))).encode()).hexdigest()
+
+    def batched(self, size: int, axes: tuple[int | None, ...]) -> _Key:
+        """The same call under one more `jax.vmap`."""
+        pairs = zip(self.avals, axes, strict=True)
+        avals = tuple(a if axis is None else jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a, axis in pairs)
+        return dataclasses.replace(self, avals=avals, vmaps=(*self.vmaps, (size, axes)))
+
+    def flat(self, *arrays: Any) -> Any:
+        """The implementation as a function of arrays alone."""
+
+        def one(*arrays: Any) -> Any:
+            arrays_left, static_left = iter(arrays), iter(self.static)
+            leaves = [next(arrays_left if flag else static_left) for flag in self.is_array]
+            return self.function(jax.tree.unflatten(self.tree, leaves))
+
+        function = one
+        for size, axes in self.vmaps:
+            function = jax.vmap(function, in_axes=axes, axis_size=size)
+        return function(*arrays)
+
+
+@functools.cache
+def _process() -> tuple[str, ...]:
+    """List what stays the same in a process: versions, our sources, and variables that kernels are compiled by."""
+    versions = []
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    prefixes = ("MOSAIC_GPU_", "TRITON_", "PALLAS_ATTN_PATCH")
+    names = sorted(name for name in os.environ if name.startswith(prefixes) and name not in mosaic_tools.VARIABLES)
+    return (*versions, platform.python_version(), _sources(), *(f"{name}={os.environ[name]}" for name in names))
+
+
+def _named(function: Callable[[Any], Any]) -> str:
+    """Name of a function, with a digest of its file unless it is ours: `_process` has all of our sources."""
+    if isinstance(function, NamedFunction):
+        return f"{function.module}.{function.name}"
+    return f"{function.__module__}.{function.__qualname__} {_source(function)}"
+
+
+@functools.cache
+def _source(function: Callable[[Any], Any]) -> str:
+    """A digest of the file that a function is defined in."""
+    file = inspect.getsourcefile(inspect.unwrap(function))
+    if file is None:
+        raise ValueError(f"function: expected one that a module defines by name, got {function!r} without a file")
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _sources() -> str:
+    """A digest of the package: any change of a kernel, a heuristic or a tuned configuration changes it."""
+    root, digest = os.path.dirname(__file__), hashlib.sha256()
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    for file in sorted(file for file in files if file.endswith((".py", ".json"))):  # pathlib takes as long as reading
+        digest.update(os.path.relpath(file, root).encode())
+        with open(file, "rb") as content:
+            digest.update(hashlib.sha256(content.read()).digest())
+    return digest.hexdigest()
+
+
+def _lowered(key: _Key) -> Callable[..., Any]:
+    """Call `_kept`, and raise LoweringError if nothing could be lowered."""
+    kept = _kept(key)
+    if isinstance(kept, LoweringError):
+        raise LoweringError(str(kept))
+    return kept
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
+    """Exported function of this key, jitted once, so that a program has it once however often it is called;
+    or why nothing could be, since finding out takes as long as lowering.
+
+    Exported functions know nothing of `jax.vmap`: under it, the batched implementation is kept in the same way.
+    """
+    file = _file(key)
+    exported = None if file is None else _read(file)
+    if exported is None:
+        exported = _export(key)
+        if isinstance(exported, LoweringError):
+            return exported
+        if file is not None:
+            _write(file, exported)
+    if (threads := _ahead.get()) is not None:
+        threads.submit(_compile_alone, exported, key.avals)
+    called = jax.custom_batching.custom_vmap(jax.jit(exported.call))
+
+    @called.def_vmap
+    def _batched(axis_size: int, in_batched: list[bool], *arrays: Any) -> Any:
+        out = _lowered(key.batched(axis_size, tuple(0 if batched else None for batched in in_batched)))(*arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return called
+
+
+def _export(key: _Key) -> export.Exported | LoweringError:
+    """The lowered kernel, or why there is none. What is raised while tracing, a refusal or a caller's mistake, is
+    raised: it comes before anything is lowered.
+    """
+    checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
+    jitted = jax.jit(key.flat)
+    with device.on_one_device(jax.sharding.get_abstract_mesh()), _no_collection():
+        jitted.trace(*key.avals)
+        try:
+            return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a new jax raises
+            return LoweringError(f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from looking for cycles: lowering makes hundreds of thousands of objects, nearly all of which stay
+    until it is done, and each search goes through them.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _file(key: _Key) -> Path | None:
+    """File in which a key's kernel is kept; None if kernels are kept in no file."""
+    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    if named:
+        return Path(named) / key.digest
+    cache = jax.config.jax_compilation_cache_dir
+    if not cache or not jax.config.jax_enable_compilation_cache or "://" in str(cache):
+        return None
+    return Path(cache) / "pallas_attn_kernels" / key.digest
+
+
+def _read(file: Path) -> export.Exported | None:
+    """Read a file; None if there is none, or it is damaged."""
+    try:
+        content = file.read_bytes()
+        with contextlib.suppress(OSError):  # somebody else's folder, which may be read all the same
+            os.utime(file)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_once(f"cannot read kernels kept in {file.parent}: {error.strerror or error}")
+        return None
+    header = len(MAGIC) + hashlib.sha256().digest_size
+    if not content.startswith(MAGIC) or hashlib.sha256(content[header:]).digest() != content[len(MAGIC) : header]:
+        return None
+    mosaic_tools.find()
+    return export.deserialize(bytearray(content[header:]))
+
+
+def _write(file: Path, exported: export.Exported) -> None:
+    """Leaves a whole file or none."""
+    body = bytes(exported.serialize())
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix="tmp-", delete=False) as beside:
+            try:
+                beside.write(MAGIC + hashlib.sha256(body).digest() + body)
+                beside.close()
+                os.replace(beside.name, file)
+            except BaseException:
+                os.unlink(beside.name)
+                raise
+        _remove_unused(file.parent)
+    except OSError as error:
+        _warn_once(f"cannot keep kernels in {file.parent}: {error.strerror or error}")
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes files that were neither written nor read lately, if nobody else does so first."""
+    oldest = time.time() - UNUSED_DAYS * 24 * 3600
+    for file in folder.iterdir():
+        is_ours = re.fullmatch(r"[0-9a-f]{64}|tmp-\w+", file.name) is not None
+        with contextlib.suppress(OSError):
+            if is_ours and file.is_file() and file.stat().st_mtime < oldest:
+                file.unlink()
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(f"pallas_attn: {message}", stacklevel=2)

@@ -1,0 +1,539 @@
+"""Operations on arrays that are split over devices, outside `jax.shard_map`: each device runs its part of a call.
+
+Heads may be split, and the sequences of decode. Results are then split alike, and nothing is exchanged. Whatever else
+is split, the pages of a cache say, is refused in words: XLA, which cannot look into a kernel and replicates what it
+gathers from, would copy a cache to every device in every step.
+
+Where the axes of a mesh are part of an array's type (`AxisType.Explicit`), that is known while a call is traced, and it
+runs in `jax.shard_map`. Else only XLA knows, so the call is one `jax.experimental.custom_partitioning`, which the
+partitioner asks what each device runs, and refusals come when a program is compiled. Calls on one device, and inside
+`jax.shard_map`, are traced as if this module were not there.
+
+What an axis of an array means is read off the annotations, such as `Float[Array, "B Q Hq D"]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import custom_partitioning as partitioning
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_attn import checks
+from pallas_attn.runtime import device
+from pallas_attn.types import DecodePlan, PagedIndexKeys, PagedKV, PagedLatent
+
+type Axes = tuple[str, ...]
+"""Mesh axes that an axis of an array is split over; none if it is whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Splittable:
+    """Axes of an operation's arrays that may be split.
+
+    Attributes:
+      along: symbols of the axes that may be.
+      results: axes of each result that is an array; alternatives of different rank are separated by "|".
+    """
+
+    along: tuple[str, ...]
+    results: tuple[str, ...] = ()
+
+
+OPERATIONS: dict[str, Splittable] = {
+    "paged_decode": Splittable(("B", "Hq", "Hkv"), ("B Q Hq Dv | T Hq Dv", "B Q Hq")),
+    "cascade_decode": Splittable(("B", "Hq", "Hkv"), ("B Q Hq D", "B Q Hq")),
+    "mla_decode": Splittable(("B", "Hq"), ("B Q Hq L", "B Q Hq")),
+    "paged_prefill": Splittable(("Hq", "Hkv"), ("T Hq Dv", "T Hq")),
+    "ragged_attention": Splittable(("Hq", "Hkv"), ("T Hq Dv", "T Hq")),
+    "ragged_paged_attention": Splittable(("Hq", "Hkv"), ("T Hq D",)),
+    "mla_prefill": Splittable(("Hq",), ("T Hq v", "T Hq")),
+    "mla_ragged_paged_attention": Splittable(("Hq",), ("T Hq L",)),
+    "mla_sparse": Splittable(("T", "Hq"), ("T Hq L", "T Hq")),
+    "select_top_k": Splittable(("T",), ("T top_k",)),
+    "index_scores": Splittable((), ("T K",)),
+    "index_top_k": Splittable((), ("T top_k",)),
+    "write_kv": Splittable(("Hq", "Hkv"), ("", "T Hq D")),
+    "write_latent": Splittable(()),
+    "write_index_keys": Splittable(()),
+    "gather_latent": Splittable((), ("length LR",)),
+    "plan_decode": Splittable(()),
+}
+"""By operation. The sequences of a packed operation cannot be told from its tokens' axis."""
+
+ROW_IDS = ("block_tables", "page_indices", "slots")
+"""Arrays that count rows of the whole cache, page · Hkv + head, where they have an axis of KV heads."""
+
+_INSIDE: contextvars.ContextVar[AxisType | None] = contextvars.ContextVar("meshes of the split call", default=None)
+
+
+def run[Tree](
+    op: str, function: Callable[[Tree], Any], arguments: Tree, annotations: Mapping[str, str] | None = None
+) -> Any:
+    """`function(arguments)`, each device its part of it where arrays are split over several.
+
+    Args:
+      op: name of the operation, one of `OPERATIONS`.
+      function: hashable, and the same for equal calls.
+      arguments: a pytree of arrays and static values: a dataclass, or a dict by name.
+      annotations: by name, of a dict.
+
+    Raises:
+      NotImplementedError: arrays of typed meshes are split in a way that the operation does not support. On other
+        meshes compiling raises an error of jax with the same words.
+    """
+    leaves = jax.tree.leaves(arguments)
+    mesh = None if _INSIDE.get() else _mesh_of(leaves)
+    if mesh is None:
+        return function(arguments)
+    call = _SplitCall.of(op, function, arguments, annotations)
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return call.run(mesh, arrays)
+    return _compiled(call, mesh, os.environ.get("PALLAS_ATTN_IMPLEMENTATION"))(arrays)
+
+
+def over_devices[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates an operation that calls others: on split arrays each device runs all of it on its part."""
+    signature = inspect.signature(function)
+    annotations = {name: str(parameter.annotation) for name, parameter in signature.parameters.items()}
+    on_dict = _ByName(function)
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _INSIDE.get() or _mesh_of(jax.tree.leaves((args, kwargs))) is None:
+            return function(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        for name, value in arguments.items():
+            if "Int32" in annotations[name]:
+                (arguments[name],) = checks.int32(**{name: value})
+            elif name == "implementation" and isinstance(value, list):
+                arguments[name] = tuple(value)
+        return run(function.__name__, on_dict, arguments, annotations)
+
+    return wrapped
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByName:
+    """A function of keyword arguments, as one of a dict."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        return self.function(**arguments)
+
+
+def refuse_callbacks() -> None:
+    """Raises NotImplementedError where XLA asks for each device's part, which cannot call Python: it crashes."""
+    if _INSIDE.get() is AxisType.Auto:
+        raise NotImplementedError(
+            "runs interpreted, and so on arrays that are split over devices only inside jax.shard_map, or on a mesh of "
+            "AxisType.Explicit"
+        )
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+# --- meshes
+
+
+def _mesh_of(leaves: Sequence[Any]) -> AbstractMesh | None:
+    """The mesh of several devices that arrays, or the context, are of; None if they are a device's own."""
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves if isinstance(leaf, jax.Array)]
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+        if _axes_of(mesh, AxisType.Auto, AxisType.Explicit):
+            return mesh
+    return None
+
+
+def _axes_of(mesh: AbstractMesh, *types: AxisType) -> Axes:
+    """Axes of these types that have several devices."""
+    named = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in named if kind in types and mesh.shape[name] > 1)
+
+
+@contextlib.contextmanager
+def _inside(kind: AxisType) -> Iterator[None]:
+    """Operations traced within it are parts of a call that is split already."""
+    token = _INSIDE.set(kind)
+    try:
+        yield
+    finally:
+        _INSIDE.reset(token)
+
+
+# --- what axes mean
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operand:
+    """An array among arguments or results.
+
+    Attributes:
+      name: such as "kv.k".
+      dims: symbol of each of its axes.
+      owner: the dataclass it is a field of, None for one that stands alone.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    owner: type | None
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether it is a cache's pages, or as many scales."""
+        return self.owner in (PagedKV, PagedLatent, PagedIndexKeys) and "N" in self.dims
+
+
+def _operands(tree: Any, annotations: Mapping[str, str]) -> list[_Operand]:
+    """The arrays of a tree, in its order, by the annotations of its names and of the dataclasses in it."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not _is_array(leaf):
+            continue
+        value, owner, annotation, names = tree, None, "", []
+        for depth, key in enumerate(path):
+            name = str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))))
+            if depth:
+                owner = type(value)
+                annotation = str(next((f.type for f in dataclasses.fields(owner) if f.name == name), ""))
+            else:
+                annotation = annotations.get(name, "")
+            names.append(name)
+            value = getattr(value, name) if hasattr(value, name) else value[getattr(key, "key", getattr(key, "idx", 0))]
+        found.append(_Operand(".".join(names), _dims(annotation, len(leaf.shape)), owner))
+    return found
+
+
+def _dims(annotation: str, ndim: int) -> tuple[str, ...]:
+    """Symbols of the alternative of this rank among those that an annotation quotes; "?" where there is none."""
+    alternatives = [quoted.split() for quoted in re.findall(r"'([^']*)'", annotation.replace('"', "'"))]
+    return next((tuple(dims) for dims in alternatives if len(dims) == ndim), ("?",) * ndim)
+
+
+def _result_annotations(splits: Splittable) -> dict[str, str]:
+    """Annotations of results by their place, for `_operands`."""
+    return {str(i): " | ".join(f'"{dims.strip()}"' for dims in one.split("|")) for i, one in enumerate(splits.results)}
+
+
+# --- a call
+
+
+@dataclasses.dataclass(frozen=True)
+class _SplitCall:
+    """A call as a function of its arrays alone; equal ones are traced alike.
+
+    Attributes:
+      op, function: as `run` takes them.
+      tree, static, is_array: the arguments without their arrays.
+      operands: what the axes of those mean.
+      vmaps: which arrays are batched, for each `jax.vmap` around it, the innermost first.
+    """
+
+    op: str
+    function: Callable[[Any], Any]
+    tree: Any
+    static: tuple[Any, ...]
+    is_array: tuple[bool, ...]
+    operands: tuple[_Operand, ...]
+    vmaps: tuple[tuple[bool, ...], ...] = ()
+
+    @staticmethod
+    def of(
+        op: str, function: Callable[[Any], Any], arguments: Any, annotations: Mapping[str, str] | None
+    ) -> _SplitCall:
+        if annotations is None:
+            annotations = {field.name: str(field.type) for field in dataclasses.fields(arguments)}
+        leaves, tree = jax.tree.flatten(arguments)
+        is_array = tuple(map(_is_array, leaves))
+        static = tuple(leaf for leaf in leaves if not _is_array(leaf))
+        return _SplitCall(op, function, tree, static, is_array, tuple(_operands(arguments, annotations)))
+
+    @property
+    def splits(self) -> Splittable:
+        batches = tuple(f"V{i}" for i in range(len(self.vmaps)))
+        return dataclasses.replace(OPERATIONS[self.op], along=(*OPERATIONS[self.op].along, *batches))
+
+    def result(self, *arrays: Any) -> Any:
+        """The function's result, without any `jax.vmap`."""
+        of_arrays, of_static = iter(arrays), iter(self.static)
+        leaves = [next(of_arrays if flag else of_static) for flag in self.is_array]
+        return self.function(jax.tree.unflatten(self.tree, leaves))
+
+    def batched(self, flags: tuple[bool, ...]) -> _SplitCall:
+        """The same call under one more `jax.vmap`."""
+        axis = f"V{len(self.vmaps)}"
+        operands = tuple(
+            dataclasses.replace(operand, dims=(axis, *operand.dims)) if flag else operand
+            for operand, flag in zip(self.operands, flags, strict=True)
+        )
+        return dataclasses.replace(self, operands=operands, vmaps=(*self.vmaps, flags))
+
+    def run(self, mesh: AbstractMesh, arrays: Sequence[Any]) -> Any:
+        if _axes_of(mesh, AxisType.Explicit):
+            return _run_typed(self, mesh, arrays)
+        return _run_partitioned(self, mesh, arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(call: _SplitCall, mesh: AbstractMesh, environment: str | None) -> Callable[[Sequence[Any]], Any]:
+    """A call of arrays that are there already. What the environment names is part of the key alone."""
+    return jax.jit(functools.partial(call.run, mesh))
+
+
+class _Results:
+    """Flat results of a call, and what they are, known once it was traced."""
+
+    def __init__(self, call: _SplitCall):
+        self._call = call
+        self.tree: Any = None
+        self.operands: tuple[_Operand, ...] = ()
+
+    def flat(self, *arrays: Any) -> tuple[Any, ...]:
+        def one(*arrays: Any) -> tuple[Any, ...]:
+            result = self._call.result(*arrays)
+            leaves, self.tree = jax.tree.flatten(result)
+            several = result if isinstance(result, tuple) else (result,)
+            self.operands = tuple(_operands(several, _result_annotations(self._call.splits)))
+            return tuple(leaves)
+
+        function = one
+        for flags in self._call.vmaps:
+            function = jax.vmap(function, in_axes=tuple(0 if flag else None for flag in flags))
+        out = function(*arrays)
+        for i in range(len(self._call.vmaps)):
+            self.operands = tuple(dataclasses.replace(o, dims=(f"V{i}", *o.dims)) for o in self.operands)
+        return out
+
+
+def _run_typed(call: _SplitCall, mesh: AbstractMesh, arrays: Sequence[Any]) -> Any:
+    """The call in `jax.shard_map`, over the axes that types of arrays tell the splits of."""
+    if auto := _axes_of(mesh, AxisType.Auto):
+        raise NotImplementedError(
+            f"{call.op}: the mesh has axes of two types, {_words(auto)} are AxisType.Auto and others Explicit; "
+            "call it inside jax.shard_map over all of them"
+        )
+    results = _Results(call)
+    with device.on_one_device(mesh), _inside(AxisType.Explicit):
+        jax.eval_shape(results.flat, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
+    shardings = [jax.typeof(x).sharding for x in arrays]
+    if any(sharding.spec.unreduced for sharding in shardings):
+        raise NotImplementedError(f"{call.op}: takes no arrays that are still to be added up over devices")
+    specs = [_axes_by_dim(sharding.spec, x.ndim) for sharding, x in zip(shardings, arrays, strict=True)]
+    split = _Split.of(call, [x.shape for x in arrays], specs, dict(mesh.shape))
+    in_specs = tuple(map(split.spec, call.operands))
+    mapped = jax.shard_map(
+        _Results(call).flat,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=tuple(map(split.spec, results.operands)),
+        check_vma=False,
+    )
+    placed = (jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, in_specs, strict=True))
+    return jax.tree.unflatten(results.tree, mapped(*placed))
+
+
+def _run_partitioned(call: _SplitCall, mesh: AbstractMesh, arrays: Sequence[Any]) -> Any:
+    """The call as one operation of XLA, whose partitioner asks what each device runs."""
+    if manual := _axes_of(mesh, AxisType.Manual):
+        raise NotImplementedError(
+            f"{call.op}: is inside jax.shard_map over {_words(manual)} alone; name all axes of the mesh that have "
+            "several devices"
+        )
+    results = _Results(call)
+    out = _partitioned(call, mesh, results)(*arrays)
+    return jax.tree.unflatten(results.tree, out)
+
+
+def _partitioned(call: _SplitCall, mesh: AbstractMesh, results: _Results) -> Callable[..., Any]:
+    @partitioning.custom_partitioning
+    def whole(*arrays: Any) -> Any:
+        known = not jax.sharding.get_abstract_mesh().empty
+        with contextlib.nullcontext() if known else jax.sharding.use_abstract_mesh(mesh), _inside(AxisType.Auto):
+            return jax.jit(results.flat)(*arrays)  # which keeps constants to itself: custom_partitioning takes none
+
+    def local(mesh: AbstractMesh, *arrays: Any) -> Any:
+        with device.on_one_device(mesh), _inside(AxisType.Auto):
+            return _Results(call).flat(*arrays)
+
+    def partition(named: Any, given: Sequence[Any], wanted: Any) -> Any:
+        found = [PartitionSpec() if x.sharding.is_fully_replicated else x.sharding for x in given]
+        if isinstance(given[0].sharding, NamedSharding):
+            found = [x.sharding.spec for x in given]
+        elif all(isinstance(spec, PartitionSpec) for spec in found):  # the program has arrays of no mesh
+            devices = np.array(list(given[0].sharding.devices_indices_map(given[0].shape)))
+            named = Mesh(devices.reshape(mesh.axis_sizes), mesh.axis_names)
+        else:
+            raise NotImplementedError(f"{call.op}: axes of the mesh have no names here; run under jax.set_mesh(mesh)")
+        specs = [_axes_by_dim(spec, len(x.shape)) for spec, x in zip(found, given, strict=True)]
+        split = _Split.of(call, [x.shape for x in given], specs, dict(named.shape))
+        del wanted  # the partitioner brings results to where it wants them
+        return (
+            named,
+            functools.partial(local, named.abstract_mesh),
+            tuple(NamedSharding(named, split.spec(operand)) for operand in results.operands),
+            tuple(NamedSharding(named, split.spec(operand)) for operand in call.operands),
+        )
+
+    def rule(mesh: Any, given: Any, returned: Any) -> Any:
+        del mesh, returned
+        shapes = [x.shape for x in given]
+        return _sharding_rule(call, shapes, results.operands)
+
+    whole.def_partition(partition, sharding_rule=rule)
+    batchable = jax.custom_batching.custom_vmap(lambda *arrays: whole(*arrays))
+
+    @batchable.def_vmap
+    def _batched(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> Any:
+        del axis_size  # a device may have a part of it
+        more = call.batched(tuple(in_batched))
+        out = _partitioned(more, mesh, _Results(more))(*arrays)
+        return out, tuple(True for _ in out)
+
+    return batchable
+
+
+# --- how it is split
+
+
+def _axes_by_dim(spec: PartitionSpec, ndim: int) -> list[Axes]:
+    entries = [*spec, *[None] * (ndim - len(spec))]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
+def _sizes(call: _SplitCall, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Size of each symbol of the arguments."""
+    return {
+        dim: size
+        for operand, shape in zip(call.operands, shapes, strict=True)
+        for dim, size in zip(operand.dims, shape, strict=True)
+    }
+
+
+def _words(axes: Axes) -> str:
+    return ", ".join(map(repr, axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """Mesh axes over which each symbol of a call is split."""
+
+    axes: Mapping[str, Axes]
+
+    def spec(self, operand: _Operand) -> PartitionSpec:
+        return PartitionSpec(*(self.axes.get(dim) or None for dim in operand.dims))
+
+    @staticmethod
+    def of(
+        call: _SplitCall, shapes: Sequence[Sequence[int]], specs: Sequence[Sequence[Axes]], mesh: Mapping[str, int]
+    ) -> _Split:
+        """The split that the arrays of a call have; those that are whole follow others, but for pools.
+
+        Raises:
+          NotImplementedError: there is none that the operation supports.
+        """
+        refuse = functools.partial(_refuse, call.op)
+        axes: dict[str, Axes] = {}
+        for operand, spec in zip(call.operands, specs, strict=True):
+            for dim, over in zip(operand.dims, spec, strict=True):
+                held = axes.get(dim, ())
+                if over and dim not in call.splits.along:
+                    along = ", ".join(call.splits.along) or "no axis"
+                    refuse(
+                        f"{operand.name} [{', '.join(operand.dims)}] is split over {_words(over)} along {dim}, and it "
+                        f"may be along {along}"
+                    )
+                if over[: len(held)] != held[: len(over)]:
+                    refuse(f"{operand.name} is split over {_words(over)} along {dim}, others over {_words(held)}")
+                axes[dim] = max(held, over, key=len)
+        sizes = _sizes(call, shapes)
+        if "Hkv" in sizes and "Hq" in sizes:
+            _match_heads(axes, sizes, mesh, refuse)
+        apart = [dim for dim in axes if axes[dim] and (dim != "Hkv" or "Hq" not in sizes)]
+        used = [axis for dim in apart for axis in axes[dim]]
+        if len(used) != len(set(used)):
+            refuse(f"one axis of the mesh splits several of {', '.join(apart)}")
+        for dim, over in axes.items():
+            if sizes[dim] % _count(over, mesh):
+                refuse(f"{_count(over, mesh)} devices of {_words(over)} do not divide {sizes[dim]} along {dim}")
+        for operand, spec in zip(call.operands, specs, strict=True):
+            _check_follows(operand, spec, axes, refuse)
+        return _Split(axes)
+
+
+def _match_heads(
+    axes: dict[str, Axes], sizes: Mapping[str, int], mesh: Mapping[str, int], refuse: Callable[[str], None]
+) -> None:
+    """Splittable query heads as KV heads are, or further where a device has one KV head."""
+    of_q, of_kv = axes.get("Hq", ()), axes.get("Hkv", ())
+    if of_q[: len(of_kv)] != of_kv[: len(of_q)]:
+        refuse(f"query heads are split over {_words(of_q)}, KV heads over {_words(of_kv)}")
+    axes["Hq"] = max(of_q, of_kv, key=len)
+    if len(of_q) > len(of_kv) and sizes["Hkv"] > _count(of_kv, mesh):
+        whole = f"over {_words(of_kv)} alone" if of_kv else "on all devices whole"
+        refuse(f"query heads are split over {_words(of_q)}, and {sizes['Hkv']} KV heads are {whole}")
+
+
+def _check_follows(
+    operand: _Operand, spec: Sequence[Axes], axes: Mapping[str, Axes], refuse: Callable[[str], None]
+) -> None:
+    """Refuses an array that cannot be one device's part of the split."""
+    split = [dim for dim, over in axes.items() if over and not dim.startswith("V")]
+    if operand.is_pool and any(axes[dim] != over for dim, over in zip(operand.dims, spec, strict=True)):
+        refuse(f"{operand.name} is on all devices whole, and others are split along {', '.join(split)}")
+    if operand.owner is DecodePlan and split:
+        refuse("plan is one device's: make it inside jax.shard_map, or leave it out")
+    if operand.name in ROW_IDS and axes.get("Hkv") and "Hkv" in operand.dims:
+        refuse(f"{operand.name} counts rows of all KV heads, which are split over {_words(axes['Hkv'])}")
+    if operand.name == "out" and axes.get("B"):
+        refuse("out is packed, and sequences are split")
+
+
+def _count(axes: Axes, mesh: Mapping[str, int]) -> int:
+    return math.prod(mesh[axis] for axis in axes)
+
+
+def _refuse(op: str, why: str) -> None:
+    raise NotImplementedError(
+        f"{op} on arrays that are split over devices: {why}. Call it inside jax.shard_map, which splits contexts and "
+        "packed sequences too (pallas_attn.parallel), or place the array otherwise"
+    )
+
+
+def _sharding_rule(
+    call: _SplitCall, shapes: Sequence[Sequence[int]], results: Sequence[_Operand]
+) -> partitioning.SdyShardingRule:
+    """Which axes of arguments and results are one, for the partitioner: those that may be split. Other axes are each
+    for themselves, so that the partitioner leaves them as they are, and `_Split.of` sees and refuses them.
+    """
+    sizes = _sizes(call, shapes)
+    heads, groups = sizes.get("Hkv", 1), 1
+    if "Hq" in sizes and heads > 1:
+        groups = sizes["Hq"] // heads
+    factors: dict[str, Any] = {"G": groups} if groups > 1 else {}
+    numbers = iter(range(10_000))
+
+    def factor(dim: str) -> Any:
+        if dim == "Hq" and heads > 1:
+            return partitioning.CompoundFactor("Hkv", "G") if groups > 1 else "Hkv"
+        return dim if dim in call.splits.along else f"own{next(numbers)}"
+
+    mappings = (
+        tuple(partitioning.ArrayMapping(*map(factor, operand.dims)) for operand in operands)
+        for operands in (call.operands, results)
+    )
+    return partitioning.SdyShardingRule(*mappings, **factors)

@@ -1,0 +1,401 @@
+"""Kept kernels are found again by equal calls only, in other processes too, and are never half written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn.portable.varying import call_unvarying
+from pallas_attn.runtime import device, kernel_cache, mosaic_tools, tuning
+
+CARD = device.Device(platform="gpu", name="a CPU in place of a card", capability=(9, 0), multiprocessors=2)
+TRACED: list[str] = []
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "y", "window"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class Call:
+    x: Any
+    y: Any
+    window: int | None = None
+    scale: float = 2.0
+
+
+def scaled_sum(call: Call) -> tuple[Any, Any]:
+    """An implementation of an operation."""
+    TRACED.append("scaled_sum")
+    if call.scale < 0:
+        raise NotImplementedError("takes no negative scale")
+    return call.x * call.scale + (0 if call.y is None else call.y), call.window
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Folder in which kernels are kept of a card that a CPU stands in for."""
+    monkeypatch.setattr(device, "current", lambda: CARD)
+    monkeypatch.setattr(kernel_cache, "PLATFORM", "cpu")
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
+    forget()
+    yield tmp_path
+    kernel_cache._kept.cache_clear()
+
+
+def forget() -> None:
+    """Forget all kernels, as a process that starts."""
+    kernel_cache._kept.cache_clear()
+    kernel_cache._warn_once.cache_clear()
+    TRACED.clear()
+
+
+X, Y = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))
+
+
+def run(call: Call) -> np.ndarray:
+    return np.asarray(kernel_cache.run_kept(scaled_sum, call)[0])
+
+
+def test_an_equal_call_is_traced_once(kept: Path) -> None:
+    for x in (X, X + 1):
+        np.testing.assert_array_equal(run(Call(x, Y)), x * 2 + 1)
+    jax.jit(
+        lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y))[0] + kernel_cache.run_kept(scaled_sum, Call(x, x))[0]
+    )(X)
+    assert len(TRACED) == 1
+    assert len(list(kept.iterdir())) == 1
+
+
+def test_another_process_traces_nothing(kept: Path) -> None:
+    want = run(Call(X, Y, window=3))
+    forget()
+    np.testing.assert_array_equal(run(Call(X, Y, window=3)), want)
+    assert not TRACED
+    assert len(list(kept.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Call(X, None),
+        Call(X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)),
+        Call(X[:1], Y[:1]),
+        Call(X, Y, window=4),
+        Call(X, Y, scale=3.0),
+    ],
+)
+def test_calls_that_differ_are_told_apart(kept: Path, other: Call) -> None:
+    run(Call(X, Y))
+    got = kernel_cache.run_kept(scaled_sum, other)
+    want = scaled_sum(other)
+    np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
+    assert len(list(kept.iterdir())) == 2
+
+
+@pytest.mark.parametrize("function", [lambda call: call, functools.partial(scaled_sum)])
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_functions_that_could_not_be_found_again_are_refused(
+    function: Any, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, platform=platform))
+    with pytest.raises(ValueError, match="function: expected one that a module defines by name, got"):
+        kernel_cache.run_kept(function, Call(X, Y))
+
+
+def test_a_kept_implementation_is_not_imported(kept: Path) -> None:
+    """One that is not kept, or another of the module, is; once for each kernel."""
+    imported = []
+
+    def load() -> Any:
+        imported.append("module")
+        return SimpleNamespace(scaled_sum=scaled_sum, twice=lambda call: scaled_sum(dataclasses.replace(call, scale=4)))
+
+    def run(name: str) -> np.ndarray:
+        function = kernel_cache.NamedFunction("pallas_attn.ops.op.mosaic", name, load)
+        return np.asarray(kernel_cache.run_kept(function, Call(X, Y))[0])
+
+    for _ in range(2):
+        np.testing.assert_array_equal(run("scaled_sum"), X * 2 + 1)
+    assert len(imported) == 1
+    forget()
+    np.testing.assert_array_equal(run("scaled_sum"), X * 2 + 1)
+    assert len(imported) == 1
+    np.testing.assert_array_equal(run("twice"), X * 4 + 1)
+    assert len(imported) == 2
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_paths_that_importing_mosaic_sets_tell_no_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def process() -> tuple[str, ...]:
+        kernel_cache._process.cache_clear()
+        return kernel_cache._process()
+
+    monkeypatch.setattr(kernel_cache, "_sources", lambda: "sources")
+    try:
+        before = process()
+        for name in mosaic_tools.VARIABLES:
+            monkeypatch.setenv(name, "/elsewhere")
+        assert process() == before
+        monkeypatch.setenv("MOSAIC_GPU_OTHER", "1")
+        assert set(process()) == {*before, "MOSAIC_GPU_OTHER=1"}
+    finally:
+        monkeypatch.undo()
+        kernel_cache._process.cache_clear()
+
+
+def test_kernels_are_compiled_ahead(kept: Path) -> None:
+    """Once each in a process, in the executor's threads, whether they are lowered or were kept; none outside of it."""
+    submitted: list[Any] = []
+    threads = mock.Mock(submit=lambda function, *args: submitted.append(function(*args)))
+    compiled = mock.Mock(side_effect=RuntimeError("no memory"))
+    with mock.patch.object(jax.stages.Lowered, "compile", compiled):
+        for scale in (1.0, 2.0):
+            with kernel_cache.compile_ahead(threads):
+                jax.jit(lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y, scale=scale))[0]).lower(X)  # noqa: B023
+        jax.jit(lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y, scale=3.0))[0]).lower(X)
+        forget()
+        with kernel_cache.compile_ahead(threads):
+            jax.jit(lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y))[0]).lower(X)
+    assert submitted == [None, None, None]
+    assert compiled.call_count == 3
+
+
+@pytest.mark.parametrize("what", ["card", "setting", "sources", "file"])
+def test_surroundings_are_told_apart(kept: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(Call(X, Y))
+    if what == "card":
+        monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, multiprocessors=3))
+        run(Call(X, Y))
+    elif what == "setting":
+        with jax.default_matmul_precision("highest"):
+            run(Call(X, Y))
+    else:
+        forget()
+        changed = {"sources": ("_process", lambda: ("others",)), "file": ("_source", lambda function: "another")}
+        monkeypatch.setattr(kernel_cache, *changed[what])
+        run(Call(X, Y))
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_sources_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name and content of Python and JSON files in all folders; other files don't matter."""
+    monkeypatch.setattr(kernel_cache, "__file__", str(tmp_path / "kernel_cache.py"))
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "kernel.py").write_text("x = 1")
+    found = [kernel_cache._sources()]
+    (tmp_path / "ops" / "notes.txt").write_text("x")
+    assert kernel_cache._sources() == found[0]
+    (tmp_path / "tuned.json").write_text("{}")
+    found.append(kernel_cache._sources())
+    (tmp_path / "ops" / "kernel.py").write_text("x = 2")
+    found.append(kernel_cache._sources())
+    (tmp_path / "ops" / "kernel.py").rename(tmp_path / "kernel.py")
+    found.append(kernel_cache._sources())
+    assert len(set(found)) == 4
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:10], lambda b: b"", lambda b: b[:-1] + b"\0\0"])
+def test_a_damaged_file_is_written_anew(kept: Path, damage: Any) -> None:
+    want = run(Call(X, Y))
+    (file,) = kept.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    forget()
+    np.testing.assert_array_equal(run(Call(X, Y)), want)
+    assert len(TRACED) == 1
+    assert file.read_bytes()[: len(kernel_cache.MAGIC)] == kernel_cache.MAGIC
+    forget()
+    np.testing.assert_array_equal(run(Call(X, Y)), want)
+    assert not TRACED
+
+
+def test_what_nobody_reads_is_removed_in_time(kept: Path) -> None:
+    """A kernel that is read stays, and so does a file that is none of ours."""
+    run(Call(X, Y))
+    (read,) = kept.iterdir()
+    unread, half, other = kept / ("0" * 64), kept / "tmp-abc_1", kept / "README"
+    for file in (unread, half, other):
+        file.touch()
+    long_ago = time.time() - kernel_cache.UNUSED_DAYS * 24 * 3600 - 60
+    for file in kept.iterdir():
+        os.utime(file, (long_ago, long_ago))
+    forget()
+    run(Call(X, Y))
+    run(Call(X, None))
+    assert {read, other} < set(kept.iterdir())
+    assert len(list(kept.iterdir())) == 3
+
+
+def test_a_folder_that_cannot_be_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file" / "kernels"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for scale in (1.0, 2.0):
+            np.testing.assert_array_equal(run(Call(X, Y, scale=scale)), X * scale + 1)
+    messages = [str(warning.message) for warning in told]
+    assert [message.split(" kernels ")[0] for message in messages] == [
+        "pallas_attn: cannot read",
+        "pallas_attn: cannot keep",
+    ]
+
+
+def test_a_refusal_keeps_nothing(kept: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="no negative scale"):
+            run(Call(X, Y, scale=-1.0))
+    assert not list(kept.iterdir())
+
+
+def test_what_cannot_be_lowered_is_told_and_not_tried_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        tried.append(args)
+        raise AssertionError("the compiler knows no such layout")
+
+    monkeypatch.setattr(kernel_cache.export, "export", broken)
+    for _ in range(3):
+        with pytest.raises(kernel_cache.LoweringError, match="^AssertionError: the compiler knows no such layout"):
+            run(Call(X, Y))
+    assert len(tried) == 1
+    assert not list(kept.iterdir())
+
+
+def collecting(call: Call) -> tuple[Any, Any]:
+    """Like `scaled_sum`; notes whether Python looks for cycles."""
+    TRACED.append(f"collecting {gc.isenabled()}")
+    return scaled_sum(call)
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_search_for_cycles_while_lowering(enabled: bool) -> None:
+    """And afterwards, whatever was raised, as before."""
+    TRACED.clear()
+    if not enabled:
+        gc.disable()
+    try:
+        kernel_cache.run_kept(collecting, Call(jnp.ones(3), None))
+        assert gc.isenabled() == enabled
+        with pytest.raises(NotImplementedError, match="no negative scale"):
+            kernel_cache.run_kept(collecting, Call(jnp.ones(3), None, scale=-1.0))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert TRACED.count("collecting False") == 2
+    assert "collecting True" not in TRACED
+
+
+def test_no_room_for_lowering_is_nothing_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = kernel_cache.export.export
+    monkeypatch.setattr(kernel_cache.export, "export", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        run(Call(X, Y))
+    monkeypatch.setattr(kernel_cache.export, "export", export)
+    np.testing.assert_array_equal(run(Call(X, Y)), X * 2 + 1)
+
+
+def test_under_vmap_the_batched_kernel_is_kept(kept: Path) -> None:
+    def each(x: Any) -> Any:
+        return kernel_cache.run_kept(scaled_sum, Call(x, Y[0]))[0]
+
+    np.testing.assert_array_equal(jax.vmap(each)(X), X * 2 + 1)
+    twice = jax.vmap(jax.vmap(each, in_axes=1, out_axes=1))(jnp.stack([X.T, X.T]))
+    np.testing.assert_array_equal(twice, jnp.stack([X.T, X.T]) * 2 + 1)
+    forget()
+    np.testing.assert_array_equal(jax.jit(jax.vmap(each))(X), X * 2 + 1)
+    assert not TRACED
+
+
+def test_devices_of_a_mesh_share_one_kernel(kept: Path) -> None:
+    """Which is the one that a call on one device keeps."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.PartitionSpec("x")
+    rows = jnp.arange(3.0 * mesh.size).reshape(mesh.size, 3)
+
+    def call(x: Any) -> Any:
+        return call_unvarying(lambda call: kernel_cache.run_kept(scaled_sum, call)[0], Call(x, None))
+
+    for check_vma in (True, False):
+        run_all = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma))
+        np.testing.assert_array_equal(run_all(rows), rows * 2)
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(call)(rows[:1]), rows[:1] * 2)
+    assert len(TRACED) == 1
+    forget()
+    np.testing.assert_array_equal(run(Call(rows[:1], None)), rows[:1] * 2)
+    assert not TRACED
+
+
+def test_nothing_is_kept_where_it_might_be_wrong(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced() -> int:
+        TRACED.clear()
+        run(Call(X, Y))
+        run(Call(X, Y))
+        return len(TRACED)
+
+    with tuning.deciding(lambda op, key, config: config):
+        assert traced() == 2
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        assert traced() == 2
+    monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, interpreted=True))
+    assert traced() == 2
+    monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, platform="cpu"))
+    assert traced() == 2
+    monkeypatch.setattr(device, "current", lambda: CARD)
+    monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, "0")
+    assert traced() == 2
+    assert not list(kept.iterdir())
+
+
+def test_it_lies_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(kernel_cache.ENVIRONMENT_VARIABLE)
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+        run(Call(X, Y))
+        assert len(list((tmp_path / "jax" / "pallas_attn_kernels").iterdir())) == 1
+        jax.config.update("jax_compilation_cache_dir", None)
+        run(Call(X, Y, scale=5.0))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert len(list((tmp_path / "jax" / "pallas_attn_kernels").iterdir())) == 1
+
+
+def test_processes_at_once(kept: Path) -> None:
+    """All compute the same, and leave one whole file."""
+    program = textwrap.dedent("""
+        import jax.numpy as jnp
+        from pallas_attn.runtime import device, kernel_cache
+        from tests.runtime import test_kernel_cache as here
+        device.current, kernel_cache.PLATFORM = lambda: here.CARD, "cpu"
+        for scale in (1.0, 2.0, 3.0):
+            print(here.run(here.Call(here.X, here.Y, scale=scale)).sum())
+    """)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+        )
+        for _ in range(3)
+    ]
+    assert [process.communicate(timeout=300)[0].split() for process in running] == [["21.0", "36.0", "51.0"]] * 3
+    assert len(list(kept.iterdir())) == 3
+    forget()
+    assert [run(Call(X, Y, scale=scale)).sum() for scale in (1.0, 2.0, 3.0)] == [21.0, 36.0, 51.0]
+    assert {file.read_bytes()[: len(kernel_cache.MAGIC)] for file in kept.iterdir()} == {kernel_cache.MAGIC}
