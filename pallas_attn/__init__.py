@@ -72,9 +72,22 @@ from pallas_attn.runtime.explain import explain as explain
 
 # Kernels of others, lowered once as ours are; and all of them compiled ahead.
 from pallas_attn.runtime.kernel_cache import compile_ahead as compile_ahead
-from pallas_attn.runtime.kernel_cache import run_kept as run_kept
+from pallas_attn.runtime.kernel_cache import call_cached as call_cached
 
 # On several devices.
 from pallas_attn import parallel as parallel
 
 __version__ = "0.1.0"
+
+_RENAMED = {"run_kept": "call_cached"}
+"""Former public names. Each still works, with a DeprecationWarning, until the next minor version."""
+
+
+def __getattr__(name: str) -> object:
+    """Return the object that a former public name now refers to."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'pallas_attn' has no attribute {name!r}")
+    import warnings
+
+    warnings.warn(f"pallas_attn.{name} is now pallas_attn.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

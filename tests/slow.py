@@ -95,7 +95,7 @@ SLOW = (
     r"scripts/test_startup.py::test_each_mode",
     r"scripts/test_bench_serving.py::test_the_report_adds_up",
     r"ops/test_plan_decode_mosaic.py::test_interpreted_(in_chunks|with_one_window)",  # uneven rows, and those of fixed
-    r"ops/test_dispatch.py::test_deleting_any",
+    r"runtime/test_dispatch.py::test_deleting_any",
     r"aot/test_latent.py::test_prefill_gathers",  # the gate has the call
     r"contract/test_ragged_paged_attention.py::test_quantised_tokens\[xla-(int8-an array|float8_e4m3fn-(heads|a n))",
     # Both plugins drive one compiler; each case of test_gate.py has it once.

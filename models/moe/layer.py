@@ -3,14 +3,14 @@
 Where there are many rows they are sorted by expert, so that each expert sees one contiguous group. Two ways to multiply
 the groups, and two for few rows:
 
-- `hopper_pairs`, for 16-bit weights on Hopper: kernels of ours, one for many rows an expert (`group_product.py`), and
-  one for up to 64 (`swapped_product.py`).
+- `hopper_pairs`, for 16-bit weights on Hopper: kernels of ours, one for many rows an expert (`grouped_gemm.py`), and
+  one for up to 64 (`swap_ab_gemm.py`).
 - `block_groups`: a loop over blocks of rows of one expert each, anywhere else. `jax.lax.ragged_dot` would be the
   obvious choice, but outside TPUs it multiplies every row with every expert: with 64 experts and 8 tokens it takes 12
   times as long on a CPU.
 - `hopper_rows` and `hopper_all`, for 16-bit weights on Hopper and up to 64 rows: kernels of ours, one that reads the
-  chosen experts once (`row_product.py`), and one that reads all, and need not know the choice to begin
-  (`full_product.py`).
+  chosen experts once (`kernels/gather_gemm.py`), and one that reads all, and need not know the choice to begin
+  (`kernels/all_expert_gemm.py`).
 - `row_by_row`: each row with its own expert, on any GPU, where there are no more rows than experts and that kernel does
   not take them. What multiplies groups reads every expert, whether it has rows or not, and takes 300 us a layer
   (DeepSeek-V2-Lite on an H200) where 6 rows take 48 one by one, 48 rows 220 and 72 rows 315.
@@ -35,7 +35,7 @@ from models.config import DeepSeekConfig, GQAConfig
 from models.decoder.layers import MLP, Linear, project, swiglu
 from models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
 from models.moe.exchange import ExpertExchange
-from pallas_attn import capability, run_kept
+from pallas_attn import call_cached, capability
 
 
 class Router(nnx.Module):
@@ -509,10 +509,10 @@ def hopper_rows(
         return y if bias is None else y.at[:num_pairs].add(bias[expert])
 
     x = jnp.pad(x, ((0, padded_rows(num_rows) - num_rows), (0, 0)))
-    hidden = biased(run_kept(row_product, call(x, experts.gate_up, gated=gated)), experts.gate_up_bias)
+    hidden = biased(call_cached(row_product, call(x, experts.gate_up, gated=gated)), experts.gate_up_bias)
     hidden = hidden if gated else experts.activation(hidden)
     halved = halves_help(num_pairs, experts.down.shape[1:], are_distinct)
-    y = run_kept(row_product, call(hidden, experts.down, second=True, halved=halved))
+    y = call_cached(row_product, call(hidden, experts.down, second=True, halved=halved))
     y = (y[0] + y[1]).astype(x.dtype) if halved else y
     return biased(y, experts.down_bias)[:num_pairs]
 
@@ -527,15 +527,15 @@ def hopper_all(
       Results of the pairs; with shared experts those are padded to a multiple of 8, and below them are the rows of each
       shared expert, also padded.
     """
-    from models.moe.kernels.all_expert_gemm import Chains, FullProduct, padded_rows
+    from models.moe.kernels.all_expert_gemm import Chains, FullProduct, full_product, padded_rows
 
     num_pairs, num_rows = expert.shape[0], x.shape[0]
     gate_up, down = (None, None) if shared is None else shared
     call = functools.partial(FullProduct, num_rows=padded_rows(num_rows))
     rows = jnp.pad(x, ((0, padded_rows(num_rows) - num_rows), (0, 0)))
-    hidden = run_kept(all_expert_gemm, call(rows, experts.gate_up, gate_up))
+    hidden = call_cached(full_product, call(rows, experts.gate_up, gate_up))
     chains = Chains.of(expert, experts.down.shape[0])
-    y = run_kept(all_expert_gemm, call(hidden, experts.down, down, chains=chains, copies=num_pairs // num_rows))
+    y = call_cached(full_product, call(hidden, experts.down, down, chains=chains, copies=num_pairs // num_rows))
     return y[:num_pairs] if shared is None else y
 
 
@@ -552,7 +552,7 @@ def halves_help(num_pairs: int, shape: tuple[int, ...], are_distinct: bool) -> b
 
 
 FEW_ROWS = 64
-"""Rows an expert, on average, up to which weights are the left operand of products (`swapped_product.py`). A product of
+"""Rows an expert, on average, up to which weights are the left operand of products (`swap_ab_gemm.py`). A product of
 DeepSeek-V2-Lite's experts with 54 rows each takes 212 us by it, and took 233 by jax's (H100; benchmarks/log/106)."""
 
 
@@ -611,8 +611,8 @@ def hopper_pairs(
 
     def multiply(x: Array, weight: Array, gated: bool = False) -> Array:
         if swapped:
-            return run_kept(swapped_product, SwappedProduct(x, weight, tiles, tile_rows, gated))
-        return run_kept(group_product, GroupProduct(x, weight, tiles, gated))
+            return call_cached(swapped_product, SwappedProduct(x, weight, tiles, tile_rows, gated))
+        return call_cached(group_product, GroupProduct(x, weight, tiles, gated))
 
     hidden = _biased(multiply(rows, experts.gate_up, gated), experts.gate_up_bias, expert_of_row)
     hidden = hidden if gated else experts.activation(hidden)

@@ -1,9 +1,9 @@
 """Decode attention over paged K and V, read downward: operands of the kernel, the kernel, one tile.
 
 A program is one warpgroup. As many run side by side on a multiprocessor as fit, so that some compute while others
-wait. Each takes its share of a decode plan: work tiles (`mosaic.primitives.tile_scheduler`), consecutive
-pages of one row, which is a KV head of a sequence. Query rows of that head are the columns of the tiles (`query_packing`). Tiles are multiplied
-as the architecture does it (`DecodeProducts`): in `mosaic.hopper.decode_products` and
+wait. Each takes its share of a decode plan: work tiles (`mosaic.primitives.tile_scheduler`), consecutive pages of one
+row, which is a KV head of a sequence. Query rows of that head are the columns of the tiles (`query_packing`). Tiles
+are multiplied as the architecture does it (`DecodeProducts`): in `mosaic.hopper.decode_products` and
 `mosaic.blackwell.decode_products`.
 
 What happens to one tile of K and V, by the functions of this file:

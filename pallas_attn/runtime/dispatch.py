@@ -266,7 +266,7 @@ def _attempt(call: Call, name: str, function: kernel_cache.NamedFunction) -> Any
     interpreted = name == "triton" and device.interprets_triton()
     if interpreted or device.interpreted():
         sharded_calls.refuse_callbacks()
-    return call_unvarying(function if interpreted else functools.partial(kernel_cache.run_kept, function), call)
+    return call_unvarying(function if interpreted else functools.partial(kernel_cache.call_cached, function), call)
 
 
 def _named(error: Exception) -> str:

@@ -60,7 +60,7 @@ UNUSED_DAYS = 30
 MAGIC = b"pallas_attn kernel 1\n"
 
 
-def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
+def call_cached(function: Callable[[Any], Any], call: Any) -> Any:
     """Calls `function(call)` by way of what was kept of an equal call, in this process or one before, or is kept now.
 
     That is how operations run their kernels; others' take as long to lower. It also makes programs the same in
@@ -80,7 +80,7 @@ def run_kept(function: Callable[[Any], Any], call: Any) -> Any:
       LoweringError: what it traces cannot be lowered. Where nothing is kept, jax lowers later, and raises itself.
 
     Example:
-      >>> pallas_attn.run_kept(jnp.linalg.norm, jnp.array([3.0, 4.0]))
+      >>> pallas_attn.call_cached(jnp.linalg.norm, jnp.array([3.0, 4.0]))
       Array(5., dtype=float32)
     """
     if not isinstance(function, NamedFunction) and "<" in getattr(function, "__qualname__", "<"):

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_attn
 from pallas_attn.portable.varying import call_unvarying
 from pallas_attn.runtime import device, kernel_cache, mosaic_tools, tuning
 
@@ -68,14 +69,16 @@ X, Y = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))
 
 
 def run(call: Call) -> np.ndarray:
-    return np.asarray(kernel_cache.run_kept(scaled_sum, call)[0])
+    return np.asarray(kernel_cache.call_cached(scaled_sum, call)[0])
 
 
 def test_an_equal_call_is_traced_once(kept: Path) -> None:
     for x in (X, X + 1):
         np.testing.assert_array_equal(run(Call(x, Y)), x * 2 + 1)
     jax.jit(
-        lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y))[0] + kernel_cache.run_kept(scaled_sum, Call(x, x))[0]
+        lambda x: (
+            kernel_cache.call_cached(scaled_sum, Call(x, Y))[0] + kernel_cache.call_cached(scaled_sum, Call(x, x))[0]
+        )
     )(X)
     assert len(TRACED) == 1
     assert len(list(kept.iterdir())) == 1
@@ -101,7 +104,7 @@ def test_another_process_traces_nothing(kept: Path) -> None:
 )
 def test_calls_that_differ_are_told_apart(kept: Path, other: Call) -> None:
     run(Call(X, Y))
-    got = kernel_cache.run_kept(scaled_sum, other)
+    got = kernel_cache.call_cached(scaled_sum, other)
     want = scaled_sum(other)
     np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
     assert len(list(kept.iterdir())) == 2
@@ -114,7 +117,7 @@ def test_functions_that_could_not_be_found_again_are_refused(
 ) -> None:
     monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, platform=platform))
     with pytest.raises(ValueError, match="function: expected one that a module defines by name, got"):
-        kernel_cache.run_kept(function, Call(X, Y))
+        kernel_cache.call_cached(function, Call(X, Y))
 
 
 def test_a_kept_implementation_is_not_imported(kept: Path) -> None:
@@ -127,7 +130,7 @@ def test_a_kept_implementation_is_not_imported(kept: Path) -> None:
 
     def run(name: str) -> np.ndarray:
         function = kernel_cache.NamedFunction("pallas_attn.ops.op.mosaic", name, load)
-        return np.asarray(kernel_cache.run_kept(function, Call(X, Y))[0])
+        return np.asarray(kernel_cache.call_cached(function, Call(X, Y))[0])
 
     for _ in range(2):
         np.testing.assert_array_equal(run("scaled_sum"), X * 2 + 1)
@@ -166,11 +169,11 @@ def test_kernels_are_compiled_ahead(kept: Path) -> None:
     with mock.patch.object(jax.stages.Lowered, "compile", compiled):
         for scale in (1.0, 2.0):
             with kernel_cache.compile_ahead(threads):
-                jax.jit(lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y, scale=scale))[0]).lower(X)  # noqa: B023
-        jax.jit(lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y, scale=3.0))[0]).lower(X)
+                jax.jit(lambda x: kernel_cache.call_cached(scaled_sum, Call(x, Y, scale=scale))[0]).lower(X)  # noqa: B023
+        jax.jit(lambda x: kernel_cache.call_cached(scaled_sum, Call(x, Y, scale=3.0))[0]).lower(X)
         forget()
         with kernel_cache.compile_ahead(threads):
-            jax.jit(lambda x: kernel_cache.run_kept(scaled_sum, Call(x, Y))[0]).lower(X)
+            jax.jit(lambda x: kernel_cache.call_cached(scaled_sum, Call(x, Y))[0]).lower(X)
     assert submitted == [None, None, None]
     assert compiled.call_count == 3
 
@@ -291,10 +294,10 @@ def test_no_search_for_cycles_while_lowering(enabled: bool) -> None:
     if not enabled:
         gc.disable()
     try:
-        kernel_cache.run_kept(collecting, Call(jnp.ones(3), None))
+        kernel_cache.call_cached(collecting, Call(jnp.ones(3), None))
         assert gc.isenabled() == enabled
         with pytest.raises(NotImplementedError, match="no negative scale"):
-            kernel_cache.run_kept(collecting, Call(jnp.ones(3), None, scale=-1.0))
+            kernel_cache.call_cached(collecting, Call(jnp.ones(3), None, scale=-1.0))
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
@@ -313,7 +316,7 @@ def test_no_room_for_lowering_is_nothing_to_remember(monkeypatch: pytest.MonkeyP
 
 def test_under_vmap_the_batched_kernel_is_kept(kept: Path) -> None:
     def each(x: Any) -> Any:
-        return kernel_cache.run_kept(scaled_sum, Call(x, Y[0]))[0]
+        return kernel_cache.call_cached(scaled_sum, Call(x, Y[0]))[0]
 
     np.testing.assert_array_equal(jax.vmap(each)(X), X * 2 + 1)
     twice = jax.vmap(jax.vmap(each, in_axes=1, out_axes=1))(jnp.stack([X.T, X.T]))
@@ -330,7 +333,7 @@ def test_devices_of_a_mesh_share_one_kernel(kept: Path) -> None:
     rows = jnp.arange(3.0 * mesh.size).reshape(mesh.size, 3)
 
     def call(x: Any) -> Any:
-        return call_unvarying(lambda call: kernel_cache.run_kept(scaled_sum, call)[0], Call(x, None))
+        return call_unvarying(lambda call: kernel_cache.call_cached(scaled_sum, call)[0], Call(x, None))
 
     for check_vma in (True, False):
         run_all = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma))
@@ -399,3 +402,11 @@ def test_processes_at_once(kept: Path) -> None:
     forget()
     assert [run(Call(X, Y, scale=scale)).sum() for scale in (1.0, 2.0, 3.0)] == [21.0, 36.0, 51.0]
     assert {file.read_bytes()[: len(kernel_cache.MAGIC)] for file in kept.iterdir()} == {kernel_cache.MAGIC}
+
+
+def test_former_public_name_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="pallas_attn.run_kept is now pallas_attn.call_cached"):
+        former = pallas_attn.run_kept
+    assert former is pallas_attn.call_cached
+    with pytest.raises(AttributeError, match="no attribute 'run_everything'"):
+        _ = pallas_attn.run_everything

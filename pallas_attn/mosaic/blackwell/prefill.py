@@ -206,7 +206,7 @@ def _kernel(
 
     def attend(index: int) -> None:
         plgpu.set_max_registers(of_consumer, action="increase")
-        consumer = SoftmaxConsumer(static, scratch, index, basics.unknown_zero() + index)
+        consumer = SoftmaxConsumer(static, scratch, index, basics.opaque_zero() + index)
         consume(front, x, work_tiles(), consumer, result, front_scratch)
 
     def load() -> None:

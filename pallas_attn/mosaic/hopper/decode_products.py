@@ -41,7 +41,7 @@ class WgmmaProducts:
     def probs(self, tile: DecodeTile, p: Ref) -> list[Ref]:
         if not tile.latent_groups:
             return [p.transpose((1, 0))]
-        zero = basics.unknown_zero()
+        zero = basics.opaque_zero()
         return [p.at[zero + i].transpose((1, 0)) for i in range(tile.latent_groups)]
 
     def scratch_types(self, tile: DecodeTile) -> Any:

@@ -248,7 +248,7 @@ class Consumer:
         same for every tile it computes ahead, such as their addresses, which take many registers.
         """
         terms = self.static.query_terms
-        unknown = basics.unknown_zero() if terms > 1 else 0
+        unknown = basics.opaque_zero() if terms > 1 else 0
         return [self.rings.q.at[self.number * terms + unknown + i] for i in range(terms)]
 
     def _release_keys(self, slot: Any, more: Any) -> None:
@@ -258,7 +258,7 @@ class Consumer:
 
     def _of_own(self, barriers: Any) -> Any:
         """The consumer's own barrier, of those of all, whose address is not kept in a register."""
-        return barriers.at[self.number + basics.unknown_zero()]
+        return barriers.at[self.number + basics.opaque_zero()]
 
     def _await_keys(self, kv_tile: Any, more: Any) -> None:
         wait_if(more, self.rings.k_landed.at[ring_slot(kv_tile, self.static.stages)])

@@ -266,7 +266,7 @@ class RawTurns[Split]:
 
     def scores(self, slot: Any) -> Any:
         """Products of the query with a tile, [TOKENS, rows], divided by the scales of the last group of columns."""
-        mem, zero = self.memory, basics.unknown_zero()
+        mem, zero = self.memory, basics.opaque_zero()
         rotated = wgmma.start_scores([(mem.rope.at[slot], mem.q_rope.at[zero])], None, register_tiles.ROW_BYTES)
         queries = [q.at[zero] for q in mem.q]
         return raw_latents.add_scores(rotated, mem.k.at[slot], queries, mem.scales.at[slot], self.static.page_tokens)
@@ -301,8 +301,8 @@ class RawTurns[Split]:
         mem.changed[half] = changed
         raw_columns.rescale_weights(mem.weights.at[half], changed, mem.stats.at[FACTORS + half])
         p = jnp.exp2(x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape))
-        ratios = [(scale / largest).astype(jnp.float16) for scale in self.scales(slot + basics.unknown_zero())]
-        zero = basics.unknown_zero()  # places are computed here, not kept
+        ratios = [(scale / largest).astype(jnp.float16) for scale in self.scales(slot + basics.opaque_zero())]
+        zero = basics.opaque_zero()  # places are computed here, not kept
         raw_columns.publish(p.astype(jnp.float16), mem.p.at[half + zero], ratios, mem.ratios.at[half + zero])
         plgpu.barrier_arrive(mem.ready.at[half])
         raw_columns.add_weights(mem.weights.at[half], p, 1 / largest)
@@ -311,7 +311,7 @@ class RawTurns[Split]:
         """Add a tile's latents times their probabilities."""
         mem, half = self.memory, self.half
         acc = raw_columns.rescale_columns(acc, mem.changed[tile], mem.stats.at[FACTORS + tile])
-        first, p = half * self.static.widths[0], mem.p.at[tile + basics.unknown_zero()]
+        first, p = half * self.static.widths[0], mem.p.at[tile + basics.opaque_zero()]
         return raw_latents.add_values(acc, mem.k.at[slot], first, p, mem.ratios.at[tile])
 
     # Results

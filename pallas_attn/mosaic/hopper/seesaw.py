@@ -201,7 +201,7 @@ class SeesawTurns[Split]:
 
     def slots(self, pair: Any) -> tuple[Any, Any]:
         """Slots of the tiles of a pair."""
-        zero = basics.unknown_zero()
+        zero = basics.opaque_zero()
         return zero + self.static.slot(pair, 0), zero + self.static.slot(pair, 1)
 
     def even(
@@ -278,7 +278,7 @@ class SeesawTurns[Split]:
     def start_scores(self, pair: Any, slot: Any, parts: tuple[int, ...]) -> Any:
         """Start products of queries with parts of a tile of a pair, as these land."""
         s: Any = None
-        q, k, zero, columns = self.mem.q, self.mem.k, basics.unknown_zero(), self.static.row_bytes // 2
+        q, k, zero, columns = self.mem.q, self.mem.k, basics.opaque_zero(), self.static.row_bytes // 2
         for part in parts:
             self.await_part(pair, slot, part)
             chunks = [pl.ds(i, columns) for i in range(0, q[part].shape[2], columns)]

@@ -65,7 +65,7 @@ def multiprocessors() -> int:
     return here.multiprocessors
 
 
-def unknown_zero() -> Any:
+def opaque_zero() -> Any:
     """0, which the compiler can't know: addresses made with it are not computed, and kept, before a loop."""
     return lax.optimization_barrier(jnp.int32(0))
 

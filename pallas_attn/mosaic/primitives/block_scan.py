@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
 
-from pallas_attn.mosaic.primitives.basics import Ref, interpreted, unknown_zero
+from pallas_attn.mosaic.primitives.basics import Ref, interpreted, opaque_zero
 from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout, load_element
 
 LOG2_WARP = 5
@@ -118,7 +118,7 @@ class Lanes(NamedTuple):
 
     def _of_warps(self, numbers: jax.Array) -> list[jax.Array]:
         """Collect a scalar from each warp, all of whose threads hold the same number."""
-        thread, zero = self.number(), unknown_zero()  # constants are no indices
+        thread, zero = self.number(), opaque_zero()  # constants are no indices
         self.barrier()
         PER_THREAD.put(self.sums, jnp.where(thread & (WARP - 1) == 0, thread >> LOG2_WARP, -1), numbers)
         self.barrier()

@@ -298,7 +298,7 @@ class SeesawProducer(PageProducer[SeesawStatic, SeesawScratch]):
         """
         static = self.static
         for tile, half in HALVES:
-            slot = static.slot(split.pair + i, tile) + basics.unknown_zero()
+            slot = static.slot(split.pair + i, tile) + basics.opaque_zero()
             parts = (half,) if tile == half else (half, ROPE)
             ids = self.page_ids(split, i, tile)
             page, (_, tile_of_page) = ids[0], static.first_page(2 * i + tile)

@@ -556,7 +556,7 @@ class PagedTile(NamedTuple):
             scales = CacheScales(self.front.scales, self.x.k_scale, self.x.v_scale, staged.token_scales)
         number = consumer.number
         if self.static.dequantizes:  # whose consumers have no register for the part of this that all work tiles share
-            number += basics.unknown_zero()
+            number += basics.opaque_zero()
         query = self.rows.queries(number)
         position, row = self.position(query), self.rows.output_row(query, number)
         if self.work.split is not None:  # Before keys are walked: they take fewer registers than what they are made of.

@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic.primitives import basics
-from pallas_attn.mosaic.primitives.basics import Ref, unknown_zero
+from pallas_attn.mosaic.primitives.basics import Ref, opaque_zero
 from pallas_attn.mosaic.primitives.block_scan import (
     COMPARED,
     MOST_WARPGROUPS,
@@ -446,4 +446,4 @@ def _of_each(number: Any) -> Any:
 
 def _last(static: PlanStatic, sums: Ref) -> Any:
     """Total of prefix sums."""
-    return sums[static.padded_rows - 1 + unknown_zero()]  # constants are no indices
+    return sums[static.padded_rows - 1 + opaque_zero()]  # constants are no indices

@@ -238,7 +238,7 @@ class RaggedTile(NamedTuple):
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
         transform = ScoreTransform(functools.partial(self.limits, consumer.number))
         state = consumer.attend(kv_tile, self.kv_tiles, transform, self.rows.any_of(consumer.number))
-        number = consumer.number + basics.unknown_zero()  # or what the next two have in common is kept meanwhile
+        number = consumer.number + basics.opaque_zero()  # or what the next two have in common is kept meanwhile
         row = self.rows.output_row(self.rows.queries(number), number)
         consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row), self.work.is_whole))
 
@@ -259,7 +259,7 @@ class RaggedTile(NamedTuple):
                 return Limits(in_window, rows.filled(end - start))
             # Queries are found for each masked tile: between tiles they would take registers. Those of the next
             # sequence see too much. They are not written.
-            high = rows.queries(number + basics.unknown_zero()) + (diagonal - start)
+            high = rows.queries(number + basics.opaque_zero()) + (diagonal - start)
             if window is not None:
                 in_window = jnp.maximum(in_window, high - window)
             return Limits(in_window, high)
