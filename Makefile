@@ -72,10 +72,11 @@ tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per
 	$(BIN)/python -m tests.aot 'sm100-paged-decode-bf16-d*-n32' 'sm100-paged-decode-bf16-d128-n16' 'sm100-paged-decode-fp8-head-d*-n32' --listings .aot/listings/sm100
 	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/sm100/*.sass --bandwidth 8e12 --multiprocessors 148 --clock 1.965e9
 
-lint: $(VENV)/dev.stamp  ## ruff and the type checker
+lint: $(VENV)/dev.stamp  ## ruff, the type checker and the prose check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyrefly check
+	$(BIN)/python -m scripts.tools.prose
 
 format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
