@@ -42,8 +42,8 @@ demo: $(VENV)/demo$(CUDA).stamp  ## decode a batch on a small random model and c
 test: $(VENV)/test.stamp $(AOT)  ## everything that needs no GPU
 	$(PYTEST) -m "not slow" --junitxml=.pytest_cache/test.xml
 
-test-slow: $(VENV)/test.stamp $(AOT)  ## the long property runs
-	$(PYTEST) -m slow --junitxml=.pytest_cache/test-slow.xml
+test-slow: $(VENV)/test.stamp $(AOT)  ## the long tests (SHARD=2/8: the second of eight parts)
+	$(PYTEST) -m slow $(if $(SHARD),--shard $(SHARD)) --junitxml=.pytest_cache/test-slow$(subst /,-of-,$(addprefix -,$(SHARD))).xml
 
 test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for Hopper under both CUDA plugins
 	$(PYTEST) tests/aot --junitxml=.pytest_cache/test-aot.xml
