@@ -179,13 +179,20 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
     },
 )  # fmt: skip
 def test_values(backend: Backend, name: str) -> None:
-    """The result is the one spelt out in numpy, and poison changes no bit of it."""
+    """The result equals naive numpy attention within the tolerance, and poison changes no bit of it.
+
+    Over 8-bit latents a token with a single key has the largest outputs: all of its columns have the rounding error of
+    one weight times the scale of the key, so `harness.ROUNDED_TWICE` bounds the cosine. In a simulation of 300 inputs
+    2% exceeded `HALF_OUT.cosine`, and none did with unrounded weights.
+    """
     inputs = draw(backend, CASES[name])
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
     call = attend(backend, **exact)
     got = call(**inputs.arguments())
-    tolerances = backend.variant.tolerance("float32" if exact else inputs.q.dtype)
-    harness.assert_attention_close(got, inputs.expected(), tolerances)
+    of_output, of_lse = backend.variant.tolerance("float32" if exact else inputs.q.dtype)
+    if len(inputs.stored) > 1 and not exact:
+        of_output = replace(of_output, cosine=harness.ROUNDED_TWICE)
+    harness.assert_attention_close(got, inputs.expected(), (of_output, of_lse))
     harness.assert_same_bits(got, call(**inputs.arguments(poisoned=False)))
 
 
