@@ -25,7 +25,10 @@ from tests.contract.targets import TARGETS, ints
 from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
+    pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices"),
+]
 
 SHARED = (PagedKV, PagedLatent, PagedIndexKeys, HeadWindow)
 ROWS, TOKENS = P(None, None, "x"), P(None, "x")
