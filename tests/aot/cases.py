@@ -85,7 +85,7 @@ IN_EVERY_RUN = frozenset(
         "sm100-paged-decode-bf16-d64-n32-p16-all-features", "sm100-paged-decode-fp8-token-d256-n32-p16-all-features",
     }
 )  # fmt: skip
-"""Cases of `make test`: for each kernel, the cases with the most registers and shared memory. `make test-slow` has all."""
+"""Cases of `make test`: for each kernel, the cases with most registers and shared memory. `make test-slow` has all."""
 
 ON_BOTH_PLUGINS = frozenset(
     {
