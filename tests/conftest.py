@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 from tests.kit import faster_interpreter
 from tests.slow import SLOW
 
-pytest_plugins = ("tests.kit.shards", "pytester")
+pytest_plugins = ("tests.kit.shards", "tests.kit.slow_cases", "pytester")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
