@@ -48,6 +48,7 @@ HEADS: dict[str, tuple[dict[str, P], P]] = {
 """By target: axes that heads are, of arguments and of results."""
 
 IN_EVERY_RUN = {
+    "reference": ("heads-write",),
     "xla": ("heads-prefill, int8", "heads-write", "sequences-latents, 8 bits", "sequences-write of index keys, 8 bits"),
     "mosaic": (),
     "triton": ("heads-write", "sequences-choice"),
