@@ -277,7 +277,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backen
 
 @backends.every_backend("mla_sparse", backends.is_compiled_and_lean)
 def test_memory_is_that_of_some_tokens(backend: Backend) -> None:
-    """Temporary memory is bounded: the latents of all tokens of a chunk would be 4.5 GiB, float32 outputs are 64 MiB."""
+    """Memory is bounded: the latents of all tokens of a chunk would be 4.5 GiB, float32 outputs are 64 MiB."""
     bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     used = harness.temp_bytes(
         attend(backends.as_users_get(backend)),
