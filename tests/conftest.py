@@ -25,8 +25,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 faster_interpreter.apply()
 
-# Number of threads of XLA's pool; the default is the number of cores. Each warpgroup of an interpreted kernel occupies a
-# thread while it waits, so a small pool would deadlock. XLA reads the variable when the first computation runs.
+# Number of threads of XLA's pool; the default is the number of cores. Each warpgroup of an interpreted kernel occupies
+# a thread while it waits, so a small pool would deadlock. XLA reads the variable when the first computation runs.
 os.environ.setdefault("NPROC", "16")
 
 # Tests spend most of their time compiling, often equal programs. Each process has a separate cache, because jax writes
@@ -42,8 +42,8 @@ gc.set_threshold(50_000, 20, 20)
 # cache do not contain these, so on a GPU the second of two variants would get the kernel of the first.
 os.environ["PALLAS_ATTN_KERNEL_CACHE"] = "0"
 
-# Without a GPU, Triton kernels are interpreted. The variable must be set before triton is imported, and after the settings
-# with which jax creates its backend.
+# Without a GPU, Triton kernels are interpreted. The variable must be set before triton is imported, and after the
+# settings with which jax creates its backend.
 if jax.default_backend() != "gpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
