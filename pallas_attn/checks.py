@@ -359,27 +359,6 @@ def check_index_keys(index: PagedIndexKeys, dims: Dims) -> None:
         dims.check("index.scale", index.scale, "N ps 1", F32)
 
 
-def check_indexed(
-    q: Any,
-    weights: Any,
-    index: PagedIndexKeys,
-    block_tables: Any,
-    cu_q_lens: Any,
-    kv_lens: Any,
-    draft_mask: Any,
-) -> None:
-    """Checks index queries and their weights against a cache of index keys, tables, lengths and a mask."""
-    dims = Dims()
-    dims.check("q", q, "T Hi Di", PLAIN)
-    dims.check("weights", weights, "T Hi", F32)
-    check_index_keys(index, dims)
-    dims.check("block_tables", block_tables, "S P", INT)
-    dims.check("cu_q_lens", cu_q_lens, "S+1", INT)
-    dims.check("kv_lens", kv_lens, "S", INT)
-    if draft_mask is not None:
-        dims.check("draft_mask", draft_mask, "T M", BOOL)
-
-
 def check_rope(rope: Rope, dims: Dims, *, has_q: bool) -> None:
     """Checks rotation and norms against the T and D already bound, binding half."""
     check_class("rope", rope, Rope)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_attn import checks
-from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.arguments import refuse_gradients
 
 
 def merge_states(

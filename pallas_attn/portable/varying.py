@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
-from jax._src import config as jax_config  # nothing public switches the check off for a part of a function
 
 
 def varying_axes(tree: Any) -> tuple[str, ...]:
@@ -28,20 +26,3 @@ def varying_like[Tree](tree: Tree, like: Any) -> Tree:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
-
-
-def call_unvarying(function: Callable[[Any], Any], call: Any) -> Any:
-    """`function(call)`, of arrays that it takes to vary over nothing; the results vary over all axes that some does.
-
-    For kernels: references to arrays that vary over an axis are not implemented in Pallas (as of jax 0.11).
-    """
-    axes = varying_axes(call)
-    if not axes:
-        return function(call)
-    with jax_config._check_vma(False):
-        # Each axis that comes and goes makes an array anew, which then varies over nothing; XLA has no part in it.
-        same = jax.tree.map(
-            lambda x: lax.squeeze(lax.expand_dims(x, (0,)), (0,)) if isinstance(x, jax.Array) else x, call
-        )
-        out = function(same)
-    return varying_like(out, call)

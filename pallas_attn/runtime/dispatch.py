@@ -22,14 +22,14 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.portable.gradients import refuse_gradients
-from pallas_attn.portable.varying import call_unvarying
+from pallas_attn.ops.call_base import OperationCall
+from pallas_attn.portable import arguments
 from pallas_attn.runtime import device, kernel_cache, sharded_calls
 from pallas_attn.runtime.device import Architecture
 from pallas_attn.types import Implementation
@@ -68,15 +68,6 @@ MODULES: dict[str, Modules] = {
     "write_index_keys": {**_IN_TRITON, **_ANYWHERE},
 }
 """By operation, which modules implement it."""
-
-
-class Call(Protocol):
-    """A validated call: a frozen pytree of the operation's arguments."""
-
-    op: ClassVar[str]
-
-    def bounded(self) -> Any:
-        """The call with lengths that fit its arrays, whatever they were: what implementations get."""
 
 
 class BrokenImplementationError(NotImplementedError):
@@ -237,36 +228,49 @@ def _try[Result](
         ) from error
 
 
-def run(call: Call, implementation: Implementation) -> Any:
-    """Runs a call with the first candidate that supports it, under a `jax.named_scope` of the operation's name.
+def run(call: OperationCall, implementation: Implementation) -> Any:
+    """Run a call with the first candidate that supports it, under a `jax.named_scope` with the operation's name.
 
-    Implementations get jax arrays for those of numpy. Raises as `choose` does.
+    Implementations receive NumPy arrays as JAX arrays. Raises as `choose` does.
     """
-    call = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
-    implementation = tuple(implementation) if isinstance(implementation, list) else implementation
+    arrays, rest = arguments.split_arrays(call)
+    arrays = arguments.refuse_gradients(call.op, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays])
+    names = tuple(implementation) if isinstance(implementation, list) else implementation
+    chosen = _Chosen(call.op, names)
     with jax.named_scope(call.op):
-        return sharded_calls.run(call.op, _Chosen(call.op, implementation), refuse_gradients(call.op, call))
+        if (mesh := sharded_calls.mesh_of(arrays)) is None:
+            return chosen(rest.join(arrays))
+        return sharded_calls.run(mesh, call.op, chosen, arrays, rest)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chosen:
-    """An operation as one function of its call, equal for equal names of implementations."""
+    """An operation as a function of its call. Two objects are equal if they have the same implementation names."""
 
     op: str
     implementation: Implementation
 
-    def __call__(self, call: Call) -> Any:
-        return choose(self.op, self.implementation, functools.partial(_attempt, call))
+    def __call__(self, call: OperationCall) -> Any:
+        bounded = (
+            call.bounded()
+        )  # after `refuse_gradients`: the gradient of rounding is 0, which would hide the refusal
+        return choose(
+            self.op, self.implementation, functools.partial(_attempt, bounded, *arguments.split_arrays(bounded))
+        )
 
 
-def _attempt(call: Call, name: str, function: kernel_cache.NamedFunction) -> Any:
-    call = call.bounded()  # after gradients were refused: rounding has one, of 0
+def _attempt(
+    call: OperationCall, arrays: list[Any], rest: arguments.Rest, name: str, function: kernel_cache.NamedFunction
+) -> Any:
+    """Run a bounded call, also given as its arrays and the rest, with one implementation."""
     if name not in KERNELS:
         return function(call)
-    interpreted = name == "triton" and device.interprets_triton()
-    if interpreted or device.interpreted():
+    interprets_triton = name == "triton" and device.interprets_triton()
+    if interprets_triton or device.interpreted():
         sharded_calls.refuse_callbacks()
-    return call_unvarying(function if interpreted else functools.partial(kernel_cache.call_cached, function), call)
+    if interprets_triton:
+        return arguments.call_unvarying(lambda arrays: function(rest.join(arrays)), arrays)
+    return arguments.call_unvarying(lambda arrays: kernel_cache.call_split(function, arrays, rest), arrays)
 
 
 def _named(error: Exception) -> str:
@@ -305,11 +309,11 @@ def explain(
     Raises:
       ValueError: what the call itself would raise.
     """
-    arrays, rebuild = _split_arrays((args, kwargs))
+    arrays, rest = arguments.split_arrays((args, kwargs))
     refused: dict[str, str] = {}
 
     def call(name: str, arrays: Sequence[Any]) -> Any:
-        args, kwargs = rebuild(arrays)
+        args, kwargs = rest.join(arrays)
         return function(*args, **kwargs, implementation=name)
 
     for name in candidates(chooser, implementation):
@@ -321,17 +325,3 @@ def explain(
         else:
             return Explanation(op, name, refused)
     return Explanation(op, None, refused)
-
-
-def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The arrays (or their shapes) among the leaves of a call's arguments, and how to put others in their place."""
-    leaves, treedef = jax.tree.flatten(tree)
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-
-    def rebuild(arrays: Sequence[Any]) -> Any:
-        replaced = iter(arrays)
-        return treedef.unflatten(
-            [next(replaced) if flag else leaf for leaf, flag in zip(leaves, is_array, strict=True)]
-        )
-
-    return [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag], rebuild

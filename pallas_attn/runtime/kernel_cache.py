@@ -26,6 +26,7 @@ import inspect
 import os
 import platform
 import re
+import sys
 import tempfile
 import time
 import warnings
@@ -39,7 +40,11 @@ import jax
 from jax import export
 from jax.sharding import AxisType
 
+from pallas_attn.portable import arguments
 from pallas_attn.runtime import device, mosaic_tools, tuning
+
+ROOT = Path(__file__).parents[1]
+"""Folder of the package."""
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_KERNEL_CACHE"
 PLATFORM = "cuda"
@@ -85,15 +90,17 @@ def call_cached(function: Callable[[Any], Any], call: Any) -> Any:
     """
     if not isinstance(function, NamedFunction) and "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(f"function: expected one that a module defines by name, got {function!r}")
+    arrays, rest = arguments.split_arrays(call)
+    return call_split(function, arrays, rest)
+
+
+def call_split(function: Callable[[Any], Any], arrays: list[Any], rest: arguments.Rest) -> Any:
+    """`call_cached` for a call that `arguments.split_arrays` has split."""
     here = device.current()
     if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_typed_mesh():
-        return function(call)
-    leaves, tree = jax.tree.flatten(call)
-    is_array = tuple(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
-    arrays = [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag]
-    static = tuple(leaf for leaf, flag in zip(leaves, is_array, strict=True) if not flag)
+        return function(rest.join(arrays))
     avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
-    return _lowered(_Key(function, tree, static, is_array, avals, here, _settings()))(*arrays)
+    return _lowered(_Key(function, rest, avals, here, _settings()))(*arrays)
 
 
 _ahead: contextvars.ContextVar[Executor | None] = contextvars.ContextVar("_ahead", default=None)
@@ -169,9 +176,7 @@ class _Key:
     """Whatever decides how a call is lowered, but for what is the same throughout a process."""
 
     function: Callable[[Any], Any]
-    tree: Any
-    static: tuple[Any, ...]
-    is_array: tuple[bool, ...]
+    rest: arguments.Rest
     avals: tuple[jax.ShapeDtypeStruct, ...]
     here: device.Device
     settings: tuple[tuple[str, Any], ...]
@@ -194,9 +199,7 @@ class _Key:
         """The implementation as a function of arrays alone."""
 
         def one(*arrays: Any) -> Any:
-            arrays_left, static_left = iter(arrays), iter(self.static)
-            leaves = [next(arrays_left if flag else static_left) for flag in self.is_array]
-            return self.function(jax.tree.unflatten(self.tree, leaves))
+            return self.function(self.rest.join(arrays))
 
         function = one
         for size, axes in self.vmaps:
@@ -234,10 +237,10 @@ def _source(function: Callable[[Any], Any]) -> str:
 
 def _sources() -> str:
     """A digest of the package: any change of a kernel, a heuristic or a tuned configuration changes it."""
-    root, digest = os.path.dirname(__file__), hashlib.sha256()
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    digest = hashlib.sha256()
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(ROOT) for name in names]
     for file in sorted(file for file in files if file.endswith((".py", ".json"))):  # pathlib takes as long as reading
-        digest.update(os.path.relpath(file, root).encode())
+        digest.update(os.path.relpath(file, ROOT).encode())
         with open(file, "rb") as content:
             digest.update(hashlib.sha256(content.read()).digest())
     return digest.hexdigest()
@@ -279,19 +282,33 @@ def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
 
 
 def _export(key: _Key) -> export.Exported | LoweringError:
-    """The lowered kernel, or why there is none. What is raised while tracing, a refusal or a caller's mistake, is
-    raised: it comes before anything is lowered.
+    """Trace and lower a kernel; return a LoweringError if lowering fails.
+
+    Exceptions of tracing are raised: unsupported calls and mistakes of the caller are found before anything is lowered.
     """
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
     jitted = jax.jit(key.flat)
     with device.on_one_device(jax.sharding.get_abstract_mesh()), _no_collection():
         jitted.trace(*key.avals)
-        try:
-            return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
-        except (MemoryError, RecursionError):
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a new jax raises
-            return LoweringError(f"{type(error).__name__}: {error}")
+        with _faster_lowering():
+            try:
+                return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
+            except (MemoryError, RecursionError):
+                raise
+            except Exception as error:  # noqa: BLE001 - the exception type depends on the JAX version
+                return LoweringError(f"{type(error).__name__}: {error}")
+
+
+def _faster_lowering() -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which JAX lowers Mosaic kernels faster; an empty context if Mosaic is not imported.
+
+    Tracing a Mosaic kernel imports Mosaic. Other kernels must not wait for this import.
+    """
+    if mosaic_tools.CORE not in sys.modules:
+        return contextlib.nullcontext()
+    from pallas_attn.jax_patches.faster_lowering import faster_lowering
+
+    return faster_lowering()
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from jax.experimental import custom_partitioning as partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_attn import checks
+from pallas_attn.portable.arguments import Rest, is_array, split_arrays
 from pallas_attn.runtime import device
 from pallas_attn.types import DecodePlan, PagedIndexKeys, PagedKV, PagedLatent
 
@@ -78,49 +79,52 @@ ROW_IDS = ("block_tables", "page_indices", "slots")
 _INSIDE: contextvars.ContextVar[AxisType | None] = contextvars.ContextVar("meshes of the split call", default=None)
 
 
-def run[Tree](
-    op: str, function: Callable[[Tree], Any], arguments: Tree, annotations: Mapping[str, str] | None = None
+def run(
+    mesh: AbstractMesh,
+    op: str,
+    function: Callable[[Any], Any],
+    arrays: Sequence[Any],
+    rest: Rest,
+    annotations: Mapping[str, str] | None = None,
 ) -> Any:
-    """`function(arguments)`, each device its part of it where arrays are split over several.
+    """Return `function(rest.join(arrays))`; each device runs its part where arrays are split over several devices.
 
     Args:
+      mesh: from `mesh_of`.
       op: name of the operation, one of `OPERATIONS`.
-      function: hashable, and the same for equal calls.
-      arguments: a pytree of arrays and static values: a dataclass, or a dict by name.
-      annotations: by name, of a dict.
+      function: hashable, and equal for equal calls.
+      arrays: the arrays of the arguments.
+      rest: the arguments without their arrays: a dataclass, or a dict by name.
+      annotations: shape annotation of each name of a dict; None for a dataclass, which has annotations.
 
     Raises:
-      NotImplementedError: arrays of typed meshes are split in a way that the operation does not support. On other
-        meshes compiling raises an error of jax with the same words.
+      NotImplementedError: arrays of explicit meshes are split in a way that the operation does not support. On other
+        meshes the same message comes as a JAX error when the program is compiled.
     """
-    leaves = jax.tree.leaves(arguments)
-    mesh = None if _INSIDE.get() else _mesh_of(leaves)
-    if mesh is None:
-        return function(arguments)
-    call = _SplitCall.of(op, function, arguments, annotations)
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    call = _SplitCall.of(op, function, arrays, rest, annotations)
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return call.run(mesh, arrays)
     return _compiled(call, mesh, os.environ.get("PALLAS_ATTN_IMPLEMENTATION"))(arrays)
 
 
 def over_devices[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates an operation that calls others: on split arrays each device runs all of it on its part."""
+    """Decorate an operation that calls other operations: each device runs all of it on its part of split arrays."""
     signature = inspect.signature(function)
     annotations = {name: str(parameter.annotation) for name, parameter in signature.parameters.items()}
     on_dict = _ByName(function)
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _INSIDE.get() or _mesh_of(jax.tree.leaves((args, kwargs))) is None:
+        mesh = mesh_of(jax.tree.leaves((args, kwargs)))
+        if mesh is None:
             return function(*args, **kwargs)
-        arguments = signature.bind(*args, **kwargs).arguments
-        for name, value in arguments.items():
+        named = signature.bind(*args, **kwargs).arguments
+        for name, value in named.items():
             if "Int32" in annotations[name]:
-                (arguments[name],) = checks.int32(**{name: value})
+                (named[name],) = checks.int32(**{name: value})
             elif name == "implementation" and isinstance(value, list):
-                arguments[name] = tuple(value)
-        return run(function.__name__, on_dict, arguments, annotations)
+                named[name] = tuple(value)
+        return run(mesh, function.__name__, on_dict, *split_arrays(named), annotations)
 
     return wrapped
 
@@ -144,15 +148,16 @@ def refuse_callbacks() -> None:
         )
 
 
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
 # --- meshes
 
 
-def _mesh_of(leaves: Sequence[Any]) -> AbstractMesh | None:
-    """The mesh of several devices that arrays, or the context, are of; None if they are a device's own."""
+def mesh_of(leaves: Sequence[Any]) -> AbstractMesh | None:
+    """Return the mesh of several devices of the arrays or of the context.
+
+    None if arrays are one device's own, as within `jax.shard_map` and within a call that is already split.
+    """
+    if _INSIDE.get():
+        return None
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves if isinstance(leaf, jax.Array)]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if _axes_of(mesh, AxisType.Auto, AxisType.Explicit):
@@ -203,7 +208,7 @@ def _operands(tree: Any, annotations: Mapping[str, str]) -> list[_Operand]:
     """The arrays of a tree, in its order, by the annotations of its names and of the dataclasses in it."""
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not _is_array(leaf):
+        if not is_array(leaf):
             continue
         value, owner, annotation, names = tree, None, "", []
         for depth, key in enumerate(path):
@@ -239,29 +244,29 @@ class _SplitCall:
 
     Attributes:
       op, function: as `run` takes them.
-      tree, static, is_array: the arguments without their arrays.
-      operands: what the axes of those mean.
-      vmaps: which arrays are batched, for each `jax.vmap` around it, the innermost first.
+      rest: the arguments without their arrays.
+      operands: the arrays.
+      vmaps: for each `jax.vmap` around the call, innermost first, which arrays are batched.
     """
 
     op: str
     function: Callable[[Any], Any]
-    tree: Any
-    static: tuple[Any, ...]
-    is_array: tuple[bool, ...]
+    rest: Rest
     operands: tuple[_Operand, ...]
     vmaps: tuple[tuple[bool, ...], ...] = ()
 
     @staticmethod
     def of(
-        op: str, function: Callable[[Any], Any], arguments: Any, annotations: Mapping[str, str] | None
+        op: str,
+        function: Callable[[Any], Any],
+        arrays: Sequence[Any],
+        rest: Rest,
+        annotations: Mapping[str, str] | None,
     ) -> _SplitCall:
+        arguments = rest.join(arrays)
         if annotations is None:
             annotations = {field.name: str(field.type) for field in dataclasses.fields(arguments)}
-        leaves, tree = jax.tree.flatten(arguments)
-        is_array = tuple(map(_is_array, leaves))
-        static = tuple(leaf for leaf in leaves if not _is_array(leaf))
-        return _SplitCall(op, function, tree, static, is_array, tuple(_operands(arguments, annotations)))
+        return _SplitCall(op, function, rest, tuple(_operands(arguments, annotations)))
 
     @property
     def splits(self) -> Splittable:
@@ -270,9 +275,7 @@ class _SplitCall:
 
     def result(self, *arrays: Any) -> Any:
         """The function's result, without any `jax.vmap`."""
-        of_arrays, of_static = iter(arrays), iter(self.static)
-        leaves = [next(of_arrays if flag else of_static) for flag in self.is_array]
-        return self.function(jax.tree.unflatten(self.tree, leaves))
+        return self.function(self.rest.join(arrays))
 
     def batched(self, flags: tuple[bool, ...]) -> _SplitCall:
         """The same call under one more `jax.vmap`."""

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import pallas_attn
-from pallas_attn.portable.varying import call_unvarying
+from pallas_attn.portable import arguments
 from pallas_attn.runtime import device, kernel_cache, mosaic_tools, tuning
 
 CARD = device.Device(platform="gpu", name="a CPU in place of a card", capability=(9, 0), multiprocessors=2)
@@ -195,9 +195,14 @@ def test_surroundings_are_told_apart(kept: Path, what: str, monkeypatch: pytest.
     assert len(list(kept.iterdir())) == 2
 
 
+def test_root_is_the_package() -> None:
+    """Changes of kernels must change the digest of the sources."""
+    assert Path(pallas_attn.__file__).parent == kernel_cache.ROOT
+
+
 def test_sources_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name and content of Python and JSON files in all folders; other files don't matter."""
-    monkeypatch.setattr(kernel_cache, "__file__", str(tmp_path / "kernel_cache.py"))
+    monkeypatch.setattr(kernel_cache, "ROOT", tmp_path)
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "kernel.py").write_text("x = 1")
     found = [kernel_cache._sources()]
@@ -333,7 +338,8 @@ def test_devices_of_a_mesh_share_one_kernel(kept: Path) -> None:
     rows = jnp.arange(3.0 * mesh.size).reshape(mesh.size, 3)
 
     def call(x: Any) -> Any:
-        return call_unvarying(lambda call: kernel_cache.call_cached(scaled_sum, call)[0], Call(x, None))
+        arrays, rest = arguments.split_arrays(Call(x, None))
+        return arguments.call_unvarying(lambda arrays: kernel_cache.call_split(scaled_sum, arrays, rest)[0], arrays)
 
     for check_vma in (True, False):
         run_all = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma))

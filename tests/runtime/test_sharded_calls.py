@@ -318,7 +318,7 @@ def test_eagerly_and_by_other_implementations(kind: str, implementation: str) ->
 def test_without_this_a_cache_is_gathered() -> None:
     """The search for collectives sees it."""
     case, mesh = CASES["decode, heads and sequences"], mesh_of("auto")
-    with mock.patch.object(sharded_calls, "_mesh_of", return_value=None):
+    with mock.patch.object(sharded_calls, "mesh_of", return_value=None):
         compiled = jitted(case).lower(**placed(case, mesh)).compile()
     assert "all-gather" in collectives(str(compiled.as_text()))
 
@@ -348,7 +348,7 @@ def test_one_device_has_the_program_it_had(name: str) -> None:
     """Also as a mesh of one."""
     mesh = mesh_of("auto", data=1)
     ours = lowered(name), lowered(name, lambda x: jax.device_put(x, NamedSharding(mesh, P())))
-    with mock.patch.object(sharded_calls, "_mesh_of", return_value=None):
+    with mock.patch.object(sharded_calls, "mesh_of", return_value=None):
         assert ours == (lowered(name), lowered(name, lambda x: jax.device_put(x, NamedSharding(mesh, P()))))
 
 
@@ -365,7 +365,7 @@ def test_inside_a_shard_map_nothing_is_added(kind: str, check_vma: bool) -> None
     run: Any = jax.jit(jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=BOTH, check_vma=check_vma))
     arrays = list(placed(case, mesh).values())
     ours = run.lower(*arrays).as_text()
-    with mock.patch.object(sharded_calls, "_mesh_of", return_value=None):
+    with mock.patch.object(sharded_calls, "mesh_of", return_value=None):
         run.clear_cache()
         assert run.lower(*arrays).as_text() == ours
 
