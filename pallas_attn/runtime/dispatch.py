@@ -1,14 +1,14 @@
-"""Which implementation of an operation runs a call: candidates in order, and the reasons of those that cannot.
+"""Select the implementation of an operation: try the candidates in order, and collect why each one is unsupported.
 
-An implementation says what it does not support by raising NotImplementedError while it is traced, before anything runs.
-So choosing is trying, and explaining is trying abstractly: there is no second description of what each one supports
-that could drift from the first.
+An implementation raises NotImplementedError for an unsupported call while it is traced, before anything runs. Dispatch
+traces candidates until one does not raise. `explain` traces them abstractly. No separate description of the supported
+calls can become outdated.
 
-An implementation that breaks, because it cannot be imported or because what it traces cannot be lowered, as after an
-update of jax, is passed over like one that refuses; but since it was meant to run, a warning tells why, once.
+An implementation that cannot be imported or lowered, for example after a JAX update, is skipped like an unsupported
+one. Dispatch also warns once with the reason, because the implementation should have run.
 
-`MODULES` is the one list of them. Another backend, or one for another architecture, is a file beside the others in
-`ops/<operation>/` with a function of the operation's name that takes its call object, and an entry here.
+`MODULES` lists all implementations. To add a backend or an architecture, add a file to `ops/<operation>/` with a
+function of the operation's name that takes the call object, and an entry to `MODULES`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ from pallas_attn.runtime.device import Architecture
 from pallas_attn.types import Implementation
 
 NAMES = ("mosaic", "triton", "xla", "reference")
-"""Every implementation name there can be, best first."""
+"""Names of all implementations, best first."""
 
 KERNELS = frozenset({"mosaic", "triton"})
-"""Implementations that take long to lower, so that what comes of it is kept."""
+"""Implementations that are slow to lower. Their lowered form is cached."""
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_IMPLEMENTATION"
-"""Names the default (comma-separated names are tried in order) where a call says None. Read when a call is traced."""
+"""Default for calls with implementation=None: comma-separated names that are tried in order. Read when a call is
+traced.
+"""
 
 type Modules = Mapping[tuple[str, Architecture | None], str]
-"""(implementation, architecture or None for any) to a module of the operation's package."""
+"""(implementation, architecture or None for any) to the module name in the operation's package."""
 
 _ANYWHERE: Modules = {("xla", None): "xla", ("reference", None): "reference"}
 _ON_SM90: Modules = {("mosaic", (9, 0)): "mosaic_sm90"}
@@ -67,21 +69,21 @@ MODULES: dict[str, Modules] = {
     "mla_sparse": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "write_index_keys": {**_IN_TRITON, **_ANYWHERE},
 }
-"""By operation, which modules implement it."""
+"""Modules that implement each operation."""
 
 
 class BrokenImplementationError(NotImplementedError):
-    """An implementation that is meant for this device cannot be imported or lowered."""
+    """An implementation for this device cannot be imported or lowered."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Which implementation would run a call.
+    """Result of `explain`: which implementation would run a call.
 
     Attributes:
       op: name of the operation.
-      chosen: name of the implementation that would run, None if every candidate refuses.
-      refused: candidate name to the reason it would not run, in the order they were tried.
+      chosen: name of the implementation that would run; None if no candidate supports the call.
+      refused: for each candidate tried before, its name and the reason why it would not run, in order.
 
     Example:
       >>> print(pallas_attn.Explanation("paged_decode", "xla", {"mosaic": "needs a GPU"}))
@@ -99,21 +101,21 @@ class Explanation:
 
 
 def implementations(op: str) -> tuple[str, ...]:
-    """Names of an operation's implementations, best first."""
+    """Return the names of an operation's implementations, best first."""
     held = {name for name, _ in MODULES[op]}
     return tuple(name for name in NAMES if name in held)
 
 
 def is_named(implementation: Implementation) -> bool:
-    """Whether the caller, or the environment, named implementations."""
+    """Return whether the caller or the environment variable names implementations."""
     return implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
 
 
 def candidates(op: str, implementation: Implementation) -> list[str]:
-    """Names to try, in order.
+    """Return the names to try, in order.
 
     Raises:
-      ValueError: a name that no operation has.
+      ValueError: a name is unknown.
     """
     source = "implementation"
     if implementation is None and (named := os.environ.get(ENVIRONMENT_VARIABLE)):
@@ -129,27 +131,27 @@ def candidates(op: str, implementation: Implementation) -> list[str]:
 
 
 def load(op: str, name: str, *, named: bool = True) -> ModuleType:
-    """Imports the module of an implementation that is for the card of the call being traced.
+    """Import the module of an implementation for the device of the call being traced.
 
     Args:
       named: whether the caller named the implementation.
 
     Raises:
-      NotImplementedError: the operation has none of this name, or none for this card; or a file or an optional
-        dependency of one for any card is not there.
-      BrokenImplementationError: it cannot be imported for any other reason, or is the one for this card.
+      NotImplementedError: the operation has no implementation of this name, or none for this device; or an
+        implementation for any device is missing, or its optional dependency is missing.
+      BrokenImplementationError: the import fails for another reason, or the implementation for this device is missing.
     """
     return find(op, name, named=named).load()
 
 
 def find(op: str, name: str, *, named: bool = True) -> kernel_cache.NamedFunction:
-    """Finds the implementation that is for the card of the call being traced, and imports nothing.
+    """Find the implementation for the device of the call being traced, without importing it.
 
     Args:
       named: whether the caller named the implementation.
 
     Raises:
-      NotImplementedError: the operation has none of this name, or none for this card.
+      NotImplementedError: the operation has no implementation of this name, or none for this device.
     """
     if name not in implementations(op):
         raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(implementations(op))}")
@@ -160,13 +162,13 @@ def find(op: str, name: str, *, named: bool = True) -> kernel_cache.NamedFunctio
         here.require(*(architecture for held, architecture in MODULES[op] if held == name and architecture))
         module = MODULES[op][name, here.capability]
     elif module == "triton":
-        device.triton_card(named=named)  # before triton is imported, which takes long
+        device.triton_card(named=named)  # before the slow import of triton
     path = f"pallas_attn.ops.{op}.{module}"
     return kernel_cache.NamedFunction(path, op, functools.partial(_import, path, op, name, for_this_card))
 
 
 def _import(path: str, op: str, name: str, for_this_card: bool) -> ModuleType:
-    """Imports the module of an implementation; raises as `load` does."""
+    """Import the module of an implementation. Raises as `load` does."""
     try:
         return importlib.import_module(path)
     except (MemoryError, RecursionError):
@@ -180,21 +182,21 @@ def _import(path: str, op: str, name: str, for_this_card: bool) -> ModuleType:
 def choose[Result](
     op: str, implementation: Implementation, attempt: Callable[[str, kernel_cache.NamedFunction], Result]
 ) -> Result:
-    """Calls `attempt(name, found)` for one candidate after the other and returns the first result.
+    """Call `attempt(name, found)` for one candidate after the other and return the first result.
 
     Args:
       op: name of the operation.
-      implementation: as the user gave it.
+      implementation: argument of the user's call.
       attempt: raises NotImplementedError for a candidate that does not support the call.
 
     Raises:
-      ValueError: an implementation name that does not exist.
-      NotImplementedError: the one implementation named does not support the call.
-      BrokenImplementationError: that one breaks.
-      ExceptionGroup: several were tried and none supports it; holds each one's NotImplementedError.
+      ValueError: an implementation name is unknown.
+      NotImplementedError: the only candidate does not support the call.
+      BrokenImplementationError: the only candidate cannot be imported or lowered.
+      ExceptionGroup: no candidate of several supports the call; contains the NotImplementedError of each candidate.
 
     Warns:
-      RuntimeWarning: one that breaks was passed over; once for each reason.
+      RuntimeWarning: a broken candidate was skipped; once per reason.
     """
     names, refusals = candidates(op, implementation), []
     for name in names:
@@ -214,11 +216,11 @@ def choose[Result](
 def _try[Result](
     op: str, name: str, attempt: Callable[[str, kernel_cache.NamedFunction], Result], *, named: bool
 ) -> Result:
-    """An attempt with one implementation. Kernels, which a new jax may break, break as NotImplementedError."""
+    """Attempt one implementation. Unexpected exceptions of a kernel become BrokenImplementationError."""
     found = find(op, name, named=named)
     try:
         return attempt(name, found)
-    except (NotImplementedError, ValueError, MemoryError, RecursionError):  # a refusal; the caller is wrong; no room
+    except (NotImplementedError, ValueError, MemoryError, RecursionError):  # unsupported, wrong arguments, no memory
         raise
     except Exception as error:
         if name not in KERNELS:
@@ -274,13 +276,13 @@ def _attempt(
 
 
 def _named(error: Exception) -> str:
-    """An error in one line, with its type."""
+    """Return the type and the first line of an error."""
     first_line, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first_line}"
 
 
 def _versions(name: str) -> str:
-    """The versions that decide whether an implementation in another package's language works; empty for others."""
+    """Return the versions that a Triton implementation depends on, for messages; "" for other implementations."""
     found = []
     for package in ("triton", "jax") if name == "triton" else ():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -301,13 +303,13 @@ def explain(
     *args: Any,
     **kwargs: Any,
 ) -> Explanation:
-    """Find what `function`, the public face of `op`, would choose, by tracing it with each candidate and running none.
+    """Trace `function`, the public function of `op`, with each candidate, and return which candidate it would choose.
 
     Args:
-      chooser: the operation whose implementations are the candidates; for all but compositions it is `op`.
+      chooser: the operation whose implementations are the candidates; differs from `op` only for compositions.
 
     Raises:
-      ValueError: what the call itself would raise.
+      ValueError: the call itself would raise it.
     """
     arrays, rest = arguments.split_arrays((args, kwargs))
     refused: dict[str, str] = {}

@@ -424,7 +424,7 @@ def test_gradients_are_refused_by_name() -> None:
 POOL = jax.tree.map(lambda _: P("data"), kv_of())
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "pages": ("decode, heads and sequences", {"kv": POOL, "q": P()}, r"paged_decode .*kv\.k \[N, Hkv, ps, D\] is"),
-    "pages, written": ("write", {"kv": POOL}, r"write_kv .*kv\.k .*'data' along N, and it may be along Hq, Hkv"),
+    "pages, written": ("write", {"kv": POOL}, r"write_kv .*kv\.k .*'data' along N; it may be split along Hq, Hkv"),
     "latents' pages": ("latents, heads", {"cache": latents_as(P("tensor"))}, r"cache\.pages .* along N"),
     "index keys' pages": ("scores", {"index": keys_as(P("data"))}, r"index\.keys .*along no axis"),
     "latents' pages, gathered": ("latents gathered", {"cache": latents_as(P("data"))}, r"cache\.pages"),
@@ -434,12 +434,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "whole KV heads": (
         "decode, heads and sequences",
         {"kv": jax.tree.map(lambda _: P(), kv_of())},
-        r"query heads are split over 'tensor', and 4 KV heads are on all devices whole",
+        r"query heads are split over 'tensor', and 4 KV heads are replicated",
     ),
     "keys split, values not": (
         "decode, heads and sequences",
         {"kv": halves(KV_HEADS, P())},
-        r"kv\.v is on all devices whole",
+        r"kv\.v is replicated",
     ),
     "heads over other axes": (
         "decode, heads and sequences",
@@ -476,13 +476,13 @@ def plan() -> pa.DecodePlan:
 @pytest.mark.parametrize(
     ("name", "others", "message"),
     [
-        ("decode, heads and sequences", {"plan": plan}, "plan is one device's: make it inside jax.shard_map"),
+        ("decode, heads and sequences", {"plan": plan}, "plan is for one device: make it inside jax.shard_map"),
         (
             "decode, heads and sequences",
             {"block_tables": lambda: jnp.zeros((B, HKV, 4), jnp.int32)},
-            "block_tables counts rows of all KV heads, which are split over 'tensor'",
+            "block_tables has row ids of all KV heads, which are split over 'tensor'",
         ),
-        ("write", {"slots": lambda: jnp.zeros((T, HKV), jnp.int32)}, "slots counts rows of all KV heads"),
+        ("write", {"slots": lambda: jnp.zeros((T, HKV), jnp.int32)}, "slots has row ids of all KV heads"),
         ("decode, sequences by their lengths", {"out": lambda: values(9, HQ, D)}, "out is packed"),
     ],
     ids=["plan", "tables of heads", "slots of heads", "packed output"],
@@ -519,7 +519,7 @@ def test_some_axes_of_a_shard_map_are_refused() -> None:
         return case.function(**arrays, implementation="xla")
 
     run = jax.shard_map(part, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
-    with pytest.raises(NotImplementedError, match="inside jax.shard_map over 'data' alone; name all axes"):
+    with pytest.raises(NotImplementedError, match="inside jax.shard_map over 'data' only; name all axes"):
         jax.jit(run).trace(arrays)
 
 
@@ -527,7 +527,9 @@ def test_interpreted_kernels_are_refused_where_xla_asks_for_them() -> None:
     """XLA would crash in them."""
     pytest.importorskip("triton")
     case, mesh = CASES["latents gathered"], mesh_of("auto")
-    with pytest.raises(NotImplementedError, match="runs interpreted, and so on arrays that are split"):
+    with pytest.raises(
+        NotImplementedError, match="runs interpreted; interpreted kernels support arrays that are split"
+    ):
         jitted(case, "triton").trace(**placed(case, mesh))
 
 
