@@ -164,7 +164,7 @@ class PackedCall(OperationCall):
         }
 
 
-class IndexCall(ScaledCall, PackedCall):
+class IndexKeysCall(ScaledCall, PackedCall):
     """Call that scores index keys `index` with packed index queries `q` [T, Hi, Di] and `weights` [T, Hi]."""
 
     weights: Any

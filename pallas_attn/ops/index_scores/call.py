@@ -8,13 +8,13 @@ from typing import ClassVar
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_attn.ops.call_base import IndexCall
+from pallas_attn.ops.call_base import IndexKeysCall
 from pallas_attn.types import PagedIndexKeys
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class IndexScoresCall(IndexCall):
+class IndexScoresCall(IndexKeysCall):
     """Validated arguments of `index_scores`; see its docstring."""
 
     op: ClassVar[str] = "index_scores"

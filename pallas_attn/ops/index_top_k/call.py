@@ -8,13 +8,13 @@ from typing import ClassVar
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_attn.ops.call_base import IndexCall
+from pallas_attn.ops.call_base import IndexKeysCall
 from pallas_attn.types import PagedIndexKeys
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class IndexTopKCall(IndexCall):
+class IndexTopKCall(IndexKeysCall):
     """Validated arguments of `index_top_k`; see its docstring."""
 
     op: ClassVar[str] = "index_top_k"
