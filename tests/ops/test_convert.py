@@ -130,7 +130,7 @@ def test_a_dense_cache_is_read() -> None:
 
 
 def test_scales_of_several_tokens_have_no_view() -> None:
-    with pytest.raises(NotImplementedError, match="^k_scale: takes static scales, or one for each of ps=8 tokens"):
+    with pytest.raises(NotImplementedError, match="^k_scale: expected static scales, or one for each of ps=8 tokens"):
         view_nhd(**nhd())
 
 
