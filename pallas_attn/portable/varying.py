@@ -1,4 +1,4 @@
-"""Mesh axes that arrays vary over inside `jax.shard_map`, whose `check_vma` holds the carries of loops to them."""
+"""Mesh axes that arrays vary over inside `jax.shard_map`; `check_vma` requires them of loop carries."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from jax import lax
 
 
 def varying_axes(tree: Any) -> tuple[str, ...]:
-    """Mesh axes that some array of a tree varies over; none outside `jax.shard_map`, and with `check_vma=False`."""
+    """Return the mesh axes that an array of a pytree varies over; empty outside `jax.shard_map` and with
+    `check_vma=False`.
+    """
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     axes = {axis: None for array in arrays for axis in sorted(jax.typeof(array).manual_axis_type.varying)}
     return tuple(axes)
 
 
 def varying_like[Tree](tree: Tree, like: Any) -> Tree:
-    """The arrays, said to vary over what some array of `like` varies over, too: a carry that a loop adds those to."""
+    """Return the arrays with a type that also varies over the axes of `like`, for the initial carry of a loop over
+    `like`.
+    """
     axes = varying_axes(like)
     if not axes:
         return tree
