@@ -1,5 +1,6 @@
-"""Kernels loaded from the cache give the bits of kernels traced anew, on a card (the rest is in
-tests/runtime/test_kernel_cache.py).
+"""On a GPU, kernels from the cache return the same bits as newly traced kernels.
+
+tests/runtime/test_kernel_cache.py has the other tests of the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Function and arguments for each operation, by name."""
+    """Return function and arguments of each operation by name."""
     pages = {"num_pages": PAGES, "page_size": PAGE_SIZE, "dtype": jnp.bfloat16}
     kv = jax.tree.map(
         lambda leaf: normal(0, *leaf.shape),
@@ -59,7 +60,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["paged_decode", "mla_decode", "paged_prefill", "ragged_attention", "write_latent"])
-def test_bits_are_those_of_kernels_traced_anew(op: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cached_kernels_return_the_same_bits(op: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     function, arguments = calls()[op]
 
     def run() -> list[np.ndarray]:
@@ -89,8 +90,8 @@ print("jax.experimental.mosaic.gpu" in sys.modules)
 
 
 @pytest.mark.gpu
-def test_kept_kernels_run_without_mosaic(tmp_path: Path) -> None:
-    """Compiled anew, by tools that Mosaic would have found."""
+def test_cached_kernels_run_without_mosaic(tmp_path: Path) -> None:
+    """The kernels are compiled again, with the tools that Mosaic would have found."""
     results = []
     for name in ("traced", "kept"):
         variables = os.environ | {kernel_cache.ENVIRONMENT_VARIABLE: str(tmp_path / "kernels")}

@@ -1,4 +1,4 @@
-"""Kept kernels are found again by equal calls only, in other processes too, and are never half written."""
+"""Cached kernels are found by equal calls only, also in other processes, and files are complete."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def scaled_sum(call: Call) -> tuple[Any, Any]:
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Folder in which kernels are kept of a card that a CPU stands in for."""
+    """Folder of cached kernels for a GPU that a CPU stands in for."""
     monkeypatch.setattr(device, "current", lambda: CARD)
     monkeypatch.setattr(kernel_cache, "PLATFORM", "cpu")
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
@@ -59,7 +59,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def forget() -> None:
-    """Forget all kernels, as a process that starts."""
+    """Remove all kernels from memory, like a new process."""
     kernel_cache._kept.cache_clear()
     kernel_cache._warn_once.cache_clear()
     TRACED.clear()
@@ -72,7 +72,7 @@ def run(call: Call) -> np.ndarray:
     return np.asarray(kernel_cache.call_cached(scaled_sum, call)[0])
 
 
-def test_an_equal_call_is_traced_once(kept: Path) -> None:
+def test_equal_calls_are_traced_once(kept: Path) -> None:
     for x in (X, X + 1):
         np.testing.assert_array_equal(run(Call(x, Y)), x * 2 + 1)
     jax.jit(
@@ -84,7 +84,7 @@ def test_an_equal_call_is_traced_once(kept: Path) -> None:
     assert len(list(kept.iterdir())) == 1
 
 
-def test_another_process_traces_nothing(kept: Path) -> None:
+def test_second_process_traces_nothing(kept: Path) -> None:
     want = run(Call(X, Y, window=3))
     forget()
     np.testing.assert_array_equal(run(Call(X, Y, window=3)), want)
@@ -102,7 +102,7 @@ def test_another_process_traces_nothing(kept: Path) -> None:
         Call(X, Y, scale=3.0),
     ],
 )
-def test_calls_that_differ_are_told_apart(kept: Path, other: Call) -> None:
+def test_different_calls_have_different_keys(kept: Path, other: Call) -> None:
     run(Call(X, Y))
     got = kernel_cache.call_cached(scaled_sum, other)
     want = scaled_sum(other)
@@ -112,16 +112,14 @@ def test_calls_that_differ_are_told_apart(kept: Path, other: Call) -> None:
 
 @pytest.mark.parametrize("function", [lambda call: call, functools.partial(scaled_sum)])
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])
-def test_functions_that_could_not_be_found_again_are_refused(
-    function: Any, platform: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_function_without_a_module_name(function: Any, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, platform=platform))
     with pytest.raises(ValueError, match="function: expected one that a module defines by name, got"):
         kernel_cache.call_cached(function, Call(X, Y))
 
 
-def test_a_kept_implementation_is_not_imported(kept: Path) -> None:
-    """One that is not kept, or another of the module, is; once for each kernel."""
+def test_cached_implementation_is_not_imported(kept: Path) -> None:
+    """An implementation that is not cached, or another function of the module, is imported; once per kernel."""
     imported = []
 
     def load() -> Any:
@@ -143,7 +141,7 @@ def test_a_kept_implementation_is_not_imported(kept: Path) -> None:
     assert len(list(kept.iterdir())) == 2
 
 
-def test_paths_that_importing_mosaic_sets_tell_no_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_ignores_paths_that_mosaic_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     def process() -> tuple[str, ...]:
         kernel_cache._process.cache_clear()
         return kernel_cache._process()
@@ -161,8 +159,8 @@ def test_paths_that_importing_mosaic_sets_tell_no_kernels_apart(monkeypatch: pyt
         kernel_cache._process.cache_clear()
 
 
-def test_kernels_are_compiled_ahead(kept: Path) -> None:
-    """Once each in a process, in the executor's threads, whether they are lowered or were kept; none outside of it."""
+def test_compile_ahead(kept: Path) -> None:
+    """Within the context, each kernel is compiled on the executor once per process, lowered or cached."""
     submitted: list[Any] = []
     threads = mock.Mock(submit=lambda function, *args: submitted.append(function(*args)))
     compiled = mock.Mock(side_effect=RuntimeError("no memory"))
@@ -179,7 +177,7 @@ def test_kernels_are_compiled_ahead(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["card", "setting", "sources", "file"])
-def test_surroundings_are_told_apart(kept: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_depends_on_the_environment(kept: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Call(X, Y))
     if what == "card":
         monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, multiprocessors=3))
@@ -200,8 +198,8 @@ def test_root_is_the_package() -> None:
     assert Path(pallas_attn.__file__).parent == kernel_cache.ROOT
 
 
-def test_sources_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name and content of Python and JSON files in all folders; other files don't matter."""
+def test_digest_depends_on_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It depends on names and contents of Python and JSON files in all folders, and not on other files."""
     monkeypatch.setattr(kernel_cache, "ROOT", tmp_path)
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "kernel.py").write_text("x = 1")
@@ -218,7 +216,7 @@ def test_sources_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:10], lambda b: b"", lambda b: b[:-1] + b"\0\0"])
-def test_a_damaged_file_is_written_anew(kept: Path, damage: Any) -> None:
+def test_damaged_file_is_rewritten(kept: Path, damage: Any) -> None:
     want = run(Call(X, Y))
     (file,) = kept.iterdir()
     whole = file.read_bytes()
@@ -232,8 +230,8 @@ def test_a_damaged_file_is_written_anew(kept: Path, damage: Any) -> None:
     assert not TRACED
 
 
-def test_what_nobody_reads_is_removed_in_time(kept: Path) -> None:
-    """A kernel that is read stays, and so does a file that is none of ours."""
+def test_unread_files_are_removed(kept: Path) -> None:
+    """Kernels that are read stay, and so do files that are not kernels."""
     run(Call(X, Y))
     (read,) = kept.iterdir()
     unread, half, other = kept / ("0" * 64), kept / "tmp-abc_1", kept / "README"
@@ -249,7 +247,7 @@ def test_what_nobody_reads_is_removed_in_time(kept: Path) -> None:
     assert len(list(kept.iterdir())) == 3
 
 
-def test_a_folder_that_cannot_be_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_folder_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file" / "kernels"))
     with warnings.catch_warnings(record=True) as told:
@@ -263,14 +261,14 @@ def test_a_folder_that_cannot_be_is_told_once(tmp_path: Path, monkeypatch: pytes
     ]
 
 
-def test_a_refusal_keeps_nothing(kept: Path) -> None:
+def test_unsupported_call_is_not_cached(kept: Path) -> None:
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="no negative scale"):
             run(Call(X, Y, scale=-1.0))
     assert not list(kept.iterdir())
 
 
-def test_what_cannot_be_lowered_is_told_and_not_tried_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowering_error_is_cached(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -286,15 +284,15 @@ def test_what_cannot_be_lowered_is_told_and_not_tried_again(kept: Path, monkeypa
 
 
 def collecting(call: Call) -> tuple[Any, Any]:
-    """Like `scaled_sum`; notes whether Python looks for cycles."""
+    """Like `scaled_sum`, and record whether the garbage collector is enabled."""
     TRACED.append(f"collecting {gc.isenabled()}")
     return scaled_sum(call)
 
 
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("enabled", [True, False])
-def test_no_search_for_cycles_while_lowering(enabled: bool) -> None:
-    """And afterwards, whatever was raised, as before."""
+def test_garbage_collector_is_disabled_while_lowering(enabled: bool) -> None:
+    """Its former state is restored, also after an exception."""
     TRACED.clear()
     if not enabled:
         gc.disable()
@@ -310,7 +308,7 @@ def test_no_search_for_cycles_while_lowering(enabled: bool) -> None:
     assert "collecting True" not in TRACED
 
 
-def test_no_room_for_lowering_is_nothing_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_error_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     export = kernel_cache.export.export
     monkeypatch.setattr(kernel_cache.export, "export", mock.Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
@@ -319,7 +317,7 @@ def test_no_room_for_lowering_is_nothing_to_remember(monkeypatch: pytest.MonkeyP
     np.testing.assert_array_equal(run(Call(X, Y)), X * 2 + 1)
 
 
-def test_under_vmap_the_batched_kernel_is_kept(kept: Path) -> None:
+def test_vmap_caches_the_batched_kernel(kept: Path) -> None:
     def each(x: Any) -> Any:
         return kernel_cache.call_cached(scaled_sum, Call(x, Y[0]))[0]
 
@@ -331,8 +329,8 @@ def test_under_vmap_the_batched_kernel_is_kept(kept: Path) -> None:
     assert not TRACED
 
 
-def test_devices_of_a_mesh_share_one_kernel(kept: Path) -> None:
-    """Which is the one that a call on one device keeps."""
+def test_mesh_devices_share_one_kernel(kept: Path) -> None:
+    """It is the same kernel as on one device."""
     mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.PartitionSpec("x")
     rows = jnp.arange(3.0 * mesh.size).reshape(mesh.size, 3)
@@ -352,7 +350,7 @@ def test_devices_of_a_mesh_share_one_kernel(kept: Path) -> None:
     assert not TRACED
 
 
-def test_nothing_is_kept_where_it_might_be_wrong(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_bypass_the_cache(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def traced() -> int:
         TRACED.clear()
         run(Call(X, Y))
@@ -373,7 +371,7 @@ def test_nothing_is_kept_where_it_might_be_wrong(kept: Path, monkeypatch: pytest
     assert not list(kept.iterdir())
 
 
-def test_it_lies_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_are_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(kernel_cache.ENVIRONMENT_VARIABLE)
     before = jax.config.jax_compilation_cache_dir
     try:
@@ -387,8 +385,8 @@ def test_it_lies_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(list((tmp_path / "jax" / "pallas_attn_kernels").iterdir())) == 1
 
 
-def test_processes_at_once(kept: Path) -> None:
-    """All compute the same, and leave one whole file."""
+def test_concurrent_processes(kept: Path) -> None:
+    """All processes return the same result, and one complete file remains."""
     program = textwrap.dedent("""
         import jax.numpy as jnp
         from pallas_attn.runtime import device, kernel_cache
