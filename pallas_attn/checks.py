@@ -347,8 +347,8 @@ def check_latent(cache: PagedLatent, dims: Dims, *, unscaled: bool = False) -> N
 def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *, cast: bool = False) -> None:
     """Check new latents [T, L + R] against a checked cache.
 
-    They must have the cache's dtype, unless the cache is quantised or `cast` says that they are converted. They may be
-    8-bit only if the cache has no scales.
+    The latents must have the cache's dtype, unless the cache is quantised or `cast` permits a conversion. 8-bit latents
+    are accepted only if the cache has no scales.
     """
     dtypes = PLAIN if cast or cache.is_quantised else (cache.pages.dtype,)
     if not cache.is_quantised and cache.pages.dtype not in PLAIN:

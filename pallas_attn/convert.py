@@ -12,7 +12,7 @@ FlashInfer. Examples:
 `PagedLatent` stores 8-bit latents, scales and rotated keys in separate arrays. Other engines store them in one record
 per token; `from_records` and `to_records` convert these.
 
-All of these functions copy, also under `jax.jit`. They are for transferring a cache, not for every step.
+These functions copy, also under `jax.jit`. Use them to transfer a cache, not in every step.
 
 `view_nhd` copies nothing: pages of ps tokens with tokens before heads are pages of one token each, [N·ps, Hkv, 1, D],
 with the same slots. `view_fused` does the same for arrays that store the key and the value of a head next to each

@@ -4,8 +4,8 @@ The replacements return the same layouts and the same MLIR, so the machine code 
 them to one thread: within the context, the thread that entered it calls the replacements, and all other threads call
 JAX's functions. Outside of all contexts, JAX is unmodified. docs/toolchain.md has the gain of each replacement.
 
-A function is replaced only if its source has a known SHA-256 digest. With another JAX version, a function with another
-source stays as it is. The environment variable `PALLAS_ATTN_PATCH_JAX=0` disables all replacements.
+A function is replaced only if its source has a known SHA-256 digest. A JAX version with another source keeps its
+function. The environment variable `PALLAS_ATTN_PATCH_JAX=0` disables all replacements.
 """
 
 from __future__ import annotations

@@ -528,7 +528,7 @@ def _sharding_rule(
 ) -> partitioning.SdyShardingRule:
     """Return the axes that arguments and results share and that may be split, for XLA's partitioner.
 
-    Each other axis has a factor of its own, so the partitioner leaves its split unchanged and `_Split.of` rejects it.
+    Each other axis has a separate factor, so the partitioner leaves its split unchanged and `_Split.of` rejects it.
     """
     sizes = _sizes(call, shapes)
     heads, groups = sizes.get("Hkv", 1), 1

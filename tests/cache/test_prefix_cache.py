@@ -71,9 +71,9 @@ def test_released_pages_stay_matchable_until_they_are_reused():
     assert case.pool.num_owned == 3
     case.pools.release(slot)
 
-    case.room(4)  # the page that was never used
+    case.room(4)  # the unused page
     assert case.lookup([*PROMPT, 1]) == pages
-    for survivors in (2, 1, 0):  # a prefix loses its tail first
+    for survivors in (2, 1, 0):  # a prefix loses its last page first
         assert case.pages(case.room(4)) == [pages[survivors]]
         assert case.lookup([*PROMPT, 1]) == pages[:survivors]
         case.check()
@@ -316,7 +316,7 @@ def test_pools_accept_one_prefix_cache():
         PrefixCache(Sequences().pools)
 
 
-# A head needs those of n pages that a token at 4n sees: with a window of 5 the page before it, of 6 two.
+# After n pages, a head needs the pages that the token at 4n sees: one page with a window of 5, two with 6.
 LONG = list(range(200, 232))
 
 
@@ -362,7 +362,7 @@ def test_hit_has_the_rows_that_the_first_new_token_sees(window, sink_tokens, pag
 
 def test_longer_prefix_may_hit_where_shorter_misses():
     case, _ = windowed((5, 0), num_rows=17)
-    case.room(4)  # takes the row that was never used, and the one freed first: of the last page behind the window
+    case.room(4)  # takes the unused row, and the row that was freed first: the last page before the window
     assert hit(case, [*LONG, 1]) == [list(range(8)), [7]]
     assert hit(case, LONG[:29]) == [list(range(6)), [5]], "the next needs page 6"
     case.check()
@@ -376,7 +376,7 @@ def test_recycled_rows_are_matchable_until_they_are_reused():
     assert case.pools.recycle([shared], [16]) == ([],)
     case.pools.release(slot)
     assert case.pool.num_owned == 4 + 2
-    case.pools.release(case.room(5 * 4))  # five pages of two heads: all that is free
+    case.pools.release(case.room(5 * 4))  # five pages of two heads: all free rows
     assert hit(case, [*LONG, 1]) == [list(range(4)), [0, 3]], "what is still held"
     assert hit(case, [*LONG[:8], 1]) == [[0], [0]], "with page 1 the window's row went"
     case.check()
@@ -389,7 +389,7 @@ def test_lost_page_of_a_full_head_ends_longer_prefixes(group):
     case.pools.release(case.room(6 * 4))
     assert case.cache.num_published == 8
     case.pools.release(first)
-    case.room(8 * 4)  # pages never used, and page 1, for which the second sequence has rows of its own
+    case.room(8 * 4)  # unused pages, and page 1, for which the second sequence has other rows
     assert case.cache.num_published == 1
     assert len(hit(case, [*LONG, 1])[-1]) <= 1
     case.check()

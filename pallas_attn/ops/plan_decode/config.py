@@ -20,7 +20,7 @@ ends, and a merge kernel reads all states. It is higher for 128 heads of latents
 
 
 TILE_TOKENS = 64
-"""Minimum tokens of a part of a row that has CTAs of its own. A piece of one tile would only wait for it."""
+"""Minimum tokens of a part of a row with separate CTAs. A piece of one tile could not overlap loading and computing."""
 
 
 @dataclasses.dataclass(frozen=True)

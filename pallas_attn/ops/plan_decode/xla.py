@@ -122,7 +122,7 @@ def _in_groups(
 def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Array) -> tuple[PlanCuts, Bool[Array, ""]]:
     """Give each row its own CTAs with equal parts, and keep the order of rows.
 
-    Also return whether the parts are too uneven or need more CTAs than there are.
+    Also return whether the parts are too uneven or need too many CTAs.
     """
     own_share = sharing.own_share(jnp.sum(num_pages, dtype=jnp.int32), program.shape[0] - 1)
     parts, part = sharing.parts(num_pages, own_share)
