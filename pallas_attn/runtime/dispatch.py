@@ -253,12 +253,9 @@ class _Chosen:
     implementation: Implementation
 
     def __call__(self, call: OperationCall) -> Any:
-        bounded = (
-            call.bounded()
-        )  # after `refuse_gradients`: the gradient of rounding is 0, which would hide the refusal
-        return choose(
-            self.op, self.implementation, functools.partial(_attempt, bounded, *arguments.split_arrays(bounded))
-        )
+        call = call.bounded()  # after `refuse_gradients`: the gradient of rounding is 0, which would hide the error
+        arrays, rest = arguments.split_arrays(call)
+        return choose(self.op, self.implementation, functools.partial(_attempt, call, arrays, rest))
 
 
 def _attempt(

@@ -249,15 +249,15 @@ def _sources() -> str:
 
 
 def _lowered(key: _Key) -> Callable[..., Any]:
-    """Return `_kept(key)`, or raise the LoweringError that it returns."""
-    kept = _kept(key)
-    if isinstance(kept, LoweringError):
-        raise LoweringError(str(kept))
-    return kept
+    """Return `_cached(key)`, or raise the LoweringError that it returns."""
+    cached = _cached(key)
+    if isinstance(cached, LoweringError):
+        raise LoweringError(str(cached))
+    return cached
 
 
 @functools.lru_cache(maxsize=256)
-def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
+def _cached(key: _Key) -> Callable[..., Any] | LoweringError:
     """Return the exported function of a key, jitted once, so that a program contains it once; or the LoweringError.
 
     Errors are cached because finding them takes as long as lowering. An exported function does not support `jax.vmap`,

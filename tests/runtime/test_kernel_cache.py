@@ -48,19 +48,19 @@ def scaled_sum(call: Call) -> tuple[Any, Any]:
 
 
 @pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Folder of cached kernels for a GPU that a CPU stands in for."""
     monkeypatch.setattr(device, "current", lambda: CARD)
     monkeypatch.setattr(kernel_cache, "PLATFORM", "cpu")
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
     forget()
     yield tmp_path
-    kernel_cache._kept.cache_clear()
+    kernel_cache._cached.cache_clear()
 
 
 def forget() -> None:
     """Remove all kernels from memory, like a new process."""
-    kernel_cache._kept.cache_clear()
+    kernel_cache._cached.cache_clear()
     kernel_cache._warn_once.cache_clear()
     TRACED.clear()
 
@@ -72,7 +72,7 @@ def run(call: Call) -> np.ndarray:
     return np.asarray(kernel_cache.call_cached(scaled_sum, call)[0])
 
 
-def test_equal_calls_are_traced_once(kept: Path) -> None:
+def test_equal_calls_are_traced_once(cache_folder: Path) -> None:
     for x in (X, X + 1):
         np.testing.assert_array_equal(run(Call(x, Y)), x * 2 + 1)
     jax.jit(
@@ -81,15 +81,15 @@ def test_equal_calls_are_traced_once(kept: Path) -> None:
         )
     )(X)
     assert len(TRACED) == 1
-    assert len(list(kept.iterdir())) == 1
+    assert len(list(cache_folder.iterdir())) == 1
 
 
-def test_second_process_traces_nothing(kept: Path) -> None:
+def test_second_process_traces_nothing(cache_folder: Path) -> None:
     want = run(Call(X, Y, window=3))
     forget()
     np.testing.assert_array_equal(run(Call(X, Y, window=3)), want)
     assert not TRACED
-    assert len(list(kept.iterdir())) == 1
+    assert len(list(cache_folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_second_process_traces_nothing(kept: Path) -> None:
         Call(X, Y, scale=3.0),
     ],
 )
-def test_different_calls_have_different_keys(kept: Path, other: Call) -> None:
+def test_different_calls_have_different_keys(cache_folder: Path, other: Call) -> None:
     run(Call(X, Y))
     got = kernel_cache.call_cached(scaled_sum, other)
     want = scaled_sum(other)
     np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
-    assert len(list(kept.iterdir())) == 2
+    assert len(list(cache_folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("function", [lambda call: call, functools.partial(scaled_sum)])
@@ -118,7 +118,7 @@ def test_function_without_a_module_name(function: Any, platform: str, monkeypatc
         kernel_cache.call_cached(function, Call(X, Y))
 
 
-def test_cached_implementation_is_not_imported(kept: Path) -> None:
+def test_cached_implementation_is_not_imported(cache_folder: Path) -> None:
     """An implementation that is not cached, or another function of the module, is imported; once per kernel."""
     imported = []
 
@@ -138,7 +138,7 @@ def test_cached_implementation_is_not_imported(kept: Path) -> None:
     assert len(imported) == 1
     np.testing.assert_array_equal(run("twice"), X * 4 + 1)
     assert len(imported) == 2
-    assert len(list(kept.iterdir())) == 2
+    assert len(list(cache_folder.iterdir())) == 2
 
 
 def test_key_ignores_paths_that_mosaic_sets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_key_ignores_paths_that_mosaic_sets(monkeypatch: pytest.MonkeyPatch) -> 
         kernel_cache._process.cache_clear()
 
 
-def test_compile_ahead(kept: Path) -> None:
+def test_compile_ahead(cache_folder: Path) -> None:
     """Within the context, each kernel is compiled on the executor once per process, lowered or cached."""
     submitted: list[Any] = []
     threads = mock.Mock(submit=lambda function, *args: submitted.append(function(*args)))
@@ -177,7 +177,7 @@ def test_compile_ahead(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["card", "setting", "sources", "file"])
-def test_key_depends_on_the_environment(kept: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_depends_on_the_environment(cache_folder: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Call(X, Y))
     if what == "card":
         monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, multiprocessors=3))
@@ -190,7 +190,7 @@ def test_key_depends_on_the_environment(kept: Path, what: str, monkeypatch: pyte
         changed = {"sources": ("_process", lambda: ("others",)), "file": ("_source", lambda function: "another")}
         monkeypatch.setattr(kernel_cache, *changed[what])
         run(Call(X, Y))
-    assert len(list(kept.iterdir())) == 2
+    assert len(list(cache_folder.iterdir())) == 2
 
 
 def test_root_is_the_package() -> None:
@@ -216,9 +216,9 @@ def test_digest_depends_on_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:10], lambda b: b"", lambda b: b[:-1] + b"\0\0"])
-def test_damaged_file_is_rewritten(kept: Path, damage: Any) -> None:
+def test_damaged_file_is_rewritten(cache_folder: Path, damage: Any) -> None:
     want = run(Call(X, Y))
-    (file,) = kept.iterdir()
+    (file,) = cache_folder.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     forget()
@@ -230,21 +230,21 @@ def test_damaged_file_is_rewritten(kept: Path, damage: Any) -> None:
     assert not TRACED
 
 
-def test_unread_files_are_removed(kept: Path) -> None:
+def test_unread_files_are_removed(cache_folder: Path) -> None:
     """Kernels that are read stay, and so do files that are not kernels."""
     run(Call(X, Y))
-    (read,) = kept.iterdir()
-    unread, half, other = kept / ("0" * 64), kept / "tmp-abc_1", kept / "README"
+    (read,) = cache_folder.iterdir()
+    unread, half, other = cache_folder / ("0" * 64), cache_folder / "tmp-abc_1", cache_folder / "README"
     for file in (unread, half, other):
         file.touch()
     long_ago = time.time() - kernel_cache.UNUSED_DAYS * 24 * 3600 - 60
-    for file in kept.iterdir():
+    for file in cache_folder.iterdir():
         os.utime(file, (long_ago, long_ago))
     forget()
     run(Call(X, Y))
     run(Call(X, None))
-    assert {read, other} < set(kept.iterdir())
-    assert len(list(kept.iterdir())) == 3
+    assert {read, other} < set(cache_folder.iterdir())
+    assert len(list(cache_folder.iterdir())) == 3
 
 
 def test_unusable_folder_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,14 +261,14 @@ def test_unusable_folder_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_unsupported_call_is_not_cached(kept: Path) -> None:
+def test_unsupported_call_is_not_cached(cache_folder: Path) -> None:
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="no negative scale"):
             run(Call(X, Y, scale=-1.0))
-    assert not list(kept.iterdir())
+    assert not list(cache_folder.iterdir())
 
 
-def test_lowering_error_is_cached(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowering_error_is_cached(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -280,7 +280,7 @@ def test_lowering_error_is_cached(kept: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(kernel_cache.LoweringError, match="^AssertionError: the compiler knows no such layout"):
             run(Call(X, Y))
     assert len(tried) == 1
-    assert not list(kept.iterdir())
+    assert not list(cache_folder.iterdir())
 
 
 def collecting(call: Call) -> tuple[Any, Any]:
@@ -289,7 +289,7 @@ def collecting(call: Call) -> tuple[Any, Any]:
     return scaled_sum(call)
 
 
-@pytest.mark.usefixtures("kept")
+@pytest.mark.usefixtures("cache_folder")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_garbage_collector_is_disabled_while_lowering(enabled: bool) -> None:
     """Its former state is restored, also after an exception."""
@@ -317,7 +317,7 @@ def test_memory_error_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(run(Call(X, Y)), X * 2 + 1)
 
 
-def test_vmap_caches_the_batched_kernel(kept: Path) -> None:
+def test_vmap_caches_the_batched_kernel(cache_folder: Path) -> None:
     def each(x: Any) -> Any:
         return kernel_cache.call_cached(scaled_sum, Call(x, Y[0]))[0]
 
@@ -329,7 +329,7 @@ def test_vmap_caches_the_batched_kernel(kept: Path) -> None:
     assert not TRACED
 
 
-def test_mesh_devices_share_one_kernel(kept: Path) -> None:
+def test_mesh_devices_share_one_kernel(cache_folder: Path) -> None:
     """It is the same kernel as on one device."""
     mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.PartitionSpec("x")
@@ -350,7 +350,7 @@ def test_mesh_devices_share_one_kernel(kept: Path) -> None:
     assert not TRACED
 
 
-def test_calls_that_bypass_the_cache(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_bypass_the_cache(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def traced() -> int:
         TRACED.clear()
         run(Call(X, Y))
@@ -368,7 +368,7 @@ def test_calls_that_bypass_the_cache(kept: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "current", lambda: CARD)
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, "0")
     assert traced() == 2
-    assert not list(kept.iterdir())
+    assert not list(cache_folder.iterdir())
 
 
 def test_files_are_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_files_are_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp
     assert len(list((tmp_path / "jax" / "pallas_attn_kernels").iterdir())) == 1
 
 
-def test_concurrent_processes(kept: Path) -> None:
+def test_concurrent_processes(cache_folder: Path) -> None:
     """All processes return the same result, and one complete file remains."""
     program = textwrap.dedent("""
         import jax.numpy as jnp
@@ -402,10 +402,10 @@ def test_concurrent_processes(kept: Path) -> None:
         for _ in range(3)
     ]
     assert [process.communicate(timeout=300)[0].split() for process in running] == [["21.0", "36.0", "51.0"]] * 3
-    assert len(list(kept.iterdir())) == 3
+    assert len(list(cache_folder.iterdir())) == 3
     forget()
     assert [run(Call(X, Y, scale=scale)).sum() for scale in (1.0, 2.0, 3.0)] == [21.0, 36.0, 51.0]
-    assert {file.read_bytes()[: len(kernel_cache.MAGIC)] for file in kept.iterdir()} == {kernel_cache.MAGIC}
+    assert {file.read_bytes()[: len(kernel_cache.MAGIC)] for file in cache_folder.iterdir()} == {kernel_cache.MAGIC}
 
 
 def test_former_public_name_warns() -> None:
