@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 
 import pallas_attn
+from pallas_attn.jax_patches import faster_lowering
 from pallas_attn.portable import arguments
 from pallas_attn.runtime import device, kernel_cache, mosaic_tools, tuning
 
@@ -306,6 +308,25 @@ def test_garbage_collector_is_disabled_while_lowering(enabled: bool) -> None:
         gc.enable()
     assert TRACED.count("collecting False") == 2
     assert "collecting True" not in TRACED
+
+
+@pytest.mark.usefixtures("cache_folder")
+@pytest.mark.parametrize("fails", [False, True])
+def test_jax_functions_are_replaced_only_while_lowering(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts, export = [], kernel_cache.export.export
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        contexts.append(faster_lowering._contexts)
+        if fails:
+            raise AssertionError
+        return export(*args, **kwargs)
+
+    monkeypatch.delenv(faster_lowering.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(kernel_cache.export, "export", record)
+    with pytest.raises(kernel_cache.LoweringError) if fails else contextlib.nullcontext():
+        run(Call(X, Y))
+    assert contexts == [1]
+    assert faster_lowering._contexts == 0
 
 
 def test_memory_error_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
