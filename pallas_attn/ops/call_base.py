@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -28,7 +28,7 @@ class OperationCall:
 
     op: ClassVar[str]
 
-    def bounded(self) -> Self:
+    def bounded(self) -> Any:
         """Return the call that implementations receive: lengths are clipped to the sizes of the arrays.
 
         An operation without lengths returns the call itself.
@@ -175,9 +175,9 @@ class IndexKeysCall(ScaledCall, PackedCall):
     def page_size(self) -> int:
         return self.index.page_size
 
-    def bounded(self) -> Self:
+    def bounded(self) -> Any:
         """Return the call that implementations receive: lengths are clipped to the sizes of the arrays."""
-        return dataclasses.replace(self, **self.bounded_lens())  # pyrefly: ignore[bad-specialization]
+        return dataclasses.replace(self, **self.bounded_lens())
 
     def validate(self) -> None:
         """Raise ValueError unless the arguments fit each other."""
