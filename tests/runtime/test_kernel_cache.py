@@ -252,14 +252,14 @@ def test_unread_files_are_removed(cache_folder: Path) -> None:
 def test_unusable_folder_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file" / "kernels"))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for scale in (1.0, 2.0):
             np.testing.assert_array_equal(run(Call(X, Y, scale=scale)), X * scale + 1)
-    messages = [str(warning.message) for warning in told]
-    assert [message.split(" kernels ")[0] for message in messages] == [
+    messages = [str(warning.message) for warning in caught]
+    assert [message.split(" cached kernels ")[0] for message in messages] == [
         "pallas_attn: cannot read",
-        "pallas_attn: cannot keep",
+        "pallas_attn: cannot write",
     ]
 
 
