@@ -273,15 +273,15 @@ def test_largest_slot_fits_int32():
         (lambda pool: pool.recycle([-1], [0]), r"batch_slots\[0\] must be from 0 to 2, got -1"),
         (
             lambda pool: pool.recycle([0], [8]),
-            r"oldest_queries\[0\] must be from 9, as it was before, .* 12 tokens .*, got 8",
+            r"oldest_queries\[0\] must be from 9, its earlier value, to 12, .*, got 8",
         ),
         (
             lambda pool: pool.recycle([0], [13]),
-            r"oldest_queries\[0\] must be from 9, .* 12 tokens there is room for, got 13",
+            r"oldest_queries\[0\] must be from 9, .* to 12, the room of the sequence, got 13",
         ),
         (
             lambda pool: pool.recycle([1], [-1]),
-            r"oldest_queries\[0\] must be from 0, .* 0 tokens there is room for, got -1",
+            r"oldest_queries\[0\] must be from 0, .* to 0, the room of the sequence, got -1",
         ),
         (lambda pool: pool.release(3), "batch_slot must be from 0 to 2, got 3"),
         (lambda pool: pool.swap(0, 3), "batch_slot must be from 0 to 2, got 3"),
