@@ -2,7 +2,7 @@
 
 A call object is a frozen dataclass, registered as a pytree, with the validated arguments of one call. Every
 implementation of an operation takes the operation's call object. The base classes have no fields; a subclass declares
-the fields that its base classes read.
+the fields that its base classes read. Type checkers do not know these fields, so methods have `self: Any`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_attn import checks
 from pallas_attn.portable.quantise import divide, rounded_to_float8
-from pallas_attn.types import FLOAT8, PagedIndexKeys, PagedKV, PlanKey
+from pallas_attn.types import FLOAT8, PlanKey
 
 
 class OperationCall:
@@ -28,7 +28,7 @@ class OperationCall:
 
     op: ClassVar[str]
 
-    def bounded(self) -> Any:
+    def bounded(self: Any) -> Any:
         """Return the call that implementations receive: lengths are clipped to the sizes of the arrays.
 
         An operation without lengths returns the call itself.
@@ -39,15 +39,12 @@ class OperationCall:
 class ScaledCall(OperationCall):
     """Call with queries `q` [..., D] and `sm_scale`."""
 
-    q: Any
-    sm_scale: float | None
-
     @property
-    def head_dim(self) -> int:
+    def head_dim(self: Any) -> int:
         return self.q.shape[-1]
 
     @property
-    def scale(self) -> float:
+    def scale(self: Any) -> float:
         """`sm_scale`, or D**-0.5 if `sm_scale` is None."""
         return 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale
 
@@ -55,10 +52,8 @@ class ScaledCall(OperationCall):
 class AttentionCall(ScaledCall):
     """Call with queries `q` [..., Hq, D], `sm_scale` and `out_dtype`."""
 
-    out_dtype: Any
-
     @property
-    def output_dtype(self) -> jnp.dtype:
+    def output_dtype(self: Any) -> jnp.dtype:
         """`out_dtype`, or the dtype of `q` if `out_dtype` is None."""
         return checks.output_dtype(self.out_dtype, self.q.dtype)
 
@@ -66,26 +61,24 @@ class AttentionCall(ScaledCall):
 class PagedAttentionCall(AttentionCall):
     """Attention call over a K/V cache `kv`."""
 
-    kv: PagedKV
-
     @property
-    def num_kv_heads(self) -> int:
+    def num_kv_heads(self: Any) -> int:
         return self.kv.k.shape[1]
 
     @property
-    def group(self) -> int:
+    def group(self: Any) -> int:
         """Query heads per KV head."""
         return self.q.shape[-2] // self.num_kv_heads
 
     @property
-    def value_dim(self) -> int:
+    def value_dim(self: Any) -> int:
         return self.kv.value_dim(self.head_dim)
 
     @property
-    def page_size(self) -> int:
+    def page_size(self: Any) -> int:
         return self.kv.page_size
 
-    def rounded_queries(self, q_scale: Float[Array, "..."]) -> Float[Array, "..."]:
+    def rounded_queries(self: Any, q_scale: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return q / q_scale, rounded to the cache's float8 dtype, in q's dtype.
 
         Queries in float8 are divided already; they are returned in float16.
@@ -101,11 +94,8 @@ class PagedAttentionCall(AttentionCall):
 class LatentCall(OperationCall):
     """Attention call over a latent cache, with queries `q_latent` [..., Hq, L] and `out_dtype`."""
 
-    q_latent: Any
-    out_dtype: Any
-
     @property
-    def output_dtype(self) -> jnp.dtype:
+    def output_dtype(self: Any) -> jnp.dtype:
         """`out_dtype`, or the dtype of `q_latent` if `out_dtype` is None."""
         return checks.output_dtype(self.out_dtype, self.q_latent.dtype)
 
@@ -113,17 +103,12 @@ class LatentCall(OperationCall):
 class DecodeCall(OperationCall):
     """Decode call: Q queries of each of B sequences.
 
-    A subclass declares the fields below and has the properties `batch`, `num_queries`, `num_q_heads`, `num_kv_heads`
-    and `page_size`.
+    A subclass has the fields `block_tables`, `kv_lens`, `q_lens` and `window`, and the properties `batch`,
+    `num_queries`, `num_q_heads`, `num_kv_heads` and `page_size`.
     """
 
-    block_tables: Any
-    kv_lens: Any
-    q_lens: Any
-    window: Any
-
     @property
-    def plan_key(self) -> PlanKey:
+    def plan_key(self: Any) -> PlanKey:
         """Facts that a `DecodePlan` for this call depends on."""
         return PlanKey(
             op=self.op,
@@ -137,7 +122,7 @@ class DecodeCall(OperationCall):
             q_lens=self.q_lens is not None,
         )
 
-    def bounded_lens(self) -> dict[str, Any]:
+    def bounded_lens(self: Any) -> dict[str, Any]:
         """Return the fields `kv_lens` and `q_lens`, clipped to the capacity of the tables and to Q."""
         return {
             "kv_lens": checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
@@ -148,15 +133,10 @@ class DecodeCall(OperationCall):
 class PackedCall(OperationCall):
     """Call with packed queries `q` [T, ...] of S sequences over pages.
 
-    A subclass declares the fields below and has the property `page_size`.
+    A subclass has the fields `block_tables`, `cu_q_lens` and `kv_lens`, and the property `page_size`.
     """
 
-    q: Any
-    block_tables: Any
-    cu_q_lens: Any
-    kv_lens: Any
-
-    def bounded_lens(self) -> dict[str, Any]:
+    def bounded_lens(self: Any) -> dict[str, Any]:
         """Return the fields `cu_q_lens` and `kv_lens`, clipped to T and to the capacity of the tables."""
         return {
             "cu_q_lens": checks.bound_sums(self.cu_q_lens, self.q.shape[0]),
@@ -167,19 +147,15 @@ class PackedCall(OperationCall):
 class IndexKeysCall(ScaledCall, PackedCall):
     """Call that scores index keys `index` with packed index queries `q` [T, Hi, Di] and `weights` [T, Hi]."""
 
-    weights: Any
-    index: PagedIndexKeys
-    draft_mask: Any
-
     @property
-    def page_size(self) -> int:
+    def page_size(self: Any) -> int:
         return self.index.page_size
 
-    def bounded(self) -> Any:
+    def bounded(self: Any) -> Any:
         """Return the call that implementations receive: lengths are clipped to the sizes of the arrays."""
         return dataclasses.replace(self, **self.bounded_lens())
 
-    def validate(self) -> None:
+    def validate(self: Any) -> None:
         """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
         dims.check("q", self.q, "T Hi Di", checks.PLAIN)

@@ -21,6 +21,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import PagedKV, PagedLatent, explain, mla_prefill, paged_decode
+from pallas_attn.ops.call_base import OperationCall
 from pallas_attn.runtime import device, dispatch, kernel_cache, tuning
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
@@ -34,13 +35,10 @@ def no_default_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class FakeCall:
+class FakeCall(OperationCall):
     """Call of an operation that does not exist."""
 
     op: ClassVar[str] = "op"
-
-    def bounded(self) -> "FakeCall":
-        return self
 
 
 CALL = FakeCall()
