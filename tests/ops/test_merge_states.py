@@ -68,7 +68,7 @@ def test_any_partition_in_any_order(part_of_key: list[int], order: tuple[int, ..
 
 @pytest.mark.parametrize("empty", [[1], [0, 2, 3], [0, 1, 2, 3, 4]])
 def test_lse_of_inf_means_no_keys(empty: list[int]) -> None:
-    """It has the meaning of -inf, for every output of the part."""
+    """+inf has the meaning of -inf, for every output of the part."""
     outs, lses = split_attention(*queries_and_keys(np.random.default_rng(0)), np.arange(KEYS) % PARTS, PARTS)
     marked = []
     for mark in (-np.inf, np.inf):

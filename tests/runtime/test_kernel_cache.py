@@ -201,7 +201,7 @@ def test_root_is_the_package() -> None:
 
 
 def test_digest_depends_on_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It depends on names and contents of Python and JSON files in all folders, and not on other files."""
+    """The digest depends on names and contents of Python and JSON files in all folders, and not on other files."""
     monkeypatch.setattr(kernel_cache, "ROOT", tmp_path)
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "kernel.py").write_text("x = 1")
@@ -351,7 +351,7 @@ def test_vmap_caches_the_batched_kernel(cache_folder: Path) -> None:
 
 
 def test_mesh_devices_share_one_kernel(cache_folder: Path) -> None:
-    """It is the same kernel as on one device."""
+    """One device uses the same kernel."""
     mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.PartitionSpec("x")
     rows = jnp.arange(3.0 * mesh.size).reshape(mesh.size, 3)
