@@ -285,7 +285,7 @@ def check_8_bit_queries(q: Any, kv: PagedKV, out_dtype: Any) -> None:
     if jnp.dtype(kv.k.dtype) not in FLOAT8:
         names = " or ".join(dtype.name for dtype in FLOAT8)
         raise NotImplementedError(
-            f"q_scale: needs a cache in {names}, the dtype of the 8-bit queries; got {kv.k.dtype.name}"
+            f"q_scale: takes a cache in {names}, the dtype of the 8-bit queries; got one in {kv.k.dtype.name}"
         )
     if q.dtype not in PLAIN and out_dtype is None:
         raise ValueError(f"out_dtype: expected one of 16 or 32 bits with queries in {q.dtype.name}, got None")
