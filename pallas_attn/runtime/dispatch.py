@@ -253,15 +253,23 @@ class _Chosen:
     implementation: Implementation
 
     def __call__(self, call: OperationCall) -> Any:
-        call = call.bounded()  # after `refuse_gradients`: the gradient of rounding is 0, which would hide the error
-        arrays, rest = arguments.split_arrays(call)
-        return choose(self.op, self.implementation, functools.partial(_attempt, call, arrays, rest))
+        @functools.cache
+        def bounded() -> tuple[Any, list[Any], arguments.Rest]:
+            """Return the call that implementations receive, its arrays and the rest. All candidates share them.
+
+            This follows `refuse_gradients`, because rounding has the gradient 0, which would hide the error.
+            """
+            clipped = call.bounded()
+            return clipped, *arguments.split_arrays(clipped)
+
+        return choose(self.op, self.implementation, functools.partial(_attempt, bounded))
 
 
 def _attempt(
-    call: OperationCall, arrays: list[Any], rest: arguments.Rest, name: str, function: kernel_cache.NamedFunction
+    bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]], name: str, function: kernel_cache.NamedFunction
 ) -> Any:
-    """Run a bounded call, also given as its arrays and the rest, with one implementation."""
+    """Run a call with one implementation."""
+    call, arrays, rest = bounded()
     if name not in KERNELS:
         return function(call)
     interprets_triton = name == "triton" and device.interprets_triton()
