@@ -68,8 +68,6 @@ SLOW = (
     r"ops/test_paged_decode_mosaic.py::test_pieces_of_few_rows.*16-1",
     r"ops/test_mla_decode_programs.py::test_as_many.*\[(32-1|64-1|128-8)",
     r"ops/test_mla_prefill.py::test_(?!bad).*\[reference(?!-all)",  # it is made of operations that have contracts
-    r"test_parallel.py::test_decode_over_contexts\[(f32-1|bf16, float32 exchanged-2|latents, drafts-1)",
-    r"test_parallel.py::test_heads_over_devices\[int8-head",
     r"contract/test_surroundings.py::test_kernels_are_traced.*-(decode of heads|decode, int8|latents, few heads)\]",
     # Long traffic, and whole models beside what other tests show of their parts.
     r"models/test_speculation.py::test_windows_of_heads_and_quantised",  # test_engine_windows.py, and drafts of latents
@@ -95,7 +93,6 @@ SLOW = (
     r"scripts/test_startup.py::test_each_mode",
     r"scripts/test_bench_serving.py::test_the_report_adds_up",
     r"ops/test_plan_decode_mosaic.py::test_interpreted_(in_chunks|with_one_window)",  # uneven rows, and those of fixed
-    r"runtime/test_dispatch.py::test_deleting_any",
     r"aot/test_latent.py::test_prefill_gathers",  # the gate has the call
     r"contract/test_ragged_paged_attention.py::test_quantised_tokens\[xla-(int8-an array|float8_e4m3fn-(heads|a n))",
     # Both plugins drive one compiler; each case of test_gate.py has it once.

@@ -204,8 +204,7 @@ def test_the_matrix_of_the_readme_has_the_implementations_there_are():
 PLUMBING = (
     "runtime/dispatch.py",
     "runtime/kernel_cache.py",
-    "runtime/sharded_calls.py",
-    "portable/varying.py",
+    "portable/arguments.py",
     "mosaic/primitives/basics.py",
 )
 """Files on the way of every call."""

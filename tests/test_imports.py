@@ -116,7 +116,7 @@ def calls_stand_below(module: str, imports: list[Import]) -> Found:
     """A call object knows shapes and their validation, and is there before any operation is."""
     if not re.fullmatch(r"pallas_attn\.ops\.\w+\.call", module):
         return
-    below = "types", "checks", "portable.schedule", "portable.quantise"
+    below = "types", "checks", "ops.call_base", "portable.schedule", "portable.quantise"
     for i in imports:
         if OURS.match(i.module) and not i.reaches(*(f"pallas_attn.{name}" for name in below)):
             yield i.line, f"imports {i.target}; a call has types and checks"
@@ -245,7 +245,7 @@ BANNED = {
     "pallas_call": "on a GPU that is the Triton lowering, which jax deprecates",
 }
 
-ALLOWED = ("pallas_attn.portable.gradients", "custom_jvp")
+ALLOWED = ("pallas_attn.portable.arguments", "custom_jvp")
 """Which says that there is no gradient."""
 
 
@@ -431,7 +431,7 @@ BAD = [
     ("models.checkpoints.weights", "import torch.nn as nn"),
     (XLA, "import jax\n@jax.custom_vjp\ndef f(x): return x"),
     (XLA, "from jax import custom_jvp"),
-    ("pallas_attn.portable.gradients", "from jax import custom_vjp"),
+    ("pallas_attn.portable.arguments", "from jax import custom_vjp"),
     ("pallas_attn.portable.merge", "from jax import custom_jvp"),
     ("models.moe.layer", "from jax import custom_vjp as rule"),
     (XLA, "from jax.experimental import pallas as pl\npl.pallas_call(f)"),

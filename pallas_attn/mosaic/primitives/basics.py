@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import memref
 
-from pallas_attn.jax_patches import faster_lowering, mended_lowering
+from pallas_attn.jax_patches import mended_lowering
 from pallas_attn.mosaic.primitives.assembler import require_sound_assembler
 from pallas_attn.runtime import device
 
@@ -50,7 +50,6 @@ def require_capability(*architectures: device.Architecture) -> None:
     here.require(*architectures)
     if not here.interpreted:
         require_sound_assembler()
-        faster_lowering.apply()
 
 
 def multiprocessors() -> int:

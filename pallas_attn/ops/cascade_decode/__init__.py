@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn import checks
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill
-from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.arguments import refuse_gradients
 from pallas_attn.portable.merge import merge_states
 from pallas_attn.portable.visibility import real_queries
 from pallas_attn.runtime import sharded_calls

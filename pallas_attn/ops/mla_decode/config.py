@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 
 
 def xla_config(rows: int, width: int) -> XlaConfig:
-    """Tile and group sizes of the portable implementation, for this many sequences and L + R = `width` columns."""
+    """Return tile and group sizes of the portable implementation for L + R = `width` columns."""
     key = {"rows": rows, "width": width}
     return tuning.lookup("mla_decode/xla", key, XlaConfig, lambda: decode_heuristic(rows, width))
 
 
-# --- few query rows, columns of tiles (mosaic_swap_ab)
+# --- few query rows, as tile columns (mosaic_swap_ab)
 
 TILE_TOKENS = 64
 
 
 def max_columns(out_dtype: jax.typing.DTypeLike, *, quantised: bool = False, masked: bool = False) -> int:
-    """Query rows for which a warpgroup has registers where L is 512, besides those that writing such outputs takes, or
-    converting quantised latents, and then draft masks. With more, query rows are better off as rows of tiles.
+    """Return the number of query rows that the registers of a warpgroup can hold as tile columns if L is 512.
+
+    It accounts for the registers that writing the outputs, converting quantised latents, and draft masks need. With
+    more query rows, kernels with query rows as tile rows are faster.
     """
     if quantised:
         return 16 if masked else 24
@@ -40,12 +42,12 @@ def max_columns(out_dtype: jax.typing.DTypeLike, *, quantised: bool = False, mas
 
 @dataclasses.dataclass(frozen=True)
 class SwapAbKey:
-    """Facts of a call that the best sizes of the kernel for few query rows depend on.
+    """Facts of a call that determine the best sizes of the kernel for few query rows.
 
     Attributes:
       latent_dim, rope_dim: L, R.
-      columns: query rows that a program takes at once, padding included.
-      out_bytes: bytes of a value of the output.
+      columns: query rows per CTA, including padding.
+      out_bytes: bytes per output value.
       page_size: ps.
       quantised: whether latents have 8 bits.
     """
@@ -59,20 +61,22 @@ class SwapAbKey:
 
 
 def swap_ab_config(key: SwapAbKey) -> DecodeConfig:
-    """Sizes of the kernel for few query rows."""
+    """Return the sizes of the kernel for few query rows."""
     return tuning.lookup(
         "mla_decode/mosaic_columns", dataclasses.asdict(key), DecodeConfig, lambda: _swap_ab_heuristic(key)
     )
 
 
 def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
-    """Run as many programs side by side as registers and shared memory hold, each with two tiles or more."""
-    # Only here, since the portable implementation has to run where there is no kernel language.
+    """Run the maximum number of CTAs per multiprocessor that registers and shared memory permit, each with at least two
+    tiles.
+    """
+    # Imported here because the portable implementation must run without Mosaic.
     from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 
     values = key.latent_dim * key.columns
     most, least = 4 if values <= 2048 else 3 if values <= 3072 else 2 if values <= 8192 else 1, 2
-    if key.quantised:  # threads that convert latents take more registers, and are more in need of company
+    if key.quantised:  # converting latents needs more registers, and profits more from concurrent CTAs
         most, least = 3 if values <= 2048 else 2, 1
     tile = swap_ab_tile(
         QueryPacking(group=key.columns, queries=1, limit=key.columns),
@@ -100,11 +104,11 @@ def swap_ab_tile(
     out_dtype: Any,
     quantised: bool = False,
 ) -> DecodeTile:
-    """Tile of the kernel for few query rows.
+    """Return the tile of the kernel for few query rows.
 
     Args:
       key_dims: L and R.
-      dtype: of queries and cache; of the rotated columns of latents in 8 bits.
+      dtype: dtype of queries and cache; with 8-bit latents, dtype of the rotated columns.
     """
     from pallas_attn.mosaic.decode import DecodeTile
     from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
@@ -131,11 +135,11 @@ def swap_ab_tile(
 
 @dataclasses.dataclass(frozen=True)
 class SeesawConfig:
-    """Sizes of a program of the kernel for many query rows.
+    """Sizes of a CTA of the kernel for many query rows.
 
     Attributes:
-      pairs: of tiles of 64 latents in shared memory.
-      cluster: programs on neighbouring multiprocessors that share what they read: 1, or 2 where their number is even.
+      pairs: pairs of tiles of 64 latents in shared memory.
+      cluster: CTAs on neighbouring multiprocessors that share loaded tiles: 1, or 2 if the number of CTAs is even.
     """
 
     pairs: int
@@ -149,7 +153,7 @@ class SeesawConfig:
 
 
 def seesaw_config(latent_dim: int, rope_dim: int, page_size: int) -> SeesawConfig:
-    """Sizes of the kernel for many query rows."""
+    """Return the sizes of the kernel for many query rows."""
     key = {"latent_dim": latent_dim, "rope_dim": rope_dim, "page_size": page_size}
     heuristic = SeesawConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
     return tuning.lookup("mla_decode/mosaic", key, SeesawConfig, lambda: heuristic)

@@ -29,7 +29,7 @@ from pallas_attn.ops.gather_latent import gather_latent
 from pallas_attn.ops.mla_decode import mla_decode
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.ragged_attention import ragged_attention
-from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.arguments import refuse_gradients
 from pallas_attn.portable.latents import as_read_back
 from pallas_attn.portable.merge import finite_or_zero
 from pallas_attn.portable.query_rows import QueryRows

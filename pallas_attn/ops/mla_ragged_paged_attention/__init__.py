@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn import checks
 from pallas_attn.ops.mla_decode import mla_decode
 from pallas_attn.ops.write_latent import write_latent
-from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.arguments import refuse_gradients
 from pallas_attn.portable.metadata import slot_mapping
 from pallas_attn.portable.mixed_step import MixedStep
 from pallas_attn.portable.quantise import quantise

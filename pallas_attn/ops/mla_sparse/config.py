@@ -1,21 +1,21 @@
-"""Number of programs that share a token's slots in `mla_sparse`."""
+"""Number of CTAs that share a token's slots in `mla_sparse`."""
 
 from __future__ import annotations
 
 START_PAIRS = 2
-"""Cost of beginning and ending a share of a token's slots, in pairs of tiles."""
+"""Cost of starting and finishing a share of a token's slots, in pairs of tiles."""
 
 MERGE_PAIRS = 3
 """Cost of writing and merging partial states, in pairs of tiles."""
 
 
 def num_splits(items: int, pairs: int, programs: int) -> int:
-    """Shares of a token's slots.
+    """Return the number of shares of a token's slots.
 
     Args:
-      items: blocks of query rows of all tokens.
-      pairs: of tiles that a token's slots make.
-      programs: side by side.
+      items: number of blocks of query rows of all tokens.
+      pairs: number of pairs of tiles that a token's slots form.
+      programs: number of CTAs that run concurrently.
     """
 
     def cost(splits: int) -> int:

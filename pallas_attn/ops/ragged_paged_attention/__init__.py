@@ -18,7 +18,7 @@ from pallas_attn import checks
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill
 from pallas_attn.ops.write_kv import write_kv
-from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.arguments import refuse_gradients
 from pallas_attn.portable.metadata import slot_mapping
 from pallas_attn.portable.mixed_step import MixedStep
 from pallas_attn.runtime import dispatch, sharded_calls

@@ -1,4 +1,4 @@
-"""Definition of `write_kv`, over the whole pool: every token is put into its slot, then each group is scaled once."""
+"""Definition of `write_kv` over the whole pool: write every token to its slot, then scale each group once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _write(
 def _rows(
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"], num_pages: int, num_kv_heads: int, page_size: int
 ) -> tuple[Int32[Array, "T Hkv"], Int32[Array, "T Hkv"]]:
-    """Row (one past the last where nothing is written) and offset of each token and head."""
+    """Return the row and the offset of each token and head. The row is one past the last if nothing is written."""
     page_or_row, offset = slots // page_size, slots % page_size
     if slots.ndim == 1:
         head = jnp.arange(num_kv_heads, dtype=jnp.int32)
@@ -84,10 +84,10 @@ def _write_groups(
     new: Float[Array, "N Hkv g n D"],
     written: Bool[Array, "N Hkv g n"],
 ) -> tuple[Num[Array, "N Hkv g n D"], Float[Array, "N Hkv g"]]:
-    """Groups of n tokens; `written` says which of them this call writes, `new` holds those and zeros."""
+    """Requantise groups of n tokens. `new` contains the tokens that this call writes (`written`), and zeros."""
     dtype = stored.dtype
     touched = written.any(axis=-1)
-    first = jnp.argmax(written, axis=-1)  # the group's lowest offset that this call writes
+    first = jnp.argmax(written, axis=-1)  # lowest offset of the group that this call writes
     earlier = (jnp.arange(written.shape[-1])[None, None, None, :] < first[..., None]) & touched[..., None]
     stored_amax = jnp.max(jnp.where(earlier[..., None], jnp.abs(stored.astype(jnp.float32)), 0.0), axis=(-2, -1))
     amax = jnp.max(jnp.abs(new), axis=(-2, -1))

@@ -1,4 +1,4 @@
-"""`write_latent` on any device: one scatter an array of the cache, in place where it is donated."""
+"""`write_latent` on any device: one scatter per array of the cache, in place if the cache is donated."""
 
 from __future__ import annotations
 

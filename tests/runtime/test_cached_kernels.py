@@ -1,5 +1,6 @@
-"""Kernels loaded from the cache give the bits of kernels traced anew, on a card (the rest is in
-tests/runtime/test_kernel_cache.py).
+"""On a GPU, kernels from the cache return the same bits as newly traced kernels.
+
+tests/runtime/test_kernel_cache.py has the other tests of the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Function and arguments for each operation, by name."""
+    """Return function and arguments of each operation by name."""
     pages = {"num_pages": PAGES, "page_size": PAGE_SIZE, "dtype": jnp.bfloat16}
     kv = jax.tree.map(
         lambda leaf: normal(0, *leaf.shape),
@@ -59,19 +60,19 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["paged_decode", "mla_decode", "paged_prefill", "ragged_attention", "write_latent"])
-def test_bits_are_those_of_kernels_traced_anew(op: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cached_kernels_return_the_same_bits(op: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     function, arguments = calls()[op]
 
     def run() -> list[np.ndarray]:
         jax.clear_caches()
-        kernel_cache._kept.cache_clear()
+        kernel_cache._cached.cache_clear()
         return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(functools.partial(function))(*arguments))]
 
     want = run()
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
-    kept, found = run(), run()
+    cached, found = run(), run()
     assert list(tmp_path.iterdir())
-    for anew, first, second in zip(want, kept, found, strict=True):
+    for anew, first, second in zip(want, cached, found, strict=True):
         np.testing.assert_array_equal(anew.view(np.uint8), first.view(np.uint8))
         np.testing.assert_array_equal(anew.view(np.uint8), second.view(np.uint8))
 
@@ -80,7 +81,7 @@ PROGRAM = """
 import sys
 import jax
 import numpy as np
-from tests.runtime.test_kept_kernels import calls
+from tests.runtime.test_cached_kernels import calls
 function, arguments = calls()["paged_decode"]
 leaves = jax.tree.leaves(jax.jit(function)(*arguments))
 np.savez(sys.argv[1], *(np.asarray(leaf).view(np.uint8) for leaf in leaves))
@@ -89,10 +90,10 @@ print("jax.experimental.mosaic.gpu" in sys.modules)
 
 
 @pytest.mark.gpu
-def test_kept_kernels_run_without_mosaic(tmp_path: Path) -> None:
-    """Compiled anew, by tools that Mosaic would have found."""
+def test_cached_kernels_run_without_mosaic(tmp_path: Path) -> None:
+    """The kernels are compiled again, with the tools that Mosaic would have found."""
     results = []
-    for name in ("traced", "kept"):
+    for name in ("traced", "cached"):
         variables = os.environ | {kernel_cache.ENVIRONMENT_VARIABLE: str(tmp_path / "kernels")}
         variables |= {"JAX_ENABLE_COMPILATION_CACHE": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         command = [sys.executable, "-c", PROGRAM, str(tmp_path / f"{name}.npz")]
@@ -101,8 +102,8 @@ def test_kept_kernels_run_without_mosaic(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         results.append((done.stdout.split()[-1], np.load(tmp_path / f"{name}.npz")))
-    (traced, want), (kept, got) = results
-    assert (traced, kept) == ("True", "False")
+    (traced, want), (cached, got) = results
+    assert (traced, cached) == ("True", "False")
     assert list(want)
     for leaf in want:
         np.testing.assert_array_equal(got[leaf], want[leaf])
