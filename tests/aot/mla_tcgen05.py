@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 import pallas_attn
 from pallas_attn import PagedLatent
+from pallas_attn.mosaic.blackwell.mla_decode import REDUCTION_BYTES, TcgenScratch, TcgenStatic, choose_static
 from pallas_attn.mosaic.primitives import shared_memory
-from pallas_attn.ops.mla_decode.mosaic_tcgen05 import REDUCTION_BYTES, TcgenScratch, TcgenStatic, choose_static
 from tests.aot import mla_swap_ab
 from tests.aot.case import Case, DeferredCase, deferred, shape
 from tests.aot.mla_swap_ab import BATCH, WIDTHS
@@ -68,7 +68,7 @@ class Configuration:
         shapes = mla_swap_ab.Configuration(
             self.latent_dim, self.rope_dim, page_size=self.page_size, dtype=self.dtype
         ).arguments(self.queries, self.heads, batch)
-        programs = max(1, MULTIPROCESSORS // self.static.programs(self.queries * self.heads))
+        programs = max(1, MULTIPROCESSORS // self.static.ctas(self.queries * self.heads))
         plan = plan_shapes(self.page_size, 1, programs, mode, batch, "mosaic_sm100")
         mask = shape(batch, self.queries, self.queries, dtype=jnp.bool_) if self.tree else None
         return shapes | {"draft_mask": mask, "plan": plan}

@@ -10,12 +10,12 @@ import dataclasses
 
 DECODE = "pallas_attn/mosaic/decode.py"
 PRODUCTS = "pallas_attn/mosaic/blackwell/decode_products.py"
-LATENTS = "pallas_attn/ops/mla_decode/mosaic_tcgen05.py"
-LATENTS_MERGE = "pallas_attn/ops/mla_decode/mosaic_tcgen05_merge.py"
+LATENTS = "pallas_attn/mosaic/blackwell/mla_decode.py"
+LATENTS_MERGE = "pallas_attn/mosaic/blackwell/mla_merge.py"
 PREFILL = "pallas_attn/mosaic/blackwell/prefill.py"
 
 STAGES = "tests/ops/test_paged_decode_sm100.py::test_more_tiles_than_stages"
-SLOTS = "tests/ops/test_mla_decode_sm100.py::test_more_tiles_than_slots"
+MORE_TILES = "tests/ops/test_mla_decode_sm100.py::test_more_tiles_than_stages"
 SPLITS = "tests/ops/test_mla_decode_sm100.py::test_splits_are_merged"
 VALUES = "tests/contract/test_mla_decode.py::test_values_of_one_shape"
 ROWS = "tests/ops/test_flash_sm100.py::test_two_consumers_take_more_rows_than_one_has"
@@ -67,8 +67,8 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "decode: converted keys are not committed": PlantedBreak(
         PRODUCTS,
-        "            dequantize.dequantise_tile(keys[0], own.staged)\n            plgpu.commit_smem()\n",
-        "            dequantize.dequantise_tile(keys[0], own.staged)\n",
+        "            dequantize.dequantize_tile(keys[0], own.staged)\n            plgpu.commit_smem()\n",
+        "            dequantize.dequantize_tile(keys[0], own.staged)\n",
         f"{STAGES}[fp8 per token]",
     ),
     "decode: probabilities are not committed": PlantedBreak(
@@ -137,35 +137,35 @@ BREAKS: dict[str, PlantedBreak] = {
         "            pass\n",
         f"{STAGES}[fp8 per token]",
     ),
-    "decode: the slot is filled again too early": PlantedBreak(
+    "decode: the stage is filled again too early": PlantedBreak(
         DECODE,
-        "slot, following = lax.rem(i, static.stages), i + static.stages\n",
-        "slot, following = lax.rem(i, static.stages), i + static.stages - 1\n",
+        "stage, following = lax.rem(i, static.stages), i + static.stages\n",
+        "stage, following = lax.rem(i, static.stages), i + static.stages - 1\n",
         f"{STAGES}[bfloat16]",
     ),
     "latents: both programs take the same other columns": PlantedBreak(
         LATENTS,
         'return (1 - lax.axis_index("half")) * self.static.own if',
         'return lax.axis_index("half") * self.static.own if',
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
     "latents: scores are added to those of the tile before": PlantedBreak(
         LATENTS,
-        "mem.k.rope.at[slot].transpose((1, 0)), accumulate=False)",
-        "mem.k.rope.at[slot].transpose((1, 0)))",
-        f"{SLOTS}[rows, two halves]",
+        "mem.k.rope.at[stage].transpose((1, 0)), accumulate=False)",
+        "mem.k.rope.at[stage].transpose((1, 0)))",
+        f"{MORE_TILES}[rows, two halves]",
     ),
     "latents: own columns replace the scores of others": PlantedBreak(
         LATENTS,
-        "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[slot].transpose((1, 0)))\n",
-        "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[slot].transpose((1, 0)), accumulate=False)\n",
-        f"{SLOTS}[rows, two halves]",
+        "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[stage].transpose((1, 0)))\n",
+        "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[stage].transpose((1, 0)), accumulate=False)\n",
+        f"{MORE_TILES}[rows, two halves]",
     ),
     "latents: S is not waited for on its way to registers": PlantedBreak(
         LATENTS,
         "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)\n        plgpu.wait_load_tmem()\n",
         "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)\n",
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
     "latents: O is not rescaled": PlantedBreak(
         LATENTS,
@@ -175,27 +175,27 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "latents: masked latents are not zeroed": PlantedBreak(
         LATENTS,
-        "            self.clear_dead_rows(split, slot)\n",
+        "            self.clear_dead_rows(split, stage)\n",
         "",
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
     "latents: only own columns are zeroed": PlantedBreak(
         LATENTS,
         "self.mem.k[: 2 if self.static.columns and self.static.other else 1]",
         "self.mem.k[:1]",
-        f"{SLOTS}[columns]",
+        f"{MORE_TILES}[columns]",
     ),
     "latents: P is overwritten while it is read": PlantedBreak(
         LATENTS,
         "            plgpu.barrier_wait(mem.o_done)  # the product with the P before: P is read, and O whole\n",
         "",
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
-    "latents: a slot is filled again before it is free": PlantedBreak(
+    "latents: a stage is filled again before it is free": PlantedBreak(
         LATENTS,
-        "pl.when(tile >= static.slots)(lambda: plgpu.barrier_wait(free.at[slot]))",
-        "pl.when(tile > static.slots)(lambda: plgpu.barrier_wait(free.at[slot]))",
-        f"{SLOTS}[rows, two halves]",
+        "pl.when(tile >= static.stages)(lambda: plgpu.barrier_wait(free.at[stage]))",
+        "pl.when(tile > static.stages)(lambda: plgpu.barrier_wait(free.at[stage]))",
+        f"{MORE_TILES}[rows, two halves]",
     ),
     "latents: the newest draft is seen by the one before": PlantedBreak(
         LATENTS,
@@ -207,13 +207,13 @@ BREAKS: dict[str, PlantedBreak] = {
         LATENTS,
         "newer = self.static.queries - 1 - lax.div(row, self.static.heads)",
         "newer = self.static.queries - 2 - lax.div(row, self.static.heads)",
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
     "latents: both halves write where they overlap": PlantedBreak(
         LATENTS,
         "is_written = (half == 0) | (place >= static.own - static.other) if static.halves == 2 else True",
         "is_written = True",
-        f"{SLOTS}[rows, halves that overlap, float16]",
+        f"{MORE_TILES}[rows, halves that overlap, float16]",
     ),
     "latents: a split reads past its end": PlantedBreak(
         LATENTS,
@@ -223,9 +223,9 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "latents: the query is free before its last product": PlantedBreak(
         LATENTS,
-        "                pl.when(i == last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_free))\n            score(",
-        "                pl.when(i == 0)(lambda: plgpu.tcgen05_commit_arrive(mem.q_free))\n            score(",
-        f"{SLOTS}[columns]",
+        "                pl.when(i == last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_empty))\n            score(",
+        "                pl.when(i == 0)(lambda: plgpu.tcgen05_commit_arrive(mem.q_empty))\n            score(",
+        f"{MORE_TILES}[columns]",
     ),
     "latents: a split that sees nothing keeps its maximum": PlantedBreak(
         LATENTS,
@@ -241,9 +241,9 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "latents: the rotated query is overwritten by P": PlantedBreak(
         LATENTS,
-        "            plgpu.tcgen05_commit_arrive(mem.q_moved)\n            plgpu.barrier_wait(mem.other_landed)",
+        "            plgpu.tcgen05_commit_arrive(mem.q_moved)\n            plgpu.barrier_wait(mem.other_full)",
         "            plgpu.tcgen05_commit_arrive(mem.q_moved)",
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
     "prefill: S is added to what is in TMEM": PlantedBreak(
         PREFILL,
@@ -329,7 +329,7 @@ BREAKS: dict[str, PlantedBreak] = {
         "transform.token_scales(i).at[0, columns], PER_COLUMN",
         f"{PAGES}[int8 by token]",
     ),
-    "prefill: notes of a tile are read before they are there": PlantedBreak(
+    "prefill: meta of a tile are read before they are there": PlantedBreak(
         PREFILL,
         "        if transform.await_tile is not None:\n            transform.await_tile(i)\n",
         "",
@@ -347,7 +347,7 @@ BREAKS: dict[str, PlantedBreak] = {
         "rings.q.at[consumer * terms + term], k, accumulate=False)",
         f"{PAGES}[fp8 by channel]",
     ),
-    "prefill: the queue has a slot too few": PlantedBreak(
+    "prefill: the queue has a stage too few": PlantedBreak(
         PREFILL,
         "static.consumers + 2, static.stages + 1, orders_tensor_core=True)",
         "static.consumers + 2, static.stages - 1, orders_tensor_core=True)",

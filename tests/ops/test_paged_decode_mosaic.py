@@ -108,9 +108,9 @@ def test_queries_are_the_sum_of_their_terms(scales: Any) -> None:
     q = jnp.asarray((powers * [[1], [-1.25]])[None, None], jnp.bfloat16)
     meant = np.float64(q) * (np.float64(kv.k_scale) if scales == "channel" else 1)
     meant = np.take(meant, dequantize.as_keys(jnp.arange(64)), axis=-1)
-    terms, scale = dequantize.query_terms(q, kv)
+    terms, scale = dequantize.split_and_permute_queries(q, kv)
     np.testing.assert_allclose(sum(map(np.float64, terms)) / scale, meant, rtol=2**-20, atol=(scale == 1) * 2**-25)
-    far, _ = dequantize.query_terms(jnp.full_like(q, 1e30), kv)
+    far, _ = dequantize.split_and_permute_queries(jnp.full_like(q, 1e30), kv)
     assert all(jnp.isfinite(term).all() for term in far)
 
 

@@ -70,7 +70,7 @@ class Tcgen05Scratch(NamedTuple):
 class Tcgen05Products:
     """`DecodeProducts` on data-center Blackwell."""
 
-    most_ahead: ClassVar[int] = 2**14
+    max_lookahead: ClassVar[int] = 2**14
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         return layout_of(tile.tokens)
@@ -107,7 +107,7 @@ class Tcgen05Products:
         scales: tuple[jax.Array, ...],
     ) -> jax.Array:
         if own.staged is not None and not _is_8_bit(tile.q_dtype):
-            dequantize.dequantise_tile(keys[0], own.staged)
+            dequantize.dequantize_tile(keys[0], own.staged)
             plgpu.commit_smem()
             keys = [own.staged]
         pairs = [(k, term.transpose((1, 0))) for k, terms in zip(keys, queries, strict=True) for term in terms]
@@ -121,7 +121,7 @@ class Tcgen05Products:
     def load_values(self, tile: DecodeTile, own: Tcgen05Scratch, v: Ref) -> Any:
         if own.staged is None:
             return v
-        dequantize.dequantise_tile(v, own.staged)
+        dequantize.dequantize_tile(v, own.staged)
         return own.staged
 
     def add_values(

@@ -22,7 +22,7 @@ from pallas_attn.mosaic.primitives.register_tiles import BY_64, RegisterLayout
 class WgmmaProducts:
     """`DecodeProducts` on Hopper. Results are in registers, and no memory or barrier is needed besides."""
 
-    most_ahead: ClassVar[int] = 2**15
+    max_lookahead: ClassVar[int] = 2**15
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         return BY_64
@@ -56,7 +56,7 @@ class WgmmaProducts:
             return latent_products.add_group_scores(rotated, latent, q_latent, scales)
         if tile.scales is None:
             return multiply([(k, term) for k, terms in zip(keys, queries, strict=True) for term in terms])
-        return dequantize.multiply_dequantised(keys[0], queries[0])
+        return dequantize.multiply_dequantized(keys[0], queries[0])
 
     def load_values(self, tile: DecodeTile, own: Any, v: Ref) -> Any:
         if tile.latent_groups:  # too many for registers

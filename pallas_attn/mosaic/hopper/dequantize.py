@@ -5,7 +5,7 @@ neighbouring threads. It moves elements of 16 bits, each of which is two of ours
 
 - Keys [tokens, channels] are the left operand as they lie. Of 16 channels a thread gets 4j to 4j + 3, where wgmma
   expects 2j, 2j + 1, 2j + 8, 2j + 9. A sum over channels may go in any order, so queries are permuted alike before the
-  kernel (`query_terms`).
+  kernel (`split_and_permute_queries`).
 - Values [tokens, channels] are transposed while they are loaded. Of 16 rows of the product, r and r + 8 are channels
   2r and 2r + 1. The accumulator keeps that order until a split is done (`restore_channel_order`).
 
@@ -33,15 +33,15 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic.hopper.tiles import TILE
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 from pallas_attn.mosaic.primitives.dequantize import (
-    QUANTISED_REF,
+    QUANTIZED_REF,
     ChunkPointers,
     conversion,
     converted,
     i32,
     masked,
-    plain_query_terms,
     plus,
     shifted,
+    split_queries,
     times,
     warp_and_lane,
 )
@@ -49,13 +49,13 @@ from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES
 from pallas_attn.types import PagedKV
 
 
-def query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
-    """Compute `plain_query_terms`; for an 8-bit cache with channels in the order that `multiply_dequantised` takes."""
-    terms, scale = plain_query_terms(q, kv)
+def split_and_permute_queries(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
+    """Compute `split_queries`; for an 8-bit cache with channels in the order that `multiply_dequantized` takes."""
+    terms, scale = split_queries(q, kv)
     return (terms if kv.k_scale is None else [as_keys(term) for term in terms]), scale
 
 
-def multiply_dequantised(a: Ref, bs: Sequence[Ref]) -> jax.Array:
+def multiply_dequantized(a: Ref, bs: Sequence[Ref]) -> jax.Array:
     """Compute a @ (bs[0] + bs[1] + ...)ᵀ in float32, all operands in shared memory.
 
     The interpreter has no wgmma of registers.
@@ -147,7 +147,7 @@ def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 1, 2, 3))
 
     @plgpu.inline_mgpu(
-        arg_types=(QUANTISED_REF,), return_type=plgpu.ShapeDtypeStruct((tokens, count), jnp.float16, layout=TILE)
+        arg_types=(QUANTIZED_REF,), return_type=plgpu.ShapeDtypeStruct((tokens, count), jnp.float16, layout=TILE)
     )
     def load(_: Any, tile: ir.Value) -> Any:
         warp, lane = warp_and_lane()
@@ -158,7 +158,7 @@ def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
             pointer = chunks.pointer(64 * block, first // 16 + chunk)
             for i, word in enumerate(load_matrices(pointer, rows=True)):
                 column = 2 * (chunk + i // 2)
-                registers[block, column : column + 2, i % 2] = _dequantised(word, assembly)
+                registers[block, column : column + 2, i % 2] = _dequantized(word, assembly)
         return _fragments(registers)
 
     return load(tile)
@@ -172,7 +172,7 @@ def _load_columns(tile: Ref, channels: int) -> jax.Array:
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 2, 1, 3))
 
     @plgpu.inline_mgpu(
-        arg_types=(QUANTISED_REF,), return_type=plgpu.ShapeDtypeStruct((channels, tokens), jnp.float16, layout=TILE)
+        arg_types=(QUANTIZED_REF,), return_type=plgpu.ShapeDtypeStruct((channels, tokens), jnp.float16, layout=TILE)
     )
     def load(_: Any, tile: ir.Value) -> Any:
         warp, lane = warp_and_lane()
@@ -180,7 +180,7 @@ def _load_columns(tile: Ref, channels: int) -> jax.Array:
         registers = np.empty((channels // 64, tokens // 8, 2), dtype=object)
         for block, rows in np.ndindex(channels // 64, tokens // 32):
             for i, word in enumerate(load_matrices(chunks.pointer(32 * rows, 4 * block), rows=False)):
-                registers[block, 4 * rows + i] = _dequantised(word, assembly)
+                registers[block, 4 * rows + i] = _dequantized(word, assembly)
         return _fragments(registers)
 
     return load(tile)
@@ -200,7 +200,7 @@ def load_matrices(pointer: ir.Value, *, rows: bool) -> Iterator[ir.Value]:
     return (llvm.extractvalue(i32(), words, [i]) for i in range(4))
 
 
-def _dequantised(word: ir.Value, assembly: str) -> list[ir.Value]:
+def _dequantized(word: ir.Value, assembly: str) -> list[ir.Value]:
     """Pairs of float16, as vectors, that a `conversion` makes of a word."""
     halves = ir.VectorType.get((2,), ir.F16Type.get())
     return [mgpu.utils.bitcast(pair, halves) for pair in converted(word, assembly)]

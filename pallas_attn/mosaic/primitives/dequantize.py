@@ -3,7 +3,7 @@
 Float16 holds every value of e4m3 and int8, and two of them take one instruction (e4m3) or less than three (int8).
 
 Here is what does not depend on the card's tensor cores: tiles converted from shared memory to shared memory
-(`dequantise_tile`), and scales of tokens in registers. Hopper's decode converts on the way from shared memory to
+(`dequantize_tile`), and scales of tokens in registers. Hopper's decode converts on the way from shared memory to
 registers, from which wgmma reads its left operand (`hopper.dequantize`).
 """
 
@@ -29,7 +29,7 @@ from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, RegisterLayo
 from pallas_attn.portable.quantise import float16_queries
 from pallas_attn.types import QMAX, PagedKV, ScaleLayout
 
-QUANTISED_REF = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
+QUANTIZED_REF = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
 """Type of a reference to an 8-bit `tiles.operand`: 16-byte chunk c of row r is stored as chunk c ^ (r % 8) of that
 row.
 """
@@ -88,7 +88,7 @@ def latent_queries(q_latent: Float[Array, "*rows L"], q_rope: Float[Array, "*row
     return narrowed, q_rope * jnp.asarray(factor, q_rope.dtype), factor
 
 
-def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
+def split_queries(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
     """Split queries into a sum of terms that tensor cores can multiply with the cache; return terms and their factor.
 
     There is one term where 16 bits hold the queries exactly. Scales of keys by channel are multiplied into the queries,
@@ -124,7 +124,7 @@ def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array, layout: Registe
         tile[...] = numbers.reshape(tile.shape)
         return
 
-    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, layout.per_row))
+    @plgpu.inline_mgpu(arg_types=(QUANTIZED_REF, layout.per_row))
     def write_zeros(_: Any, tile: ir.Value, live_mask: Any) -> None:
         warp, lane = warp_and_lane()
 
@@ -139,7 +139,7 @@ def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array, layout: Registe
     write_zeros(tile, jnp.where(live_mask, 1, 0))
 
 
-def dequantise_tile(tile: Ref, to: Ref) -> None:
+def dequantize_tile(tile: Ref, to: Ref) -> None:
     """Convert an 8-bit tile [tokens, channels] to a float16 tile that tensor cores read, both in shared memory.
 
     A thread converts chunks of 16 channels. Neighbouring threads take neighbouring tokens, so that eight of them access
@@ -151,7 +151,7 @@ def dequantise_tile(tile: Ref, to: Ref) -> None:
         return
     assembly = conversion(tile.dtype, (0, 1, 2, 3))
 
-    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, register_tiles.operand_ref()))
+    @plgpu.inline_mgpu(arg_types=(QUANTIZED_REF, register_tiles.operand_ref()))
     def convert(_: Any, tile: ir.Value, to: ir.Value) -> None:
         warp, lane = warp_and_lane()
         token, chunk = plus(times(masked(warp, 1), 32), lane), shifted(warp, 1)

@@ -93,7 +93,7 @@ def present_pages(row: jax.Array) -> jax.Array:
     return vote(row)
 
 
-def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pages: int, needed: Any = None) -> None:
+def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, barrier: Ref, pages: int, needed: Any = None) -> None:
     """Copy pages, or a part of each, one after the other to a tile in shared memory.
 
     Args:
@@ -102,18 +102,18 @@ def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pa
         pages, whose part of the tile stays as it is, are negative.
       first: first row that is copied of a page, a multiple of 8.
       tile: `tiles.operand` [pages · rows that are copied of a page, columns].
-      landed: barrier, with `arrivals(pages)` for these copies.
+      barrier: barrier, with `arrivals(pages)` for these copies.
       needed: rows of the tile that are needed, from its first on: groups of 8 of a page that begin later are not
         copied, and their part of the tile stays as it is. Pages without a row that is needed are absent. None if all
         rows are needed.
     """
-    _require_arrivals(landed, pages)
+    _require_arrivals(barrier, pages)
     rows = tile.shape[0] // pages
     if interpreted():
         for i in range(pages):
             source, target = pool.at[jnp.maximum(row[i], 0), pl.ds(first, rows)], tile.at[pl.ds(i * rows, rows)]
-            pl.when(row[i] >= 0)(lambda a=source, b=target: plgpu.copy_gmem_to_smem(a, b, landed))
-            pl.when(row[i] < 0)(lambda: plgpu.barrier_arrive(landed))
+            pl.when(row[i] >= 0)(lambda a=source, b=target: plgpu.copy_gmem_to_smem(a, b, barrier))
+            pl.when(row[i] < 0)(lambda: plgpu.barrier_arrive(barrier))
         return
 
     groups = rows // GROUP
@@ -153,7 +153,7 @@ def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pa
                 begin = arith.addi(first, arith.muli(group, _number(GROUP)))
                 copy(number, begin, 1, arith.addi(first_group, group), is_needed)
 
-    start(pool, row, jnp.asarray(first, jnp.int32), last, left, tile, _address(landed))
+    start(pool, row, jnp.asarray(first, jnp.int32), last, left, tile, _address(barrier))
 
 
 def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
@@ -169,20 +169,20 @@ def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
 # --- rows of packed sequences
 
 
-def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: Any = None) -> None:
+def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, barrier: Ref, end: Any = None) -> None:
     """Copy neighbouring rows of a head to a tile in shared memory; those past the last row as zeros.
 
     Args:
       source: [T, H, D] in global memory, of `zero_rows_past_end`.
       first: the first row, a multiple of 8.
       tile: `tiles.operand` [n, D].
-      landed: barrier, with one arrival for this.
+      barrier: barrier, with one arrival for this.
       end: one past the last row that is needed: groups of 8 that begin there or later need not be copied, and their
         part of the tile may stay as it is. None if all rows are needed.
     """
     count, rows = tile.shape[0], source.shape[0]
     if interpreted():
-        plgpu.copy_gmem_to_smem(source.at[pl.ds(_in_padding(first, rows, count), count), head], tile, landed)
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(_in_padding(first, rows, count), count), head], tile, barrier)
         return
 
     groups = count // GROUP
@@ -217,10 +217,10 @@ def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: A
                 copies.start_group(source, start_row, head, tile, group, wanted)
 
     scalars = (jnp.asarray(x, jnp.int32) for x in (first, head, needed))
-    start(source, *scalars, tile, _address(landed))
+    start(source, *scalars, tile, _address(barrier))
 
 
-def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, tile: Ref, landed: Ref) -> None:
+def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, tile: Ref, barrier: Ref) -> None:
     """Copy groups of 8 neighbouring rows to a tile in shared memory: those of one head, the same rows of the next, and
     after `heads` heads the next 8 rows; rows past the last one as zeros.
 
@@ -229,7 +229,7 @@ def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any
       first, head: the first row, a multiple of 8, and the first head.
       skipped: groups that precede the tile's.
       tile: `tiles.operand` [8 · groups, D].
-      landed: barrier, with `arrivals(groups)` for these copies.
+      barrier: barrier, with `arrivals(groups)` for these copies.
     """
     groups = tile.shape[0] // GROUP
     if interpreted():
@@ -237,7 +237,7 @@ def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any
             eights, of_head = (divide(skipped + i, jnp.int32(heads)) for divide in (lax.div, lax.rem))
             start_row = _in_padding(first + eights * GROUP, source.shape[0], GROUP)
             rows = source.at[pl.ds(start_row, GROUP), head + of_head]
-            plgpu.copy_gmem_to_smem(rows, tile.at[pl.ds(i * GROUP, GROUP)], landed)
+            plgpu.copy_gmem_to_smem(rows, tile.at[pl.ds(i * GROUP, GROUP)], barrier)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, _tile_ref(tile), SCALAR))
@@ -252,7 +252,7 @@ def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any
             copies.start_group(source, start_row, _index(arith.addi(head, of_head)), tile, group)
 
     scalars = (jnp.asarray(x, jnp.int32) for x in (first, head, skipped))
-    start(source, *scalars, tile, _address(landed))
+    start(source, *scalars, tile, _address(barrier))
 
 
 def _in_padding(first: Any, rows: int, count: int) -> Any:
@@ -269,7 +269,7 @@ def _require_arrivals(barrier: Ref, copies: int) -> None:
     """
     counted = jax.typeof(getattr(barrier, "ref", barrier)).inner_aval.dtype.num_arrivals
     if counted != arrivals(copies):
-        raise ValueError(f"landed: expected {arrivals(copies)} arrivals for {copies} copies, got {counted}")
+        raise ValueError(f"barrier: expected {arrivals(copies)} arrivals for {copies} copies, got {counted}")
 
 
 _barrier_address_p = core.Primitive("barrier_address")

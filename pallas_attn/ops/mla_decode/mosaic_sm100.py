@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
+from pallas_attn.mosaic.blackwell.mla_decode import TcgenStatic, attend, choose_static
+from pallas_attn.mosaic.blackwell.mla_merge import merge_splits
 from pallas_attn.mosaic.blackwell.tmem import ROWS
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.mla_decode.mosaic_rows import NEVER_BIT, in_blocks, out_of_blocks
-from pallas_attn.ops.mla_decode.mosaic_tcgen05 import TcgenStatic, attend, choose_static
-from pallas_attn.ops.mla_decode.mosaic_tcgen05_merge import merge_splits
 from pallas_attn.ops.plan_decode import plan_of
 
 
@@ -41,7 +41,7 @@ def num_programs(call: MlaDecodeCall) -> int:
         raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
     if call.num_queries > NEVER_BIT:
         raise NotImplementedError(f"takes at most {NEVER_BIT} queries, got {call.num_queries}")
-    return max(1, basics.multiprocessors() // static_of(call).programs(call.query_rows))
+    return max(1, basics.multiprocessors() // static_of(call).ctas(call.query_rows))
 
 
 def static_of(call: MlaDecodeCall) -> TcgenStatic:

@@ -15,23 +15,23 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.decode import DecodeTile
+from pallas_attn.mosaic.decode import DecodeTile, decode_attention
 from pallas_attn.mosaic.decode_config import DecodeConfig
 from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
-from pallas_attn.mosaic.hopper.dequantize import query_terms
+from pallas_attn.mosaic.hopper.dequantize import split_and_permute_queries
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.mosaic.primitives.dequantize import scale_layout
 from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
-from pallas_attn.ops.paged_decode.mosaic_call import attend, refuse
+from pallas_attn.ops.paged_decode.mosaic_operands import operands, require_supported
 from pallas_attn.ops.plan_decode import plan_of
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     plan = plan_of(call, "mosaic_sm90", num_programs(call))
     packing, settings = _sizes(call)
-    terms, query_scale = query_terms(call.q, call.kv)
+    query_parts, query_scale = split_and_permute_queries(call.q, call.kv)
     cache_dtype = call.kv.k.dtype
     tile = DecodeTile(
         packing=packing,
@@ -39,20 +39,21 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
         page_size=call.page_size,
         key_dims=(call.head_dim,),
         has_values=True,
-        terms=len(terms),
+        query_parts=len(query_parts),
         packs_queries=config.packs_queries(cache_dtype.itemsize, packing.width) and not packing.packs_freely,
         scales=scale_layout(call.kv),
-        q_dtype=terms[0].dtype,
+        q_dtype=query_parts[0].dtype,
         cache_dtype=cache_dtype,
         out_dtype=call.output_dtype,
         products=WgmmaProducts(),
     )
-    return attend(call, plan, tile, settings.stages, terms, query_scale)
+    inputs, static = operands(call, plan, tile, settings.stages, query_parts, query_scale)
+    return decode_attention(inputs, static, call.q.shape, call.out, name="paged_decode")
 
 
 def num_programs(call: PagedDecodeCall) -> int:
     """Number of programs for plans of such calls: as many as run side by side on the card."""
-    refuse(call, (9, 0), _limit(call))
+    require_supported(call, (9, 0), _limit(call))
     _, settings = _sizes(call)
     return settings.programs_per_multiprocessor * basics.multiprocessors()
 

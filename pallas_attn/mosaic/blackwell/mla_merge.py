@@ -11,12 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.blackwell.native_tiles import PER_COLUMN, PER_ROW, load_fragments, num_fragments
-from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS
-from pallas_attn.mosaic.primitives import basics, register_tiles
-from pallas_attn.mosaic.primitives.basics import Ref
-from pallas_attn.mosaic.primitives.tile_scheduler import for_each_merged, merge_programs
-from pallas_attn.ops.mla_decode.mosaic_tcgen05 import (
+from pallas_attn.mosaic.blackwell.mla_decode import (
     SLICE,
     TcgenPartials,
     TcgenResults,
@@ -27,6 +22,11 @@ from pallas_attn.ops.mla_decode.mosaic_tcgen05 import (
     state_index,
     write_slice,
 )
+from pallas_attn.mosaic.blackwell.native_tiles import PER_COLUMN, PER_ROW, load_fragments, num_fragments
+from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS
+from pallas_attn.mosaic.primitives import basics, register_tiles
+from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.tile_scheduler import for_each_merged, merge_programs
 from pallas_attn.types import DecodePlan
 
 

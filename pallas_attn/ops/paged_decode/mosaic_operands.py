@@ -5,17 +5,22 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStatic, DecodeTile, decode_attention
+from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStatic, DecodeTile
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.mosaic.primitives.query_packing import QueryPacking
-from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
+from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.runtime.device import Architecture
 from pallas_attn.types import DecodePlan, HeadWindow
 
 
-def attend(
-    call: PagedDecodeCall, plan: DecodePlan, tile: DecodeTile, stages: int, terms: list[Array], query_scale: float
-) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
+def operands(
+    call: PagedDecodeCall,
+    plan: DecodePlan,
+    tile: DecodeTile,
+    stages: int,
+    query_parts: list[Array],
+    query_scale: float,
+) -> tuple[DecodeInputs, DecodeStatic]:
     """Run the kernel.
 
     Args:
@@ -24,7 +29,9 @@ def attend(
     """
     kv, draft_mask, sinks, window, packing = call.kv, call.draft_mask, call.sinks, call.window, tile.packing
     q_scale = call.q_scale
-    packed = [] if tile.packs_queries else [packing.pack(x).reshape(-1, packing.width, call.head_dim) for x in terms]
+    packed = (
+        [] if tile.packs_queries else [packing.pack(x).reshape(-1, packing.width, call.head_dim) for x in query_parts]
+    )
     rows = -1, tile.rows(call.page_size), call.head_dim * tile.tokens_per_row
     inputs = DecodeInputs(
         q=(call.q if tile.packs_queries else jnp.stack(packed),),
@@ -50,10 +57,10 @@ def attend(
         soft_cap=call.soft_cap,
         window=window if isinstance(window, int) else None,
     )
-    return decode_attention(inputs, static, call.q.shape, call.out, name="paged_decode")
+    return inputs, static
 
 
-def refuse(call: PagedDecodeCall, architecture: Architecture, limit: int) -> None:
+def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: int) -> None:
     """Raise NotImplementedError for calls that the kernel does not take.
 
     Args:

@@ -17,19 +17,19 @@ Roles: warpgroup 0 is softmax, a row a thread or four. In warpgroup 1, warp 0 co
 warp 2 copies queries. Each walks the program's work tiles by itself.
 
     warp 2       Q own, rotated -> shared memory         (then, once in TMEM) Q other -> where Q own was
-    warp 0       tile t -> slot t % slots: other and rotated columns, then own
+    warp 0       tile t -> stage t % stages: other and rotated columns, then own
     warp 1       S(t) = Q C(t)ᵀ                  S(t + 1), as far as it is ahead       O += P(t) C(t)
     warpgroup 0               S(t) -> registers, P(t) = exp(S - m), O rescaled if m grew much, P(t) -> memory
 
 No wait can last. Each names a barrier, its phases, and who arrives:
 
-- q_landed, a split: copies of own and rotated queries. They follow q_free of the split before.
-- q_moved, a split: commit of the copies of those to TMEM. Then others may be copied over the own: other_landed.
-- q_free, a split: commit of the last product that reads the query (few rows: also P, which has the memory of the
+- q_full, a split: copies of own and rotated queries. They follow q_empty of the split before.
+- q_moved, a split: commit of the copies of those to TMEM. Then others may be copied over the own: other_full.
+- q_empty, a split: commit of the last product that reads the query (few rows: also P, which has the memory of the
   rotated query).
-- own_landed, rest_landed [slot], a tile: copies; where a page does not exist, warp 0 itself. own_free, rest_free:
-  commit of the products that read it. Copies to a slot follow those.
-- s_full, a tile: commit of its scores. s_read: warpgroup 0 has them in registers. Scores follow s_read of the tile
+- own_full, rest_full [stage], a tile: copies; where a page does not exist, warp 0 itself. own_empty, rest_empty:
+  commit of the products that read it. Copies to a stage follow those.
+- s_full, a tile: commit of its scores. s_empty: warpgroup 0 has them in registers. Scores follow s_empty of the tile
   before, also across splits.
 - p_full, a tile: warpgroup 0 has stored P, rescaled O, zeroed values that no row sees, and has read O of the split
   before. o_done: commit of the product with P. P(t + 1) is stored after it, O rescaled after it.
@@ -58,10 +58,7 @@ from pallas_attn.mosaic.blackwell.native_tiles import (
     store_rows,
 )
 from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS, OrderedBarrier
-from pallas_attn.mosaic.primitives import basics, register_tiles, shared_memory
-from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
-from pallas_attn.mosaic.primitives.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
-from pallas_attn.ops.mla_decode.mosaic_rows import (
+from pallas_attn.mosaic.latent_tiles import (
     DEAD,
     FULL,
     INITIAL_MAX,
@@ -72,6 +69,9 @@ from pallas_attn.ops.mla_decode.mosaic_rows import (
     LatentTiles,
     RowInputs,
 )
+from pallas_attn.mosaic.primitives import basics, register_tiles, shared_memory
+from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
 from pallas_attn.portable.schedule import most_splits
 
 COLUMNS = 64
@@ -80,10 +80,10 @@ COLUMNS = 64
 SLICE = 16
 """Columns of O that are in registers at a time where query rows are columns; a thread then has a factor for each."""
 
-MOST_COLUMNS = 64
+MAX_COLUMNS = 64
 """Query rows that are columns of O. With more, memory would no longer be what limits, and rows of O fill better."""
 
-MOST_OWN = 256
+MAX_OWN = 256
 """Columns of O for which TMEM has room beside the query, scores and probabilities."""
 
 VALUE_ROWS = 128
@@ -95,10 +95,10 @@ RESCALE_THRESHOLD_LOG2 = 8
 REDUCTION_BYTES = 1024
 """Shared memory for the one number that warps reduce among them, whether O is to be rescaled."""
 
-MOST_SLOTS = 4
+MAX_STAGES = 4
 """More would have to be measured to help."""
 
-TILE_NOTES = 8
+TILE_META = 8
 """Numbers that are noted of a tile, at most."""
 
 
@@ -111,16 +111,16 @@ class TcgenStatic(LatentTiles):
 
     Attributes:
       columns: query rows as columns of Oᵀ, padding included; 0 where they are rows of O.
-      slots: tiles in shared memory.
+      stages: tiles in shared memory.
     """
 
     columns: int
-    slots: int
+    stages: int
 
     @property
     def own(self) -> int:
         """Columns of the latent whose queries are in TMEM; and those of O in a program of many rows."""
-        return self.latent_dim if self.latent_dim <= MOST_OWN else -(-self.latent_dim // 128) * 64
+        return self.latent_dim if self.latent_dim <= MAX_OWN else -(-self.latent_dim // 128) * 64
 
     @property
     def other(self) -> int:
@@ -165,7 +165,7 @@ class TcgenStatic(LatentTiles):
         """Columns of O that are in registers at a time."""
         return SLICE if self.columns else COLUMNS
 
-    def programs(self, query_rows: int) -> int:
+    def ctas(self, query_rows: int) -> int:
         """Programs that a split of a sequence takes."""
         return self.halves * -(-query_rows // ROWS)
 
@@ -181,13 +181,13 @@ def choose_static(
     sm_scale: float,
     dtype: Any,
 ) -> TcgenStatic:
-    """Compile-time facts for a call, with the form of O for its query rows, and as many slots as fit shared memory.
+    """Compile-time facts for a call, with the form of O for its query rows, and as many stages as fit shared memory.
 
     Raises:
-      NotImplementedError: two slots do not fit.
+      NotImplementedError: two stages do not fit.
     """
-    few = queries * heads <= MOST_COLUMNS and latent_dim >= VALUE_ROWS
-    for slots in range(MOST_SLOTS, 1, -1):
+    few = queries * heads <= MAX_COLUMNS and latent_dim >= VALUE_ROWS
+    for stages in range(MAX_STAGES, 1, -1):
         static = TcgenStatic(
             latent_dim=latent_dim,
             rope_dim=rope_dim,
@@ -195,7 +195,7 @@ def choose_static(
             heads=heads,
             columns=-(-queries * heads // SLICE) * SLICE if few else 0,
             page_size=page_size,
-            slots=slots,
+            stages=stages,
             causal=causal,
             sm_scale=sm_scale,
         )
@@ -218,36 +218,36 @@ class TcgenScratch(NamedTuple):
     Attributes:
       q: [own / 64, ROWS, 64], columns of the query: own, on their way to TMEM, then other.
       q_stage: [ROWS, R], the rotated query on its way to TMEM.
-      k: [slots, TOKENS, columns].
+      k: [stages, TOKENS, columns].
       p: [ROWS, TOKENS] for few rows, or None.
-      notes: int32 [ROWS + slots·TILE_NOTES]. A float of each row, as bits, for few rows; for each slot visibility of
+      meta: int32 [ROWS + stages·TILE_META]. A float of each row, as bits, for few rows; for each stage visibility of
         its tile (FULL, PARTIAL, DEAD), and the position of each page's first token or ABSENT.
       o: TMEM [128, state_columns].
       q_tmem: TMEM [ROWS, own + R].
       s: TMEM [ROWS, TOKENS].
       p_tmem: TMEM [ROWS, TOKENS] for many rows, or None.
-      q_landed, ...: see above.
+      q_full, ...: see above.
     """
 
     q: Any
     q_stage: Any
     k: TileParts
     p: Any
-    notes: Any
+    meta: Any
     o: Any
     q_tmem: Any
     s: Any
     p_tmem: Any
-    q_landed: Any
+    q_full: Any
     q_moved: Any
-    other_landed: Any
-    q_free: Any
-    own_landed: Any
-    rest_landed: Any
-    own_free: Any
-    rest_free: Any
+    other_full: Any
+    q_empty: Any
+    own_full: Any
+    rest_full: Any
+    own_empty: Any
+    rest_empty: Any
     s_full: Any
-    s_read: Any
+    s_empty: Any
     p_full: Any
     o_done: Any
 
@@ -255,32 +255,32 @@ class TcgenScratch(NamedTuple):
     def types(static: TcgenStatic, dtype: Any) -> TcgenScratch:
         """Scratch types of the kernel, for queries and latents of a dtype."""
         operand = functools.partial(register_tiles.operand, dtype=dtype, row_bytes=static.row_bytes)
-        slots, other = static.slots, static.other
+        stages, other = static.stages, static.other
         probs = register_tiles.operand((ROWS, TOKENS), dtype)
         return TcgenScratch(
             q=operand((static.own // COLUMNS, ROWS, COLUMNS)),
             q_stage=operand((ROWS, static.rope_dim)),
             k=TileParts(
-                operand((slots, TOKENS, static.own)),
-                operand((slots, TOKENS, other)) if other else None,
-                operand((slots, TOKENS, static.rope_dim)),
+                operand((stages, TOKENS, static.own)),
+                operand((stages, TOKENS, other)) if other else None,
+                operand((stages, TOKENS, static.rope_dim)),
             ),
             p=probs if static.columns and not static.probs_replace_query else None,
-            notes=plgpu.SMEM((ROWS + slots * TILE_NOTES,), jnp.int32),
+            meta=plgpu.SMEM((ROWS + stages * TILE_META,), jnp.int32),
             o=plgpu.TMEM((ROWS, static.state_columns), jnp.float32),
             q_tmem=plgpu.TMEM((ROWS, static.own + static.rope_dim), dtype, packed=True),
             s=plgpu.TMEM((ROWS, TOKENS), jnp.float32),
             p_tmem=None if static.columns else plgpu.TMEM((ROWS, TOKENS), dtype, packed=True),
-            q_landed=plgpu.Barrier(num_arrivals=static.own // COLUMNS + 1),
+            q_full=plgpu.Barrier(num_arrivals=static.own // COLUMNS + 1),
             q_moved=OrderedBarrier() if other else None,
-            other_landed=plgpu.Barrier(num_arrivals=other // COLUMNS) if other else None,
-            q_free=OrderedBarrier(),
-            own_landed=plgpu.Barrier(num_barriers=slots, num_arrivals=static.pages),
-            rest_landed=plgpu.Barrier(num_barriers=slots, num_arrivals=static.pages * (2 if other else 1)),
-            own_free=OrderedBarrier(num_barriers=slots),
-            rest_free=OrderedBarrier(num_barriers=slots),
+            other_full=plgpu.Barrier(num_arrivals=other // COLUMNS) if other else None,
+            q_empty=OrderedBarrier(),
+            own_full=plgpu.Barrier(num_barriers=stages, num_arrivals=static.pages),
+            rest_full=plgpu.Barrier(num_barriers=stages, num_arrivals=static.pages * (2 if other else 1)),
+            own_empty=OrderedBarrier(num_barriers=stages),
+            rest_empty=OrderedBarrier(num_barriers=stages),
             s_full=OrderedBarrier(),
-            s_read=OrderedBarrier(),
+            s_empty=OrderedBarrier(),
             p_full=OrderedBarrier(),
             o_done=OrderedBarrier(),
         )
@@ -424,13 +424,13 @@ class TcgenRole:
             return self.mem.p_tmem
         return self.mem.q_stage if self.mem.p is None else self.mem.p
 
-    def slot(self, tile: Any) -> Any:
+    def stage(self, tile: Any) -> Any:
         """Slot of a tile, by the number of tiles that the program took before."""
-        return lax.rem(tile, self.static.slots)
+        return lax.rem(tile, self.static.stages)
 
-    def tile_notes(self, slot: Any) -> Ref:
-        """Visibility of the tile in a slot, and positions of its pages."""
-        return self.mem.notes.at[pl.ds(ROWS + slot * TILE_NOTES, TILE_NOTES)]
+    def tile_meta(self, stage: Any) -> Ref:
+        """Visibility of the tile in a stage, and positions of its pages."""
+        return self.mem.meta.at[pl.ds(ROWS + stage * TILE_META, TILE_META)]
 
     def for_each_split(self, work: Callable[[TcgenSplit], None]) -> tuple[Any, Any]:
         """Call work(split) for each split of this program; return the numbers of splits and of tiles."""
@@ -451,23 +451,23 @@ class TcgenQueryCopies(TcgenRole):
 
     def run(self) -> None:
         splits, _ = self.for_each_split(self.copy_split)
-        pl.when(splits > 0)(lambda: plgpu.barrier_wait(self.mem.q_free))
+        pl.when(splits > 0)(lambda: plgpu.barrier_wait(self.mem.q_empty))
 
     def copy_split(self, split: TcgenSplit) -> None:
         static, mem = self.static, self.mem
         rows = pl.ds(self.block * ROWS, ROWS)
-        pl.when(split.index > 0)(lambda: plgpu.barrier_wait(mem.q_free))
-        self.copy_columns(split, self.first_own, static.own, mem.q_landed)
-        plgpu.copy_gmem_to_smem(self.x.q_rope.at[split.row, rows], mem.q_stage, mem.q_landed)
+        pl.when(split.index > 0)(lambda: plgpu.barrier_wait(mem.q_empty))
+        self.copy_columns(split, self.first_own, static.own, mem.q_full)
+        plgpu.copy_gmem_to_smem(self.x.q_rope.at[split.row, rows], mem.q_stage, mem.q_full)
         if static.other:
             plgpu.barrier_wait(mem.q_moved)
-            self.copy_columns(split, self.first_other, static.other, mem.other_landed)
+            self.copy_columns(split, self.first_other, static.other, mem.other_full)
 
-    def copy_columns(self, split: TcgenSplit, first: Any, columns: int, landed: Ref) -> None:
+    def copy_columns(self, split: TcgenSplit, first: Any, columns: int, full: Ref) -> None:
         rows = pl.ds(self.block * ROWS, ROWS)
         for i in range(columns // COLUMNS):
             source = self.x.q_latent.at[split.row, rows, pl.ds(first + i * COLUMNS, COLUMNS)]
-            plgpu.copy_gmem_to_smem(source, self.mem.q.at[i], landed)
+            plgpu.copy_gmem_to_smem(source, self.mem.q.at[i], full)
 
 
 # --- the warp that copies latents
@@ -478,11 +478,11 @@ class TcgenLatentCopies(TcgenRole):
 
     def run(self) -> None:
         _, tiles_taken = self.for_each_split(self.copy_split)
-        first = jnp.maximum(tiles_taken - self.static.slots, 0)
+        first = jnp.maximum(tiles_taken - self.static.stages, 0)
 
         def drain(tile: Any, _: None) -> None:
-            plgpu.barrier_wait(self.mem.rest_free.at[self.slot(tile)])
-            plgpu.barrier_wait(self.mem.own_free.at[self.slot(tile)])
+            plgpu.barrier_wait(self.mem.rest_empty.at[self.stage(tile)])
+            plgpu.barrier_wait(self.mem.own_empty.at[self.stage(tile)])
 
         lax.fori_loop(first, tiles_taken, drain, None)
 
@@ -493,26 +493,26 @@ class TcgenLatentCopies(TcgenRole):
     def copy_tile(self, split: TcgenSplit, i: Any, oldest_query: Any) -> None:
         """Start the copies of the i-th tile of a split, in the order in which columns fall free."""
         static, mem, tile = self.static, self.mem, split.tile + i
-        slot = self.slot(tile)
+        stage = self.stage(tile)
         first, tile_of_page = static.first_page(i)
         pages = [self.look_up(split, first + j) for j in range(static.pages)]
 
         def refill(free: Ref, start: Callable[[], None]) -> None:
-            pl.when(tile >= static.slots)(lambda: plgpu.barrier_wait(free.at[slot]))
+            pl.when(tile >= static.stages)(lambda: plgpu.barrier_wait(free.at[stage]))
             start()
 
         def start_rest() -> None:
             parts = [(mem.k.rope, static.latent_dim, static.rope_dim)]
             if static.other:
                 parts.append((mem.k.other, self.first_other, static.other))
-            self.copy_pages(slot, pages, tile_of_page, parts, mem.rest_landed)
+            self.copy_pages(stage, pages, tile_of_page, parts, mem.rest_full)
 
         def start_own() -> None:
             self.store_meta(split, i, pages, oldest_query)
-            self.copy_pages(slot, pages, tile_of_page, [(mem.k.own, self.first_own, static.own)], mem.own_landed)
+            self.copy_pages(stage, pages, tile_of_page, [(mem.k.own, self.first_own, static.own)], mem.own_full)
 
-        refill(mem.rest_free, start_rest)
-        refill(mem.own_free, start_own)
+        refill(mem.rest_empty, start_rest)
+        refill(mem.own_empty, start_own)
 
     def look_up(self, split: TcgenSplit, number: Any) -> Any:
         """Page of the pool that is this one of a split; negative where there is none."""
@@ -527,7 +527,7 @@ class TcgenLatentCopies(TcgenRole):
         oldest query itself is seen by all then.
         """
         static = self.static
-        notes = self.tile_notes(self.slot(split.tile + i))
+        meta = self.tile_meta(self.stage(split.tile + i))
         first, tile_of_page = static.first_page(i)
         first_token = (split.start + first) * static.page_size + tile_of_page * TOKENS
         newer = first_token + TOKENS - oldest_query  # tokens of the tile that are no older than the oldest query
@@ -536,21 +536,21 @@ class TcgenLatentCopies(TcgenRole):
             visibility = jnp.where(newer <= split.queries(static, self.x), jnp.maximum(visibility, PARTIAL), visibility)
         for j, page in enumerate(pages):
             visibility = jnp.where(page >= 0, visibility, DEAD)
-            notes[1 + j] = jnp.where(page >= 0, first_token + j * static.page_tokens, ABSENT)
-        notes[0] = visibility
+            meta[1 + j] = jnp.where(page >= 0, first_token + j * static.page_tokens, ABSENT)
+        meta[0] = visibility
 
     def copy_pages(
-        self, slot: Any, pages: list[Any], tile_of_page: Any, parts: list[tuple[Ref, Any, int]], landed: Ref
+        self, stage: Any, pages: list[Any], tile_of_page: Any, parts: list[tuple[Ref, Any, int]], full: Ref
     ) -> None:
         """Start the copies of parts of a tile, each a ref, first column and columns. An absent page arrives at once."""
-        static, barrier = self.static, landed.at[slot]
+        static, barrier = self.static, full.at[stage]
         for j, page in enumerate(pages):
 
             @pl.when(page >= 0)
             def _copy(j: int = j, page: Any = page) -> None:
                 source = self.x.pages.at[page, pl.ds(tile_of_page * TOKENS, static.page_tokens)]
                 for k, first, columns in parts:
-                    target = k.at[slot, pl.ds(j * static.page_tokens, static.page_tokens)]
+                    target = k.at[stage, pl.ds(j * static.page_tokens, static.page_tokens)]
                     plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, columns)], target, barrier)
 
             @pl.when(page < 0)
@@ -570,11 +570,11 @@ class TcgenProducts(TcgenRole):
 
     @property
     def scored_ahead(self) -> tuple[Callable[..., None], ...]:
-        """Parts of the next tile that are scored before this tile's product with P. With two slots, the own columns of
+        """Parts of the next tile that are scored before this tile's product with P. With two stages, the own columns of
         the next tile but one can only come after that product, so the next tile waits for them as late as it can; and
-        few rows, which memory limits, score nothing ahead, so as to free a slot as soon as they can.
+        few rows, which memory limits, score nothing ahead, so as to free a stage as soon as they can.
         """
-        if self.static.slots > 2:
+        if self.static.stages > 2:
             return self.score_rest, self.score_own
         return () if self.static.columns else (self.score_rest,)
 
@@ -594,12 +594,12 @@ class TcgenProducts(TcgenRole):
                     for part in parts:
                         part(tile + 1, is_last=is_last)
 
-            plgpu.barrier_wait(mem.s_read)
+            plgpu.barrier_wait(mem.s_empty)
             score(ahead)
             plgpu.barrier_wait(mem.p_full)
             self.multiply_values(tile, i > 0)
             if static.columns:
-                pl.when(i == last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_free))
+                pl.when(i == last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_empty))
             score(tuple(part for part in (self.score_rest, self.score_own) if part not in ahead))
 
         lax.fori_loop(0, last + 1, step, None)
@@ -607,51 +607,51 @@ class TcgenProducts(TcgenRole):
     def move_query(self) -> None:
         """Copy own and rotated columns of the query to TMEM."""
         static, mem = self.static, self.mem
-        plgpu.barrier_wait(mem.q_landed)
+        plgpu.barrier_wait(mem.q_full)
         for i in range(static.own // COLUMNS):
             plgpu.async_copy_smem_to_tmem(mem.q.at[i], mem.q_tmem.at[:, pl.ds(i * COLUMNS, COLUMNS)])
         plgpu.async_copy_smem_to_tmem(mem.q_stage, mem.q_tmem.at[:, pl.ds(static.own, static.rope_dim)])
         if static.other:
             plgpu.tcgen05_commit_arrive(mem.q_moved)
-            plgpu.barrier_wait(mem.other_landed)
+            plgpu.barrier_wait(mem.other_full)
 
     def score_rest(self, tile: Any, *, is_last: Any) -> None:
         """Start the scores of a tile: those of its rotated and other columns."""
         del is_last
-        static, mem, slot = self.static, self.mem, self.slot(tile)
-        plgpu.barrier_wait(mem.rest_landed.at[slot])
+        static, mem, stage = self.static, self.mem, self.stage(tile)
+        plgpu.barrier_wait(mem.rest_full.at[stage])
         q = mem.q_tmem.at[:, pl.ds(static.own, static.rope_dim)]
-        plgpu.tcgen05_mma(mem.s, q, mem.k.rope.at[slot].transpose((1, 0)), accumulate=False)
+        plgpu.tcgen05_mma(mem.s, q, mem.k.rope.at[stage].transpose((1, 0)), accumulate=False)
         for i in range(static.other // COLUMNS):
-            columns = mem.k.other.at[slot, :, pl.ds(i * COLUMNS, COLUMNS)]
+            columns = mem.k.other.at[stage, :, pl.ds(i * COLUMNS, COLUMNS)]
             plgpu.tcgen05_mma(mem.s, mem.q.at[i], columns.transpose((1, 0)))
         if not static.columns:
-            plgpu.tcgen05_commit_arrive(mem.rest_free.at[slot])
+            plgpu.tcgen05_commit_arrive(mem.rest_empty.at[stage])
 
     def score_own(self, tile: Any, *, is_last: Any) -> None:
         """Finish the scores of a tile."""
-        static, mem, slot = self.static, self.mem, self.slot(tile)
-        plgpu.barrier_wait(mem.own_landed.at[slot])
+        static, mem, stage = self.static, self.mem, self.stage(tile)
+        plgpu.barrier_wait(mem.own_full.at[stage])
         q = mem.q_tmem.at[:, pl.ds(0, static.own)]
-        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[slot].transpose((1, 0)))
+        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[stage].transpose((1, 0)))
         plgpu.tcgen05_commit_arrive(mem.s_full)
         if not static.columns:
-            pl.when(is_last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_free))
+            pl.when(is_last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_empty))
 
     def multiply_values(self, tile: Any, accumulate: Any) -> None:
         """Add the product of a tile's P and values to O."""
-        static, mem, slot = self.static, self.mem, self.slot(tile)
+        static, mem, stage = self.static, self.mem, self.stage(tile)
         if not static.columns:
-            plgpu.tcgen05_mma(mem.o, mem.p_tmem, mem.k.own.at[slot], accumulate=accumulate)
+            plgpu.tcgen05_mma(mem.o, mem.p_tmem, mem.k.own.at[stage], accumulate=accumulate)
         for i in range(static.value_slices if static.columns else 0):
             part, first = static.value_slice(i)
-            values = mem.k[part].at[slot, :, pl.ds(first, VALUE_ROWS)]
+            values = mem.k[part].at[stage, :, pl.ds(first, VALUE_ROWS)]
             o = mem.o.at[:, pl.ds(i * static.columns, static.columns)]
             p = self.probs.at[pl.ds(0, static.columns)]
             plgpu.tcgen05_mma(o, values.transpose((1, 0)), p.transpose((1, 0)), accumulate=accumulate)
-        plgpu.tcgen05_commit_arrive(mem.own_free.at[slot])
+        plgpu.tcgen05_commit_arrive(mem.own_empty.at[stage])
         if static.columns:
-            plgpu.tcgen05_commit_arrive(mem.rest_free.at[slot])
+            plgpu.tcgen05_commit_arrive(mem.rest_empty.at[stage])
         plgpu.tcgen05_commit_arrive(mem.o_done)
 
 
@@ -679,20 +679,20 @@ class TcgenSoftmax(TcgenRole):
         full, what rows do not see is masked, in scores and values.
         """
         (m, l), static, mem, tile = carry, self.static, self.mem, split.tile + i  # noqa: E741
-        slot = self.slot(tile)
+        stage = self.stage(tile)
         plgpu.barrier_wait(mem.s_full)
         s = plgpu.async_load_tmem(mem.s, layout=static.layout)
         plgpu.wait_load_tmem()
-        plgpu.barrier_arrive(mem.s_read)
-        plgpu.barrier_wait(mem.own_landed.at[slot])  # what is noted of the tile comes before its copies
+        plgpu.barrier_arrive(mem.s_empty)
+        plgpu.barrier_wait(mem.own_full.at[stage])  # what is noted of the tile comes before its copies
         if static.columns:
-            plgpu.barrier_wait(mem.rest_landed.at[slot])
+            plgpu.barrier_wait(mem.rest_full.at[stage])
 
         def mask_tile(s: Any) -> Any:
-            self.clear_dead_rows(split, slot)
-            return self.mask_scores(split, slot, s)
+            self.clear_dead_rows(split, stage)
+            return self.mask_scores(split, stage, s)
 
-        s = lax.cond(self.tile_notes(slot)[0] == FULL, lambda s: s, mask_tile, s)
+        s = lax.cond(self.tile_meta(stage)[0] == FULL, lambda s: s, mask_tile, s)
         scale = static.sm_scale * LOG2E
         highest = s.max(axis=1) * scale
         m_new = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
@@ -730,7 +730,7 @@ class TcgenSoftmax(TcgenRole):
 
         Where query rows are columns of O, each thread needs those of all columns: they go through shared memory.
         """
-        static, bits = self.static, self.mem.notes
+        static, bits = self.static, self.mem.meta
 
         def call(first: Any, place: Any, factor: Any) -> None:
             part = self.mem.o.at[:, pl.ds(first, static.slice_columns)]
@@ -755,20 +755,20 @@ class TcgenSoftmax(TcgenRole):
 
     # Visibility
 
-    def token_bits(self, split: TcgenSplit, slot: Any, token: Any) -> Any:
+    def token_bits(self, split: TcgenSplit, stage: Any, token: Any) -> Any:
         """Index of the bit that says whether a row sees each token of a tile."""
-        notes, oldest_query = self.tile_notes(slot), split.oldest_query(self.static, self.x)
-        position = token + notes[1]
+        meta, oldest_query = self.tile_meta(stage), split.oldest_query(self.static, self.x)
+        position = token + meta[1]
         for j in range(1, self.static.pages):
             first = j * self.static.page_tokens
-            position = jnp.where(token >= first, token + (notes[1 + j] - first), position)
+            position = jnp.where(token >= first, token + (meta[1 + j] - first), position)
         draft = position - oldest_query
         return jnp.where(draft < 0, OLDER_BIT, jnp.minimum(draft, NEVER_BIT))
 
-    def mask_scores(self, split: TcgenSplit, slot: Any, s: Any) -> Any:
+    def mask_scores(self, split: TcgenSplit, stage: Any, s: Any) -> Any:
         """Scores, -inf where a row does not see a token."""
         token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=self.static.layout.reduce(0))
-        bit = register_tiles.over_columns(self.token_bits(split, slot, token), s.shape)
+        bit = register_tiles.over_columns(self.token_bits(split, stage, token), s.shape)
         seen = register_tiles.over_tokens(self.seen(split), s.shape)
         return jnp.where((lax.shift_right_logical(seen, bit) & 1) == 1, s, -jnp.inf)
 
@@ -782,18 +782,18 @@ class TcgenSoftmax(TcgenRole):
         bits = lax.shift_right_logical(jnp.full_like(row, self.static.draft_bits), jnp.maximum(newer, 0))
         return jnp.where(newer >= 0, bits | jnp.int32(-(2**OLDER_BIT)), 0)
 
-    def clear_dead_rows(self, split: TcgenSplit, slot: Any) -> None:
+    def clear_dead_rows(self, split: TcgenSplit, stage: Any) -> None:
         """Make values that no row sees 0, where this program multiplies them."""
 
-        @pl.when(self.tile_notes(slot)[0] == DEAD)
+        @pl.when(self.tile_meta(stage)[0] == DEAD)
         def _clear() -> None:
             token = register_tiles.row_iota(TOKENS, register_tiles.BY_64)
-            bit = self.token_bits(split, slot, token)
+            bit = self.token_bits(split, stage, token)
             every = jnp.int32(self.static.draft_bits - 2**OLDER_BIT)
             any_row = every if self.x.seen_by_any is None else self.x.seen_by_any[split.row]
             live_mask = (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
             for part in self.mem.k[: 2 if self.static.columns and self.static.other else 1]:
-                register_tiles.clear_rows(part.at[slot], live_mask, register_tiles.BY_64, self.static.row_bytes)
+                register_tiles.clear_rows(part.at[stage], live_mask, register_tiles.BY_64, self.static.row_bytes)
             plgpu.commit_smem()
 
     # Results
