@@ -317,7 +317,7 @@ class DecodeTile:
 
     @property
     def reduction_bytes(self) -> int:
-        """Shared memory [bytes] for reductions over the tokens. 128 bytes per column complete a reduction in one round."""
+        """Shared memory [bytes] for reductions over the tokens; 128 bytes per column allow a single round."""
         return 1024 if self.latent_groups else min(128 * self.packing.width, 4096)
 
     @property

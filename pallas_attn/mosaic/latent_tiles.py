@@ -23,8 +23,8 @@ INITIAL_MAX = -1e30
 """Initial running maximum: smaller than any score, and finite, so that differences of maxima are never NaN."""
 
 FULL, PARTIAL, DEAD = 2, 1, 0
-"""Visibility of a tile. FULL: every query row sees all tokens. PARTIAL: at least one query row sees each token. DEAD: some
-token may be invisible to all query rows.
+"""Visibility of a tile. FULL: every query row sees all tokens. PARTIAL: at least one query row sees each token.
+DEAD: some token may be invisible to all query rows.
 """
 
 

@@ -6,7 +6,7 @@ the weights would be off by the same factor.
 
 A partial state in global memory has the register order of the threads, in blocks of 64 x 8 values with four values per
 thread. A thread moves 16 bytes and a warp 512 consecutive bytes. In row-major order, a warp would access 8 bytes in
-each of 8 rows; 128 KB then took a multiprocessor 9,000 clocks while 15 others were active.
+each of 8 rows; a state of 128 KB then took 9,000 clocks with 16 active CTAs.
 
 Merge loop (`_merge_kernel`; a CTA is one warpgroup):
 

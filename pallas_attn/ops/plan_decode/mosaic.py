@@ -446,4 +446,4 @@ def _of_each(number: Any) -> Any:
 
 def _last(static: PlanStatic, sums: Ref) -> Any:
     """Total of prefix sums."""
-    return sums[static.padded_rows - 1 + opaque_zero()]  # constants are no indices
+    return sums[static.padded_rows - 1 + opaque_zero()]  # constants are not valid indices
