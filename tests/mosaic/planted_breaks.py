@@ -187,7 +187,7 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "latents: P is overwritten while it is read": PlantedBreak(
         LATENTS,
-        "            plgpu.barrier_wait(mem.o_done)  # the product with the P before: P is read, and O whole\n",
+        "            plgpu.barrier_wait(mem.o_done)  # the previous product with P has read P and completed O\n",
         "",
         f"{MORE_TILES}[rows, two halves]",
     ),
@@ -247,8 +247,8 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "prefill: S is added to what is in TMEM": PlantedBreak(
         PREFILL,
-        "rings.q.at[consumer * terms + term], k, accumulate=term > 0)",
-        "rings.q.at[consumer * terms + term], k, accumulate=True)",
+        "rings.q.at[consumer * parts + part], k, accumulate=part > 0)",
+        "rings.q.at[consumer * parts + part], k, accumulate=True)",
         ROWS,
     ),
     "prefill: O of the block before stays": PlantedBreak(
@@ -259,13 +259,13 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "prefill: S is written where P is read": PlantedBreak(
         PREFILL,
-        "                plgpu.barrier_wait(scratch.o_done.at[consumer])  # the next S goes where P was\n",
+        "                plgpu.barrier_wait(scratch.o_done.at[consumer])  # the next S overwrites P\n",
         "",
         ROWS,
     ),
     "prefill: one consumer's S is written where P is read": PlantedBreak(
         PREFILL,
-        "            wait_if(i > 0, self.scratch.o_done.at[0])  # the next S goes where the P of the tile before was\n",
+        "            wait_if(i > 0, self.scratch.o_done.at[0])  # the next S overwrites the P of the previous tile\n",
         "",
         "tests/ops/test_flash_sm100.py::test_each_width[256]",
     ),
@@ -343,8 +343,8 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "prefill: a query's second term replaces the first": PlantedBreak(
         PREFILL,
-        "rings.q.at[consumer * terms + term], k, accumulate=term > 0)",
-        "rings.q.at[consumer * terms + term], k, accumulate=False)",
+        "rings.q.at[consumer * parts + part], k, accumulate=part > 0)",
+        "rings.q.at[consumer * parts + part], k, accumulate=False)",
         f"{PAGES}[fp8 by channel]",
     ),
     "prefill: the queue has a stage too few": PlantedBreak(

@@ -1,40 +1,62 @@
-"""`mla_decode` on data-center Blackwell (B200): the kernel, read downward.
+"""Experimental: has never run on a card. The MLA decode kernel, and its operands and scratch.
 
-128 query rows of a sequence (heads of each query, query by query, then padding) are tcgen05's M in the scores, whose
-left operand is the query: S [128 rows, 64 latents] = Q Cᵀ. The first columns of the query ("own") and the rotated ones
-lie in TMEM, where a left operand may be, the others in shared memory: all of it, [128, 576], would leave no room for
-two tiles of latents. O takes one of two forms:
+128 query rows of a sequence (heads of each query, query by query, then padding) are M of the scores product, whose left
+operand is the query: S [128 rows, 64 latents] = Q Cᵀ. A tile is 64 cached latents C. The latent's columns are divided
+into "own" and "other" columns. The query's own and rotated columns are in TMEM, which left operands may be read from.
+Its other columns are in shared memory. A whole query [128, 576] in shared memory would leave no room for two tiles. O
+has one of two forms:
 
-    many rows    O [128 rows, own columns] += P C      P in TMEM; two programs share O if the latent has over 256
-                                                       columns: each has half of them, and scores every tile
-    few rows     Oᵀ [latent columns, rows] += Cᵀ Pᵀ    P in shared memory; one program has all columns of O, and the
+    many rows    O [128 rows, own columns] += P C      P in TMEM. If the latent has over 256 columns, two CTAs share O:
+                                                       each owns half of the columns, and scores every tile
+    few rows     Oᵀ [latent columns, rows] += Cᵀ Pᵀ    P in shared memory. One CTA has all columns of O, and the
                                                        product takes time in proportion to the rows
 
-O [128, 512] in float32 would be all of TMEM. Few rows are limited by memory, so a tile is read once and the tensor core
-may score rows that are padding; many rows by the tensor core, so none of its rows may be idle.
+O [128, 512] in float32 would fill TMEM. With few rows, memory limits the kernel: a tile is read once, and the tensor
+core may score padding rows. With many rows, the tensor core limits the kernel, so none of its rows may be idle.
 
-Roles: warpgroup 0 is softmax, a row a thread or four. In warpgroup 1, warp 0 copies latents, warp 1 issues all MMAs,
-warp 2 copies queries. Each walks the program's work tiles by itself.
+Warp roles. Each role walks the CTA's work tiles on its own:
 
-    warp 2       Q own, rotated -> shared memory         (then, once in TMEM) Q other -> where Q own was
-    warp 0       tile t -> stage t % stages: other and rotated columns, then own
-    warp 1       S(t) = Q C(t)ᵀ                  S(t + 1), as far as it is ahead       O += P(t) C(t)
-    warpgroup 0               S(t) -> registers, P(t) = exp(S - m), O rescaled if m grew much, P(t) -> memory
+    warpgroup 0           softmax: a row per thread (many rows), or per four threads (few rows)
+    warpgroup 1, warp 0   starts TMA of latents
+    warpgroup 1, warp 1   issues all MMAs and the copies of the query to TMEM
+    warpgroup 1, warp 2   starts TMA of queries
 
-No wait can last. Each names a barrier, its phases, and who arrives:
+Loop of each role over the splits and tiles t of the CTA (stage = t % stages):
 
-- q_full, a split: copies of own and rotated queries. They follow q_empty of the split before.
-- q_moved, a split: commit of the copies of those to TMEM. Then others may be copied over the own: other_full.
-- q_empty, a split: commit of the last product that reads the query (few rows: also P, which has the memory of the
-  rotated query).
-- own_full, rest_full [stage], a tile: copies; where a page does not exist, warp 0 itself. own_empty, rest_empty:
-  commit of the products that read it. Copies to a stage follow those.
-- s_full, a tile: commit of its scores. s_empty: warpgroup 0 has them in registers. Scores follow s_empty of the tile
-  before, also across splits.
-- p_full, a tile: warpgroup 0 has stored P, rescaled O, zeroed values that no row sees, and has read O of the split
-  before. o_done: commit of the product with P. P(t + 1) is stored after it, O rescaled after it.
+    warp 2       wait q_empty; TMA Q own, rotated; wait q_moved; TMA Q other -> the memory of Q own
+    warp 0       wait rest_empty[stage]; TMA other and rotated columns; wait own_empty[stage]; TMA own columns
+    warp 1       wait q_full; copy Q own, rotated to TMEM; wait other_full
+                 for each tile t: wait rest_full, own_full; S(t) = Q C(t)ᵀ    (ahead of O, see `scored_ahead`)
+                                  wait s_empty, p_full; O += P(t) C(t)
+    warpgroup 0  for each tile t: wait s_full; load S(t); mask; m, P(t) = exp(S - m); wait o_done of tile t - 1;
+                                  rescale O if m grew by more than the threshold; store P(t)
+                 wait o_done; write output, or a partial state
 
-Every barrier at which no copy arrives orders the tensor core.
+Barriers ("commit" is an arrival of the tensor core when products or copies have finished):
+
+    barrier             one phase per   arrivals                                          waits
+    q_full              split           TMA of own and rotated queries                    warp 1
+    q_moved             split           commit of the copies of these queries to TMEM     warp 2
+    other_full          split           TMA of the other queries                          warp 1
+    q_empty             split           commit of the last product that reads the query   warp 2
+                                        (few rows: and P, which overlays the rotated query)
+    own_full[stage],    tile            TMA; warp 0 for an absent page                    warp 1; warpgroup 0 before it
+    rest_full[stage]                                                                      reads or zeroes the tile
+    own_empty[stage],   tile            commit of the products that read it               warp 0
+    rest_empty[stage]
+    s_full              tile            commit of the scores                              warpgroup 0
+    s_empty             tile            warpgroup 0 has the scores in registers           warp 1, before the next scores
+    p_full              tile            warpgroup 0 has stored P, rescaled O, zeroed      warp 1
+                                        invisible values, and read O of the last split
+    o_done              tile            commit of the product with P                      warpgroup 0, before it stores
+                                                                                          the next P or rescales O
+
+Deadlock freedom: all roles walk the same splits and tiles in the same order. TMA of a stage follows the commit of the
+products that read its previous tile. The scores of a tile follow s_empty of the tile before, also across splits. P(t +
+1) is stored after o_done of tile t. Every role therefore waits only for arrivals that depend on earlier tiles, or on
+the same tile's earlier step.
+
+Every barrier at which no TMA copy arrives is an `OrderedBarrier`.
 """
 
 from __future__ import annotations
@@ -75,42 +97,44 @@ from pallas_attn.mosaic.primitives.tile_scheduler import ABSENT, WorkTile, for_e
 from pallas_attn.portable.schedule import most_splits
 
 COLUMNS = 64
-"""Columns of the query that are copied at a time."""
+"""Query columns per copy."""
 
 SLICE = 16
-"""Columns of O that are in registers at a time where query rows are columns; a thread then has a factor for each."""
+"""Columns of O in registers at a time if query rows are columns of O. A thread then has a factor for each column."""
 
 MAX_COLUMNS = 64
-"""Query rows that are columns of O. With more, memory would no longer be what limits, and rows of O fill better."""
+"""Maximum query rows that become columns of O. With more rows, memory would no longer limit the kernel, and rows of O
+use the tensor core better.
+"""
 
 MAX_OWN = 256
-"""Columns of O for which TMEM has room beside the query, scores and probabilities."""
+"""Columns of O that fit TMEM together with the query, scores and probabilities."""
 
 VALUE_ROWS = 128
-"""Latent columns in a product of few rows: tcgen05's M."""
+"""Latent columns in a product of few rows: M of tcgen05."""
 
 RESCALE_THRESHOLD_LOG2 = 8
-"""log2 of the largest unnormalised probability that leaves the running maximum, and so O, as it is."""
+"""log2 of the largest unnormalised probability for which the running maximum, and so O, stays unchanged."""
 
 REDUCTION_BYTES = 1024
-"""Shared memory for the one number that warps reduce among them, whether O is to be rescaled."""
+"""Shared memory [bytes] for the only value that warps reduce: whether O must be rescaled."""
 
 MAX_STAGES = 4
-"""More would have to be measured to help."""
+"""No measurement has shown a benefit of more stages."""
 
 TILE_META = 8
-"""Numbers that are noted of a tile, at most."""
+"""Maximum number of int32 of metadata per tile."""
 
 
-# --- what the kernel is compiled for, given, and holds
+# --- compile-time parameters, scratch and results
 
 
 @dataclasses.dataclass(frozen=True)
 class TcgenStatic(LatentTiles):
-    """Compile-time facts of the kernel, beside those of its tiles.
+    """Compile-time parameters of the kernel and its tiles.
 
     Attributes:
-      columns: query rows as columns of Oᵀ, padding included; 0 where they are rows of O.
+      columns: query rows as columns of Oᵀ, padding included; 0 if they are rows of O.
       stages: tiles in shared memory.
     """
 
@@ -119,54 +143,55 @@ class TcgenStatic(LatentTiles):
 
     @property
     def own(self) -> int:
-        """Columns of the latent whose queries are in TMEM; and those of O in a program of many rows."""
+        """Own columns: latent columns whose queries are in TMEM. With many rows, also the columns of O of a CTA."""
         return self.latent_dim if self.latent_dim <= MAX_OWN else -(-self.latent_dim // 128) * 64
 
     @property
     def other(self) -> int:
-        """Columns of the latent whose queries are in shared memory."""
+        """Latent columns whose queries are in shared memory."""
         return self.latent_dim - self.own
 
     @property
     def halves(self) -> int:
-        """Programs that share O."""
+        """CTAs that share O."""
         return 2 if self.other and not self.columns else 1
 
     @property
     def layout(self) -> Any:
-        """Layout of scores in registers. To shared memory, P does not go from where a thread has a row."""
+        """Register layout of scores. Layout `ROW_A_THREAD` cannot be stored to shared memory as P."""
         return tmem.TILE if self.columns else ROW_A_THREAD
 
     @property
     def probs_replace_query(self) -> bool:
-        """Whether P takes the shared memory in which the rotated query is on its way to TMEM."""
+        """Whether P overlays the shared memory from which the rotated query is copied to TMEM."""
         return bool(self.columns) and self.rope_dim == TOKENS
 
     @property
     def value_slices(self) -> int:
-        """For few rows, products of P with 128 columns of the latent each. Where own or other columns are no multiple
-        of 128, their last two overlap.
+        """For few rows, the number of products of P with 128 latent columns each.
+
+        If the number of own or other columns is not a multiple of 128, the last two products of that part overlap.
         """
         return pl.cdiv(self.own, VALUE_ROWS) + pl.cdiv(self.other, VALUE_ROWS)
 
     def value_slice(self, number: int) -> tuple[int, int]:
-        """Part of a tile (0 own, 1 other) that such a product takes, and the first of its columns there."""
+        """Return the part of the tile (0 own, 1 other) and its first column for a product of few rows."""
         part, width = (0, self.own) if number < pl.cdiv(self.own, VALUE_ROWS) else (1, self.other)
         within = number - part * pl.cdiv(self.own, VALUE_ROWS)
         return part, min(within * VALUE_ROWS, width - VALUE_ROWS)
 
     @property
     def state_columns(self) -> int:
-        """Columns of a program's O, for each of 128 rows."""
+        """Columns of a CTA's O, for each of 128 rows."""
         return self.columns * self.value_slices if self.columns else self.own
 
     @property
     def slice_columns(self) -> int:
-        """Columns of O that are in registers at a time."""
+        """Columns of O in registers at a time."""
         return SLICE if self.columns else COLUMNS
 
     def ctas(self, query_rows: int) -> int:
-        """Programs that a split of a sequence takes."""
+        """CTAs of a split of a sequence."""
         return self.halves * -(-query_rows // ROWS)
 
 
@@ -181,7 +206,8 @@ def choose_static(
     sm_scale: float,
     dtype: Any,
 ) -> TcgenStatic:
-    """Compile-time facts for a call, with the form of O for its query rows, and as many stages as fit shared memory.
+    """Choose the compile-time parameters of a call: the form of O for its query rows, and the most stages that fit
+    shared memory.
 
     Raises:
       NotImplementedError: two stages do not fit.
@@ -205,7 +231,7 @@ def choose_static(
 
 
 class TileParts(NamedTuple):
-    """Columns of tiles of latents: own, other (None if there are none), rotated."""
+    """Columns of latent tiles: own, other (None if the latent has no other columns), rotated."""
 
     own: Any
     other: Any
@@ -213,20 +239,20 @@ class TileParts(NamedTuple):
 
 
 class TcgenScratch(NamedTuple):
-    """Shared memory, TMEM and barriers of a program.
+    """Shared memory, TMEM and barriers of a CTA.
 
     Attributes:
-      q: [own / 64, ROWS, 64], columns of the query: own, on their way to TMEM, then other.
-      q_stage: [ROWS, R], the rotated query on its way to TMEM.
-      k: [stages, TOKENS, columns].
-      p: [ROWS, TOKENS] for few rows, or None.
-      meta: int32 [ROWS + stages·TILE_META]. A float of each row, as bits, for few rows; for each stage visibility of
-        its tile (FULL, PARTIAL, DEAD), and the position of each page's first token or ABSENT.
+      q: [own / 64, ROWS, 64], query columns: the own columns before they are copied to TMEM, then the other columns.
+      q_stage: [ROWS, R], the rotated query before it is copied to TMEM.
+      k: [stages, TOKENS, columns] of each part.
+      p: [ROWS, TOKENS] for few rows; None for many rows, or if P overlays `q_stage`.
+      meta: int32 [ROWS + stages·TILE_META]. First the bits of a float per row (few rows). Then for each stage the
+        visibility of its tile (FULL, PARTIAL, DEAD), and the position of each page's first token or ABSENT.
       o: TMEM [128, state_columns].
       q_tmem: TMEM [ROWS, own + R].
       s: TMEM [ROWS, TOKENS].
       p_tmem: TMEM [ROWS, TOKENS] for many rows, or None.
-      q_full, ...: see above.
+      q_full, ...: barriers, see the module's docstring.
     """
 
     q: Any
@@ -253,7 +279,7 @@ class TcgenScratch(NamedTuple):
 
     @staticmethod
     def types(static: TcgenStatic, dtype: Any) -> TcgenScratch:
-        """Scratch types of the kernel, for queries and latents of a dtype."""
+        """Scratch types of the kernel for queries and latents of a dtype."""
         operand = functools.partial(register_tiles.operand, dtype=dtype, row_bytes=static.row_bytes)
         stages, other = static.stages, static.other
         probs = register_tiles.operand((ROWS, TOKENS), dtype)
@@ -289,8 +315,9 @@ class TcgenScratch(NamedTuple):
 class TcgenPartials(NamedTuple):
     """Partial states in global memory: stats [states, 2, ROWS] (m and l), acc [states, fragments, *FRAGMENT].
 
-    They are not normalised: m is what weights are relative to, times log2 e, l the sum of 2**(score - m) of each query
-    row, acc the program's columns of O. There is one for each split, block of rows and half, whose maxima may differ.
+    A state is not normalised. m is the reference exponent (times log2 e), l the sum of 2**(score - m) of each query
+    row, and acc the CTA's columns of O. Each split, block of rows and half has a state. The halves of one split may
+    have different m.
     """
 
     stats: Any
@@ -298,7 +325,7 @@ class TcgenPartials(NamedTuple):
 
     @staticmethod
     def types(states: int, static: TcgenStatic) -> TcgenPartials:
-        """Shapes of so many states."""
+        """Shapes of `states` partial states."""
         return TcgenPartials(
             jax.ShapeDtypeStruct((states, 2, ROWS), jnp.float32),
             jax.ShapeDtypeStruct((states, num_fragments(static.state_columns), *native_tiles.FRAGMENT), jnp.float32),
@@ -309,9 +336,9 @@ class TcgenResults(NamedTuple):
     """Results in global memory.
 
     Attributes:
-      out: [B, rows, L], sequences in one split; of many rows with padding to blocks of ROWS.
-      lse: [blocks, B, ROWS], likewise.
-      partials: states of the others.
+      out: [B, rows, L], output of sequences with one split. For many rows, padded to blocks of ROWS.
+      lse: [blocks, B, ROWS], LSE of sequences with one split.
+      partials: states of all other sequences.
     """
 
     out: Any
@@ -323,7 +350,7 @@ class TcgenResults(NamedTuple):
 
 
 def attend(x: RowInputs, static: TcgenStatic, out_dtype: jax.typing.DTypeLike) -> TcgenResults:
-    """Run the kernel: output and LSE of sequences in one split, partial states of the others."""
+    """Run the kernel: output and LSE of sequences with one split, and partial states of the other sequences."""
     batch, rows, latent_dim = x.q_latent.shape
     blocks, programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
     states = blocks * static.halves * most_splits(x.plan, x.block_tables.shape[1])
@@ -348,7 +375,7 @@ def attend(x: RowInputs, static: TcgenStatic, out_dtype: jax.typing.DTypeLike) -
 
 
 def _kernel(static: TcgenStatic, x: RowInputs, out: Ref, lse: Ref, partials: TcgenPartials, *scratch: Ref) -> None:
-    """Roles of the two warpgroups, and of the warps of the second."""
+    """Roles of the two warpgroups, and of the warps of the second warpgroup."""
     mem = TcgenScratch(*scratch)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
@@ -365,13 +392,13 @@ def _kernel(static: TcgenStatic, x: RowInputs, out: Ref, lse: Ref, partials: Tcg
 
 
 class TcgenSplit(NamedTuple):
-    """Pages `start` to `stop` of a sequence, as one program attends to them.
+    """Pages `start` to `stop` of a sequence, processed by one CTA (or one per half).
 
     Attributes:
       row: the sequence.
-      state: index of the partial state, where the sequence is in several splits.
-      is_whole_row: whether no other program has pages of the sequence.
-      index, tile: splits, and tiles, that the program took before.
+      state: index of the partial state, if the sequence has several splits.
+      is_whole_row: whether the split has all pages of the sequence.
+      index, tile: number of splits, and of tiles, that the CTA has processed before.
     """
 
     row: Any
@@ -383,7 +410,7 @@ class TcgenSplit(NamedTuple):
     tile: Any
 
     def queries(self, static: TcgenStatic, x: RowInputs) -> Any:
-        """Number of queries."""
+        """Number of real queries of the sequence."""
         return static.queries if x.q_lens is None else x.q_lens[self.row]
 
     def oldest_query(self, static: TcgenStatic, x: RowInputs) -> Any:
@@ -396,7 +423,7 @@ class TcgenSplit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TcgenRole:
-    """Operands and memory that every role of a program has."""
+    """Operands and scratch of every role of a CTA."""
 
     static: TcgenStatic
     x: RowInputs
@@ -409,23 +436,23 @@ class TcgenRole:
 
     @property
     def first_own(self) -> Any:
-        """First column of the latent that is this program's own."""
+        """First own column of this CTA in the latent."""
         return lax.axis_index("half") * self.static.other if self.static.halves == 2 else 0
 
     @property
     def first_other(self) -> Any:
-        """First of the other columns."""
+        """First other column of this CTA in the latent."""
         return (1 - lax.axis_index("half")) * self.static.own if self.static.halves == 2 else self.static.own
 
     @property
     def probs(self) -> Ref:
-        """P, as an operand of products."""
+        """P as a product operand."""
         if not self.static.columns:
             return self.mem.p_tmem
         return self.mem.q_stage if self.mem.p is None else self.mem.p
 
     def stage(self, tile: Any) -> Any:
-        """Slot of a tile, by the number of tiles that the program took before."""
+        """Pipeline stage of a tile, by its number in the CTA."""
         return lax.rem(tile, self.static.stages)
 
     def tile_meta(self, stage: Any) -> Ref:
@@ -433,7 +460,7 @@ class TcgenRole:
         return self.mem.meta.at[pl.ds(ROWS + stage * TILE_META, TILE_META)]
 
     def for_each_split(self, work: Callable[[TcgenSplit], None]) -> tuple[Any, Any]:
-        """Call work(split) for each split of this program; return the numbers of splits and of tiles."""
+        """Call work(split) for each split of this CTA. Return the numbers of splits and of tiles."""
 
         def step(tile: WorkTile, carry: Any) -> Any:
             split = TcgenSplit(tile.row, tile.start, tile.stop, tile.split, tile.is_whole_row, *carry)
@@ -447,7 +474,7 @@ class TcgenRole:
 
 
 class TcgenQueryCopies(TcgenRole):
-    """Starts the copies of the queries of each split."""
+    """Starts the TMA copies of the queries of each split."""
 
     def run(self) -> None:
         splits, _ = self.for_each_split(self.copy_split)
@@ -463,18 +490,18 @@ class TcgenQueryCopies(TcgenRole):
             plgpu.barrier_wait(mem.q_moved)
             self.copy_columns(split, self.first_other, static.other, mem.other_full)
 
-    def copy_columns(self, split: TcgenSplit, first: Any, columns: int, full: Ref) -> None:
+    def copy_columns(self, split: TcgenSplit, first: Any, columns: int, barrier: Ref) -> None:
         rows = pl.ds(self.block * ROWS, ROWS)
         for i in range(columns // COLUMNS):
             source = self.x.q_latent.at[split.row, rows, pl.ds(first + i * COLUMNS, COLUMNS)]
-            plgpu.copy_gmem_to_smem(source, self.mem.q.at[i], full)
+            plgpu.copy_gmem_to_smem(source, self.mem.q.at[i], barrier)
 
 
 # --- the warp that copies latents
 
 
 class TcgenLatentCopies(TcgenRole):
-    """Starts the copies of all tiles."""
+    """Starts the TMA copies of all tiles."""
 
     def run(self) -> None:
         _, tiles_taken = self.for_each_split(self.copy_split)
@@ -491,7 +518,7 @@ class TcgenLatentCopies(TcgenRole):
         lax.fori_loop(0, split.num_tiles(self.static), lambda i, _: self.copy_tile(split, i, oldest_query), None)
 
     def copy_tile(self, split: TcgenSplit, i: Any, oldest_query: Any) -> None:
-        """Start the copies of the i-th tile of a split, in the order in which columns fall free."""
+        """Start the copies of the i-th tile of a split, in the order in which the parts of its stage become empty."""
         static, mem, tile = self.static, self.mem, split.tile + i
         stage = self.stage(tile)
         first, tile_of_page = static.first_page(i)
@@ -515,7 +542,7 @@ class TcgenLatentCopies(TcgenRole):
         refill(mem.own_empty, start_own)
 
     def look_up(self, split: TcgenSplit, number: Any) -> Any:
-        """Page of the pool that is this one of a split; negative where there is none."""
+        """Pool page number `number` of a split; negative if it is past the split or absent."""
         tables, entry = self.x.block_tables, split.start + number
         page = tables[split.row, jnp.minimum(entry, tables.shape[1] - 1)]
         return jnp.where((entry < split.stop) & basics.in_pool(page, self.x.pages.shape[0]), page, -1)
@@ -523,14 +550,14 @@ class TcgenLatentCopies(TcgenRole):
     def store_meta(self, split: TcgenSplit, i: Any, pages: list[Any], oldest_query: Any) -> None:
         """Store visibility and positions of a tile.
 
-        All rows see what is older than their queries, and under a causal mask the newest one sees everything. The
-        oldest query itself is seen by all then.
+        All rows see keys older than their queries. Under a causal mask, all rows also see the key of the oldest query,
+        and the newest query sees every key.
         """
         static = self.static
         meta = self.tile_meta(self.stage(split.tile + i))
         first, tile_of_page = static.first_page(i)
         first_token = (split.start + first) * static.page_size + tile_of_page * TOKENS
-        newer = first_token + TOKENS - oldest_query  # tokens of the tile that are no older than the oldest query
+        newer = first_token + TOKENS - oldest_query  # tokens of the tile that are not older than the oldest query
         visibility = jnp.where(newer <= (1 if static.causal else 0), FULL, DEAD)
         if static.causal:
             visibility = jnp.where(newer <= split.queries(static, self.x), jnp.maximum(visibility, PARTIAL), visibility)
@@ -542,7 +569,11 @@ class TcgenLatentCopies(TcgenRole):
     def copy_pages(
         self, stage: Any, pages: list[Any], tile_of_page: Any, parts: list[tuple[Ref, Any, int]], full: Ref
     ) -> None:
-        """Start the copies of parts of a tile, each a ref, first column and columns. An absent page arrives at once."""
+        """Start the copies of parts of a tile. Arrive directly for an absent page.
+
+        Args:
+          parts: shared-memory reference, first column in the pool and number of columns of each part.
+        """
         static, barrier = self.static, full.at[stage]
         for j, page in enumerate(pages):
 
@@ -563,16 +594,18 @@ class TcgenLatentCopies(TcgenRole):
 
 
 class TcgenProducts(TcgenRole):
-    """Issues all products, and copies of the query to TMEM."""
+    """Issues all products, and the copies of the query to TMEM."""
 
     def run(self) -> None:
         self.for_each_split(self.multiply_split)
 
     @property
     def scored_ahead(self) -> tuple[Callable[..., None], ...]:
-        """Parts of the next tile that are scored before this tile's product with P. With two stages, the own columns of
-        the next tile but one can only come after that product, so the next tile waits for them as late as it can; and
-        few rows, which memory limits, score nothing ahead, so as to free a stage as soon as they can.
+        """Parts of the next tile that are scored before this tile's product with P.
+
+        With two stages, the own columns of the tile after the next can be copied only after that product, so the next
+        tile waits for its own columns as late as possible. Few rows, which are limited by memory, score nothing ahead,
+        so that a stage becomes empty as early as possible.
         """
         if self.static.stages > 2:
             return self.score_rest, self.score_own
@@ -616,7 +649,7 @@ class TcgenProducts(TcgenRole):
             plgpu.barrier_wait(mem.other_full)
 
     def score_rest(self, tile: Any, *, is_last: Any) -> None:
-        """Start the scores of a tile: those of its rotated and other columns."""
+        """Start the scores of a tile with its rotated and other columns."""
         del is_last
         static, mem, stage = self.static, self.mem, self.stage(tile)
         plgpu.barrier_wait(mem.rest_full.at[stage])
@@ -629,7 +662,7 @@ class TcgenProducts(TcgenRole):
             plgpu.tcgen05_commit_arrive(mem.rest_empty.at[stage])
 
     def score_own(self, tile: Any, *, is_last: Any) -> None:
-        """Finish the scores of a tile."""
+        """Add the own columns to the scores of a tile, which completes them."""
         static, mem, stage = self.static, self.mem, self.stage(tile)
         plgpu.barrier_wait(mem.own_full.at[stage])
         q = mem.q_tmem.at[:, pl.ds(0, static.own)]
@@ -659,7 +692,7 @@ class TcgenProducts(TcgenRole):
 
 
 class TcgenSoftmax(TcgenRole):
-    """Makes probabilities of scores, rescales O, and writes results."""
+    """Computes probabilities from scores, rescales O, and writes results."""
 
     def run(self, results: TcgenResults) -> None:
         def attend(split: TcgenSplit) -> None:
@@ -673,10 +706,10 @@ class TcgenSoftmax(TcgenRole):
         self.for_each_split(attend)
 
     def step(self, split: TcgenSplit, i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Turn the scores of a tile to probabilities; maxima and sums with it.
+        """Compute the probabilities of a tile, and update the running maxima and sums.
 
-        A maximum stays as it is while scores exceed it by little, so that O need not be rescaled. In a tile that is not
-        full, what rows do not see is masked, in scores and values.
+        A maximum stays unchanged while scores exceed it by at most the threshold, so that O need not be rescaled. In a
+        tile that is not FULL, scores are masked, and values that no row sees are zeroed.
         """
         (m, l), static, mem, tile = carry, self.static, self.mem, split.tile + i  # noqa: E741
         stage = self.stage(tile)
@@ -684,7 +717,7 @@ class TcgenSoftmax(TcgenRole):
         s = plgpu.async_load_tmem(mem.s, layout=static.layout)
         plgpu.wait_load_tmem()
         plgpu.barrier_arrive(mem.s_empty)
-        plgpu.barrier_wait(mem.own_full.at[stage])  # what is noted of the tile comes before its copies
+        plgpu.barrier_wait(mem.own_full.at[stage])  # the tile's metadata is stored before its copies start
         if static.columns:
             plgpu.barrier_wait(mem.rest_full.at[stage])
 
@@ -702,7 +735,7 @@ class TcgenSoftmax(TcgenRole):
 
         @pl.when(i > 0)
         def _after_first() -> None:
-            plgpu.barrier_wait(mem.o_done)  # the product with the P before: P is read, and O whole
+            plgpu.barrier_wait(mem.o_done)  # the previous product with P has read P and completed O
             pl.when((m_new - m).max() > 0)(lambda: self.rescale_accumulator(rescale))
 
         p = p.astype(mem.q.dtype)
@@ -716,7 +749,7 @@ class TcgenSoftmax(TcgenRole):
         return m_new, l
 
     def rescale_accumulator(self, factor: Any) -> None:
-        """Multiply O with a factor of each query row [ROWS]."""
+        """Multiply O by a factor of each query row [ROWS]."""
 
         def rescale(part: Ref, _: Any, values: Any, factors: Any) -> None:
             plgpu.async_store_tmem(part, values * factors)
@@ -724,11 +757,16 @@ class TcgenSoftmax(TcgenRole):
         self.for_each_slice(factor, rescale)
 
     def for_each_slice(self, factor: Any, work: Callable[[Ref, Any, Any, Any], None]) -> None:
-        """Call work(part, place, values, factors) for each slice of O, with the part of TMEM that it is, its place (of
-        few rows the number of the product and the first query row, else the first column), its values, and the factor
-        [ROWS] of their query rows.
+        """Call work(part, place, values, factors) for each slice of O.
 
-        Where query rows are columns of O, each thread needs those of all columns: they go through shared memory.
+        `part` is the slice in TMEM and `values` its contents. `place` is the first column (many rows), or the number of
+        the product and the first query row (few rows). `factors` has the factor of each query row of the slice.
+
+        If query rows are columns of O, each thread needs the factors of all columns, which are exchanged through shared
+        memory.
+
+        Args:
+          factor: factor of each query row [ROWS].
         """
         static, bits = self.static, self.mem.meta
 
@@ -756,7 +794,7 @@ class TcgenSoftmax(TcgenRole):
     # Visibility
 
     def token_bits(self, split: TcgenSplit, stage: Any, token: Any) -> Any:
-        """Index of the bit that says whether a row sees each token of a tile."""
+        """Index of the bit of a row's visibility mask for each token of a tile."""
         meta, oldest_query = self.tile_meta(stage), split.oldest_query(self.static, self.x)
         position = token + meta[1]
         for j in range(1, self.static.pages):
@@ -773,17 +811,17 @@ class TcgenSoftmax(TcgenRole):
         return jnp.where((lax.shift_right_logical(seen, bit) & 1) == 1, s, -jnp.inf)
 
     def seen(self, split: TcgenSplit) -> Any:
-        """Bits [ROWS] of what each row sees."""
+        """Visibility mask of each row, int32 [ROWS]."""
         per_row = self.static.layout.reduce(1)
         if self.x.seen is not None:
             return basics.load(self.x.seen.at[split.row, pl.ds(self.block * ROWS, ROWS)], per_row)
         row = self.block * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=per_row)
-        newer = self.static.queries - 1 - lax.div(row, self.static.heads)  # drafts that the row does not see
+        newer = self.static.queries - 1 - lax.div(row, self.static.heads)  # newer drafts, which the row does not see
         bits = lax.shift_right_logical(jnp.full_like(row, self.static.draft_bits), jnp.maximum(newer, 0))
         return jnp.where(newer >= 0, bits | jnp.int32(-(2**OLDER_BIT)), 0)
 
     def clear_dead_rows(self, split: TcgenSplit, stage: Any) -> None:
-        """Make values that no row sees 0, where this program multiplies them."""
+        """Zero values that no row sees, in the parts that this CTA multiplies by P."""
 
         @pl.when(self.tile_meta(stage)[0] == DEAD)
         def _clear() -> None:
@@ -799,7 +837,7 @@ class TcgenSoftmax(TcgenRole):
     # Results
 
     def write(self, results: TcgenResults, split: TcgenSplit, m: Any, l: Any) -> None:  # noqa: E741
-        """Write output and LSE, or the partial state, of a split."""
+        """Write output and LSE of a split, or its partial state."""
         l = jnp.where(self.seen(split) < 0, l, 0.0)  # noqa: E741
         seen = l != 0
         inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
@@ -833,7 +871,7 @@ class TcgenSoftmax(TcgenRole):
 
 
 def masked(values: Any, factors: Any) -> Any:
-    """Multiply values of O with factors; 0 where those are, whatever the values."""
+    """Multiply values of O by factors. The result is 0 where a factor is 0, also for NaN and infinite values."""
     return jnp.where(factors != 0, values * factors, 0.0)
 
 
@@ -843,7 +881,7 @@ def spread(static: TcgenStatic, per_query_row: Any, shape: tuple[int, ...]) -> A
 
 
 def log_sum_exp(m: Any, l: Any) -> Any:  # noqa: E741
-    """LSE of rows whose weights, exp2(score · log2 e - m), sum up to l."""
+    """LSE of rows whose weights, exp2(score · log2 e - m), have the sum l."""
     seen = l != 0
     return jnp.where(seen, (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E), -jnp.inf)
 
@@ -855,13 +893,13 @@ def state_index(partials: TcgenPartials, static: TcgenStatic, blocks: int, block
 
 
 def write_slice(out: Ref, static: TcgenStatic, row: Any, block: Any, half: Any, place: Any, tile: Any) -> None:
-    """Write a slice of O, normalised, by its place as in `TcgenSoftmax.for_each_slice`."""
+    """Write a normalised slice of O. `place` is as in `TcgenSoftmax.for_each_slice`."""
     tile = tile.astype(out.dtype)
     if static.columns:
         _write_columns(out, static, row, place, tile)
         return
     column = half * static.other + place if static.halves == 2 else place
-    # Where the halves overlap, the first one writes: their bits may differ.
+    # If the halves overlap, the first half writes, because their results may differ in rounding.
     is_written = (half == 0) | (place >= static.own - static.other) if static.halves == 2 else True
 
     @pl.when(is_written)
@@ -870,7 +908,7 @@ def write_slice(out: Ref, static: TcgenStatic, row: Any, block: Any, half: Any, 
 
 
 def _write_columns(out: Ref, static: TcgenStatic, row: Any, place: tuple[Any, int], tile: Any) -> None:
-    """Write a slice [128 columns of the latent, query rows], without the columns that the slice before has, too."""
+    """Write a slice [128 latent columns, query rows], except the columns that overlap the previous slice."""
     number, query_row = place
     of_own = pl.cdiv(static.own, VALUE_ROWS)
     is_own = number < of_own

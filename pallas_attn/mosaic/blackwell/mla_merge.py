@@ -1,4 +1,13 @@
-"""Merge of the partial states of `mosaic_tcgen05`, in the order of their splits, whichever programs they came from."""
+"""Experimental: has never run on a card. Merge of the partial states of `mosaic.blackwell.mla_decode`.
+
+Splits are merged in their order, independent of the CTAs that computed them. The loop uses no barriers: each thread
+loads its values of a state from global memory, and adds them to the running state.
+
+    for each (sequence, query block, slice of O) of this CTA that needs a merge:
+        m, l, acc = -inf, 0, 0                                   # acc [128, slice columns]
+        for each split: rescale both states to the larger m and add them
+        normalise and write the slice; the first slice also writes LSE
+"""
 
 from __future__ import annotations
 
@@ -33,7 +42,7 @@ from pallas_attn.types import DecodePlan
 def merge_splits(
     results: TcgenResults, static: TcgenStatic, plan: DecodePlan
 ) -> tuple[Float[Array, "B rows L"], Float[Array, "blocks B ROWS"]]:
-    """Finish, in place, the sequences that output and LSE lack: those of several splits, and those that see nothing."""
+    """Finish, in place, output and LSE of the sequences that have several splits or see no key."""
     out, lse, partials = results
     blocks, batch, _ = lse.shape
     refs = basics.alias_in_place(out), basics.alias_in_place(lse)
