@@ -116,6 +116,6 @@ def test_is_chosen() -> None:
 
 def test_refuses_in_words() -> None:
     many = replace(LONG, q_heads=67)
-    reason = "takes 32 query heads at once, or about as many; 67 have no such divisor"
+    reason = "takes 16 to 32 query heads at once that divide the group; 67 have no such divisor"
     explanation = explain("paged_decode", **Inputs.draw(many, harness.fresh_rng()).decode())
     assert reason in explanation.refused["mosaic"]

@@ -1,5 +1,7 @@
-"""`mla_decode` on data-center Blackwell (B200): query rows are columns of O where they are few, rows where they are
-many. Interpreted and compiled so far; there was no card to run it on.
+"""Experimental: has never run on a card. `mla_decode` on data-center Blackwell (B200).
+
+`mosaic.blackwell.mla_decode` has the kernel and its main loop. Query rows are columns of O if they are few, and rows of
+O if they are many.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Number of programs for plans of such calls: each takes a multiprocessor for each block of query rows and each
-    half of the latent.
+    """Number of CTAs in plans for this call. Each takes a multiprocessor per block of query rows and half of the
+    latent.
 
     Raises:
-      NotImplementedError: not on Blackwell, or dtypes, widths, pages or numbers of queries that the kernel does not
-        take.
+      NotImplementedError: the device is not Blackwell, or the kernel does not support the dtypes, widths, page size or
+        number of queries.
     """
     basics.require_capability((10, 0))
     unsupported.require_plain_scores(call.window, call.soft_cap)
@@ -45,7 +47,7 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 def static_of(call: MlaDecodeCall) -> TcgenStatic:
-    """Compile-time facts of the kernel for a call."""
+    """Compile-time parameters of the kernel for a call."""
     return choose_static(
         latent_dim=call.latent_dim,
         rope_dim=call.rope_dim,

@@ -1,4 +1,4 @@
-"""A call of `paged_decode` as the kernel takes it (`mosaic.decode`), and calls that it does not take."""
+"""Operands of the `mosaic.decode` kernel for a call of `paged_decode`, and checks for unsupported calls."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def operands(
     query_parts: list[Array],
     query_scale: float,
 ) -> tuple[DecodeInputs, DecodeStatic]:
-    """Run the kernel.
+    """Kernel operands and compile-time parameters of a call.
 
     Args:
       stages: tiles in shared memory.
-      terms: [B, Q, Hq, D] each, whose sum is the queries times `query_scale`.
+      query_parts: [B, Q, Hq, D] each; their sum is the queries times `query_scale`.
     """
     kv, draft_mask, sinks, window, packing = call.kv, call.draft_mask, call.sinks, call.window, tile.packing
     q_scale = call.q_scale
@@ -61,10 +61,10 @@ def operands(
 
 
 def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: int) -> None:
-    """Raise NotImplementedError for calls that the kernel does not take.
+    """Raise NotImplementedError for calls that the kernel does not support.
 
     Args:
-      limit: columns of a tile, at most.
+      limit: maximum columns of a tile.
     """
     basics.require_capability(architecture)
     unsupported.require_apart(call.kv)
@@ -73,7 +73,7 @@ def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: 
     unsupported.require_page_size(call.page_size)
     if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(
-            f"takes {limit} query heads at once, or about as many; {call.group} have no such divisor"
+            f"takes {limit // 2} to {limit} query heads at once that divide the group; {call.group} have no such divisor"
         )
     if call.draft_mask is not None:
         unsupported.require_draft_bits(call.num_queries)
@@ -81,7 +81,7 @@ def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: 
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
-    """Flatten scales that come with the tokens, padded so that no copy of the kernel reads past their end."""
+    """Flatten scales per token or token group, and pad them so that no copy of the kernel reads past the end."""
     if scale is None or scale.ndim != 3:
         return scale
     scale = scale.reshape(-1)

@@ -1,7 +1,7 @@
-"""`paged_decode` on data-center Blackwell (B200).
+"""Experimental: has never run on a card. `paged_decode` on data-center Blackwell (B200).
 
-The kernel is `mosaic.decode`, as on Hopper, with tiles of 128 tokens, which are the rows of the tensor core
-(`mosaic.blackwell.decode_products`), or of 64 where those are too large.
+`mosaic.decode` has the kernel and its main loop, as on Hopper. Tiles have 128 tokens, the rows of the tensor core
+(`mosaic.blackwell.decode_products`), or 64 tokens if tiles of 128 are too large.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
 
 
 def multiplies_fp8(call: PagedDecodeCall) -> bool:
-    """Whether keys are multiplied as they are cached, with fp8 queries: with heads of 128, as tiles of other widths do
-    not lie in shared memory in that way or do not fit, and unless scales of channels have to go into the queries.
+    """Whether keys are multiplied as cached, with fp8 queries.
+
+    This requires D = 128, because tiles of other widths have another layout in shared memory or do not fit. Channel
+    scales would have to be multiplied into the queries.
     """
     return call.q_scale is not None and call.head_dim == 128 and scale_layout(call.kv) != "channel"
 
 
 def num_programs(call: PagedDecodeCall) -> int:
-    """Number of programs for plans of such calls: as many as run side by side on the card."""
+    """Number of CTAs in plans for this call: the number that runs at the same time on the card."""
     require_supported(call, (10, 0), config.MAX_COLUMNS_SM100)
     _, settings = _sizes(call)
     return settings.programs_per_multiprocessor * basics.multiprocessors()

@@ -1,4 +1,4 @@
-"""Tunable sizes of `plan_decode`."""
+"""Tunable costs of `plan_decode`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ import dataclasses
 from pallas_attn.runtime import tuning
 
 ROW_OVERHEAD_TOKENS = 256
-"""Cost for a program of starting a piece (loading queries, filling its stages, writing a state), in tokens, unless
-measured. Of 1 to 8 pages of 64, the least time was that of 4 or 5 with 64 and 128 heads of latents, of 3 to 5 with 16,
-of 4 or 6 with KV heads (benchmarks/log/020-rows-dealt-to-groups.md).
+"""Default cost [tokens] for a program of starting a split: loading queries, filling its stages, writing a state. Out of
+1 to 8 pages of 64, the lowest times were measured with 4 or 5 pages for latents with 64 and 128 heads, 3 to 5 for
+latents with 16 heads, and 4 or 6 for KV heads.
 """
 
 CUT_TOKENS = 512
-"""Cost for each program of cutting rows, likewise: a state written where its share begins and one where it ends, and a
-kernel that reads them all again. With 128 heads of latents, whose states are the largest, that is more: 128 sequences
-of 2k and 8k lose as much by it as some 700 and 1,200 tokens take (benchmarks/log/018-no-needless-splits.md).
+"""Default cost [tokens] for each program of cutting rows: a state written at the start and at the end of its share, and
+a kernel that reads the states. Latents with 128 heads have the largest states, and a higher cost: about 700 and 1,200
+tokens for 128 sequences of 2k and 8k.
 """
 
 
 TILE_TOKENS = 64
-"""Parts of rows that have programs to themselves are of more: a piece of one tile has nothing to do while it comes."""
+"""If a row has separate programs, each takes more tokens than this. A split of one tile would be idle while the tile is
+loaded.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """The cost model of `balanced` mode, tuned as "plan_decode" by page size.
+    """Cost model of `balanced` mode, tuned as "plan_decode" by page size.
 
     Attributes:
-      row_overhead_pages: what starting a row costs a program, in pages.
-      cut_pages: what it costs it that rows are cut.
+      row_overhead_pages: cost [pages] for a program of starting a row.
+      cut_pages: cost [pages] for a program of cutting rows.
     """
 
     row_overhead_pages: int
@@ -46,5 +48,5 @@ def plan_config(page_size: int) -> PlanConfig:
 
 
 def heuristic_costs(page_size: int) -> PlanConfig:
-    """Costs that were not measured for the device."""
+    """Costs for devices without measured costs."""
     return PlanConfig(max(1, ROW_OVERHEAD_TOKENS // page_size), CUT_TOKENS // page_size)
