@@ -73,7 +73,7 @@ def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: 
     unsupported.require_page_size(call.page_size)
     if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(
-            f"takes {limit // 2} to {limit} query heads at once that divide the group; {call.group} have no such divisor"
+            f"takes {limit // 2} to {limit} query heads at once that divide a group; {call.group} have no such divisor"
         )
     if call.draft_mask is not None:
         unsupported.require_draft_bits(call.num_queries)
