@@ -471,35 +471,19 @@ def decode_attention(
     *,
     name: str,
 ) -> tuple[Float[Array, "B Q Hq V"] | Float[Array, "T Hq V"], Float[Array, "B Q Hq"]]:
-    """Compute output and LSE.
+    """Run the decode kernel and the merge. Return output and LSE.
 
     Args:
       out_shape: [B, Q, Hq, V].
       out: array whose first B·Q tokens become the output, in place; None to allocate the output.
       name: name of the kernel in profiles.
     """
-    packing = static.tile.packing
-    out_ref = None if out is None else basics.alias_in_place(out)
-    own, lse, partials = _attend(x, static, out_shape, out_ref, name)
-    result = basics.alias_in_place(own) if out_ref is None else out_ref
-    layout = static.tile.products.values_layout(static.tile)
-    lse = packing.unpack(merge_splits(result, lse, partials, x.plan, x.sinks, packing, layout), static.num_kv_heads)
-    finished = basics.read_back(result)
-    return (finished.reshape(out_shape) if out is None else finished), lse
-
-
-def _attend(
-    x: DecodeInputs, static: DecodeStatic, out_shape: tuple[int, ...], out_ref: Ref | None, name: str
-) -> tuple[Any, Array, PartialStates]:
-    """Run the kernel. Return output and LSE of plan rows with one split, and the partial states of all other plan rows.
-
-    Args:
-      out_ref: receives the output, which is then not returned.
-    """
     tile, plan = static.tile, x.plan
     packing, rows, num_ctas = tile.packing, plan.num_pages.shape[0], plan.cta_row.shape[0] - 1
     states = most_splits(plan, x.block_tables.shape[-1])
-    return plgpu.kernel(
+    out_ref = None if out is None else basics.alias_in_place(out)
+    # Output and LSE of plan rows with one split, and partial states of all other plan rows.
+    own, lse, partials = plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(
             None
@@ -514,6 +498,11 @@ def _attend(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=tile.reduction_bytes),
         kernel_name=name,
     )(basics.materialize(x), out_ref)
+    result = basics.alias_in_place(own) if out_ref is None else out_ref
+    layout = tile.products.values_layout(tile)
+    lse = packing.unpack(merge_splits(result, lse, partials, plan, x.sinks, packing, layout), static.num_kv_heads)
+    finished = basics.read_back(result)
+    return (finished.reshape(out_shape) if out is None else finished), lse
 
 
 def _kernel(
@@ -754,7 +743,7 @@ class KvSplit:
     def step(self, i: Any, state: AttentionState) -> AttentionState:
         """Attend to the i-th tile, then start the copies of the tile that uses the same stage next."""
         static, x, mem, shape = self.static, self.x, self.mem, self.tile.shape
-        m, l, acc = state  # noqa: E741
+        m, l, acc = state  # noqa: E741  # [query_rows], [tokens, query_rows], [value_dim, query_rows]
         stage, following = lax.rem(i, static.stages), i + static.stages
         pages = self.look_up_pages(following) if self.tile.looks_ahead else None
         plgpu.barrier_wait(mem.full.at[stage])
@@ -765,7 +754,7 @@ class KvSplit:
         zero = jnp.minimum(base[0], 0) if x.v is None else 0
         stage += zero
         v = mem.values(stage)
-        k_scales, v_scales = self.token_scales(stage)
+        k_scales, v_scales = self.token_scales(stage)  # [tokens] each
         s = self.scores(stage, zero, k_scales)  # [tokens, query_rows]
         mask = functools.partial(self.mask_tile, base, v)
         s, v_scales = lax.cond(self.all_visible(base), lambda *x: x, mask, s, v_scales)
@@ -778,7 +767,7 @@ class KvSplit:
         m_new = jnp.maximum(m, s.max(axis=0))  # [query_rows]
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         p = jnp.exp2((s - over_columns(shift, shape)) * LOG2E)  # [tokens, query_rows]
-        rescale = jnp.exp2((m - shift) * LOG2E)
+        rescale = jnp.exp2((m - shift) * LOG2E)  # [query_rows]
         values = self.products.load_values(self.tile, mem.products, v)
         probs = self.products.probs(self.tile, mem.p)
         weights = [p]

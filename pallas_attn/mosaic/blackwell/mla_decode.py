@@ -714,7 +714,7 @@ class TcgenSoftmax(TcgenRole):
         (m, l), static, mem, tile = carry, self.static, self.mem, split.tile + i  # noqa: E741
         stage = self.stage(tile)
         plgpu.barrier_wait(mem.s_full)
-        s = plgpu.async_load_tmem(mem.s, layout=static.layout)
+        s = plgpu.async_load_tmem(mem.s, layout=static.layout)  # [query_rows, tokens]
         plgpu.wait_load_tmem()
         plgpu.barrier_arrive(mem.s_empty)
         plgpu.barrier_wait(mem.own_full.at[stage])  # the tile's metadata is stored before its copies start
@@ -727,10 +727,10 @@ class TcgenSoftmax(TcgenRole):
 
         s = lax.cond(self.tile_meta(stage)[0] == FULL, lambda s: s, mask_tile, s)
         scale = static.sm_scale * LOG2E
-        highest = s.max(axis=1) * scale
+        highest = s.max(axis=1) * scale  # [query_rows]
         m_new = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
         rescale = jnp.exp2(m - m_new)
-        p = jnp.exp2(s * scale - register_tiles.over_tokens(m_new, s.shape))
+        p = jnp.exp2(s * scale - register_tiles.over_tokens(m_new, s.shape))  # [query_rows, tokens]
         l = l * rescale + p.sum(axis=1)  # noqa: E741
 
         @pl.when(i > 0)

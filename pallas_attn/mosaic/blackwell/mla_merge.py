@@ -78,7 +78,7 @@ def _kernel(static: TcgenStatic, out: Ref, lse: Ref, partials: TcgenPartials, pl
             state = state_index(partials, static, blocks, block, split, half)
             stats = partials.stats.at[state, :, pl.ds(first_row, shape[0])]
             (m, l, acc), other_m, other_l = merged, *(basics.load(stats.at[i], layout) for i in range(2))  # noqa: E741
-            other_acc = load_fragments(partials.acc.at[state, fragments])
+            other_acc = load_fragments(partials.acc.at[state, fragments])  # [128, slice columns]
             m_new = jnp.maximum(m, other_m)
             shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
             weight, other_weight = jnp.exp2(m - shift), jnp.exp2(other_m - shift)

@@ -409,14 +409,14 @@ class SoftmaxConsumer:
         plgpu.barrier_wait(scratch.s_full.at[buffer])
         s = [plgpu.async_load_tmem(s_ref.at[:, columns], layout=TILE) for columns in self._chunks()]
         plgpu.wait_load_tmem()
-        s, scale = self._scores(transform, i, s)
+        s, scale = self._scores(transform, i, s)  # s: list of [query_rows, CHUNK]
         highest = functools.reduce(jnp.maximum, (part.max(axis=1) for part in s)) * scale
-        m = jnp.where(highest > state.m + RESCALE_THRESHOLD_LOG2, highest, state.m)
+        m = jnp.where(highest > state.m + RESCALE_THRESHOLD_LOG2, highest, state.m)  # [query_rows]
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         factor = jnp.where(m == state.m, 1.0, jnp.exp2(state.m - m))
         l = state.l * factor  # noqa: E741
         for columns, part in zip(self._chunks(), s, strict=True):
-            p = jnp.exp2(part * scale - over_rows(shift, part.shape))
+            p = jnp.exp2(part * scale - over_rows(shift, part.shape))  # [query_rows, CHUNK]
             plgpu.async_store_tmem(p_ref.at[:, columns], p.astype(p_ref.dtype))
             if transform.token_scales is not None:
                 p = p * over_columns(basics.load(transform.token_scales(i).at[2, columns], PER_COLUMN), p.shape)
