@@ -52,8 +52,8 @@ from pallas_attn.mosaic.primitives.tile_scheduler import for_each_merged, merge_
 from pallas_attn.types import DecodePlan
 
 FRAGMENT = (4, 128)
-"""Shape in global memory of a fragment, 64 x 8 values: 128 per warp, four per thread. For tiles of 128 rows, a fragment
-takes alternate groups of 16 rows.
+"""Shape in global memory of a fragment, 64 x 8 values: 128 per warp, four per thread. In tiles of 128 rows, a fragment
+has 16 of each 32 rows.
 """
 
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 64, 8

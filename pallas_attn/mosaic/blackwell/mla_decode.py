@@ -436,12 +436,12 @@ class TcgenRole:
 
     @property
     def first_own(self) -> Any:
-        """First own column of this CTA in the latent."""
+        """First column of this CTA's own columns in the latent."""
         return lax.axis_index("half") * self.static.other if self.static.halves == 2 else 0
 
     @property
     def first_other(self) -> Any:
-        """First other column of this CTA in the latent."""
+        """First column of this CTA's other columns in the latent."""
         return (1 - lax.axis_index("half")) * self.static.own if self.static.halves == 2 else self.static.own
 
     @property

@@ -555,7 +555,9 @@ def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
 
 
 def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Descriptors:
-    """Descriptors of the operand of each instruction, which sums over `DEPTH` of `depth`."""
+    """Descriptors of an operand, one per instruction. An instruction sums over `DEPTH` of the operand's
+    `depth` values.
+    """
     places = np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH)
     return Descriptors(base, [mma_utils.encode_addr(i * chunk + j * step) for i, j in places])
 

@@ -20,8 +20,8 @@ tokens for 128 sequences of 2k and 8k.
 
 
 TILE_TOKENS = 64
-"""If a row has separate programs, each takes more tokens than this. A split of one tile would be idle while the tile is
-loaded.
+"""Programs of a row with separate programs take more tokens than this. A split of one tile would be idle while the tile
+is loaded.
 """
 
 
