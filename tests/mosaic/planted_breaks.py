@@ -163,7 +163,8 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "latents: no wait for the load of S": PlantedBreak(
         LATENTS,
-        "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)  # [query_rows, tokens]\n        plgpu.wait_load_tmem()\n",
+        "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)  # [query_rows, tokens]\n"
+        "        plgpu.wait_load_tmem()\n",
         "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)  # [query_rows, tokens]\n",
         f"{MORE_TILES}[rows, two halves]",
     ),
