@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 from pallas_attn.mosaic.primitives.dequantize import (
-    QUANTISED_REF,
+    QUANTIZED_REF,
     ChunkPointers,
     i32,
     masked,
@@ -91,7 +91,7 @@ def copy_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
         to[...] = jnp.where(row[:, None] >= 0, rows, jnp.zeros((), to.dtype))
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref() if number_bytes == 2 else QUANTISED_REF))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref() if number_bytes == 2 else QUANTIZED_REF))
     def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value) -> None:
         warp, lane = warp_and_lane()
         first, in_row = plus(times(warp, WARP_ROWS), shifted(lane, THREADS.bit_length() - 1)), ROW_BYTES // number_bytes

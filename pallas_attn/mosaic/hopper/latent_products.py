@@ -25,7 +25,7 @@ from pallas_attn.mosaic.hopper.dequantize import as_keys, as_values, load_matric
 from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 from pallas_attn.mosaic.primitives.dequantize import (
-    QUANTISED_REF,
+    QUANTIZED_REF,
     ChunkPointers,
     conversion,
     converted,
@@ -67,7 +67,7 @@ def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax
     result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
 
     @plgpu.inline_mgpu(
-        arg_types=(wgmma.UNPAIRED, QUANTISED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result
+        arg_types=(wgmma.UNPAIRED, QUANTIZED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result
     )
     def add(_: Any, total: Any, latent: ir.Value, q: ir.Value, *scales: Any) -> Any:
         warp, lane = warp_and_lane()
@@ -115,7 +115,7 @@ def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
         return total + jnp.concatenate(products)
     result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
 
-    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, TILE, *[operand_ref()] * len(ps)), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(QUANTIZED_REF, TILE, *[operand_ref()] * len(ps)), return_type=result)
     def add(_: Any, latent: ir.Value, total: Any, *ps: ir.Value) -> Any:
         warp, lane = warp_and_lane()
         chunks = ChunkPointers(latent, channels, lane, warp)

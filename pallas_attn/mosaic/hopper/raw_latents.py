@@ -35,7 +35,7 @@ from pallas_attn.mosaic.hopper.dequantize import as_keys, as_values, load_matric
 from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 from pallas_attn.mosaic.primitives.dequantize import (
-    QUANTISED_REF,
+    QUANTIZED_REF,
     SMALLEST_SCALE,
     ChunkPointers,
     conversion,
@@ -167,7 +167,7 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
         return total
 
     @plgpu.inline_mgpu(
-        arg_types=(wgmma.UNPAIRED, QUANTISED_REF, plgpu.RefType(), *[operand_ref()] * len(qs)),
+        arg_types=(wgmma.UNPAIRED, QUANTIZED_REF, plgpu.RefType(), *[operand_ref()] * len(qs)),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE),
     )
     def add(_: Any, total: Any, latent: ir.Value, scales: ir.Value, *qs: ir.Value) -> Any:
@@ -229,7 +229,7 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
         return added
 
     @plgpu.inline_mgpu(
-        arg_types=(QUANTISED_REF, TILE, operand_ref(), plgpu.RefType()),
+        arg_types=(QUANTIZED_REF, TILE, operand_ref(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
     )
     def add(_: Any, latent: ir.Value, total: Any, p: ir.Value, ratios: ir.Value) -> Any:

@@ -88,7 +88,7 @@ def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
         quantised=key.quantised,
     )
     for programs in range(most, 0, -1):
-        stages = tile.most_stages(programs, MAX_STAGES)
+        stages = tile.max_stages(programs, MAX_STAGES)
         if stages >= least:
             return DecodeConfig(TILE_TOKENS, stages, programs)
     raise NotImplementedError(f"two tiles of {key.latent_dim} + {key.rope_dim} columns do not fit shared memory")
@@ -119,7 +119,7 @@ def swap_ab_tile(
         page_size=page_size,
         key_dims=key_dims,
         has_values=False,
-        terms=1,
+        query_parts=1,
         packs_queries=False,
         scales=None,
         q_dtype=jnp.float16 if quantised else dtype,

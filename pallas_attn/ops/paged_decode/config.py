@@ -107,11 +107,11 @@ def _mosaic_heuristic(key: PagedDecodeKey) -> DecodeConfig:
         most -= (key.terms == 2) + (key.cache_bytes == 1 and key.page_size == 16)
     tile = mosaic_tile(key, tile_tokens)
     tile_bytes = 2 * tile_tokens * key.head_dim * key.cache_bytes
-    for programs in range(most, 0, -1):
-        enough = max(2, -(-ENOUGH_BYTES // (programs * tile_bytes)))
-        stages = tile.most_stages(programs, min(enough, MAX_STAGES))
+    for ctas in range(most, 0, -1):
+        enough = max(2, -(-ENOUGH_BYTES // (ctas * tile_bytes)))
+        stages = tile.max_stages(ctas, min(enough, MAX_STAGES))
         if stages >= 2:
-            return DecodeConfig(tile_tokens, stages, programs)
+            return DecodeConfig(tile_tokens, stages, ctas)
     raise ValueError(f"two tiles of {tile_tokens} tokens of {key.head_dim} values do not fit shared memory")
 
 
@@ -165,10 +165,10 @@ def _mosaic_sm100_heuristic(key: PagedDecodeKey, *, fp8_products: bool) -> Decod
     """
     tile_tokens = _tile_tokens_sm100(key.head_dim, key.cache_bytes, fp8_products=fp8_products)
     tile = mosaic_sm100_tile(key, tile_tokens)
-    for programs in (2, 1):
-        stages = tile.most_stages(programs, MAX_STAGES)
+    for ctas in (2, 1):
+        stages = tile.max_stages(ctas, MAX_STAGES)
         if stages >= 2:
-            return DecodeConfig(tile_tokens, stages, programs)
+            return DecodeConfig(tile_tokens, stages, ctas)
     raise ValueError(f"two tiles of {tile_tokens} tokens of {key.head_dim} values do not fit shared memory")
 
 
@@ -192,7 +192,7 @@ def _tile(key: PagedDecodeKey, tile_tokens: int, products: DecodeProducts, *, pa
         page_size=key.page_size,
         key_dims=(key.head_dim,),
         has_values=True,
-        terms=key.terms,
+        query_parts=key.terms,
         packs_queries=packs_queries,
         scales=None if key.cache_bytes == 2 else key.page_size if key.token_scales else "head",
         q_dtype=jnp.bfloat16,

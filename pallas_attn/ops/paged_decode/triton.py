@@ -1,17 +1,25 @@
 """`paged_decode` in Triton, for any card from Ampere (sm80) on.
 
-All query rows of a KV head of a sequence (heads of its group, times queries) are a tile's rows, tokens its columns:
+The query rows of a KV head of a sequence (heads of its group, times queries) are a tile's rows; tokens are its columns:
 
     S [rows, tokens] = q Kᵀ      O [rows, Dv] += P V      m, l [rows]
 
-so a page is read once for the whole group. A program follows the plan: it walks the visible pages of its rows, whole
-tiles of tokens at a time, whichever pages these lie in. A row that one program has to itself is written right away; of
-others each split leaves a partial state (O, m, l), and a second kernel merges those, and writes zeros for idle rows.
+A page is therefore read once for the whole group. Each program follows the plan (`_attend`):
 
-8-bit K and V are multiplied as 16-bit numbers that hold them exactly. Scales of a head multiply scores and sums. Those
-of channels multiply sums, and the query, which then is the sum of two bfloat16 numbers. Those of tokens multiply scores
-and weights, and the weights are two bfloat16 numbers; else float16 ones, which err less, but lose what a scale makes
-small.
+    for each split of this program:                     # pages `page` to `stop` of a plan row
+        load q; m, l, acc = -inf, 0, 0
+        for each tile of tokens, in any of the pages:
+            S = q Kᵀ, masked; m, l, P                   # softmax_step
+            acc = acc * rescale + P V
+        if the split is the whole plan row: write output and LSE
+        else: store the partial state (O, m, l)
+
+A second kernel merges partial states, and writes zeros for idle rows.
+
+8-bit K and V are multiplied as 16-bit numbers, which represent them exactly. Head scales multiply scores and sums.
+Channel scales multiply sums, and the query, which then is the sum of two bfloat16 parts. Token scales multiply scores
+and weights. The weights then are the sum of two bfloat16 parts; otherwise they are float16, which rounds less but
+underflows for small scales.
 """
 
 from __future__ import annotations
@@ -99,7 +107,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
 
 
 def num_programs(call: PagedDecodeCall) -> int:
-    """Number of programs for plans of such calls: as many as run side by side on the card."""
+    """Number of programs in plans for this call: the number that runs at the same time on the card."""
     caches.refuse(call.q, call.kv)
     caches.refuse_width(call.value_dim)
     card, tile = _card_and_tile(call)
@@ -170,7 +178,7 @@ def _attend(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BASE: tl.constexpr = LOG2E if CAP is not None else SCALE * LOG2E
     program = tl.program_id(0)
-    row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: all heads of a query are neighbours
+    row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: all heads of a query are adjacent
     query, head_in_group = row_in_group // GROUP, row_in_group % GROUP
     real_row = row_in_group < QUERIES * GROUP
     d, dv = tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
@@ -224,7 +232,7 @@ def _attend(
             n = start + tl.arange(0, TOKENS)
             entry, token = walked_token(n, sink_pages, first_page, PAGE)
             seen = (n < stop * PAGE) & (token < kv_len) & (entry < table_pages)
-            if window_ptr is not None or WINDOW is not None:  # of the oldest query, the most of all
+            if window_ptr is not None or WINDOW is not None:  # window of the oldest query, which sees the most
                 seen = seen & in_window(token, tl.maximum(first, 0), window, sink_tokens)
             page_id = tl.load(tables_ptr + table_row * table_pages + entry, mask=seen, other=-1)
             row = pool_rows(page_id, head, KV_HEADS, HEAD_WISE)
@@ -235,7 +243,7 @@ def _attend(
                 if window_ptr is not None or WINDOW is not None:
                     position = tl.maximum(first + query, 0)
                     visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
-                if draft_ptr is not None:  # a tree may hide a token from all queries
+                if draft_ptr is not None:  # a draft tree may hide a token from all queries
                     seen = tl.max(visible.to(tl.int32), 0) > 0
             cell = row * PAGE + n % PAGE
             at = k_ptr + (cell * K_STRIDE)[:, None] + d[None, :]
@@ -281,5 +289,5 @@ def _attend(
 
 @kernel
 def _token_scales(scale_ptr, row, n, seen, GROUPS: tl.constexpr, PAGE: tl.constexpr):
-    """Scales [tokens] of tokens whose pages have GROUPS of them each."""
+    """Scales [tokens] of tokens whose pages have GROUPS scales each."""
     return tl.load(scale_ptr + row * GROUPS + n % PAGE // (PAGE // GROUPS), mask=seen, other=0.0)

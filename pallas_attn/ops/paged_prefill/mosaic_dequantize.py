@@ -85,7 +85,7 @@ class Dequantizer:
         plgpu.barrier_wait(self.staged.landed.at[0])
         wait_if(kv_tile >= self.static.stages, self.rings.k_free.at[slot])
         publish()
-        dequantize.dequantise_tile(self.staged.k, self.rings.k.at[slot])
+        dequantize.dequantize_tile(self.staged.k, self.rings.k.at[slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.rings.k_landed.at[slot])
 
@@ -104,7 +104,7 @@ class Dequantizer:
                 plgpu.commit_smem()
 
         wait_if(kv_tile >= self.static.stages, self.rings.v_free.at[slot])
-        dequantize.dequantise_tile(self.staged.v, self.rings.v.at[slot])
+        dequantize.dequantize_tile(self.staged.v, self.rings.v.at[slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.rings.v_landed.at[slot])
 

@@ -116,7 +116,7 @@ def attend(
       tile_rows, rows: see `FlashStatic`.
     """
     kv = call.kv
-    terms, query_scale = dequantize.plain_query_terms(call.q[None], kv)
+    terms, query_scale = dequantize.split_queries(call.q[None], kv)
     front = PagedFrontEnd.of(call, settings, tile_rows, rows, terms=len(terms), score_scale=call.scale / query_scale)
     blocking = Blocking(
         call.num_tokens, front.static.block_rows, front.static.tile_keys, call.causal, front.static.block_heads

@@ -1,4 +1,4 @@
-"""`paged_prefill` on Blackwell."""
+"""Experimental: has never run on a card. `paged_prefill` on Blackwell, by the kernel of `mosaic.blackwell.prefill`."""
 
 from __future__ import annotations
 

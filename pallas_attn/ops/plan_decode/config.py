@@ -1,4 +1,4 @@
-"""Tunable sizes of `plan_decode`."""
+"""Tunable costs of `plan_decode`."""
 
 from __future__ import annotations
 

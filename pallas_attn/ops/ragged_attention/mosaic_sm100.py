@@ -1,4 +1,6 @@
-"""`ragged_attention` on Blackwell."""
+"""Experimental: has never run on a card. `ragged_attention` on Blackwell, by the kernel of
+`mosaic.blackwell.prefill`.
+"""
 
 from __future__ import annotations
 

@@ -1,30 +1,37 @@
-"""A call of `paged_decode` as the kernel takes it (`mosaic.decode`), and calls that it does not take."""
+"""Operands of the `mosaic.decode` kernel for a call of `paged_decode`, and checks for unsupported calls."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStatic, DecodeTile, decode_attention
+from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStatic, DecodeTile
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.mosaic.primitives.query_packing import QueryPacking
-from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
+from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.runtime.device import Architecture
 from pallas_attn.types import DecodePlan, HeadWindow
 
 
-def attend(
-    call: PagedDecodeCall, plan: DecodePlan, tile: DecodeTile, stages: int, terms: list[Array], query_scale: float
-) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
-    """Run the kernel.
+def operands(
+    call: PagedDecodeCall,
+    plan: DecodePlan,
+    tile: DecodeTile,
+    stages: int,
+    query_parts: list[Array],
+    query_scale: float,
+) -> tuple[DecodeInputs, DecodeStatic]:
+    """Kernel operands and compile-time parameters of a call.
 
     Args:
       stages: tiles in shared memory.
-      terms: [B, Q, Hq, D] each, whose sum is the queries times `query_scale`.
+      query_parts: [B, Q, Hq, D] each; their sum is the queries times `query_scale`.
     """
     kv, draft_mask, sinks, window, packing = call.kv, call.draft_mask, call.sinks, call.window, tile.packing
     q_scale = call.q_scale
-    packed = [] if tile.packs_queries else [packing.pack(x).reshape(-1, packing.width, call.head_dim) for x in terms]
+    packed = (
+        [] if tile.packs_queries else [packing.pack(x).reshape(-1, packing.width, call.head_dim) for x in query_parts]
+    )
     rows = -1, tile.rows(call.page_size), call.head_dim * tile.tokens_per_row
     inputs = DecodeInputs(
         q=(call.q if tile.packs_queries else jnp.stack(packed),),
@@ -50,14 +57,14 @@ def attend(
         soft_cap=call.soft_cap,
         window=window if isinstance(window, int) else None,
     )
-    return decode_attention(inputs, static, call.q.shape, call.out, name="paged_decode")
+    return inputs, static
 
 
-def refuse(call: PagedDecodeCall, architecture: Architecture, limit: int) -> None:
-    """Raise NotImplementedError for calls that the kernel does not take.
+def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: int) -> None:
+    """Raise NotImplementedError for calls that the kernel does not support.
 
     Args:
-      limit: columns of a tile, at most.
+      limit: maximum columns of a tile.
     """
     basics.require_capability(architecture)
     unsupported.require_apart(call.kv)
@@ -66,7 +73,7 @@ def refuse(call: PagedDecodeCall, architecture: Architecture, limit: int) -> Non
     unsupported.require_page_size(call.page_size)
     if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
         raise NotImplementedError(
-            f"takes {limit} query heads at once, or about as many; {call.group} have no such divisor"
+            f"takes {limit // 2} to {limit} query heads at once that divide a group; {call.group} have no such divisor"
         )
     if call.draft_mask is not None:
         unsupported.require_draft_bits(call.num_queries)
@@ -74,7 +81,7 @@ def refuse(call: PagedDecodeCall, architecture: Architecture, limit: int) -> Non
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
-    """Flatten scales that come with the tokens, padded so that no copy of the kernel reads past their end."""
+    """Flatten scales per token or token group, and pad them so that no copy of the kernel reads past the end."""
     if scale is None or scale.ndim != 3:
         return scale
     scale = scale.reshape(-1)

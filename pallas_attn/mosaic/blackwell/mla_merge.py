@@ -1,4 +1,13 @@
-"""Merge of the partial states of `mosaic_tcgen05`, in the order of their splits, whichever programs they came from."""
+"""Experimental: has never run on a card. Merge of the partial states of `mosaic.blackwell.mla_decode`.
+
+Splits are merged in their order, independent of the CTAs that computed them. The loop uses no barriers: each thread
+loads its values of a state from global memory, and adds them to the running state.
+
+    for each (sequence, query block, slice of O) of this CTA that needs a merge:
+        m, l, acc = -inf, 0, 0                                   # acc [128, slice columns]
+        for each split: rescale both states to the larger m and add them
+        normalise and write the slice; the first slice also writes LSE
+"""
 
 from __future__ import annotations
 
@@ -11,12 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.blackwell.native_tiles import PER_COLUMN, PER_ROW, load_fragments, num_fragments
-from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS
-from pallas_attn.mosaic.primitives import basics, register_tiles
-from pallas_attn.mosaic.primitives.basics import Ref
-from pallas_attn.mosaic.primitives.tile_scheduler import for_each_merged, merge_programs
-from pallas_attn.ops.mla_decode.mosaic_tcgen05 import (
+from pallas_attn.mosaic.blackwell.mla_decode import (
     SLICE,
     TcgenPartials,
     TcgenResults,
@@ -27,13 +31,18 @@ from pallas_attn.ops.mla_decode.mosaic_tcgen05 import (
     state_index,
     write_slice,
 )
+from pallas_attn.mosaic.blackwell.native_tiles import PER_COLUMN, PER_ROW, load_fragments, num_fragments
+from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS
+from pallas_attn.mosaic.primitives import basics, register_tiles
+from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.tile_scheduler import for_each_merged, merge_programs
 from pallas_attn.types import DecodePlan
 
 
 def merge_splits(
     results: TcgenResults, static: TcgenStatic, plan: DecodePlan
 ) -> tuple[Float[Array, "B rows L"], Float[Array, "blocks B ROWS"]]:
-    """Finish, in place, the sequences that output and LSE lack: those of several splits, and those that see nothing."""
+    """Finish, in place, output and LSE of the sequences that have several splits or see no key."""
     out, lse, partials = results
     blocks, batch, _ = lse.shape
     refs = basics.alias_in_place(out), basics.alias_in_place(lse)
@@ -69,7 +78,7 @@ def _kernel(static: TcgenStatic, out: Ref, lse: Ref, partials: TcgenPartials, pl
             state = state_index(partials, static, blocks, block, split, half)
             stats = partials.stats.at[state, :, pl.ds(first_row, shape[0])]
             (m, l, acc), other_m, other_l = merged, *(basics.load(stats.at[i], layout) for i in range(2))  # noqa: E741
-            other_acc = load_fragments(partials.acc.at[state, fragments])
+            other_acc = load_fragments(partials.acc.at[state, fragments])  # [128, slice columns]
             m_new = jnp.maximum(m, other_m)
             shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
             weight, other_weight = jnp.exp2(m - shift), jnp.exp2(other_m - shift)
