@@ -95,7 +95,6 @@ BENCH = Bench(
         "mla-quick": _quick(),
         "mla-widths": _widths(64, 8192, (16, 128)),
         "triton-peers": [MlaDecodeCase(MlaDecode(128, 8192, heads)) for heads in (128, 16)],
-        "tune": _widths(128, 2048, (64, 128)),
         "fp8": [MlaDecodeCase(shape, cache) for shape in FP8 for cache in ("bf16", "fp8")],
         "fp8-rows": [MlaDecodeCase(shape, cache) for shape in FP8_ROWS for cache in ("fp8", "bf16")],
         "mla-uneven": UNEVEN,

@@ -62,9 +62,6 @@ BENCH = Bench(
             for heads in (128, 16)
             for piece_tokens in (1024, 2048, 4096, 8192, 16384)
         ],
-        "tune": [
-            MlaPrefillCase(MlaPrefill(1, *size, heads)) for heads in (128, 16) for size in ((2048, 8192), (512, 32768))
-        ],
         "forms": FORMS,
         "models": [MlaPrefillCase(shape) for shape in shapes.MLA_PREFILL.values()],
         "small": [MlaPrefillCase(MlaPrefill(2, 8, 40, 2, 8, 8, 16, 8, 16), "f32", piece_tokens=32)],

@@ -82,17 +82,6 @@ def _ordered(grid: Iterable[DecodeCase]) -> list[DecodeCase]:
     return sorted(grid, key=lambda case: (case.cache, *case.pool_sizes.values(), -case.pool_pages))
 
 
-def _tune() -> list[DecodeCase]:
-    """Every value that a configuration depends on, in a step that fills the card and in one that does not."""
-    heads = ((32, 8, 128, 1), (32, 8, 128, 4), (64, 8, 64, 1), (8, 4, 256, 1))
-    return [
-        DecodeCase(Decode(batch, context, q_heads, kv_heads, head_dim, queries=queries), cache)
-        for cache in ("bf16", "int8-head", "fp8-head", "fp8-token")
-        for q_heads, kv_heads, head_dim, queries in heads
-        for batch, context in ((64, 8192), (16, 2048))
-    ]
-
-
 GRIDS = {
     "gqa": _gqa(),
     "gqa-quick": _gqa_quick(),
@@ -106,7 +95,6 @@ GRIDS = {
         DecodeCase(Decode(64, 8192, 32, 8, 128, page_size=16)),
         DecodeCase(Decode(256, 8192, 14, 1, 128)),
     ],
-    "tune": _tune(),
     "models": [DecodeCase(shape) for shape in shapes.DECODE.values()],
     "small": [DecodeCase(Decode(2, 64, 4, 2, 16, page_size=16), cache) for cache in ("f32", "int8-head", "fp8-token")],
 }

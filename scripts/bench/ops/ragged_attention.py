@@ -31,12 +31,6 @@ def _quick() -> list[RaggedAttentionCase]:
     return [RaggedAttentionCase(RaggedPrefill(1, new, cached, *heads)) for new, cached, heads in sizes]
 
 
-def _tune() -> list[RaggedAttentionCase]:
-    """All widths with a kernel, in one sequence and in several."""
-    heads = (HEADS[1], *((32, 8, width, width) for width in (64, 128, 256)))
-    return [RaggedAttentionCase(RaggedPrefill(n, 8192 // n, 0, *sizes)) for sizes in heads for n in (1, 16)]
-
-
 GROUPED = ((28, 4, 128, 128), (40, 8, 128, 128), (64, 8, 128, 128), (128, 8, 128, 128))
 """Heads of other models, in the order of `HEADS`."""
 
@@ -102,7 +96,6 @@ BENCH = Bench(
         "wide": _wide(),
         "wide-quick": WIDE_QUICK,
         "wide-peers": _peers(),
-        "tune": _tune(),
         "small": [RaggedAttentionCase(RaggedPrefill(2, 8, 8, 4, 2, 24, 16), cache) for cache in ("f32", "bf16")],
     },
     contenders=by_name(ours)
