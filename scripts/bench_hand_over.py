@@ -1,7 +1,7 @@
-"""Measures handing a cache over, layer by layer: `python scripts/bench_hand_over.py [--config v2-lite]`.
+"""Measure a KV-cache transfer layer by layer: `python scripts/bench_hand_over.py [--config v2-lite]`.
 
-What is measured: scripts/bench/engine/hand_over.py. On one card two processes share it, each with less than half of its
-memory; `--prefill-device 1` gives the second one another card.
+scripts/bench/engine/hand_over.py describes the measurement. On one GPU, both processes share it, each with less than
+half of its memory. `--prefill-device 1` gives the second process another GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     check_outputs({"--json": args.json})
     if args.prefill_device is None:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # of each process; read when jax first runs
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # per process; jax reads it on first use
     console, results = Console(), []
     work = HandOver(
         args.config,
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     return exit_status(PROG, lambda: run(parse_args(argv)))
 
 

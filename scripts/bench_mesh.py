@@ -1,7 +1,7 @@
-"""Measures the engine on several devices beside one: `python scripts/bench_mesh.py --mesh none data=2 tensor=2`.
+"""Compare the engine on several devices with one device: `python scripts/bench_mesh.py --mesh none data=2 tensor=2`.
 
-What is measured: scripts/bench/engine/several_devices.py. Several processes, each of which sees its own devices, run
-one model with --coordinator, --num-processes and --process-id, as run_decode.py does; process 0 reports.
+scripts/bench/engine/several_devices.py describes the measurement. With --coordinator, --num-processes and --process-id,
+several processes with separate devices run one model, as in run_decode.py; process 0 reports.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def run(args: argparse.Namespace, processes: Processes | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.93"  # before the device is looked at
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.93"  # before jax initializes the device
     joined = Joined(PROG)
     return joined.end(exit_status(PROG, lambda: _join(parse_args(argv), joined)))
 

@@ -1,11 +1,11 @@
-"""Measures operations on this device: ours and other projects' implementations, beside the most the device can do.
+"""Measure operations on this device: our implementations and other projects', compared with the roofline.
 
     python scripts/bench_ops.py paged_decode --grid gqa-quick [--limit-seconds 90] [--contenders mosaic xla ...]
 
-Copy bandwidth and matrix rate are measured first, in the same run. They give each case a floor: the time to move the
-bytes that must be moved, or to do the arithmetic, whichever is longer. A result's fraction is floor / time. How times
-are taken is described in scripts/bench/harness/timing.py. A case that fails, or a contender that is not available here,
-is reported with the reason, and the rest goes on; the report is written after each case, so a run may end at any time.
+The run measures copy bandwidth and matrix rate first. The floor of a case is the longer of the times to move its bytes
+and to do its arithmetic at these rates. The fraction of a result is floor / time. scripts/bench/harness/timing.py
+describes the timing. If a case fails or a baseline is not available, the report has the reason and the run continues.
+The report is written after each case, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same card
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # baselines need memory of the same card
 
 from rich.console import Console
 
@@ -64,11 +64,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures what the arguments ask for.
+    """Run the measurements of the arguments.
 
     Raises:
-      UsageError: the results cannot be written.
-      Failure: they cannot be written after all.
+      UsageError: the results cannot be written (checked before the run).
+      Failure: the results cannot be written after the run.
     """
     out = args.json or RESULTS / f"{args.operation}_{tuning.device_name()}.json"
     picture = out.with_suffix(".png")

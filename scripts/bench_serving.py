@@ -1,6 +1,6 @@
-"""Measures waiting times while requests arrive at random: `python scripts/bench_serving.py [--config v2-lite]`.
+"""Measure latencies while requests arrive at random: `python scripts/bench_serving.py [--config v2-lite]`.
 
-What is measured: scripts/bench/engine/arrivals.py.
+scripts/bench/engine/arrivals.py describes the measurement.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     return exit_status(PROG, lambda: run(parse_args(argv)))
 
 

@@ -1,6 +1,6 @@
-"""Measures speculative decoding at set acceptance rates: `python scripts/bench_speculate.py [--config v2-lite]`.
+"""Measure speculative decoding at given acceptance rates: `python scripts/bench_speculate.py [--config v2-lite]`.
 
-What is measured, and the bound that it is compared with: scripts/bench/engine/drafting.py.
+scripts/bench/engine/drafting.py describes the measurement and the bound in the report.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     return exit_status(PROG, lambda: run(parse_args(argv)))
 
 

@@ -1,4 +1,4 @@
-"""Find static scales for a quantised K/V cache: `python scripts/calibrate.py --help`."""
+"""Find static scales for a quantized KV cache: `python scripts/calibrate.py --help`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from scripts.cli.prompts import read_prompts
 PROG = "calibrate"
 
 MOST_TOKENS = 10**8
-"""Random tokens, at most: they are drawn before the model is read."""
+"""Maximum number of random tokens. They are drawn before the model is read."""
 
 DESCRIPTION = """\
 Runs a model over sample prompts, and chooses scales by which a cache of 8 bits just holds the keys and values met:
@@ -54,15 +54,15 @@ exit status:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     return exit_status(PROG, lambda: run(parse_options(argv)))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Calibrates as the options ask for, and prints the scales.
+    """Calibrate with the options and print the scales.
 
     Raises:
-      UsageError: the options, or a file they name, are wrong.
+      UsageError: wrong options, or a wrong input file.
       Failure: the scales cannot be written or printed.
     """
     with as_usage_error(ValueError, NotImplementedError, OSError):
@@ -82,10 +82,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the options.
+    """Parse and check the options.
 
     Raises:
-      UsageError: options that are wrong by themselves or together, or a file that cannot be written.
+      UsageError: an option or a combination of options is wrong, or a file cannot be written.
     """
     options = _parser().parse_args(argv)
     check_prompts(options)
@@ -133,7 +133,7 @@ def _prompts(options: argparse.Namespace, config: ModelConfig) -> list[list[int]
 
 
 def _table(title: str, scales: KVScales) -> Table:
-    """Makes a table of the spread of each layer's scales."""
+    """Return a table with the spread of each layer's scales."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layer", justify="right")
     for kind in ("keys", "values"):

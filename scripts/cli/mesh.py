@@ -1,4 +1,4 @@
-"""The mesh that --mesh asks for."""
+"""The mesh of --mesh."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def add_mesh(group: argparse._ActionsContainer) -> None:
 
 
 def parse_mesh(given: str | None) -> dict[str, int] | None:
-    """Reads a value of --mesh: the number of devices along each axis; None for one device.
+    """Parse a value of --mesh: the number of devices along each axis; None for one device.
 
     Raises:
-      UsageError: another form, a size that is no positive integer, or an axis given twice.
+      UsageError: another form, a size that is not a positive integer, or a repeated axis.
     """
     if given is None:
         return None
@@ -44,5 +44,5 @@ def parse_mesh(given: str | None) -> dict[str, int] | None:
 
 
 def mesh_of(sizes: dict[str, int] | None) -> Mesh | None:
-    """Makes the mesh; raises ValueError or NotImplementedError as `make_mesh`."""
+    """Make the mesh. Raises ValueError or NotImplementedError like `make_mesh`."""
     return None if sizes is None else make_mesh(sizes)

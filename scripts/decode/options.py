@@ -1,4 +1,4 @@
-"""The command line of run_decode, and the checks that need no model."""
+"""Command line of run_decode, and the checks that need no model."""
 
 from __future__ import annotations
 
@@ -58,11 +58,13 @@ Whatever ends a run early, Ctrl-C too, what was decoded until then is printed an
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the options; `params` are made of those on sampling, `implementation` is as the operations take
-    it, `kv_dtype` as the engine does.
+    """Parse and check the options.
+
+    The result also has `params` (sampling parameters), `implementation` in the form of the operations, and `kv_dtype`
+    in the form of the engine.
 
     Raises:
-      UsageError: options that are wrong by themselves or together, or files that cannot be written.
+      UsageError: an option or a combination of options is wrong, or a file cannot be written.
     """
     options = _parser().parse_args(argv)
     check_prompts(options)
@@ -265,7 +267,7 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
 
 
 def sizes(given: str) -> tuple[int, ...]:
-    """Reads sizes that commas separate; argparse names this function where it fails."""
+    """Parse comma-separated sizes. argparse shows the name of this function in errors."""
     return tuple(int(size) for size in given.split(","))
 
 
