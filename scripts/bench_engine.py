@@ -97,7 +97,7 @@ def head_wise() -> tuple[GQAConfig, HeadWindowSizes]:
 
 
 def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
-    """Measure the large configuration. Write the report after each case, so that an interrupted run keeps its results."""
+    """Measure the large configuration. Write the report after each case, so an interrupted run keeps its results."""
     work = serving_of(args)
     report = description() | {"dtype": args.dtype, "workload": dataclasses.asdict(work)}
     for result in serving.run(PRESETS[LARGE], work, settings_of(args), args.dtype):

@@ -47,7 +47,7 @@ FORMS = [
     MlaPrefillCase(MlaPrefill(8, 64, 8192, 128)),
     MlaPrefillCase(MlaPrefill(8, 64, 8192, 16)),
 ]
-"""Short chunks, over expanded and absorbed prefixes; the most informative come first."""
+"""Short chunks after expanded and absorbed prefixes, the most informative first."""
 
 BENCH = Bench(
     grids={

@@ -1,8 +1,8 @@
-"""FlashAttention-3 as a contender, over the same pages and arrays as ours.
+"""FlashAttention-3 as a baseline, over the same pages and arrays as our kernels.
 
-Its schedule of a decode step depends on lengths alone and serves all layers, so it is made before, like ours, and not
-timed. Its second kernel, which merges the parts of split sequences, is timed. A prefill of sequences of any lengths
-makes its schedule in a kernel, which is timed. Sequences of one length need no schedule.
+Its schedule of a decode step depends on lengths only and serves all layers. It is made before the calls, like our plan,
+and not timed. Its second kernel, which merges splits, is timed. A prefill of sequences of different lengths makes its
+schedule in a kernel, which is timed. Sequences of equal length need no schedule.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 MAX_ROPE_DIM = 64
-"""Largest width of rotated keys with which it takes latents."""
+"""Maximum number of rotated key columns for latents."""
 LATENT_DIMS = range(256, 513)
-"""Widths of values that it also takes as keys."""
+"""Value dimensions that it supports for latents, which are keys too."""
 
 
 def import_interface() -> Any:
-    """Imports its module, if torch sees a GPU.
+    """Import its module.
 
     Raises:
-      ImportError: one of the two is not installed.
-      NotImplementedError: torch sees none.
+      ImportError: torch or FlashAttention-3 is not installed.
+      NotImplementedError: torch finds no GPU.
     """
     import_torch()
     return importlib.import_module("flash_attn_interface")
@@ -42,11 +42,11 @@ def refuse_all_but_bf16(cache: str) -> None:
 def of_a_step(
     case: MlaDecodeCase | DecodeCase, lens: Any, heads: tuple[int, int], widths: tuple[int, int]
 ) -> dict[str, Any]:
-    """Arguments that its calls of one step share.
+    """Arguments that the calls of one step share.
 
     Args:
       heads: numbers of query heads and KV heads.
-      widths: widths of keys and of values.
+      widths: key dimension and value dimension.
     """
     s = case.shape
     schedule = import_interface().get_scheduler_metadata(
@@ -65,8 +65,9 @@ def of_a_step(
 
 
 def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Times latent attention: rotated keys as its keys, latents as its values and, with queries of their own, also as
-    keys."""
+    """Time latent attention. Its keys are the rotated keys; its values are the latents, which a second query array also
+    uses as keys.
+    """
     attend = import_interface().flash_attn_with_kvcache
     refuse_all_but_bf16(case.cache)
     s = case.shape
@@ -84,7 +85,7 @@ def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> T
 
 
 def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times paged decode. Heads are outside of tokens in our pages, and it takes any strides."""
+    """Time paged decode. Our pages have heads before tokens; it supports any strides."""
     attend = import_interface().flash_attn_with_kvcache
     refuse_all_but_bf16(case.cache)
     s = case.shape
@@ -100,10 +101,10 @@ def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timi
 
 
 def ragged(num_splits: int, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times sequences one after the other, as ours are.
+    """Time sequences one after another, like ours.
 
     Args:
-      num_splits: splits of the keys; 0 for its own choice, where 1 is what it does unless asked.
+      num_splits: splits of the keys; 0 lets it choose. Its default is 1.
     """
     attend = functools.partial(import_interface().flash_attn_varlen_func, num_splits=num_splits)
     refuse_all_but_bf16(case.cache)
@@ -114,7 +115,7 @@ def ragged(num_splits: int, case: RaggedAttentionCase, arrays: dict[str, Any], s
 
 
 def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times chunks over pages, of which it takes any strides."""
+    """Time chunks over pages; it supports any strides."""
     attend = import_interface().flash_attn_with_kvcache
     refuse_all_but_bf16(case.cache)
     s = case.shape
@@ -135,7 +136,7 @@ def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
 
 
 def of_one_length(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times sequences as rows of one array, a regularity that ours cannot use."""
+    """Time sequences as rows of one array. Our kernels cannot use this regularity."""
     attend = import_interface().flash_attn_func
     refuse_all_but_bf16(case.cache)
     case.check_one_length()

@@ -1,4 +1,4 @@
-"""FlashInfer's prefill as a contender, over the same arrays and pages as ours."""
+"""FlashInfer's prefill as a baseline, over the same arrays and pages as our kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 
 def ragged(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times ragged prefill, planned on the host before, as FlashInfer requires."""
+    """Time ragged prefill. It is planned on the host before the calls, as FlashInfer requires."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
@@ -40,7 +40,7 @@ def ragged(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stop
 
 
 def paged(backend: str, case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times paged prefill, planned on the host before, as FlashInfer requires."""
+    """Time paged prefill. It is planned on the host before the calls, as FlashInfer requires."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape

@@ -1,5 +1,7 @@
-"""SGLang's Triton kernels as contenders, over the same tokens as ours: its pools hold all heads of a token side by
-side, so keys and values are copied into that order first."""
+"""SGLang's Triton kernels as baselines, over the same tokens as our kernels.
+
+SGLang's pools have all heads of a token next to each other, so keys and values are first copied into this order.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 OPS = "sglang.kernels.ops.attention"
 SPLITS, MLA_TOKENS_OF_SPLIT = 8, 32
-"""Most splits of a row; over latents as many as there are multiprocessors, of so many tokens each. See its Triton
-backend."""
+"""Maximum number of splits per row, and tokens per split over latents. Over latents the number of splits may reach the
+number of multiprocessors. SGLang's Triton backend uses the same values.
+"""
 
 
 def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times its decode over keys and values. Not timed are the number of splits and the list of slots, which it makes
-    once a step."""
+    """Time its decode over keys and values. The number of splits and the slot list, which it makes once per step, are
+    not timed.
+    """
     torch = import_torch()
     s = case.shape
     decode = importlib.import_module(f"{OPS}.decode_attention").decode_attention_fwd
@@ -44,7 +48,7 @@ def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timin
 
 
 def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Times its decode over latents. Not timed is joining the two parts of queries, too."""
+    """Time its decode over latents. The slot list and the concatenation of the two query parts are not timed."""
     torch = import_torch()
     s = case.shape
     decode = importlib.import_module(f"{OPS}.decode_attention").decode_attention_fwd
@@ -69,7 +73,9 @@ def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) 
 
 
 def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times its attention of new tokens, whose keys and values it takes in order, to themselves and a cached prefix."""
+    """Time its attention of new tokens to themselves and to a cached prefix. It reads the new keys and values from
+    contiguous arrays.
+    """
     torch = import_torch()
     case.check_one_length()
     s = case.shape
@@ -93,7 +99,7 @@ def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
 
 
 class _Rows:
-    """Metadata of a decode step, as its backend makes it: splits of each sequence, and where their results go."""
+    """Metadata of a decode step, as in its backend: number of splits per sequence, and buffers of their results."""
 
     def __init__(self, torch: Any, lens: Any, heads: int, kv_heads: int, width: int, most_splits: int):
         self._torch, self._lens, self._most = torch, lens, most_splits
@@ -108,7 +114,7 @@ class _Rows:
         self._lse = torch.empty(batch, heads, most_splits, device="cuda")
 
     def slots(self, table: Any, page_size: int) -> Any:
-        """Slots of all tokens of a table, one sequence after the other."""
+        """Slots of all tokens of a block table, one sequence after another."""
         every = _all_slots(self._torch, table, page_size)
         held = self._torch.arange(every.shape[1], device="cuda") < self._lens[:, None]
         return every[held]
@@ -124,7 +130,7 @@ def _all_slots(torch: Any, table: Any, page_size: int) -> Any:
 
 
 def _pool(pages: Any) -> Any:
-    """Pages [N, H, ps, D] as the tensor [slots, H, D] of its pools, which is a copy."""
+    """Copy pages [N, H, ps, D] to a tensor [slots, H, D] of its pool layout."""
     tokens = as_torch(pages).transpose(1, 2)
     return tokens.reshape(-1, *tokens.shape[2:])
 

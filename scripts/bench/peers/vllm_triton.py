@@ -1,4 +1,4 @@
-"""vLLM's Triton kernels as contenders, over the same pages as ours."""
+"""vLLM's Triton kernels as baselines, over the same pages as our kernels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 OPS = "vllm.v1.attention.ops"
 SEGMENTS, SEQUENCES_IN_SEGMENTS = 16, 128
-"""Segments that its attention splits keys of decodes into, of up to so many query rows; see its Triton backend."""
+"""Number of segments into which its decode attention splits keys, and maximum query rows for this. vLLM's Triton
+backend uses the same values.
+"""
 
 
 def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Times its decode over latents, split as its backend does. Not timed is joining the two parts of queries."""
+    """Time its decode over latents, split like its backend does. Concatenating the two query parts is not timed."""
     torch = import_torch()
     decode = importlib.import_module(f"{OPS}.triton_decode_attention").decode_attention_fwd
     splits_of = importlib.import_module("vllm.v1.attention.backends.mla.triton_mla")._compute_num_kv_splits
@@ -45,7 +47,7 @@ def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) 
 
 
 def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times its attention of chunks over pages, whose strides it takes as they are."""
+    """Time its attention of chunks over pages. It supports the strides of our pages."""
     import_torch()
     attend = importlib.import_module(f"{OPS}.triton_unified_attention").unified_attention
     s = case.shape
@@ -76,7 +78,7 @@ def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
 
 
 def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times its attention of decodes over pages, split into segments as its backend does."""
+    """Time its decode attention over pages, split into segments like its backend does."""
     torch = import_torch()
     attend = importlib.import_module(f"{OPS}.triton_unified_attention").unified_attention
     s = case.shape
