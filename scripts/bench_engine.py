@@ -147,28 +147,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", nargs="+", choices=PRESETS, help="default: v3-tiny mla-25m")
     parser.add_argument("--head-windows", action="store_true", help="measure windows of some KV heads instead")
     parser.add_argument(
-        "--windowed", nargs="+", type=int, help="of --head-windows: KV heads with a window, of 8 (default: 1 7)"
+        "--windowed", nargs="+", type=int, help="for --head-windows: KV heads with a window, of 8 (default: 1 7)"
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="OUT.png", help="of --head-windows: rows in use as a context grows"
+        "--plot", type=Path, metavar="OUT.png", help="for --head-windows: plot of rows in use as a context grows"
     )
-    parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 32; of v2-lite 1 8 64")
-    parser.add_argument("--prompt-tokens", type=int, help="of small models (default: 128)")
+    parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 32; for v2-lite 1 8 64")
+    parser.add_argument("--prompt-tokens", type=int, help="for small models (default: 128)")
     parser.add_argument("--contexts", nargs="+", type=int, help="prompt tokens of v2-lite (default: 1024 8192 32768)")
     parser.add_argument("--new-tokens", type=int, help="at least 2, for one decode step (default: 64)")
-    parser.add_argument("--step-tokens", type=int, help="new tokens of a step of v2-lite, at most (default: 4096)")
-    parser.add_argument("--repeats", type=int, help="of small models (default: 3)")
-    parser.add_argument("--limit-seconds", type=float, help="begin no case of v2-lite or windows after this")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; of a large model bfloat16")
-    parser.add_argument("--implementation", default="auto", metavar="NAME[,NAME...]", help="of attention operations")
+    parser.add_argument("--step-tokens", type=int, help="maximum new tokens of a step, for v2-lite (default: 4096)")
+    parser.add_argument("--repeats", type=int, help="for small models (default: 3)")
+    parser.add_argument("--limit-seconds", type=float, help="start no case of v2-lite or windows after this time")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; for v2-lite bfloat16")
     parser.add_argument(
-        "--transformers", metavar="PYTHON", help="a Python with torch and transformers, to time as well"
+        "--implementation", default="auto", metavar="NAME[,NAME...]", help="implementation of attention"
     )
+    parser.add_argument("--transformers", metavar="PYTHON", help="also time transformers with this Python")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/engine_<device>.json")
     args = parser.parse_args(argv)
     large = not args.head_windows and LARGE in (args.config or ())
     if large and len(args.config) > 1:
-        parser.error(f"--config: {LARGE} is measured on its own")
+        parser.error(f"--config: {LARGE} is measured separately")
     measured = "--head-windows" if args.head_windows else f"--config {LARGE}" if large else "small models"
     for name in {name: None for options in DEFAULTS.values() for name in options}:
         if getattr(args, name) is None:
@@ -217,7 +217,9 @@ def check_models(args: argparse.Namespace) -> None:
                 engine = work.engine_config(max(args.batch), longest, prefix_caching=True)
         limit = PRESETS[name].max_position_embeddings
         if longest > limit:
-            raise UsageError(f"{flag}: expected sequences of at most {limit} tokens, which {name} takes, got {longest}")
+            raise UsageError(
+                f"{flag}: expected sequences of at most {limit} tokens, the maximum of {name}, got {longest}"
+            )
         implementations(PRESETS[name], settings, engine.runner_config(longest).largest_step, args.dtype)
 
 

@@ -37,15 +37,15 @@ from scripts.cli.command_line import check_outputs, exit_status, write_report, w
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operation", choices=OPERATIONS, metavar="OP", help=", ".join(OPERATIONS))
-    parser.add_argument("--grid", default="small", help="default: small, which any machine can run")
+    parser.add_argument("--grid", default="small", help="default: small, for any machine")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument(
-        "--match", nargs="+", metavar="TEXT", default=[""], help="only cases with one of these in their names"
+        "--match", nargs="+", metavar="TEXT", default=[""], help="only cases whose name contains one of these"
     )
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="begin no case after this")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="start no case after this time")
     parser.add_argument("--samples", type=int, default=Stopwatch.samples)
     parser.add_argument("--sample-seconds", type=float, default=Stopwatch.sample_seconds)
-    parser.add_argument("--kernels", action="store_true", help="also the time of each kernel, from CUPTI")
+    parser.add_argument("--kernels", action="store_true", help="also measure the time of each kernel with CUPTI")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/OP_<device>.json")
     args = parser.parse_args(argv)
     bench = load(args.operation)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     console.width = max(console.width, 160)
     stopwatch = Stopwatch(args.sample_seconds, args.samples, args.kernels)
     rates = measure_rates(stopwatch)
-    console.print(f"copy {rates.copy / 1e12:.2f} TB/s, bf16 product {rates.matrix / 1e12:.1f} TFLOP/s")
+    console.print(f"copy {rates.copy / 1e12:.2f} TB/s, bf16 GEMM {rates.matrix / 1e12:.1f} TFLOP/s")
     session = Session(bench, args.contenders or list(bench.contenders), stopwatch, rates)
     cases = [case for case in bench.grids[args.grid] if any(text in case.name for text in args.match)]
     report = description() | {"operation": args.operation, "grid": args.grid, "rates": dataclasses.asdict(rates)}

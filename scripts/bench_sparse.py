@@ -49,12 +49,12 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, FilledWork]:
     parser.add_argument(
         "--caches", nargs="+", choices=CACHES, default=["bfloat16", "fp8"], help="default: bfloat16 fp8"
     )
-    parser.add_argument("--new-tokens", type=int, default=48, help="of each request (default: 48)")
+    parser.add_argument("--new-tokens", type=int, default=48, help="new tokens per request (default: 48)")
     parser.add_argument("--page-size", type=int, default=64, help="default: 64")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--implementation", help="of attention (default: the fastest that runs)")
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="begin no case after this")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each case")
+    parser.add_argument("--implementation", help="implementation of attention (default: the best on this device)")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="start no case after this time")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="results, written after each case")
     args = parser.parse_args(argv)
     try:
         caches = tuple(CACHES[name] for name in args.caches)

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
         tokens decoded before the failure, are written and printed.
     """
     display = Display(shown=sys.stderr.isatty() and not options.no_progress and writes(processes))
-    with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
+    with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; check JAX_PLATFORMS. "):
         device_name()
     with as_usage_error(ValueError, NotImplementedError, OSError):
         config = announce_module(options, read_config(options))

@@ -16,7 +16,7 @@ def add_mesh(group: argparse._ActionsContainer) -> None:
         type=str,
         metavar="AXIS=N[,AXIS=N...]",
         help="run each step on several devices: tensor=N splits heads, hidden widths and vocabulary over N; data=N"
-        " makes N ranks with requests and pages of their own, which share the experts; context=N splits the tokens of"
+        " makes N ranks with separate requests and pages, which share the experts; context=N splits the tokens of"
         " every page over N; expert=N splits whole experts over N of the devices of tensor and data (default: one"
         " device)",
     )

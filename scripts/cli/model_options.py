@@ -20,7 +20,7 @@ def add_model(group: argparse._MutuallyExclusiveGroup) -> None:
 
 def add_prompts(group: argparse._MutuallyExclusiveGroup) -> None:
     group.add_argument(
-        "--prompt", nargs="+", metavar="TEXT", help="texts, put into the model's chat template if there is one"
+        "--prompt", nargs="+", metavar="TEXT", help="texts; the model's chat template is applied if it exists"
     )
     group.add_argument("--prompt-ids", type=Path, metavar="FILE", help="a JSON list of lists of token ids")
 
@@ -30,15 +30,15 @@ def add_computation(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of weights, activations and cache (default: the checkpoint's; float32 for a random model)",
+        help="dtype of weights, activations and cache (default: the checkpoint's; float32 for a random model)",
     )
     group.add_argument(
         "--head-windows",
         type=Path,
         metavar="FILE",
-        help="what each KV head sees, in place of what the model says: a JSON list with an entry a layer, null for"
-        ' everything, a number of newest tokens, or {"window": [...], "sink_tokens": [...]}, one each per KV head, null'
-        " for everything",
+        help="windows of each KV head, replacing the model's windows: a JSON list with one entry per layer: null for no"
+        ' window, a number of newest tokens, or {"window": [...], "sink_tokens": [...]} with one value per KV head,'
+        " null for no window",
     )
 
 

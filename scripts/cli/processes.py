@@ -20,17 +20,17 @@ def add_processes(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="where process 0 lets the others find it; the mesh then has the devices of all processes",
+        help="address of process 0's coordination service; the mesh then has the devices of all processes",
     )
     group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
-    group.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
+    group.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
     group.add_argument(
         "--process-timeout",
         type=float,
         default=10.0,
         metavar="S",
-        help="seconds without a sign of life, or behind the others, after which a process counts as failed (default:"
-        " %(default)g)",
+        help="seconds without a heartbeat, or behind the other processes, after which a process counts as failed"
+        " (default: %(default)g)",
     )
 
 

@@ -65,9 +65,9 @@ def add_speculate(group: argparse._ActionsContainer) -> None:
         "--speculate",
         default="none",
         metavar="KIND[:DIR][:N]",
-        help="verify up to N drafts a request in each step, which changes no token: ngram:N looks the newest tokens up"
-        " in what came before, mtp:N asks the multi-token prediction module of a DeepSeek-V3, mtp:N:M for M"
-        " alternatives at each place, draft:DIR:N a smaller model of the same vocabulary"
+        help="verify up to N drafts per request and step, which changes no token. ngram:N finds the newest tokens in"
+        " earlier text; mtp:N uses the multi-token prediction module of DeepSeek-V3, mtp:N:M with M alternatives per"
+        " position; draft:DIR:N uses a smaller model with the same vocabulary"
         f" (default: none; N: {NUM_DRAFTS})",
     )
 

@@ -36,7 +36,7 @@ def _draw_steps(axes: Any, steps: Sequence[StepRecord]) -> None:
     parts = [
         ("decode", _of_steps(steps, "decode_tokens"), _GREEN),
         ("prefill", _of_steps(steps, "prefill_tokens"), _BLUE),
-        ("prefill spared by cached prefixes", _of_steps(steps, "cached_tokens"), _ORANGE),
+        ("prefill saved by cached prefixes", _of_steps(steps, "cached_tokens"), _ORANGE),
     ]
     if any(step.drafted_tokens for step in steps):
         parts.insert(1, ("rejected drafts", rejected, _GREY))

@@ -221,7 +221,7 @@ def versions() -> dict[str, str]:
 
 def nonfinite(outputs: Sequence[RequestOutput]) -> list[str]:
     """Return one sentence per request that ended because of non-finite logits."""
-    why = "logits are NaN or infinite, as of broken weights"
+    why = "logits are NaN or infinite, for example because of broken weights"
     return [
         f"request {i} ended at output position {len(output.output_ids)}: {why}"
         for i, output in enumerate(outputs)
@@ -244,7 +244,7 @@ def differences(verification: Verification) -> list[str]:
     if verification.too_many_tied:
         sentences.append(
             f"{verification.tied} of {verification.compared} tokens differ, each within"
-            f" {verification.tolerance:g} of the plain run's; near ties are not so many"
+            f" {verification.tolerance:g} of the plain run's; this is more than near ties explain"
         )
     return sentences
 

@@ -98,7 +98,7 @@ def test_who_cannot_take_part_is_told_with_the_reason(quick, tmp_path, capsys):
     results = report["cases"][0]["results"]
     if jax.default_backend() == "cpu":
         assert "compute capability 9.0" in results["mosaic"]["absent"]
-        assert re.search("torch|takes no int8-head cache", results["cudnn"]["absent"])
+        assert re.search("torch|does not support int8-head caches", results["cudnn"]["absent"])
         assert "compute capability 9.0" in capsys.readouterr().out
 
 
@@ -208,7 +208,7 @@ def test_quantised_caches_are_laid_beside_bfloat16():
         case("bf16", "B2", mosaic=9.0),
     ]
     cases += [case("fp8-token", "B3", mosaic=5.0), {"case": "B2 fp8-token", "arguments": {"cache": "fp8-token"}}]
-    assert cache_ratios({"cases": cases}) == ["B1 int8-head beside bf16: mosaic 0.60x"]
+    assert cache_ratios({"cases": cases}) == ["B1 int8-head relative to bf16: mosaic 0.60x"]
 
 
 # --- timing

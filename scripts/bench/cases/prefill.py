@@ -124,7 +124,7 @@ class PrefillCase:
     def check_one_length(self) -> None:
         """Raise NotImplementedError for sequences of different lengths."""
         if self.lengths:
-            raise NotImplementedError("takes sequences of one length")
+            raise NotImplementedError("needs sequences of equal length")
 
     def calls(self, num_bytes: int, flops: int) -> int:
         """Number of calls in a chain, for a card with the rates of the fastest card."""

@@ -77,7 +77,7 @@ class FilledWork:
                     f"cases: expected at most {limit} tokens, got {context} in the cache and {1 + self.new_tokens} more"
                 )
         if self.new_tokens < 3:
-            raise ValueError(f"new_tokens: expected at least 3, for a step that all decode in, got {self.new_tokens}")
+            raise ValueError(f"new_tokens: expected at least 3, so that all decode in one step, got {self.new_tokens}")
 
     def engine_config(self, cache: str) -> EngineConfig:
         batches = tuple(sorted({batch for batch, _ in self.cases}))
@@ -146,7 +146,7 @@ def measure(engine: Engine, work: FilledWork, batch: int, context: int, floor_s:
     filled_s = time.perf_counter() - began
     outputs, steps = generate(engine, prompts, [work.new_tokens] * batch)
     if any(output.cached_tokens != context for output in outputs):
-        raise RuntimeError(f"expected {context} tokens of each request in the cache, a request found fewer")
+        raise RuntimeError(f"expected {context} tokens per request in the cache, but a request found fewer")
     decodes = [step.duration_s for step in steps if not step.prefill_tokens and step.decode_tokens == batch]
     step_s = statistics.median(decodes)
     return {

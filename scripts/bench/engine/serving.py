@@ -111,7 +111,9 @@ class Costs:
     @staticmethod
     def of(model: Decoder, rates: Rates) -> Costs:
         if not isinstance(model.config, DeepSeekConfig):
-            raise NotImplementedError(f"costs of a {model.config.model_type}: only those of mixtures are known here")
+            raise NotImplementedError(
+                f"costs of a {model.config.model_type}: only mixture-of-experts models are supported"
+            )
         sizes = {
             ".".join(map(str, path)): weight.size * weight.dtype.itemsize
             for path, weight in nnx.to_flat_state(nnx.state(model, nnx.Param))

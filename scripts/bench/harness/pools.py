@@ -92,7 +92,7 @@ def check_fits(num_bytes: int) -> None:
     """Raise MemoryError if a pool would exceed its share of the memory."""
     limit = int(0.8 * memory_bytes())
     if num_bytes > limit:
-        raise MemoryError(f"its pages take {num_bytes / 1e9:.1f} GB, and there is room for {limit / 1e9:.1f}")
+        raise MemoryError(f"its pages take {num_bytes / 1e9:.1f} GB, and the limit is {limit / 1e9:.1f}")
 
 
 def random_pool(spec: CacheSpec) -> PagedKV:

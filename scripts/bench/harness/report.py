@@ -69,5 +69,5 @@ def cache_ratios(report: dict[str, Any]) -> list[str]:
             if cache != "bf16" and "median_us" in entry and "median_us" in base.get(name, {})
         ]
         if ratios:
-            lines.append(f"{case['case']} beside bf16: {', '.join(ratios)}")
+            lines.append(f"{case['case']} relative to bf16: {', '.join(ratios)}")
     return lines

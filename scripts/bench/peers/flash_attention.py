@@ -36,7 +36,7 @@ def import_interface() -> Any:
 
 def refuse_all_but_bf16(cache: str) -> None:
     if cache != "bf16":
-        raise NotImplementedError(f"takes no {cache} here")
+        raise NotImplementedError(f"does not support {cache} here")
 
 
 def of_a_step(
@@ -72,7 +72,7 @@ def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> T
     refuse_all_but_bf16(case.cache)
     s = case.shape
     if s.rope_dim > MAX_ROPE_DIM or s.latent_dim not in LATENT_DIMS:
-        raise NotImplementedError(f"takes no latents of {s.latent_dim} + {s.rope_dim}")
+        raise NotImplementedError(f"does not support latents of {s.latent_dim} + {s.rope_dim}")
     pages = as_torch(arrays.cache.pages)[:, :, None]
     latents, keys = pages[..., : s.latent_dim], pages[..., s.latent_dim :]
     options = of_a_step(case, as_torch(arrays.kv_lens), (s.heads, 1), (s.rope_dim, s.latent_dim))
@@ -90,7 +90,7 @@ def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timi
     refuse_all_but_bf16(case.cache)
     s = case.shape
     if case.window is not None or s.soft_cap is not None or s.learned_sinks:
-        raise NotImplementedError("takes no windows, caps or sinks here")
+        raise NotImplementedError("does not support windows, caps or sinks here")
     k, v = (as_torch(pages).swapaxes(1, 2) for pages in (arrays.kv.k, arrays.kv.v))
     options = of_a_step(case, as_torch(arrays.kv_lens), (s.q_heads, s.kv_heads), (s.head_dim, s.head_dim))
     calls = [
@@ -120,7 +120,7 @@ def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
     refuse_all_but_bf16(case.cache)
     s = case.shape
     if s.learned_sinks:
-        raise NotImplementedError("takes no sinks here")
+        raise NotImplementedError("does not support sinks here")
     k, v = (as_torch(pages).swapaxes(1, 2) for pages in (arrays["kv"].k, arrays["kv"].v))
     options = {
         "cache_seqlens": as_torch(arrays["kv_lens"]),

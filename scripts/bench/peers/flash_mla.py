@@ -30,9 +30,9 @@ def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -
     flash_mla = importlib.import_module("flash_mla")
     s = case.shape
     if case.cache != "bf16":
-        raise NotImplementedError(f"takes no {case.cache} cache here")
+        raise NotImplementedError(f"does not support {case.cache} caches here")
     if (s.latent_dim, s.rope_dim) != WIDTHS or s.page_size != PAGE_SIZE:
-        raise NotImplementedError(f"takes widths of {WIDTHS} in pages of {PAGE_SIZE} only")
+        raise NotImplementedError(f"supports only widths of {WIDTHS} in pages of {PAGE_SIZE}")
     lens, pages = as_torch(arrays.kv_lens), as_torch(arrays.cache.pages)[:, :, None]
     # In newer versions the first call fills in the metadata, which a graph cannot record. Older versions return it
     # complete.
@@ -59,9 +59,9 @@ def sparse(case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -
     torch = import_torch()
     flash_mla = importlib.import_module("flash_mla")
     if (case.latent_dim, case.rope_dim) != WIDTHS or case.page_size != PAGE_SIZE or case.heads % 64:
-        raise NotImplementedError(f"takes widths of {WIDTHS} in pages of {PAGE_SIZE} and heads by 64 only")
+        raise NotImplementedError(f"supports only widths of {WIDTHS} in pages of {PAGE_SIZE} and multiples of 64 heads")
     if case.cache == "fp8" and case.new_tokens > 1:
-        raise NotImplementedError("its kernel of prefill takes no fp8 cache")
+        raise NotImplementedError("its prefill kernel does not support an fp8 cache")
     calls, options = [], {"softmax_scale": SM_SCALE, "is_fp8_kvcache": True}
     if case.cache == "fp8":
         records = as_torch(jax.jit(to_records)(arrays.cache))[:, :, None]

@@ -37,7 +37,7 @@ def import_torch() -> Any:
     """
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
-        raise NotImplementedError("torch sees no GPU")
+        raise NotImplementedError("torch finds no GPU")
     return torch
 
 
@@ -60,11 +60,11 @@ def contiguous(case: DecodeCase, arrays: DecodeArrays) -> tuple[list[Any], list[
 def refuse(case: DecodeCase) -> None:
     """Raise NotImplementedError for cases without an equivalent over contiguous keys."""
     if case.cache not in ("bf16", "f16"):
-        raise NotImplementedError(f"takes no {case.cache} cache")
+        raise NotImplementedError(f"does not support {case.cache} caches")
     if case.varied:
-        raise NotImplementedError("takes sequences of one length")
+        raise NotImplementedError("needs sequences of equal length")
     if case.shape.window is not None or case.shape.soft_cap is not None or case.shape.learned_sinks:
-        raise NotImplementedError("takes no windows, caps or sinks here")
+        raise NotImplementedError("does not support windows, caps or sinks here")
 
 
 def check_accepted(call: Callable[..., Any], *arguments: Any) -> None:

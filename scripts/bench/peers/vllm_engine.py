@@ -25,9 +25,7 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-    os.environ.setdefault(
-        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
-    )  # weights are modified in this process, and steps are timed
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # this process modifies weights and times steps
 
 import numpy as np
 import torch  # pyrefly: ignore[missing-import]
@@ -157,7 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a directory with the model's config.json")
     parser.add_argument("--cases", nargs="+", default=["1x1024", "64x1024", "64x8192", "1x8192"], metavar="BxN")
-    parser.add_argument("--step-tokens", type=int, default=16384, help="new tokens of a step, at most")
+    parser.add_argument("--step-tokens", type=int, default=16384, help="maximum new tokens of a step")
     parser.add_argument("--new-tokens", type=int, default=64, help="at least 3")
     parser.add_argument("--eager", action="store_true", help="no compiled graphs")
     parser.add_argument("--json", type=Path, metavar="OUT", help="written after each case")
