@@ -12,6 +12,9 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from models.checkpoints import kv_scales_content, load_tokenizer
 from models.checkpoints.calibration import calibrate, check_inputs
 from models.config import ModelConfig

@@ -15,6 +15,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from models.checkpoints import Tokenizer, TokenizerError, load_kv_scales, load_tokenizer
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, KVScales, StepSizes, device_part

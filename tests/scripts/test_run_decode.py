@@ -381,7 +381,8 @@ def test_logits_that_are_not_finite_are_told(monkeypatch, capsys, write_ids, tmp
     out = tmp_path / "out.json"
     prompts = [PROMPTS[1], [1, VOCAB_SIZE - 1, 2]]
     assert run_decode.main([*SMALL, *write_ids(prompts), *asked, "--json", str(out)]) == status
-    told = "run_decode: error: request 1 ended at output position 0: logits are NaN or infinite, for example because of broken weights\n"
+    told = "run_decode: error: request 1 ended at output position 0: logits are NaN or infinite, for example because"
+    told += " of broken weights\n"
     if asked:
         told += "run_decode: not verified: request 1, output position 0: got the end, the plain run's logits are NaN or"
         told += " infinite\n"
