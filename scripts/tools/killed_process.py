@@ -1,9 +1,9 @@
-"""Kills one of two processes that decode together, and times how the other one ends.
+"""Kill one of two processes that decode together, and measure how the other process ends.
 
     python -m scripts.tools.killed_process [--step 100] [--kill 1] [--mesh tensor=2] [--json OUT]
 
-Both run scripts/run_decode.py on a small model with random weights. On a machine with GPUs each has one card. The
-killed one gets SIGKILL from itself as it is about to run a step, with collectives of the step before under way.
+Both processes run scripts/run_decode.py with a small random model. On a machine with GPUs each process has one GPU. The
+killed process sends SIGKILL to itself before a step, while collective operations of the previous step are running.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def step(engine):
 Engine.step = step
 sys.exit(main(sys.argv[3:]))
 """
-"""Program of the process that is killed; its arguments are the step, a file for the time, and run_decode's."""
+"""Program of the killed process. Its arguments are the step, a file for the time, and the arguments of run_decode."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Survivor:
-    """End of the process that was not killed.
+    """End of the surviving process.
 
     Attributes:
       status: its exit status.
-      seconds: from the other's death to its end.
+      seconds: from the death of the killed process to its end.
       line: its last line on standard error.
     """
 
@@ -65,7 +65,7 @@ class Survivor:
 
 
 def command(options: argparse.Namespace, port: int) -> list[str]:
-    """Arguments of run_decode that both processes are given."""
+    """Arguments of run_decode for both processes."""
     mesh = ["--mesh", options.mesh, "--coordinator", f"127.0.0.1:{port}", "--num-processes", "2"]
     sizes = ["--max-num-seqs", "4", "--max-batched-tokens", "64", "--max-tokens", str(options.step + 400)]
     ends = ["--ignore-eos", "--process-timeout", f"{options.timeout:g}"]
@@ -73,7 +73,7 @@ def command(options: argparse.Namespace, port: int) -> list[str]:
 
 
 def environment(index: int) -> dict[str, str]:
-    """Environment of a process: a card of its own where there are some, else one of the CPU's devices."""
+    """Environment of a process: one GPU if the machine has GPUs, else one CPU device."""
     if driver() is None:
         return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -108,21 +108,21 @@ def run(options: argparse.Namespace) -> int:
                 process.communicate()
     print(f"status {ended.status}, {ended.seconds:.1f} s after process {options.kill} was killed: {ended.line}")
     if options.json is not None:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # to name the card, without its memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # query the card without allocating memory
         write_report("--json", options.json, report(options, ended))
     return 0
 
 
 def watch(left: subprocess.Popen[str], died: Path, limit_s: float) -> Survivor:
-    """Waits until the process that is left ends.
+    """Wait until the surviving process ends.
 
     Raises:
-      Failure: it does not within the limit, or nothing was killed before.
+      Failure: it does not end within the limit, or no process was killed before.
     """
     try:
         _, said = left.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired as expired:
-        raise Failure(f"the process that was left did not end within {limit_s:g} s") from expired
+        raise Failure(f"the surviving process did not end within {limit_s:g} s") from expired
     ended_s = time.time()
     lines = said.strip().splitlines() or [""]
     if not died.exists():
@@ -136,15 +136,19 @@ def report(options: argparse.Namespace, ended: Survivor) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="qwen3-tiny", help="of run_decode's --random (default: %(default)s)")
+    parser.add_argument("--model", default="qwen3-tiny", help="model of run_decode's --random (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--mesh", default="tensor=2", help="of two devices (default: %(default)s)")
-    parser.add_argument("--step", type=int, default=100, help="which step is not run (default: %(default)s)")
+    parser.add_argument("--mesh", default="tensor=2", help="mesh of two devices (default: %(default)s)")
+    parser.add_argument(
+        "--step", type=int, default=100, help="step before which the process is killed (default: %(default)s)"
+    )
     parser.add_argument("--kill", type=int, default=1, help="number of the killed process (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=4.0, help="--process-timeout of both (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds for all of it (default: %(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=4.0, help="--process-timeout of both processes (default: %(default)s)"
+    )
+    parser.add_argument("--limit", type=float, default=240.0, help="time limit in seconds (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="the result")
     return exit_status(PROG, lambda: run(parser.parse_args(argv)))
 

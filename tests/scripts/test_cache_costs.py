@@ -62,7 +62,7 @@ def test_unknown_goldens_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(sys, "argv", ["cache_costs", "v9"])
     with pytest.raises(SystemExit):
         cache_costs.main()
-    assert "no golden is called v9; there are glm-dsa, glm-shared, gpt-oss" in capsys.readouterr().err
+    assert "there is no golden named v9; the goldens are glm-dsa, glm-shared, gpt-oss" in capsys.readouterr().err
 
 
 def test_every_golden_is_in_the_committed_report() -> None:

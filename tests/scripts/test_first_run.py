@@ -65,7 +65,7 @@ def test_a_process_that_hangs_is_ended() -> None:
 @pytest.mark.parametrize(
     ("ended", "outcome", "words"),
     [
-        (Ended(None, "", 5), "hung", "write_kv gave no result in 5 s and was ended"),
+        (Ended(None, "", 5), "hung", "write_kv had no result after 5 s and was killed"),
         (Ended(1, "Traceback ...\nRuntimeError: CUDA_ERROR\n", 5), "failed", "RuntimeError: CUDA_ERROR"),
         (Ended(0, 'warning\n{"error": 0.5}\n', 5), "wrong", "error 0.5"),
         (Ended(0, '{"error": NaN}\n', 5), "wrong", "error nan"),
@@ -128,7 +128,7 @@ def test_all_that_was_found_is_in_the_summary(
     assert [entry["outcome"] for entry in report["smoke"]] == ["hung"] + ["right"] * (len(first_run.SMOKE) - 1)
     assert report["benchmarks"][0]["rates"]["copy"] == 7e12
     printed = capsys.readouterr().out
-    assert "write_kv gave no result in 240 s and was ended" in printed
+    assert "write_kv had no result after 240 s and was killed" in printed
     assert "at best 50% of the floor; copy 7.00 TB/s, product 1000 TFLOP/s" in printed
     assert printed.splitlines()[-1].endswith("not: write_kv")
 

@@ -217,7 +217,7 @@ def test_forecasts_stand_beside_times(tmp_path: Path, capsys: pytest.CaptureFixt
     report = {"cases": [case | {"results": {"mosaic": {"median_us": 200.0}}}]}
     (tmp_path / "paged_prefill_nvidia_h200.json").write_text(json.dumps(report))
     main([str(sample), str(LISTING), "--clock", "2e9", "--bandwidth", "1e12", "--results", str(tmp_path)])
-    printed = capsys.readouterr().out.partition("Forecasts of calls")[2]
+    printed = capsys.readouterr().out.partition("Forecasts and measured times")[2]
     (row,) = (line for line in printed.splitlines() if "│" in line)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
     assert cells == [sample.stem, case["case"], "8", "tensor 128", "128", "200", "1.56"]
