@@ -1,4 +1,4 @@
-"""One of two processes is killed, and how the other one ended is the report."""
+"""One of two processes is killed; the report describes the end of the other process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.tools import killed_process
 
 @pytest.mark.slow  # tests/models/test_processes.py has a killed process in every run
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_other_process_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: int) -> None:
+def test_surviving_process_names_the_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: int) -> None:
     monkeypatch.setattr(killed_process, "driver", lambda: None)
     out = tmp_path / "killed.json"
     options = ["--step", "10", "--kill", str(killed), "--dtype", "float32", "--timeout", "2", "--json", str(out)]
@@ -26,14 +26,14 @@ def test_the_other_process_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 2 <= result["seconds"] < 10
 
 
-def test_each_process_has_a_card_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(killed_process, "driver", lambda: "580.1")
     assert killed_process.environment(1)["CUDA_VISIBLE_DEVICES"] == "1"
     monkeypatch.setattr(killed_process, "driver", lambda: None)
     assert killed_process.environment(1)["JAX_PLATFORMS"] == "cpu"
 
 
-def test_an_end_before_anything_was_killed_is_a_failure(tmp_path: Path) -> None:
+def test_end_before_the_kill_is_a_failure(tmp_path: Path) -> None:
     program = "import sys; sys.exit('no memory')"
     left = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     with pytest.raises(Failure, match="ended with status 1 before the other was killed: no memory"):
@@ -45,7 +45,7 @@ def test_an_end_before_anything_was_killed_is_a_failure(tmp_path: Path) -> None:
     hanging.communicate()
 
 
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--kill", "2"], ["--step", "1"]):
         assert killed_process.main(wrong) == 2
         assert "--kill is 0 or 1, --step at least 2" in capsys.readouterr().err
