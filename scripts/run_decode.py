@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -118,12 +119,32 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
         mesh=options.mesh,
         loading=loading,
     )
-    if not writes(processes):
-        if stopped is not None:
-            raise stopped
-        if options.verify:
-            report = dataclasses.replace(report, verification=_verify(options, model, engine, prompts, outputs))
-        return _status(report)
+    check = functools.partial(_verify, options, model, engine, prompts, outputs)
+    if writes(processes):
+        return _finish(options, engine, report, stopped, failures, check, display)
+    if stopped is not None:
+        raise stopped
+    return _status(dataclasses.replace(report, verification=check()) if options.verify else report)
+
+
+def _finish(
+    options: argparse.Namespace,
+    engine: Engine,
+    report: Report,
+    stopped: BaseException | None,
+    failures: Failures,
+    check: Callable[[], Verification],
+    display: Display,
+) -> int:
+    """Write the results, verify and print; return the exit status.
+
+    Args:
+      stopped: exception that interrupted the run; None for a complete run.
+      check: decodes again and compares.
+
+    Raises:
+      Failure, KeyboardInterrupt: like `run`.
+    """
     try:  # Print last: the reader of a pipe may be gone. A failure holds back no other result.
         try:
             _write_files(options, report, engine, failures)
@@ -131,17 +152,16 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
                 if options.json is not None and is_replaced(options.json):  # a pipe takes one report only
                     with contextlib.suppress(Failure):  # written again after verification
                         write_report("--json", options.json, report.to_json())
-                with failures.kept(), display.doing("verifying"):
-                    verification = _verify(options, model, engine, prompts, outputs)
-                    report = dataclasses.replace(report, verification=verification)
+                with failures.recording(), display.doing("verifying"):
+                    report = dataclasses.replace(report, verification=check())
         except KeyboardInterrupt as interrupt:
             stopped = interrupt
         finally:
-            with failures.kept():
+            with failures.recording():
                 if options.json is not None:
                     write_report("--json", options.json, report.to_json())
     finally:
-        with failures.kept():
+        with failures.recording():
             report.print(StandardOutput())
     status = _status(report)
     _print_errors(report)
@@ -155,7 +175,7 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
 
 def _texts(tokenizer: Tokenizer | None, outputs: Sequence[RequestOutput], failures: Failures) -> Sequence[str] | None:
     """Decode the outputs to texts. None without a tokenizer, or if the tokenizer fails."""
-    with failures.kept(), as_failure(TokenizerError):
+    with failures.recording(), as_failure(TokenizerError):
         return None if tokenizer is None else [tokenizer.decode(output.output_ids) for output in outputs]
 
 
@@ -352,15 +372,15 @@ def _write_files(options: argparse.Namespace, report: Report, engine: Engine, fa
     """Write the files that do not depend on verification."""
     if options.dump_logits is not None:
         logits = {f"logits_{i}": engine.prompt_logits(i) for i in range(len(report.outputs))}
-        with failures.kept(), writing("--dump-logits", options.dump_logits) as file:
+        with failures.recording(), writing("--dump-logits", options.dump_logits) as file:
             np.savez(file, allow_pickle=False, **logits)
     if options.prefix_cache is not None:
-        with failures.kept(), as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="--prefix-cache: "):
+        with failures.recording(), as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="--prefix-cache: "):
             pages = engine.export_prefix_cache().to_bytes()
             with writing("--prefix-cache", options.prefix_cache) as file:
                 file.write(pages)
     if options.plot is not None:
-        with failures.kept(), writing("--plot", options.plot) as file:
+        with failures.recording(), writing("--plot", options.plot) as file:
             plot_run(file, report)
 
 

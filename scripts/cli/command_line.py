@@ -125,7 +125,7 @@ class Failures:
     messages: list[str] = dataclasses.field(default_factory=list)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record a Failure that ends the block."""
         try:
             yield

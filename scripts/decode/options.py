@@ -173,20 +173,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="maximum tokens of a request, prompt and output (default: the model's limit)",
     )
-    group.add_argument(
-        "--decode-buckets",
-        type=sizes,
-        metavar="N[,N...]",
-        help="numbers of requests that decode steps are padded to, ascending up to --max-num-seqs; each is compiled"
-        " (default: powers of 2, or one size if it is small)",
-    )
-    group.add_argument(
-        "--prefill-buckets",
-        type=sizes,
-        metavar="N[,N...]",
-        help="numbers of prompt tokens that steps are padded to, ascending up to --max-batched-tokens; each is compiled"
-        " (default: powers of 4, or one size if it is small)",
-    )
+    _add_buckets(group)
     group.add_argument(
         "--chunked-prefill",
         action=argparse.BooleanOptionalAction,
@@ -219,6 +206,23 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     )
     add_speculate(group)
     add_mesh(group)
+
+
+def _add_buckets(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--decode-buckets",
+        type=sizes,
+        metavar="N[,N...]",
+        help="numbers of requests that decode steps are padded to, ascending up to --max-num-seqs; each is compiled"
+        " (default: powers of 2, or one size if it is small)",
+    )
+    group.add_argument(
+        "--prefill-buckets",
+        type=sizes,
+        metavar="N[,N...]",
+        help="numbers of prompt tokens that steps are padded to, ascending up to --max-batched-tokens; each is compiled"
+        " (default: powers of 4, or one size if it is small)",
+    )
 
 
 def _add_attention(group: argparse._ArgumentGroup) -> None:
