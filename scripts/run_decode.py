@@ -298,12 +298,12 @@ def _engine(
     if processes is not None:
         engine_sizes = dataclasses.replace(sizes, speculate=None)  # the option text describes the proposer
         settings = (model.config, model.settings, dtype_of(options, model.config), engine_sizes, options.speculate)
-        told = (
+        shared = (
             repr((settings, options.dump_logits is None)),
             repr((prompts, options.params, options.verify)),
             json.dumps(versions()),
         )
-        processes.agree("the model, the sizes of the engine or the requests", *(part.encode() for part in told))
+        processes.agree("the model, the sizes of the engine or the requests", *(part.encode() for part in shared))
     return engine
 
 

@@ -227,7 +227,7 @@ def engine(*stems: str) -> Callable[[str], str]:
     return write
 
 
-def engine_beside_vllm(stem: str) -> Callable[[str], str]:
+def engine_and_vllm(stem: str) -> Callable[[str], str]:
     """Tokens per second of the engine and of vLLM, by sequences and context."""
 
     def write(document: str) -> str:
@@ -557,8 +557,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_decode": plans("plan_decode_varied_nvidia_h200"),
     "engine": engine("engine_v2_lite_nvidia_h200"),
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
-    "engine-vllm": engine_beside_vllm("engine_v2_lite_beside_vllm_nvidia_h200"),
-    "engine-vllm-h100": engine_beside_vllm("engine_v2_lite_beside_vllm_nvidia_h100"),
+    "engine-vllm": engine_and_vllm("engine_v2_lite_beside_vllm_nvidia_h200"),
+    "engine-vllm-h100": engine_and_vllm("engine_v2_lite_beside_vllm_nvidia_h100"),
     "first-calls": first_calls("startup_in_turns_nvidia_h100"),
     "engine-arrivals": arrivals("serving_v2_lite_nvidia_h100"),
     "engine-sparse": sparse_engine("engine_v32_filled_16_bits_nvidia_h100", "engine_v32_filled_8_bits_nvidia_h100"),

@@ -91,13 +91,13 @@ def first_call(op: str) -> dict[str, float]:
 
 def in_a_process(op: str, mode: str, folder: Path) -> dict[str, float]:
     """Run `first_call` in a new process."""
-    kept = {"PALLAS_ATTN_KERNEL_CACHE": str(folder / "kernels"), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
+    cached = {"PALLAS_ATTN_KERNEL_CACHE": str(folder / "kernels"), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
     plain = {"PALLAS_ATTN_KERNEL_CACHE": "0", "PALLAS_ATTN_PATCH_JAX": "0"}
     more = {
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
     }
-    environment = os.environ | more | (plain if mode == "plain" else kept)
+    environment = os.environ | more | (plain if mode == "plain" else cached)
     command = [sys.executable, "-m", "scripts.tools.startup", "--first-call", op]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

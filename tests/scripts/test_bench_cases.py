@@ -129,13 +129,13 @@ def test_latents_are_written_in_place():
 
 
 def test_latent_pools_are_reused():
-    kept = pools.Pools()
+    cache = pools.Pools()
     sizes = {"page_size": 16, "latent_dim": 16, "rope_dim": 8}
-    first = kept.get_latents("bf16", 6, **sizes)
+    first = cache.get_latents("bf16", 6, **sizes)
     assert first.pages.shape == (6, 16, 24)
     assert np.std(np.asarray(first.pages, np.float32)) == pytest.approx(1, rel=0.1)
-    assert kept.get_latents("bf16", 5, **sizes) is first
-    assert kept.get_latents("f32", 5, **sizes).pages.dtype == jnp.float32
+    assert cache.get_latents("bf16", 5, **sizes) is first
+    assert cache.get_latents("f32", 5, **sizes).pages.dtype == jnp.float32
 
 
 # --- plans

@@ -371,15 +371,15 @@ def test_slots_are_written_once(tokens, run):
 
 
 def test_pools_are_reused_by_suitable_cases():
-    kept = pools.Pools()
+    cache = pools.Pools()
     sizes = {"page_size": 16, "num_kv_heads": 2, "head_dim": 16}
-    first = kept.get("int8-head", 6, **sizes)
+    first = cache.get("int8-head", 6, **sizes)
     assert first.k.shape == (6, 2, 16, 16)
     assert np.std(np.asarray(first.k, np.float32)) == pytest.approx(40, rel=0.1)
     assert np.abs(np.asarray(first.k[5], np.float32)).max() > 0
-    assert kept.get("int8-head", 5, **sizes) is first
-    assert kept.get("int8-head", 7, **sizes) is not first
-    scales = kept.get("fp8-token", 5, **sizes).k_scale
+    assert cache.get("int8-head", 5, **sizes) is first
+    assert cache.get("int8-head", 7, **sizes) is not first
+    scales = cache.get("fp8-token", 5, **sizes).k_scale
     assert scales is not None
     assert scales.shape == (5, 2, 16)
 
@@ -409,7 +409,7 @@ def test_long_pools_are_filled_to_the_end(monkeypatch):
 )
 def test_cases_without_contiguous_equivalent_are_not_supported(case):
     with pytest.raises(NotImplementedError):
-        torch_decode.refuse(case)
+        torch_decode.check_supported(case)
 
 
 def test_unwritable_report_is_an_error_before_the_measurement(monkeypatch, tmp_path, capsys):

@@ -136,7 +136,7 @@ def test_devices_are_written_in_place(tmp_path: Path) -> None:
 
 def test_file_of_standard_output_also_gets_later_output(tmp_path: Path, capfd) -> None:
     with capfd.disabled():
-        kept, path = os.dup(1), tmp_path / "stdout"
+        terminal, path = os.dup(1), tmp_path / "stdout"
         with path.open("wb") as file:
             os.dup2(file.fileno(), 1)
         try:
@@ -146,8 +146,8 @@ def test_file_of_standard_output_also_gets_later_output(tmp_path: Path, capfd) -
             write(path, b"again ")
             os.write(1, b"after")
         finally:
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(terminal, 1)
+            os.close(terminal)
     assert path.read_bytes() == b"before report again after"
 
 

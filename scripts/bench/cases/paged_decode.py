@@ -128,7 +128,7 @@ class DecodeCase:
         """Number of pages that the calls of a chain read."""
         return self.cold_calls * self.shape.batch * self.table_pages
 
-    def in_turn[Own](self, owns: Sequence[Own]) -> list[Own]:
+    def repeated[Own](self, owns: Sequence[Own]) -> list[Own]:
         """Repeat the arguments of the cold calls cyclically for all calls of a chain."""
         return [owns[i % len(owns)] for i in range(self.calls)]
 
@@ -147,5 +147,5 @@ class DecodeCase:
             kv=kv,
             kv_lens=jnp.asarray(self.lens),
             q=[random_values(key, shape, dtype) for key in jax.random.split(jax.random.key(1), self.calls)],
-            block_tables=self.in_turn(tables(rng, kv.k.shape[0], self.cold_calls, (s.batch, self.table_pages))),
+            block_tables=self.repeated(tables(rng, kv.k.shape[0], self.cold_calls, (s.batch, self.table_pages))),
         )

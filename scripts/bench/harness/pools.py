@@ -146,7 +146,7 @@ class Pools:
     """Holder of the last pool, which following cases may reuse."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Any, int, Any] | None = None
+        self._cached: tuple[Any, int, Any] | None = None
 
     def get(self, cache: str, num_pages: int, **sizes: int) -> PagedKV:
         """Return a pool of this kind with at least `num_pages` pages.
@@ -166,17 +166,17 @@ class Pools:
         return self._get((cache, sizes), spec, random_latents)
 
     def _get[Pool](self, kind: Any, spec: CacheSpec, make: Callable[[CacheSpec], Pool]) -> Pool:
-        if self._kept is not None and self._kept[0] == kind and self._kept[1] >= spec.num_pages:
-            return self._kept[2]
+        if self._cached is not None and self._kept[0] == kind and self._kept[1] >= spec.num_pages:
+            return self._cached[2]
         self.release()
         check_fits(spec.num_bytes)
         pool = make(spec)
-        self._kept = kind, spec.num_pages, pool
+        self._cached = kind, spec.num_pages, pool
         return pool
 
     def release(self) -> None:
         """Drop the pool to free its memory."""
-        self._kept = None
+        self._cached = None
 
 
 def tables(rng: np.random.Generator, num_pages: int, calls: int, shape: tuple[int, ...]) -> list[Array]:

@@ -34,7 +34,7 @@ def import_interface() -> Any:
     return importlib.import_module("flash_attn_interface")
 
 
-def refuse_all_but_bf16(cache: str) -> None:
+def check_bf16(cache: str) -> None:
     if cache != "bf16":
         raise NotImplementedError(f"does not support {cache} here")
 
@@ -69,7 +69,7 @@ def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> T
     uses as keys.
     """
     attend = import_interface().flash_attn_with_kvcache
-    refuse_all_but_bf16(case.cache)
+    check_bf16(case.cache)
     s = case.shape
     if s.rope_dim > MAX_ROPE_DIM or s.latent_dim not in LATENT_DIMS:
         raise NotImplementedError(f"does not support latents of {s.latent_dim} + {s.rope_dim}")
@@ -87,7 +87,7 @@ def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> T
 def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
     """Time paged decode. Our pages have heads before tokens; it supports any strides."""
     attend = import_interface().flash_attn_with_kvcache
-    refuse_all_but_bf16(case.cache)
+    check_bf16(case.cache)
     s = case.shape
     if case.window is not None or s.soft_cap is not None or s.learned_sinks:
         raise NotImplementedError("does not support windows, caps or sinks here")
@@ -107,7 +107,7 @@ def ragged(num_splits: int, case: RaggedAttentionCase, arrays: dict[str, Any], s
       num_splits: splits of the keys; 0 lets it choose. Its default is 1.
     """
     attend = functools.partial(import_interface().flash_attn_varlen_func, num_splits=num_splits)
-    refuse_all_but_bf16(case.cache)
+    check_bf16(case.cache)
     k, v, *offsets = (as_torch(arrays[name]) for name in ("k", "v", "cu_q_lens", "cu_kv_lens"))
     longest = max(new for new, _ in case.each), max(case.held_by_each)
     calls = [functools.partial(attend, as_torch(q), k, v, *offsets, *longest, causal=True) for q in arrays["q"]]
@@ -117,7 +117,7 @@ def ragged(num_splits: int, case: RaggedAttentionCase, arrays: dict[str, Any], s
 def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """Time chunks over pages; it supports any strides."""
     attend = import_interface().flash_attn_with_kvcache
-    refuse_all_but_bf16(case.cache)
+    check_bf16(case.cache)
     s = case.shape
     if s.learned_sinks:
         raise NotImplementedError("does not support sinks here")
@@ -138,7 +138,7 @@ def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
 def of_one_length(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
     """Time sequences as rows of one array. Our kernels cannot use this regularity."""
     attend = import_interface().flash_attn_func
-    refuse_all_but_bf16(case.cache)
+    check_bf16(case.cache)
     case.check_one_length()
 
     def by_sequence(array: Any) -> Any:

@@ -54,10 +54,10 @@ def contiguous(case: DecodeCase, arrays: DecodeArrays) -> tuple[list[Any], list[
     shape = (case.cold_calls, s.batch, s.kv_heads, case.table_pages * s.page_size, s.head_dim)
     elements = case.pool_pages * s.kv_heads * s.page_size * s.head_dim
     k, v = (as_torch(pages).view(-1)[:elements].view(shape) for pages in (arrays.kv.k, arrays.kv.v))
-    return case.in_turn(list(k[..., : s.context, :])), case.in_turn(list(v[..., : s.context, :]))
+    return case.repeated(list(k[..., : s.context, :])), case.in_turn(list(v[..., : s.context, :]))
 
 
-def refuse(case: DecodeCase) -> None:
+def check_supported(case: DecodeCase) -> None:
     """Raise NotImplementedError for cases without an equivalent over contiguous keys."""
     if case.cache not in ("bf16", "f16"):
         raise NotImplementedError(f"does not support {case.cache} caches")
@@ -73,9 +73,9 @@ def check_accepted(call: Callable[..., Any], *arguments: Any) -> None:
         warnings.simplefilter("always")
         try:
             call(*arguments)
-        except RuntimeError as refused:
+        except RuntimeError as error:
             why = "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
-            raise NotImplementedError(why or str(refused)) from refused
+            raise NotImplementedError(why or str(error)) from error
 
 
 def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
@@ -84,7 +84,7 @@ def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeArrays, sto
     The query heads of a KV head are passed as queries of this head: all see all keys, which are read once.
     """
     torch = import_torch()
-    refuse(case)
+    check_supported(case)
     if case.shape.queries > 1:
         raise NotImplementedError("has no causal mask for drafts that end with the keys")
     s = case.shape
@@ -106,7 +106,7 @@ def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeArrays, sto
 def flex(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
     """Time torch's flex_attention over contiguous keys, compiled for the case."""
     torch = import_torch()
-    refuse(case)
+    check_supported(case)
     module = importlib.import_module("torch.nn.attention.flex_attention")
     torch.compiler.reset()  # dynamo stops compiling a function after a few shapes
     s = case.shape
