@@ -240,7 +240,8 @@ def decode(
 def fastest(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the fastest of some runs.
 
-    The first measurement of plain decoding may be slow, and a pause of the host can exceed the 3% that matter here.
+    A single run may be slow: plain decoding because it is measured first, any run because of a pause of the host. A
+    pause costs more than the 3% that an adaptive engine may lose.
     """
     return max(runs, key=lambda run: run["tokens_per_s"])
 
