@@ -166,7 +166,7 @@ class Pools:
         return self._get((cache, sizes), spec, random_latents)
 
     def _get[Pool](self, kind: Any, spec: CacheSpec, make: Callable[[CacheSpec], Pool]) -> Pool:
-        if self._cached is not None and self._kept[0] == kind and self._kept[1] >= spec.num_pages:
+        if self._cached is not None and self._cached[0] == kind and self._cached[1] >= spec.num_pages:
             return self._cached[2]
         self.release()
         check_fits(spec.num_bytes)

@@ -54,7 +54,7 @@ def contiguous(case: DecodeCase, arrays: DecodeArrays) -> tuple[list[Any], list[
     shape = (case.cold_calls, s.batch, s.kv_heads, case.table_pages * s.page_size, s.head_dim)
     elements = case.pool_pages * s.kv_heads * s.page_size * s.head_dim
     k, v = (as_torch(pages).view(-1)[:elements].view(shape) for pages in (arrays.kv.k, arrays.kv.v))
-    return case.repeated(list(k[..., : s.context, :])), case.in_turn(list(v[..., : s.context, :]))
+    return case.repeated(list(k[..., : s.context, :])), case.repeated(list(v[..., : s.context, :]))
 
 
 def check_supported(case: DecodeCase) -> None:
