@@ -129,7 +129,7 @@ def test_summary_has_all_results(
     assert report["benchmarks"][0]["rates"]["copy"] == 7e12
     printed = capsys.readouterr().out
     assert "write_kv had no result after 240 s and was killed" in printed
-    assert "at best 50% of the floor; copy 7.00 TB/s, product 1000 TFLOP/s" in printed
+    assert "at best 50% of the floor; copy 7.00 TB/s, GEMM 1000 TFLOP/s" in printed
     assert printed.splitlines()[-1].endswith("not: write_kv")
 
 
