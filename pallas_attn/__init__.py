@@ -77,7 +77,7 @@ from pallas_attn.runtime.kernel_cache import call_cached as call_cached
 # Several devices.
 from pallas_attn import parallel as parallel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _RENAMED = {"run_kept": "call_cached"}
 """Former public names. Each still works, with a DeprecationWarning, until the next minor version."""

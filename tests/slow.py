@@ -6,21 +6,6 @@ which. Cases of backends in the contract suites are in `tests/contract/backends.
 """
 
 SLOW = (
-    # Programs: what the flag changes has every-run tests of engines in tests/models, and wrong values of it in
-    # test_run_decode_refusals.py. Each of these compiles a model for one run.
-    r"scripts/test_run_decode.py::test_without_chunks_and_cache",
-    r"scripts/test_run_decode.py::test_keys_and_values_are_cached_in_the_dtype",  # that of windows has int8, too
-    r"scripts/test_run_decode.py::test_latents_are_cached_in_8_bits",
-    r"scripts/test_run_decode.py::test_tokens_attend_to_as_many_keys",
-    r"scripts/test_run_decode.py::test_batch_invariant_tokens",
-    r"scripts/test_run_decode.py::test_sizes_that_steps_are_padded_to",
-    r"scripts/test_run_decode.py::test_results_that_cannot.*\[and logits",
-    r"scripts/test_run_decode.py::test_two_devices_decode",  # tests/models/test_mesh.py has goldens on two devices
-    r"scripts/test_calibrate.py::test_run_decode_takes_the_file",
-    # Reports of other operations and measurements are made by the same code.
-    r"scripts/test_bench_ops.py::test_a_report_adds_up\[(paged_(decode|prefill)-int8-head|mla_decode-f32)-xla",
-    r"scripts/test_bench_serving.py::test_all_decode_side_by_side",
-    r"scripts/test_bench_peers.py::test_latent_attention_comes_to_ours\[(1-decode|2-)|test_paged_attention_comes_to_ours\[3",
     # Prompt logits of every golden family are in every run, and greedy tokens of one of each kind of attention.
     r"models/test_parity.py::test_greedy_tokens\[(v2-|v3-fp8|v32|glm-|qwen3-|gpt-oss-mxfp4)",
     r"models/test_parity.py::test_(prompt_logits|cached_latents|cached_index_keys)\[glm-dsa",  # glm-shared has all
@@ -84,9 +69,6 @@ SLOW = (
     r"models/test_weights.py::test_(prediction_modules_may|without_being_asked|models_without|loads_shards|fp8_loads)",
     r"models/test_weights.py::test_misfits_among.*changes[1-3]",
     r"models/test_weights.py::test_every_parameter.*\[(v2|glm)",
-    r"scripts/test_run_decode.py::test_(heads_see|a_draw_depends|the_implementation_and_mla)",  # engines' own tests
-    r"scripts/test_startup.py::test_each_mode",
-    r"scripts/test_bench_serving.py::test_the_report_adds_up",
     r"aot/test_latent.py::test_prefill_gathers",  # the gate has the call
     r"contract/test_ragged_paged_attention.py::test_quantised_tokens\[xla-(int8-an array|float8_e4m3fn-(heads|a n))",
     # Both plugins drive one compiler; each case of test_gate.py has it once.

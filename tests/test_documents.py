@@ -148,7 +148,7 @@ def test_tables_and_charts_are_those_of_the_results():
 
 
 def test_a_table_without_a_maker_is_refused():
-    with pytest.raises(ValueError, match=r"page\.md asks for table 'nothing'; there are paged_decode, "):
+    with pytest.raises(ValueError, match=r"page\.md has the unknown table 'nothing'; known tables: paged_decode, "):
         performance.with_tables("page.md", "<!-- table nothing -->\n<!-- end -->\n")
 
 

@@ -153,7 +153,7 @@ def users_use_what_is_public(module: str, imports: list[Import]) -> Found:
     for i in imports:
         if not i.reaches("pallas_attn"):
             continue
-        measures = module.startswith(("scripts.bench", "scripts.tune"))
+        measures = module.startswith("scripts.bench")
         if measures and i.target == "pallas_attn.runtime.tuning":
             continue
         if i.module not in ("pallas_attn", "pallas_attn.cache"):
@@ -409,7 +409,7 @@ BAD = [
     ("models.decoder.mla", "import pallas_attn.runtime.tuning"),
     ("models.decoder.mla", "import pallas_attn\npallas_attn.dispatch.capability()"),
     ("scripts.bench_ops", "from pallas_attn.ops import paged_decode"),
-    ("scripts.tune", "from pallas_attn.ops.paged_decode import config"),
+    ("scripts.bench_mesh", "from pallas_attn.ops.paged_decode import config"),
     ("scripts.run_decode", "from pallas_attn.runtime import tuning"),
     ("models.config.windows", "from models.decoder import StepMetadata"),
     ("models.config", "from models.engine import Engine"),
@@ -435,7 +435,7 @@ BAD = [
     ("pallas_attn.portable.merge", "from jax import custom_jvp"),
     ("models.moe.layer", "from jax import custom_vjp as rule"),
     (XLA, "from jax.experimental import pallas as pl\npl.pallas_call(f)"),
-    ("scripts.tune", "from jax.experimental.pallas import pallas_call"),
+    ("scripts.bench_mesh", "from jax.experimental.pallas import pallas_call"),
     ("pallas_attn.checks", "def f(x):\n    assert x"),
     ("models.engine", "assert True"),
 ]
@@ -462,7 +462,7 @@ GOOD = [
     ("models.decoder.mla", "import pallas_attn\nfrom pallas_attn import mla_decode\npallas_attn.mla_decode"),
     ("models.decoder.mla", "import pallas_attn.cache\nfrom pallas_attn import cache"),
     ("scripts.bench_ops", "from scripts.bench.shapes import DECODE\nfrom scripts.cli.prompts import read_prompts"),
-    ("scripts.tune", "from pallas_attn.runtime import tuning"),
+    ("scripts.bench.harness.case", "from pallas_attn.runtime import tuning"),
     ("scripts.tools.make_goldens", "import torch"),
     (
         "tests.models.test_engine",

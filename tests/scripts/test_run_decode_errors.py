@@ -1,4 +1,4 @@
-"""All refusals of run_decode: one line on stderr, status 2, and nothing decoded."""
+"""All input errors of run_decode: one line on stderr, status 2, nothing decoded."""
 
 import json
 import shutil
@@ -112,8 +112,8 @@ class TestRefusals:
             (["--no-chunked-prefill", "--max-batched-tokens", "16"], "a step takes 16 unless prefill is chunked"),
         ],
     )
-    def test_wrong_flags(self, refused, args, message):
-        assert message in refused(*args)
+    def test_wrong_flags(self, usage_error, args, message):
+        assert message in usage_error(*args)
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -133,11 +133,11 @@ class TestRefusals:
             ([[1], [7] * MAX_POSITIONS], "prompt 1: the prompt has 1280 tokens, the model takes at most 1279"),
         ],
     )
-    def test_wrong_prompts(self, refused, write_ids, content, message):
-        assert message in refused("--model", GOLDEN, *write_ids(content))
+    def test_wrong_prompts(self, usage_error, write_ids, content, message):
+        assert message in usage_error("--model", GOLDEN, *write_ids(content))
 
-    def test_a_prompt_the_pool_can_never_hold(self, refused, write_ids):
-        message = refused("--model", GOLDEN, *SIZES, *write_ids([[1] * 105]))
+    def test_prompt_larger_than_the_pool(self, usage_error, write_ids):
+        message = usage_error("--model", GOLDEN, *SIZES, *write_ids([[1] * 105]))
         assert "prompt 0: the prompt needs 27 pages, the pool has 26" in message
 
     @pytest.mark.parametrize(
@@ -151,48 +151,48 @@ class TestRefusals:
             ("v3-tiny", [None, 8, 8], "--head-windows: head_windows: heads of latent attention share one latent"),
         ],
     )
-    def test_wrong_windows(self, refused, tmp_path, model, content, message):
+    def test_wrong_windows(self, usage_error, tmp_path, model, content, message):
         path = tmp_path / "windows.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-        assert message in refused("--random", model, "--head-windows", path)
+        assert message in usage_error("--random", model, "--head-windows", path)
 
-    def test_unreadable_prompts(self, refused, tmp_path):
-        assert "No such file" in refused("--prompt-ids", tmp_path / "none.json")
-        assert "Is a directory" in refused("--prompt-ids", tmp_path)
+    def test_unreadable_prompts(self, usage_error, tmp_path):
+        assert "No such file" in usage_error("--prompt-ids", tmp_path / "none.json")
+        assert "Is a directory" in usage_error("--prompt-ids", tmp_path)
         (tmp_path / "latin.json").write_bytes(b'["\xe9"]')
-        assert "not JSON" in refused("--prompt-ids", tmp_path / "latin.json")
+        assert "not JSON" in usage_error("--prompt-ids", tmp_path / "latin.json")
 
-    def test_a_text_without_a_tokenizer(self, refused):
-        assert "has no tokenizer.json" in refused("--model", GOLDEN, "--prompt", "What?")
+    def test_text_without_a_tokenizer(self, usage_error):
+        assert "has no tokenizer.json" in usage_error("--model", GOLDEN, "--prompt", "What?")
 
     @pytest.mark.parametrize("flag", ["--json", "--dump-logits", "--plot"])
-    def test_files_that_cannot_be_written(self, refused, tmp_path, flag):
-        assert f"{flag}: cannot write" in refused(flag, tmp_path)
-        assert "there is no directory" in refused(flag, tmp_path / "none" / "out")
-        assert refused(flag, LONG).endswith(f"{flag}: cannot write {LONG}: File name too long")
+    def test_files_that_cannot_be_written(self, usage_error, tmp_path, flag):
+        assert f"{flag}: cannot write" in usage_error(flag, tmp_path)
+        assert "there is no directory" in usage_error(flag, tmp_path / "none" / "out")
+        assert usage_error(flag, LONG).endswith(f"{flag}: cannot write {LONG}: File name too long")
 
-    def test_two_results_in_one_file(self, refused, tmp_path):
+    def test_two_results_in_one_file(self, usage_error, tmp_path):
         out = tmp_path / "out"
-        assert refused("--json", out, "--plot", out).endswith(f"--plot: cannot write {out}: --json does")
+        assert usage_error("--json", out, "--plot", out).endswith(f"--plot: cannot write {out}: --json does")
 
-    def test_a_profile_directory_that_cannot_be_made(self, refused, tmp_path):
+    def test_profile_folder_that_cannot_be_created(self, usage_error, tmp_path):
         (tmp_path / "file").write_text("")
-        assert "--profile: cannot make" in refused("--profile", tmp_path / "file")
+        assert "--profile: cannot make" in usage_error("--profile", tmp_path / "file")
 
-    def test_a_plot_without_matplotlib(self, refused, monkeypatch, tmp_path):
+    def test_a_plot_without_matplotlib(self, usage_error, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert "pip install matplotlib" in refused("--plot", tmp_path / "plot.png")
+        assert "pip install matplotlib" in usage_error("--plot", tmp_path / "plot.png")
 
-    def test_a_default_implementation_that_does_not_exist(self, refused, monkeypatch):
+    def test_unknown_default_implementation(self, usage_error, monkeypatch):
         monkeypatch.setenv("PALLAS_ATTN_IMPLEMENTATION", "cuda")
-        assert "cuda" in refused()
+        assert "cuda" in usage_error()
 
-    def test_a_pool_that_does_not_fit_into_memory(self, refused, monkeypatch):
+    def test_pool_larger_than_memory(self, usage_error, monkeypatch):
         def full(*args, **kwargs):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 byte.")
 
         monkeypatch.setattr(run_decode, "Engine", full)
-        assert "Out of memory allocating 1 byte." in refused()
+        assert "Out of memory allocating 1 byte." in usage_error()
 
     @pytest.mark.parametrize(
         ("error", "reason"),
@@ -201,28 +201,28 @@ class TestRefusals:
             (MemoryError(), "MemoryError"),
         ],
     )
-    def test_weights_that_do_not_fit_into_memory(self, refused, monkeypatch, error, reason):
+    def test_weights_larger_than_memory(self, usage_error, monkeypatch, error, reason):
         def full(*args, **kwargs):
             raise error
 
         monkeypatch.setattr(cli_model, "load_model", full)
         monkeypatch.setattr(cli_model, "random_model", full)
-        assert refused("--model", GOLDEN).endswith(f"--model: loading the weights: {reason}")
-        assert refused("--random", "v3-tiny").endswith(f"--random: loading the weights: {reason}")
+        assert usage_error("--model", GOLDEN).endswith(f"--model: loading the weights: {reason}")
+        assert usage_error("--random", "v3-tiny").endswith(f"--random: loading the weights: {reason}")
 
-    def test_a_shape_that_nothing_can_run(self, refused, monkeypatch):
+    def test_shape_without_an_implementation(self, usage_error, monkeypatch):
         def nothing(engine):
             raise ExceptionGroup("mla_decode: no implementation", [NotImplementedError("too wide"), ValueError("no")])
 
         monkeypatch.setattr(Engine, "warmup", nothing)
-        assert refused().endswith("mla_decode: no implementation; too wide; no")
+        assert usage_error().endswith("mla_decode: no implementation; too wide; no")
 
-    def test_no_device(self, refused, monkeypatch):
+    def test_no_device(self, usage_error, monkeypatch):
         def nothing():
             raise RuntimeError("no such backend")
 
         monkeypatch.setattr(jax, "devices", nothing)
-        assert "no such backend" in refused()
+        assert "no such backend" in usage_error()
 
 
 class TestWrongCheckpoints:
@@ -232,24 +232,24 @@ class TestWrongCheckpoints:
         shutil.copytree(GOLDEN, directory)
         return directory
 
-    def test_none_at_all(self, refused, tmp_path):
-        assert "there is no config.json" in refused("--model", tmp_path / "none")
-        assert "there is no config.json" in refused("--model", tmp_path)
+    def test_missing_checkpoint(self, usage_error, tmp_path):
+        assert "there is no config.json" in usage_error("--model", tmp_path / "none")
+        assert "there is no config.json" in usage_error("--model", tmp_path)
 
-    def test_only_pickles(self, refused, directory):
+    def test_pickled_checkpoint(self, usage_error, directory):
         for path in [*directory.glob("*.safetensors"), directory / "model.safetensors.index.json"]:
             path.unlink()
         (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-        assert "pytorch_model.bin may run code" in refused("--model", directory)
+        assert "pytorch_model.bin may run code" in usage_error("--model", directory)
 
-    def test_a_missing_shard(self, refused, directory):
+    def test_a_missing_shard(self, usage_error, directory):
         (directory / "model-00002-of-00005.safetensors").unlink()
-        assert "model-00002-of-00005.safetensors: there is no such file" in refused("--model", directory)
+        assert "model-00002-of-00005.safetensors: there is no such file" in usage_error("--model", directory)
 
-    def test_a_truncated_shard(self, refused, directory):
+    def test_a_truncated_shard(self, usage_error, directory):
         shard = directory / "model-00001-of-00005.safetensors"
         shard.write_bytes(shard.read_bytes()[:-100])
-        assert "not a safetensors file" in refused("--model", directory)
+        assert "not a safetensors file" in usage_error("--model", directory)
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -262,20 +262,20 @@ class TestWrongCheckpoints:
             ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ],
     )
-    def test_a_configuration_that_does_not_fit(self, refused, directory, change, message):
+    def test_configuration_that_does_not_match(self, usage_error, directory, change, message):
         path = directory / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
-        assert message in refused("--model", directory)
+        assert message in usage_error("--model", directory)
 
 
 class TestWrongTexts:
-    def test_an_empty_text_is_refused(self, text_model, refused):
-        assert "text 1 is empty" in refused("--model", text_model, "--prompt", "w1", " ")
+    def test_empty_text(self, text_model, usage_error):
+        assert "text 1 is empty" in usage_error("--model", text_model, "--prompt", "w1", " ")
 
-    def test_a_broken_template_is_refused(self, text_model, refused):
+    def test_broken_template(self, text_model, usage_error):
         (text_model / "chat_template.jinja").write_text("{% endif %}")
-        assert "chat template is malformed" in refused("--model", text_model, "--prompt", "w1")
+        assert "chat template is malformed" in usage_error("--model", text_model, "--prompt", "w1")
 
-    def test_a_broken_tokenizer_is_refused(self, text_model, refused):
+    def test_broken_tokenizer(self, text_model, usage_error):
         (text_model / "tokenizer.json").write_text("{}")
-        assert "tokenizer.json" in refused("--model", text_model)
+        assert "tokenizer.json" in usage_error("--model", text_model)
