@@ -165,10 +165,10 @@ def test_refuses_configurations_that_are_none(row_threads: int, scan_tokens: int
 REFUSED = {
     "a page's tokens in one group": (
         call(jnp.int8, 1, page_size=128),
-        "takes up to 64 values a thread; 128 tokens of 128 columns, alike in stretches of 128, are 128",
+        "takes up to 64 values per thread, got 128: 128 tokens of 128 columns in segments of 128",
     ),
     "a single pair": (call(rope=angles(1)), "two pairs of columns or more that are rotated in neox style, got one"),
-    "many of an odd number of columns": (call(head_dim=255, rope=angles(3)), "alike in stretches of 1, are 255"),
+    "many of an odd number of columns": (call(head_dim=255, rope=angles(3)), "got 255: 1 tokens of 255 columns"),
     "a pool too large": (call(num_pages=2**24), "takes pools of less than 2**31 rows, got 2147483648"),
 }
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from pallas_attn.triton.interpreter import KernelFlawError, run
 from pallas_attn.triton.launch import kernel
-from pallas_attn.triton.pieces import e4m3_from_f32, f16_from_e4m3
+from pallas_attn.triton.quantise import e4m3_from_f32, f16_from_e4m3
 from tests.kit.harness import assert_same_bits, fresh_rng
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn

@@ -24,7 +24,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_hopper(monkeypatch: pytest.MonkeyPatch, case) -> None:
     monkeypatch.setenv(device.INTERPRET_VARIABLE, "9.0")
-    monkeypatch.setattr(module, "LEAST_STEPS", 1)
+    monkeypatch.setattr(module, "MIN_STEPS", 1)
     monkeypatch.setattr(device, "INTERPRETED_MULTIPROCESSORS", 4)
     inputs = SparseInputs.draw(case, harness.fresh_rng(), "bfloat16")
     harness.assert_attention_close(

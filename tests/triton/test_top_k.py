@@ -75,7 +75,7 @@ def test_tokens_go_through_the_workspace_in_portions(monkeypatch: pytest.MonkeyP
     """Portions begin and end within sequences, and the last one is not full."""
     case = IndexCase(kv_lens=(0, 9, 40, 30), q_lens=(0, 1, 6, 4), padding=2, pages_per_row=5, exact=True)
     inputs = IndexInputs.draw(case, harness.fresh_rng(), "bfloat16")
-    monkeypatch.setattr(index_module, "MOST_SCORES", 5 * inputs.visible.shape[1])
+    monkeypatch.setattr(index_module, "MAX_SCORES", 5 * inputs.visible.shape[1])
     arrays = jax.tree.map(jnp.asarray, inputs.arguments())
     choose = jax.jit(lambda arrays: index_top_k(**arrays, sm_scale=SM_SCALE, top_k=7, implementation="triton"))
     np.testing.assert_array_equal(choose(arrays), best(inputs.scores(), 7))

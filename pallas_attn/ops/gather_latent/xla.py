@@ -1,4 +1,4 @@
-"""`gather_latent` on any device: every output row finds its own source."""
+"""`gather_latent` on any device: compute the source of each result row, and gather."""
 
 from __future__ import annotations
 
