@@ -15,6 +15,8 @@ from jaxtyping import install_import_hook
 from tests.kit import faster_interpreter
 from tests.slow import SLOW
 
+pytest_plugins = ("tests.kit.shards", "pytester")
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -7,6 +7,7 @@ combined so that each meets most others at least once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -254,3 +255,48 @@ PREFILL = SHARED | {
 
 SAMPLE = windowed((9, 1), (FULL, 0))
 """Case whose calls are transformed, repeated and reordered."""
+
+UNSUPPORTED = {
+    "mosaic": {
+        "large soft cap": "takes a soft cap of up to 4096, got 5000",
+        "page of 1 token": "takes pages of 16, 32, 64 or 128 tokens, got 1",
+        "page of 8 tokens": "takes pages of 16, 32, 64 or 128 tokens, got 8",
+        "heads of 16": "takes heads of width 64, 128 or 256, got 16",
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "bfloat16 over float32": "takes queries and an unquantised cache of one dtype",
+        "bfloat16 over float16": "takes queries and an unquantised cache of one dtype",
+        "e5m2 per head, sinks": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "e5m2 in 4 groups, head-wise": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "keys of 48, values of 80, sinks": "takes pages of keys and values of one width",
+        "values narrower, int8 per channel, windows": "takes pages of keys and values of one width",
+        "fused, drafts": "takes keys and values in arrays of their own, got them",
+        "fused in lanes, fp8 per token, pages of 1 token": "takes keys and values in arrays of their own, got them",
+        "fused in lanes, int8 per channel, head-wise": "takes keys and values in arrays of their own, got them",
+        "one scale of e5m2 queries, drafts": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "chunks, one scale of e5m2 queries": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "chunks, a tree": "takes no draft mask",
+        "chunks, a tree over windows and absent pages": "takes no draft mask",
+        "chunks, a tree, int8 per token, head-wise": "takes no draft mask",
+        "chunks, a tree, more new tokens than keys": "takes no draft mask",
+    },
+    "triton": {
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "bfloat16 over float32": "takes queries and an unquantised cache of one dtype",
+        "bfloat16 over float16": "takes queries and an unquantised cache of one dtype",
+        "e5m2 per head, sinks": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "e5m2 in 4 groups, head-wise": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "one scale of e5m2 queries, drafts": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "chunks, one scale of e5m2 queries": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+    },
+}
+"""Cases that a backend does not support, with the reason as a pattern of the error message."""
+
+
+def unsupported(cases: Mapping[str, PagedCase]) -> dict[str, dict[str, str]]:
+    """Entries of `UNSUPPORTED` for the cases of one operation."""
+    return {
+        backend: {name: reason for name, reason in reasons.items() if name in cases}
+        for backend, reasons in UNSUPPORTED.items()
+    }

@@ -51,6 +51,7 @@ class Target:
       metadata: those of them that go wrong; "window" stands for both arrays of a `HeadWindow`.
       static: other arguments.
       exact: every implementation gives the same bits.
+      unsupported: ids of the backends that do not support the call.
     """
 
     function: Callable[..., Any]
@@ -58,10 +59,15 @@ class Target:
     metadata: tuple[str, ...]
     static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     exact: bool = False
+    unsupported: tuple[str, ...] = ()
 
     @property
     def op(self) -> str:
         return self.function.__name__
+
+    def supports(self, backend: Backend) -> bool:
+        """Return whether a backend of the operation supports the call."""
+        return backend.id not in self.unsupported
 
     def changed(self, changes: list[Change]) -> dict[str, Any]:
         arrays = dict(self.arrays)
@@ -182,7 +188,11 @@ TARGETS = {
     "latents, few heads": Target(mla_decode, without(mla(4), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}),
     "latents, many heads": Target(mla_decode, without(mla(40), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}),
     "latents, 8 bits": Target(
-        mla_decode, without(mla(4, LATENTS_8BIT), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}
+        mla_decode,
+        without(mla(4, LATENTS_8BIT), "q", "kv"),
+        LENGTHS,
+        {"sm_scale": 0.125, **LSE},
+        unsupported=("mosaic_sm100",),
     ),
     "prefill": Target(paged_prefill, PREFILL, SUMS, LSE),
     "prefill of heads": Target(paged_prefill, {**PREFILL, **WINDOWS}, (*SUMS, "window"), LSE),
@@ -212,6 +222,7 @@ TARGETS = {
         SUMS,
         {"length": 80},
         exact=True,
+        unsupported=("mosaic", "mosaic_sm100"),
     ),
     "write": Target(
         write_kv,
@@ -229,7 +240,11 @@ TARGETS = {
         write_latent, {"cache": LATENTS, "latent": values(9, 160, seed=2), "slots": SLOTS}, ("slots",), exact=True
     ),
     "write of latents, 8 bits": Target(
-        write_latent, {"cache": LATENTS_8BIT, "latent": values(9, 288, seed=2), "slots": SLOTS}, ("slots",), exact=True
+        write_latent,
+        {"cache": LATENTS_8BIT, "latent": values(9, 288, seed=2), "slots": SLOTS},
+        ("slots",),
+        exact=True,
+        unsupported=("mosaic", "mosaic_sm100"),
     ),
     "index scores": Target(index_scores, indexed(INDEX), SUMS, {"sm_scale": 0.5}, exact=True),
     "choice of keys": Target(index_top_k, indexed(INDEX), SUMS, {"sm_scale": 0.5, "top_k": 20}, exact=True),

@@ -32,7 +32,7 @@ from pallas_attn import (
 )
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 from tests.contract import backends, naive
-from tests.contract.backends import BACKENDS, Backend, every_backend
+from tests.contract.backends import BACKENDS, Backend, all_but, every_backend, in_every_run, unsupported
 from tests.contract.targets import (
     CU_Q_LENS,
     HQ,
@@ -151,6 +151,30 @@ def check_examples(backend: Backend, name: str, examples: int) -> None:
 
 
 @every_target
+@in_every_run(
+    xla=[
+        "latents, 8 bits", "gather", "write", "write of latents", "write of latents, 8 bits", "index scores",
+        "chosen latents", "chosen latents, 8 bits", "write of index keys", "write of index keys, 8 bits",
+    ],
+    mosaic=[
+        "ragged", "gather", "gather, 8 bits", "write of latents", "write of latents, 8 bits", "chosen latents",
+        "chosen latents, 8 bits",
+    ],
+    triton=[
+        "ragged", "gather", "gather, 8 bits", "write", "write of latents", "write of latents, 8 bits",
+        "write of index keys", "write of index keys, 8 bits",
+    ],
+)  # fmt: skip
+@unsupported(
+    mosaic={
+        "gather, 8 bits": "takes no quantised latents",
+        "write of latents, 8 bits": "takes no quantised latents",
+    },
+    mosaic_sm100={
+        "latents, 8 bits": "takes no quantised latents", "gather, 8 bits": "takes no quantised latents",
+        "write of latents, 8 bits": "takes no quantised latents",
+    },
+)  # fmt: skip
 def test_garbage_is_followed_alike(backend: Backend, name: str) -> None:
     """Once where an interpreter takes long, and then with much of it."""
     if backend.interpreted:
@@ -166,6 +190,17 @@ def test_garbage_is_followed_alike(backend: Backend, name: str) -> None:
 
 @pytest.mark.slow
 @every_target
+@in_every_run()
+@unsupported(
+    mosaic={
+        "gather, 8 bits": "takes no quantised latents",
+        "write of latents, 8 bits": "takes no quantised latents",
+    },
+    mosaic_sm100={
+        "latents, 8 bits": "takes no quantised latents", "gather, 8 bits": "takes no quantised latents",
+        "write of latents, 8 bits": "takes no quantised latents",
+    },
+)  # fmt: skip
 def test_more_garbage_is_followed_alike(backend: Backend, name: str) -> None:
     check_examples(backend, name, 40 if backend.interpreted else 300)
 
@@ -191,6 +226,12 @@ def segments(sums: tuple[int, ...], total: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("sums", SUM_CASES.values(), ids=SUM_CASES)
 @every_backend("ragged_attention")
+@in_every_run(
+    "reference",
+    "xla",
+    mosaic=["padded with zeros", "begins past 0, padded"],
+    triton=all_but("padded with zeros"),
+)  # fmt: skip
 def test_sums_of_packed_keys(backend: Backend, sums: tuple[int, ...]) -> None:
     """Against loops in numpy: rows of no sequence are 0 and -inf, keys of none are seen by nobody."""
     target = TARGETS["ragged"]
@@ -208,6 +249,7 @@ def test_sums_of_packed_keys(backend: Backend, sums: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sums", SUM_CASES.values(), ids=SUM_CASES)
 @every_backend("paged_prefill")
+@in_every_run("reference", "xla", mosaic=["padded with zeros"], triton=["falls"])
 def test_sums_of_a_chunk(backend: Backend, sums: tuple[int, ...]) -> None:
     """A sequence gets what it gets alone; rows of no sequence are 0 and -inf."""
     target = TARGETS["prefill"]

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from pallas_attn import PagedKV, cascade_decode, count_shared_pages, explain, paged_decode
 from pallas_attn.ops import cascade_decode as room
 from tests.contract import backends
-from tests.contract.backends import BACKENDS, Backend
+from tests.contract.backends import BACKENDS, Backend, in_every_run
 from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
@@ -76,11 +76,13 @@ CASES: dict[str, tuple[tuple[int, ...], int]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @every_backend()
+@in_every_run("xla", triton=["two pages"])
 def test_what_is_shared(backend: Backend, name: str) -> None:
     check(backend, draw(*CASES[name], backend.dtype, harness.fresh_rng()))
 
 
 @every_backend()
+@in_every_run("xla")
 def test_options(backend: Backend) -> None:
     rng = harness.fresh_rng()
     sinks = {"sinks": rng.standard_normal(HQ).astype(np.float32)}

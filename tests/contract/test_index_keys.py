@@ -23,7 +23,7 @@ from pallas_attn import (
     write_index_keys,
 )
 from tests.contract import backends, transformations
-from tests.contract.backends import Backend
+from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.contract.index_case import SM_SCALE, IndexCase, IndexInputs, best
 from tests.kit import harness
 
@@ -74,6 +74,19 @@ def draw(backend: Backend, case: IndexCase) -> IndexInputs:
 
 
 @backends.every_case("index_scores", SCORES)
+@in_every_run(
+    reference=all_but("decode", "decode, pages of 64"),
+    xla=all_but(
+        "rows of all kinds", "decode", "decode, pages of 64", "one head, pages of 16", "bfloat16 over 8 bits",
+    ),
+    triton=["float32", "float32 over bfloat16", "bfloat16 over 8 bits"],
+)  # fmt: skip
+@unsupported(
+    triton={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+    },
+)  # fmt: skip
 def test_scores(backend: Backend, name: str) -> None:
     """Scores are those spelt out in numpy, and poison changes no bit of them."""
     inputs = draw(backend, SCORES[name])
@@ -85,6 +98,11 @@ def test_scores(backend: Backend, name: str) -> None:
 
 
 @backends.every_case("index_top_k", CHOICES)
+@in_every_run(
+    reference=["rows of all kinds", "bfloat16 over 8 bits"],
+    xla=["rows of all kinds", "trees of drafts"],
+    triton=["decode, absent pages"],
+)  # fmt: skip
 def test_a_choice_is_exact(backend: Backend, name: str) -> None:
     """Scores are small integers, and many are equal."""
     inputs = draw(backend, CHOICES[name])
@@ -97,6 +115,7 @@ def test_a_choice_is_exact(backend: Backend, name: str) -> None:
 
 
 @backends.every_backend("index_top_k")
+@in_every_run("reference", "xla")
 def test_a_choice_of_ordinary_scores(backend: Backend) -> None:
     """Checks that no key left out scores higher than a chosen one by more than rounding."""
     inputs = draw(backend, replace(BASE, kv_lens=(72, 60), q_lens=(9, 1)))
@@ -108,6 +127,7 @@ def test_a_choice_of_ordinary_scores(backend: Backend) -> None:
 
 
 @backends.every_backend("index_top_k")
+@in_every_run("xla")
 def test_the_configuration_a_user_gets(backend: Backend) -> None:
     inputs, backend = draw(backend, CHOICES["rows of all kinds"]), backends.as_users_get(backend)
     got = call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)(**inputs.arguments())
@@ -117,6 +137,7 @@ def test_the_configuration_a_user_gets(backend: Backend) -> None:
 
 
 @backends.every_backend("select_top_k")
+@in_every_run("reference", "xla")
 def test_a_choice_among_equal_and_odd_scores(backend: Backend) -> None:
     rng, inf = harness.fresh_rng(), np.inf
     scores = rng.integers(-2, 3, (40, 30)).astype(np.float32)
@@ -132,6 +153,7 @@ def test_a_choice_among_equal_and_odd_scores(backend: Backend) -> None:
 
 
 @backends.every_backend("index_top_k")
+@in_every_run("xla")
 def test_a_token_chooses_alike_in_a_chunk_and_alone(backend: Backend) -> None:
     """Compare a token that is last in a chunk, a draft, or a decode row of its own."""
     inputs = draw(backend, replace(CHOICES["rows of all kinds"], kv_lens=(61,), q_lens=(61,), padding=0))
@@ -150,6 +172,7 @@ def test_a_token_chooses_alike_in_a_chunk_and_alone(backend: Backend) -> None:
 
 
 @backends.every_backend("index_top_k")
+@in_every_run("xla")
 def test_under_vmap(backend: Backend) -> None:
     rng, choose = harness.fresh_rng(), call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)
     drawn = [IndexInputs.draw(CHOICES["rows of all kinds"], rng, backend.dtype).arguments() for _ in range(2)]
@@ -159,6 +182,7 @@ def test_under_vmap(backend: Backend) -> None:
 
 
 @backends.every_backend("index_top_k", backends.is_compiled)
+@in_every_run("xla")
 def test_exported(backend: Backend) -> None:
     arguments = draw(backend, CHOICES["rows of all kinds"]).arguments()
     transformations.assert_exports(call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K), arguments)
@@ -166,6 +190,7 @@ def test_exported(backend: Backend) -> None:
 
 
 @backends.every_backend("index_top_k", backends.is_compiled)
+@in_every_run("xla")
 def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backend: Backend) -> None:
     drawn = [draw(backend, case).arguments() for case in (BASE, replace(BASE, kv_lens=(3, 1, 9, 3, 5, 70, 72, 0)))]
     options = {"sm_scale": SM_SCALE, "top_k": TOP_K}
@@ -176,6 +201,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backen
 
 @pytest.mark.parametrize("tokens", [64, 2048], ids=["decode", "chunk"])
 @backends.every_backend("index_top_k", backends.is_compiled_and_lean)
+@in_every_run(xla=["decode"])
 def test_memory_does_not_grow_with_the_context(backend: Backend, tokens: int) -> None:
     """Compares contexts of 8k and 128k tokens; for the chunk, the scores of all keys would be 1 GiB."""
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
@@ -211,6 +237,7 @@ def stored(keys: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @backends.every_backend("write_index_keys")
+@in_every_run("xla", "triton")
 def test_written_bits(backend: Backend, dtype: str) -> None:
     """Tokens with a slot are written, all else stays what it was, whatever it was."""
     rng = harness.fresh_rng()

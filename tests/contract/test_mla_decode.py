@@ -23,7 +23,7 @@ from pallas_attn import (
     write_latent,
 )
 from tests.contract import backends, transformations
-from tests.contract.backends import Backend
+from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
 
@@ -97,12 +97,29 @@ few_and_many_heads = pytest.mark.parametrize("heads", [BASE.heads, MANY_HEADS], 
 @pytest.mark.parametrize("case", VALUES.values(), ids=VALUES)
 @few_and_many_heads
 @every_backend
+@in_every_run(
+    reference=[
+        "few heads-lengths", "few heads-all idle", "few heads-one of maximum length, the others idle",
+        "few heads-all of maximum length", "few heads-absent pages", "few heads-large scores of either sign",
+        "few heads-large scores over absent pages",
+    ],
+    xla=[
+        "few heads-lengths", "few heads-all idle", "few heads-one of maximum length, the others idle",
+        "few heads-all of maximum length", "few heads-absent pages", "few heads-large scores of either sign",
+        "few heads-large scores over absent pages",
+    ],
+    mosaic=[
+        "few heads-all of maximum length", "few heads-absent pages", "few heads-large scores over absent pages",
+        "many heads-absent pages", "many heads-large scores over absent pages",
+    ],
+)  # fmt: skip
 def test_values_of_one_shape(backend: Backend, heads: int, case: MlaCase) -> None:
     check(backend, replace(case, heads=heads))
 
 
 @few_and_many_heads
 @backends.every_backend("mla_decode", lambda backend: backend.kernels)
+@in_every_run("mosaic", mosaic_sm100=["few heads"])
 def test_poison_changes_no_bit(backend: Backend, heads: int) -> None:
     """Cases that kernels run on clean inputs, too; the others are poisoned only."""
     check(backend, replace(VALUES["absent pages"], heads=heads), clean=True)
@@ -110,6 +127,7 @@ def test_poison_changes_no_bit(backend: Backend, heads: int) -> None:
 
 @few_and_many_heads
 @every_backend
+@in_every_run(xla=["few heads"], mosaic=["few heads"])
 def test_an_absent_page_between_others_of_a_tile(backend: Backend, heads: int) -> None:
     inputs = draw(backend, replace(BASE, kv_lens=(128,) * 6, heads=heads))
     inputs.tables[:, 1] = PAGE_NONE
@@ -120,6 +138,7 @@ def test_an_absent_page_between_others_of_a_tile(backend: Backend, heads: int) -
 
 @few_and_many_heads
 @every_backend
+@in_every_run(xla=["few heads"], mosaic=["few heads"])
 def test_a_query_of_nan_spoils_no_other_head(backend: Backend, heads: int) -> None:
     """Whether latents count may be asked of all query rows; one that sees everything as NaN says yes, too."""
     inputs = draw(backend, replace(QUERIES["4, tree"], heads=heads))
@@ -152,11 +171,27 @@ QUERIES = {
 @pytest.mark.parametrize("case", QUERIES.values(), ids=QUERIES)
 @few_and_many_heads
 @every_backend
+@in_every_run(
+    reference=[
+        "few heads-2, tree", "few heads-4, tree", "few heads-8, tree", "few heads-4, tree, draft alone",
+        "few heads-4, tree over large scores", "few heads-4, causal", "few heads-4 each",
+        "few heads-4 each, of rows with fewer tokens",
+    ],
+    xla=[
+        "few heads-2, tree", "few heads-4, tree", "few heads-4, tree, draft alone",
+        "few heads-4, tree over large scores", "few heads-4, causal", "few heads-4 each",
+        "few heads-4 each, of rows with fewer tokens",
+    ],
+    mosaic=["few heads-4, tree, draft alone", "few heads-4, tree over large scores", "few heads-4, causal"],
+    mosaic_sm100=["many heads-4, tree"],
+    triton=["few heads-4 each, of rows with fewer tokens", "many heads-4, tree"],
+)  # fmt: skip
 def test_several_queries(backend: Backend, heads: int, case: MlaCase) -> None:
     check(backend, replace(case, heads=heads if heads == BASE.heads else 20))
 
 
 @every_backend
+@in_every_run("xla")
 def test_a_triangular_mask_is_causality(backend: Backend) -> None:
     inputs = draw(backend, QUERIES["4, causal"])
     arguments = inputs.arguments()
@@ -176,6 +211,7 @@ WIDTHS = [
 
 @pytest.mark.parametrize(("heads", "latent_dim", "rope_dim"), WIDTHS)
 @every_backend
+@in_every_run(xla=all_but("9-128-32", "20-256-64", "64-512-64"), mosaic=["63-448-64"])
 def test_heads_and_widths(backend: Backend, heads: int, latent_dim: int, rope_dim: int) -> None:
     few = MlaCase(kv_lens=(5, 0, 66), page_size=PS, pages_per_row=5, num_pages=12, dtype=None)
     check(backend, replace(few, heads=heads, latent_dim=latent_dim, rope_dim=rope_dim))
@@ -192,6 +228,8 @@ PAGES = {
 
 @pytest.mark.parametrize("case", PAGES.values(), ids=PAGES)
 @every_backend
+@in_every_run("xla", mosaic=all_but("pages of 64"))
+@unsupported(mosaic={"pages of 8": "takes pages of 16, 32, 64 or 128 tokens, got 8"})
 def test_pages(backend: Backend, case: MlaCase) -> None:
     check(backend, case)
 
@@ -211,6 +249,27 @@ DTYPES = {
 
 @pytest.mark.parametrize("case", DTYPES.values(), ids=DTYPES)
 @every_backend
+@in_every_run(
+    xla=all_but("float32", "bfloat16", "float16", "float32 over bfloat16"),
+    mosaic=all_but("float16", "bfloat16, large scores"),
+    triton=all_but("bfloat16", "float16", "rotated columns of 16"),
+)  # fmt: skip
+@unsupported(
+    mosaic={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "bfloat16 over float32": "takes queries and an unquantised cache of one dtype",
+        "bfloat16 over float16": "takes queries and an unquantised cache of one dtype",
+        "latents of 96": "takes latents of a multiple of 64 columns up to 512, got 96",
+        "rotated columns of 16": "takes 32 or 64 rotated columns, got 16",
+    },
+    triton={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "bfloat16 over float32": "takes queries and an unquantised cache of one dtype",
+        "bfloat16 over float16": "takes queries and an unquantised cache of one dtype",
+    },
+)  # fmt: skip
 def test_dtypes(backend: Backend, case: MlaCase) -> None:
     check(backend, case)
 
@@ -233,6 +292,15 @@ SCORES = {
 
 @pytest.mark.parametrize("case", SCORES.values(), ids=SCORES)
 @every_backend
+@in_every_run(
+    "mosaic",
+    xla=[
+        "a window of 1", "a window, 4 each, of rows with fewer tokens", "a window, 4, tree",
+        "a window over 8 bits in short pages",
+    ],
+    triton=["a window, 4 causal, a soft cap"],
+)  # fmt: skip
+@unsupported(mosaic="takes no (window|soft cap) over latents")
 def test_windows_and_soft_caps(backend: Backend, case: MlaCase) -> None:
     check(backend, case)
 
@@ -251,11 +319,26 @@ EIGHT_BITS = {
 
 @pytest.mark.parametrize("case", EIGHT_BITS.values(), ids=EIGHT_BITS)
 @every_backend
+@in_every_run(
+    xla=all_but("absent pages, many heads", "pages of 8"),
+    mosaic=all_but("large scores", "4, tree", "512 and 64"),
+    triton=["float32", "4, tree"],
+)  # fmt: skip
+@unsupported(
+    mosaic={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "absent pages, many heads": "takes bfloat16 queries and 64 rotated columns over quantised latents",
+        "pages of 8": "takes pages of 16, 32, 64 or 128 tokens, got 8",
+    },
+    mosaic_sm100="takes no quantised latents",
+    triton={"float32": "takes bfloat16 and float16 queries, got float32"},
+)  # fmt: skip
 def test_latents_in_8_bits(backend: Backend, case: MlaCase) -> None:
     check(backend, case)
 
 
 @every_backend
+@in_every_run("xla")
 def test_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
     arguments = draw(backend, replace(BASE, dtype="bfloat16")).arguments()
     out, lse = decode(backend, return_lse=True)(**arguments)
@@ -266,6 +349,7 @@ def test_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_a_visible_nan_shows_in_its_own_row_only(backend: Backend) -> None:
     inputs = draw(backend, replace(BASE, kv_lens=(20,) * 6))
     inputs.tables[:, :3] = 1 + np.arange(18).reshape(6, 3)  # no page is shared
@@ -282,6 +366,7 @@ def test_a_visible_nan_shows_in_its_own_row_only(backend: Backend) -> None:
 
 @few_and_many_heads
 @every_backend
+@in_every_run(reference=["few heads"], xla=["few heads"], mosaic=["few heads"])
 def test_queries_that_see_nothing(backend: Backend, heads: int) -> None:
     """Outputs are 0, although all that other queries of the sequence see is NaN."""
     inputs = draw(backend, replace(QUERIES["4 each, of rows with fewer tokens"], heads=heads, q_lens=(4,) * 6))
@@ -293,6 +378,7 @@ def test_queries_that_see_nothing(backend: Backend, heads: int) -> None:
 
 
 @every_backend
+@in_every_run("reference", "xla", "mosaic")
 def test_queries_of_nan_that_see_nothing(backend: Backend) -> None:
     """Outputs are 0, although scores are NaN: all pages of the sequences are absent."""
     inputs = draw(backend, BASE)
@@ -325,6 +411,7 @@ def assert_same_rows(backend: Backend, got: tuple[Any, Any], want: tuple[Any, An
 
 @few_and_many_heads
 @every_backend
+@in_every_run(xla=["few heads"], mosaic=["few heads"], triton=["few heads"])
 def test_a_row_does_not_depend_on_the_batch(backend: Backend, heads: int) -> None:
     """Shuffled, and alone among idle rows: bit for bit in `fixed` mode where plans are honoured, else closely."""
     changes: dict[str, Any] = {"heads": heads, "kv_lens": (0, 128, 40, 0, 7, 0), "q_lens": (0, 4, 1, 0, 2, 0)}
@@ -347,6 +434,7 @@ def test_a_row_does_not_depend_on_the_batch(backend: Backend, heads: int) -> Non
 @pytest.mark.parametrize("mode", ["balanced", "fixed"])
 @few_and_many_heads
 @every_backend
+@in_every_run(xla=["few heads-balanced", "few heads-fixed"], mosaic=["few heads-balanced", "few heads-fixed"])
 def test_a_plan_changes_no_meaning(backend: Backend, heads: int, mode: str) -> None:
     """Rows cut among programs, several rows a program, and programs without any."""
     inputs = draw(backend, replace(QUERIES["4, tree"], heads=heads, kv_lens=BASE.kv_lens))
@@ -359,6 +447,7 @@ def test_a_plan_changes_no_meaning(backend: Backend, heads: int, mode: str) -> N
 
 @few_and_many_heads
 @every_backend
+@in_every_run(xla=["few heads"])
 def test_without_a_plan(backend: Backend, heads: int) -> None:
     """Which then is made from the arguments."""
     inputs = draw(backend, replace(BASE, heads=heads))
@@ -367,6 +456,7 @@ def test_without_a_plan(backend: Backend, heads: int) -> None:
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
     inputs = draw(backend, BASE)
     arguments = planned(backend, inputs.arguments())
@@ -377,6 +467,7 @@ def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla")
 def test_under_vmap(backend: Backend) -> None:
     rng = harness.fresh_rng()
     drawn = [draw(backend, replace(BASE, kv_lens=kv_lens, num_pages=20), rng) for kv_lens in ((0, 37), (65, 1))]
@@ -386,6 +477,7 @@ def test_under_vmap(backend: Backend) -> None:
 
 
 @compiled_backend
+@in_every_run("xla")
 def test_exported(backend: Backend) -> None:
     arguments = draw(backend, BASE).arguments()
     transformations.assert_exports(decode(backend, return_lse=True), arguments)
@@ -408,6 +500,7 @@ def decode_loop(backend: Backend, cache: PagedLatent, steps: Any, tables: jax.Ar
 
 
 @compiled_backend
+@in_every_run("xla")
 def test_inside_a_scan_that_writes(backend: Backend) -> None:
     """Each step gives what the finished cache gives for the same lengths, and the cache is never copied."""
     inputs = draw(backend, replace(BASE, kv_lens=(1, 3, 8, 9), num_pages=256))
@@ -435,6 +528,7 @@ def test_inside_a_scan_that_writes(backend: Backend) -> None:
 
 
 @compiled_backend
+@in_every_run("xla")
 def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backend: Backend) -> None:
     rng = harness.fresh_rng()
     calls = [draw(backend, case, rng).arguments() for case in VALUES.values()]
@@ -458,6 +552,7 @@ def shapes(batch: int, table_width: int, dtype: Any = jnp.float32, num_pages: in
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @bounded_backend
+@in_every_run(xla=["float32"])
 def test_memory_does_not_grow_with_the_table(backend: Backend, dtype: Any) -> None:
     """With the configuration a user gets; a wide table holds 64 times the tokens of a narrow one."""
     call = decode(backends.as_users_get(backend))

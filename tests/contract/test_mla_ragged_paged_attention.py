@@ -25,7 +25,7 @@ from pallas_attn import (
     write_latent,
 )
 from tests.contract import backends, naive, tpu_inference
-from tests.contract.backends import BACKENDS, Backend
+from tests.contract.backends import BACKENDS, Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
@@ -151,6 +151,10 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("name", MIXES)
 @every_backend()
+@in_every_run(
+    xla=all_but("decodes, then chunks-rows of 8", "decodes, then chunks-rows of 3"),
+    triton=["a decode between chunks-rows of 8", "a decode between chunks-rows of 3"],
+)  # fmt: skip
 def test_mixes(backend: Backend, name: str, heads: int) -> None:
     step = Step.draw(*MIXES[name], heads, backend.dtype, harness.fresh_rng())
     check(backend, step, run(backend, step.arguments("garbage", distribution=True)))
@@ -245,6 +249,18 @@ def test_latents_in_8_bits() -> None:
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @every_backend()
+@in_every_run(
+    xla=["float8_e5m2-rows of 8", "float8_e5m2-rows of 3", "float8_e5m2-rows of 1"],
+    triton=["float8_e4m3fn-rows of 3"],
+)  # fmt: skip
+@unsupported(
+    mosaic="takes no quantised latents",
+    triton={
+        "float8_e5m2-rows of 8": "takes latents of 8 bits in float8_e4m3fn, got float8_e5m2",
+        "float8_e5m2-rows of 3": "takes latents of 8 bits in float8_e4m3fn, got float8_e5m2",
+        "float8_e5m2-rows of 1": "takes latents of 8 bits in float8_e4m3fn, got float8_e5m2",
+    },
+)  # fmt: skip
 def test_one_scale_for_8_bits(backend: Backend, dtype: str, heads: int) -> None:
     """Queries, latents and rotated keys in 8 bits without scales, as caches for TPUs have them: the numbers that the
     call gives are those that count, for keys and values apart.

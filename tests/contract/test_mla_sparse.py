@@ -14,7 +14,7 @@ import pytest
 
 from pallas_attn import PagedLatent, latent_cache_spec, mla_decode, mla_sparse, token_slots
 from tests.contract import backends, naive, transformations
-from tests.contract.backends import Backend
+from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
 
 # Latents that are masked anyway may be NaN when they are multiplied.
@@ -152,18 +152,52 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
 
 
 @backends.every_case("mla_sparse", CASES)
+@in_every_run(
+    "reference",
+    xla=all_but(
+        "rows of all kinds", "67 heads, pairs of tiles", "8 bits", "bfloat16 over 8 bits",
+        "pairs of tiles over 8 bits", "float32 over bfloat16",
+    ),
+    mosaic=all_but("rows of all kinds", "pairs of tiles over 8 bits"),
+    triton=[
+        "float32", "float16, latents of 96", "one slot", "garbage for none", "8 bits", "float32 over bfloat16",
+        "float16 over 8 bits",
+    ],
+)  # fmt: skip
+@unsupported(
+    mosaic={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float16, latents of 96": "takes latents of 128 to 512 columns",
+        "rotated columns of 32": "and 64 rotated ones, got 128 and 32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "float16 over 8 bits": "one dtype|takes bfloat16 queries over quantised",
+    },
+    triton={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "float16 over 8 bits": "takes queries and rotated keys of one dtype",
+    },
+)  # fmt: skip
 def test_values(backend: Backend, name: str) -> None:
-    """The result is the one spelt out in numpy, and poison changes no bit of it."""
+    """The result equals naive numpy attention within the tolerance, and poison changes no bit of it.
+
+    Over 8-bit latents a token with a single key has the largest outputs: all of its columns have the rounding error of
+    one weight times the scale of the key, so `harness.ROUNDED_TWICE` bounds the cosine. In a simulation of 300 inputs
+    2% exceeded `HALF_OUT.cosine`, and none did with unrounded weights.
+    """
     inputs = draw(backend, CASES[name])
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
     call = attend(backend, **exact)
     got = call(**inputs.arguments())
-    tolerances = backend.variant.tolerance("float32" if exact else inputs.q.dtype)
-    harness.assert_attention_close(got, inputs.expected(), tolerances)
+    of_output, of_lse = backend.variant.tolerance("float32" if exact else inputs.q.dtype)
+    if len(inputs.stored) > 1 and not exact:
+        of_output = replace(of_output, cosine=harness.ROUNDED_TWICE)
+    harness.assert_attention_close(got, inputs.expected(), (of_output, of_lse))
     harness.assert_same_bits(got, call(**inputs.arguments(poisoned=False)))
 
 
 @every_backend
+@in_every_run("xla")
 def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
     """Decode rows of drafts, over pages in any order, with an absent one."""
     rng = harness.fresh_rng()
@@ -185,6 +219,7 @@ def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_other_tokens_and_the_order_of_slots_change_little(backend: Backend) -> None:
     inputs = draw(backend)
     arguments, call = inputs.arguments(), attend(backend)
@@ -197,6 +232,7 @@ def test_other_tokens_and_the_order_of_slots_change_little(backend: Backend) -> 
 
 
 @backends.every_backend("mla_sparse", backends.is_lean)
+@in_every_run("xla", "mosaic")
 def test_the_configuration_a_user_gets(backend: Backend) -> None:
     inputs = draw(backend)
     got = attend(backends.as_users_get(backend))(**inputs.arguments())
@@ -207,6 +243,7 @@ def test_the_configuration_a_user_gets(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla")
 def test_under_vmap_and_repeated(backend: Backend) -> None:
     rng, call = harness.fresh_rng(), attend(backend)
     drawn = [SparseInputs.draw(BASE, rng, backend.dtype).arguments() for _ in range(2)]
@@ -215,11 +252,13 @@ def test_under_vmap_and_repeated(backend: Backend) -> None:
 
 
 @backends.every_backend("mla_sparse", backends.is_compiled)
+@in_every_run("xla")
 def test_exported(backend: Backend) -> None:
     transformations.assert_exports(attend(backend), draw(backend).arguments())
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_inside_a_scan(backend: Backend) -> None:
     arguments = draw(backend).arguments()
     tolerances = backend.variant.tolerance(backend.dtype)
@@ -227,6 +266,7 @@ def test_inside_a_scan(backend: Backend) -> None:
 
 
 @backends.every_backend("mla_sparse", backends.is_compiled)
+@in_every_run("xla")
 def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backend: Backend) -> None:
     calls = [draw(backend, CASES[name]).arguments() for name in ("rows of all kinds", "nothing chosen")]
     transformations.assert_traced_once(functools.partial(mla_sparse, sm_scale=SM_SCALE), backend.variant, calls)

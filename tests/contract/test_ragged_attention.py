@@ -17,7 +17,7 @@ import pytest
 from pallas_attn import HeadWindow, ragged_attention
 from pallas_attn.ops.ragged_attention import xla
 from tests.contract import backends, naive, transformations
-from tests.contract.backends import Backend
+from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
 
 # Keys that are masked anyway may be NaN when they are multiplied.
@@ -186,17 +186,32 @@ FEW = RaggedCase((5, 0, 6), (9, 2, 6), tokens=12, keys=19)
 @both_masks
 @pytest.mark.parametrize(("q_lens", "kv_lens"), LENGTHS.values(), ids=LENGTHS)
 @every_backend
+@in_every_run(
+    "reference",
+    "xla",
+    mosaic=all_but(
+        "new tokens of a cached prefix-causal", "new tokens of a cached prefix-full",
+        "as many queries as keys-full", "the first sequence has no keys-causal",
+        "the first sequence has no keys-full", "no padding-causal",
+    ),
+    triton=[
+        "new tokens of a cached prefix-causal", "new tokens of a cached prefix-full",
+        "more queries than keys-causal", "no padding-full",
+    ],
+)  # fmt: skip
 def test_lengths(backend: Backend, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], causal: bool) -> None:
     check(backend, replace(BASE, q_lens=q_lens, kv_lens=kv_lens, causal=causal))
 
 
 @pytest.mark.parametrize(("q_lens", "kv_lens"), LONG_LENGTHS.values(), ids=LONG_LENGTHS)
 @every_backend
+@in_every_run("reference", "xla", mosaic=all_but("prefixes, no queries, more queries than keys, padding"))
 def test_long_lengths(backend: Backend, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
     check(backend, replace(LONG, q_lens=q_lens, kv_lens=kv_lens))
 
 
 @backends.every_backend("ragged_attention", lambda backend: backend.kernels)
+@in_every_run("mosaic")
 def test_poison_changes_no_bit(backend: Backend) -> None:
     """Cases that kernels run on clean inputs, too; the others are poisoned only."""
     check(backend, LONG, clean=True)
@@ -204,6 +219,7 @@ def test_poison_changes_no_bit(backend: Backend) -> None:
 
 @both_masks
 @every_backend
+@in_every_run("xla")
 def test_any_lengths(backend: Backend, causal: bool) -> None:
     rng = harness.fresh_rng()
     for _ in range(5 if backend.interpreted else 20):
@@ -214,6 +230,7 @@ def test_any_lengths(backend: Backend, causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @every_backend
+@in_every_run("reference", "xla", "mosaic")
 def test_large_scores_of_either_sign(backend: Backend, causal: bool) -> None:
     """A mask of -1e5 in place of -inf shows here: all that a query of an odd sequence sees scores below it."""
     check(backend, replace(BASE, exact=True, causal=causal))
@@ -233,6 +250,18 @@ WIDTHS = {  # (Dk, Dv, Hq, Hkv)
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "q_heads", "kv_heads"), WIDTHS.values(), ids=WIDTHS)
 @every_backend
+@in_every_run(
+    xla=["DeepSeek", "GQA of 2", "one head, narrow keys"],
+    mosaic=["DeepSeek", "GQA of 16", "one head, narrow keys"],
+    mosaic_sm100=["DeepSeek"],
+    triton=["DeepSeek"],
+)  # fmt: skip
+@unsupported(
+    mosaic={
+        "GQA of 16": "takes keys and values of width",
+        "one head, narrow keys": "takes keys and values of width",
+    },
+)  # fmt: skip
 def test_widths_and_heads(backend: Backend, key_dim: int, value_dim: int, q_heads: int, kv_heads: int) -> None:
     few = replace(FEW, key_dim=key_dim, value_dim=value_dim)
     check(backend, replace(few, q_heads=q_heads, kv_heads=kv_heads))
@@ -255,11 +284,21 @@ OPTIONS = {
 
 
 @backends.every_case("ragged_attention", OPTIONS)
+@in_every_run(
+    xla=[
+        "a window of 1", "the same window, all in one", "a window of as many keys as there are",
+        "the longest window", "full, soft cap, sinks",
+    ],
+    mosaic=["the same window, all in one", "large soft cap"],
+    triton=["full, soft cap, sinks"],
+)  # fmt: skip
+@unsupported(mosaic={"large soft cap": "takes a soft cap of up to 4096, got 5000"})
 def test_options(backend: Backend, name: str) -> None:
     check(backend, OPTIONS[name])
 
 
 @backends.every_backend("ragged_attention", lambda backend: backend.name == "xla")
+@in_every_run()
 def test_keys_before_every_window_cost_nothing(backend: Backend) -> None:
     """Tiles of 16 keys are walked as the windows of four queries reach into them, however long the sequence is."""
     case = replace(BASE, q_lens=(0, 40, 0, 0), kv_lens=(0, 1000, 0, 0), keys=1000, window=20)
@@ -271,6 +310,11 @@ def test_keys_before_every_window_cost_nothing(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @every_backend
+@in_every_run(xla=all_but("float16"), mosaic=all_but("float16"))
+@unsupported(
+    mosaic={"float32": "takes bfloat16 and float16 queries, got float32"},
+    triton={"float32": "takes bfloat16 and float16 queries, got float32"},
+)  # fmt: skip
 def test_dtypes(backend: Backend, dtype: str) -> None:
     check(backend, replace(BASE, dtype=dtype))
 
@@ -282,6 +326,7 @@ def test_the_configuration_a_user_gets(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla")
 def test_scale_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
     arguments = draw(backend, replace(BASE, dtype="bfloat16")).arguments()
     out, lse = attend(backend, True, return_lse=True)(**arguments)
@@ -298,6 +343,7 @@ def test_scale_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_later_keys_change_no_bit_of_earlier_queries(backend: Backend) -> None:
     inputs = draw(backend, replace(BASE, q_lens=(16, 0, 8, 0), kv_lens=(30, 0, 11, 0)))
     arguments = inputs.arguments()
@@ -314,6 +360,7 @@ def test_later_keys_change_no_bit_of_earlier_queries(backend: Backend) -> None:
 
 @both_masks
 @every_backend
+@in_every_run("xla", mosaic=["causal"])
 def test_a_visible_nan_shows_in_its_own_sequence_only(backend: Backend, causal: bool) -> None:
     case = replace(BASE, causal=causal)
     inputs = draw(backend, case)
@@ -336,6 +383,7 @@ def check_queries_that_see_nothing(backend: Backend, case: RaggedCase) -> None:
 
 
 @every_backend
+@in_every_run("reference", "xla", "mosaic")
 def test_queries_that_see_nothing_beside_infinite_values(backend: Backend) -> None:
     check_queries_that_see_nothing(backend, replace(BASE, q_lens=(16, 0, 8, 3), kv_lens=(10, 0, 2, 3)))
 
@@ -345,6 +393,7 @@ def test_queries_that_see_nothing_beside_infinite_values(backend: Backend) -> No
 
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 7), (7, 0), (0, 0)])
 @every_backend
+@in_every_run("xla", "mosaic", "triton")
 def test_empty_arrays(backend: Backend, tokens: int, keys: int) -> None:
     case = replace(BASE, q_lens=(0, tokens), kv_lens=(keys, 0), tokens=tokens, keys=keys)
     inputs = draw(backend, case)
@@ -354,6 +403,7 @@ def test_empty_arrays(backend: Backend, tokens: int, keys: int) -> None:
 
 
 @bounded_backend
+@in_every_run()
 def test_more_query_tokens_than_a_grid_axis_holds(backend: Backend) -> None:
     """70,000 of them, in one sequence and in many."""
     rng = harness.fresh_rng()
@@ -377,6 +427,7 @@ def test_more_query_tokens_than_a_grid_axis_holds(backend: Backend) -> None:
 
 @both_masks
 @bounded_backend
+@in_every_run(xla=["causal"])
 def test_memory_grows_with_the_queries_and_not_with_the_keys(backend: Backend, causal: bool) -> None:
     call = attend(backends.as_users_get(backend), causal)
 
@@ -394,6 +445,7 @@ def test_memory_grows_with_the_queries_and_not_with_the_keys(backend: Backend, c
 
 
 @every_backend
+@in_every_run("xla")
 def test_a_sequence_does_not_depend_on_the_batch(backend: Backend) -> None:
     inputs = draw(backend, BASE)
     case, arguments = inputs.case, inputs.arguments()
@@ -429,12 +481,14 @@ def test_a_sequence_does_not_depend_on_the_batch(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
     arguments = draw(backend, BASE).arguments()
     transformations.assert_repeats(attend(backend, True, return_lse=True), arguments, backend.repeats)
 
 
 @every_backend
+@in_every_run("xla")
 def test_under_vmap(backend: Backend) -> None:
     rng = harness.fresh_rng()
     other = replace(BASE, q_lens=(0, 9, 4, 2), kv_lens=(1, 9, 30, 16))
@@ -445,12 +499,14 @@ def test_under_vmap(backend: Backend) -> None:
 
 
 @compiled_backend
+@in_every_run("xla")
 def test_exported(backend: Backend) -> None:
     arguments = draw(backend, BASE).arguments()
     transformations.assert_exports(attend(backend, True, return_lse=True), arguments)
 
 
 @every_backend
+@in_every_run("xla")
 def test_inside_a_scan(backend: Backend) -> None:
     """Layers of one model: the lengths are theirs in common, the rest their own."""
     inputs = [draw(backend, BASE) for _ in range(3)]
@@ -466,6 +522,7 @@ def test_inside_a_scan(backend: Backend) -> None:
 
 
 @compiled_backend
+@in_every_run("xla")
 def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backend: Backend) -> None:
     rng = harness.fresh_rng()
     calls = [draw(backend, replace(BASE, q_lens=q, kv_lens=kv), rng).arguments() for q, kv in LENGTHS.values()]

@@ -16,7 +16,7 @@ from jax import export
 from pallas_attn import Rope, merge_states, mla_prefill, paged_decode, paged_prefill, plan_decode, write_kv
 from pallas_attn.runtime import dispatch
 from tests.contract import backends, targets
-from tests.contract.backends import BACKENDS, Backend
+from tests.contract.backends import BACKENDS, Backend, all_but, in_every_run
 from tests.contract.targets import (
     CU_Q_LENS,
     KV_LENS,
@@ -47,7 +47,7 @@ def params(wanted: Any = lambda backend: True) -> pytest.MarkDecorator:
             pytest.param(backend, name, id=f"{backend.id}-{name}")
             for name, target in TARGETS.items()
             for backend in backends.backends_of(target.op, wanted)
-            if not backend.refusal(f"[{backend.id}-{name}]")
+            if target.supports(backend)
         ],
         indirect=["backend"],
     )
@@ -81,6 +81,7 @@ def sharded(function: Any, own: tuple[str, ...] = NEW) -> Any:
 
 @pytest.mark.parametrize("backend", [REFERENCE, XLA], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("name", ["decode", "ragged", "gather", "write of heads, int8", "choice of keys"])
+@in_every_run(xla=["gather", "write of heads, int8"])
 def test_inside_a_shard_map(backend: Backend, name: str) -> None:
     target = TARGETS[name]
     arrays = jax.tree.map(jnp.asarray, dict(target.arrays))
@@ -92,6 +93,17 @@ def test_inside_a_shard_map(backend: Backend, name: str) -> None:
     "own", [NEW, ("kv", "cache", "k", "index"), ("block_tables", "slots", "cu_q_lens"), ("kv_lens", "cu_kv_lens")]
 )
 @params(lambda backend: not backend.kernels)
+@in_every_run(
+    xla=all_but(
+        "decode-own2", "decode-own3", "decode of heads-own0", "decode of heads-own1", "decode of heads-own2",
+        "decode of heads-own3", "prefill-own0", "prefill-own1", "prefill-own2", "prefill of heads-own0",
+        "prefill of heads-own2", "prefill, int8-own1", "prefill, int8-own2", "prefill, int8-own3",
+        "ragged-own0", "ragged-own1", "ragged-own2", "ragged-own3", "write of heads, int8-own0",
+        "write of heads, int8-own1", "write of heads, int8-own2", "write of heads, int8-own3",
+        "index scores-own0", "index scores-own2", "choice of keys-own2", "chosen latents-own0",
+        "chosen latents-own2",
+    ),
+)  # fmt: skip
 def test_whatever_varies(backend: Backend, name: str, own: tuple[str, ...]) -> None:
     """Queries and new tokens, caches, tables or lengths alone."""
     target = TARGETS[name]
@@ -100,6 +112,13 @@ def test_whatever_varies(backend: Backend, name: str, own: tuple[str, ...]) -> N
 
 
 @params(lambda backend: backend.kernels)
+@in_every_run(
+    mosaic=all_but(
+        "decode", "decode of heads", "decode, int8", "latents, few heads", "latents, many heads",
+        "latents, 8 bits", "prefill",
+    ),
+    triton=all_but("decode of heads", "decode, int8", "latents, few heads"),
+)  # fmt: skip
 def test_kernels_are_traced_inside_a_shard_map(backend: Backend, name: str) -> None:
     """And their results vary over its axis: an output that does not is refused."""
     target = TARGETS[name]
@@ -119,6 +138,7 @@ def test_kernels_are_traced_inside_a_shard_map(backend: Backend, name: str) -> N
 
 
 @backends.every_backend("gather_latent", lambda backend: backend.kernels)
+@in_every_run("mosaic", "triton")
 def test_a_kernel_runs_inside_a_shard_map(backend: Backend) -> None:
     target = TARGETS["gather"]
     arrays, function = jax.tree.map(jnp.asarray, dict(target.arrays)), call(target, backend)
@@ -148,6 +168,7 @@ def test_prefill_of_latents_inside_a_shard_map(implementation: str, arrays: dict
 
 @pytest.mark.parametrize("backend", [REFERENCE, XLA], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("name", ["decode", "ragged"])
+@in_every_run("xla")
 def test_64_bits_of_a_scale_are_none_of_the_result(backend: Backend, name: str) -> None:
     target = TARGETS[name]
     static = {"sm_scale": 0.125, "soft_cap": 20.0} if name == "decode" else {"sm_scale": 0.125}
@@ -181,6 +202,7 @@ def test_64_bits_of_an_epsilon_are_none_of_a_norm() -> None:
 
 
 @params()
+@in_every_run("triton", xla=all_but("decode", "gather, 8 bits", "choice of keys"), mosaic=["decode"])
 def test_gradients_are_refused_by_name(backend: Backend, name: str) -> None:
     target = TARGETS[name]
     floats = [n for n, x in target.arrays.items() if n in NEW]
