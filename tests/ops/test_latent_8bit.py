@@ -94,6 +94,7 @@ SLOTS = np.array([5, -1, 47, NUM_SLOTS, 16, GARBAGE, 1, -GARBAGE], np.int32)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @every_writer
+@backends.in_every_run("xla", triton=["float32"])
 def test_write_quantises_groups_and_changes_no_other_bytes(variant: Variant, dtype: str) -> None:
     rng = fresh_rng()
     with np.errstate(over="ignore"):
@@ -104,6 +105,7 @@ def test_write_quantises_groups_and_changes_no_other_bytes(variant: Variant, dty
 
 
 @every_writer
+@backends.in_every_run("xla", "triton")
 def test_write_under_vmap_and_with_x64(variant: Variant) -> None:
     rng = fresh_rng()
     layers = [any_cache(rng) for _ in range(2)]
@@ -140,6 +142,7 @@ def held(rng: np.random.Generator, dead: np.ndarray) -> PagedLatent:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @every_gatherer
+@backends.in_every_run("xla", "reference", triton=["float32"])
 def test_gather_dequantises_cached_and_rounds_new_tokens(variant: Variant, dtype: str) -> None:
     """The result has the dtype of the new latents. Tokens of an absent page are 0."""
     rng = fresh_rng()

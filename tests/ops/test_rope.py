@@ -10,7 +10,7 @@ import pytest
 
 from pallas_attn.portable.rope import rms_norm, rotate
 from pallas_attn.types import PagedKV, Rope
-from tests.contract import backends
+from tests.contract.backends import in_every_run, unsupported
 from tests.kit.harness import Variant, assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import (
     HEADS,
@@ -80,24 +80,20 @@ def test_rms_norm_of_bfloat16_computes_in_float32() -> None:
     np.testing.assert_allclose(got, normed(np.asarray(x).astype(np.float64), weight, 1e-2), rtol=1e-5, atol=1e-5)
 
 
-# Each of these runs with the other style in Mosaic in every run.
-SLOW_IN_MOSAIC = {(WIDTH // 2, None, "neox"), (1, "before_rope", "interleaved")}
-WRITES = [
-    pytest.param(
-        *(half, norm_order, style, backend),
-        id=f"{half}-{norm_order}-{style}-{backend.id}",
-        marks=[pytest.mark.slow] if backend.name == "mosaic" and (half, norm_order, style) in SLOW_IN_MOSAIC else [],
-    )
-    for backend in backends.backends_of("write_kv")
-    for style in ("neox", "interleaved")
-    for half, norm_order in (
-        *((WIDTH // 2, None), (WIDTH // 4, "before_rope"), (WIDTH // 4, "after_rope"), (1, "before_rope")),
-    )
-]
-
-
-@pytest.mark.parametrize(("half", "norm_order", "style", "variant"), WRITES, indirect=["variant"])
-def test_write_turns_keys_and_queries_not_values(style: Any, half: int, norm_order: Any, variant: Variant) -> None:
+@each_variant
+@in_every_run(
+    "xla",
+    mosaic=["4-before_rope-neox", "4-after_rope-interleaved", "1-before_rope-neox"],
+    mosaic_sm100=["4-before_rope-neox"],
+    triton=["4-before_rope-neox", "4-after_rope-interleaved"],
+)
+@unsupported(mosaic={"1-before_rope-neox": "two pairs of columns or more that are rotated in neox style"})
+@each_style
+@pytest.mark.parametrize(
+    ("half", "norm_order"),
+    [(WIDTH // 2, None), (WIDTH // 4, "before_rope"), (WIDTH // 4, "after_rope"), (1, "before_rope")],
+)
+def test_write_rotates_keys_and_queries_not_values(style: Any, half: int, norm_order: Any, variant: Variant) -> None:
     rng = fresh_rng()
     norms = {}
     if norm_order is not None:
@@ -114,6 +110,7 @@ def test_write_turns_keys_and_queries_not_values(style: Any, half: int, norm_ord
 
 
 @each_variant
+@in_every_run("xla", "mosaic")
 def test_write_rounds_rotated_keys_and_queries_once(variant: Variant) -> None:
     rng = fresh_rng()
     rope, slots = random_rope(rng), np.arange(NUM_TOKENS, dtype=np.int32)
@@ -127,6 +124,7 @@ def test_write_rounds_rotated_keys_and_queries_once(variant: Variant) -> None:
 
 
 @each_variant
+@in_every_run("xla", "mosaic")
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_write_quantises_rotated_keys_from_float32(dtype: str, variant: Variant) -> None:
     rng = fresh_rng()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_attn.ops.write_kv import write_kv, xla
 from pallas_attn.types import PagedKV
-from tests.contract import backends
+from tests.contract.backends import in_every_run, unsupported
 from tests.kit.harness import VARIANTS, Variant, any_bits, assert_same_bits, fresh_rng
 from tests.ops.test_rope import random_rope
 from tests.ops.write_kv_case import (
@@ -41,6 +41,7 @@ NOWHERE = [-1, NUM_PAGES * PAGE_SIZE, -NUM_PAGES * PAGE_SIZE, 2**31 - 1, -(2**31
 
 
 @each_variant
+@in_every_run("xla", "reference", mosaic=["bfloat16-1", "float16-2"], mosaic_sm100=["bfloat16-1"], triton=["float32-2"])
 @each_slot_rank
 @pytest.mark.parametrize("dtype", PLAIN)
 def test_plain_caches_store_cast_tokens(dtype: str, rank: int, variant: Variant) -> None:
@@ -51,6 +52,7 @@ def test_plain_caches_store_cast_tokens(dtype: str, rank: int, variant: Variant)
 
 
 @each_variant
+@in_every_run("xla", "mosaic")
 def test_tokens_in_the_cache_dtype_are_copied_bit_for_bit(variant: Variant) -> None:
     rng = fresh_rng()
     x = any_bits(rng, (NUM_TOKENS, HEADS, WIDTH), jnp.bfloat16)
@@ -60,6 +62,7 @@ def test_tokens_in_the_cache_dtype_are_copied_bit_for_bit(variant: Variant) -> N
 
 
 @each_variant
+@in_every_run("xla", "reference", mosaic=["head-float8_e4m3fn-2", "channel-int8-1"], triton=["head-int8-2"])
 @each_slot_rank
 @each_quantised
 @pytest.mark.parametrize("layout", ["head", "channel"])
@@ -76,24 +79,16 @@ def test_static_scales(dtype: str, layout: Any, rank: int, variant: Variant) -> 
     assert (np.abs(np.asarray(got.k).astype(np.float32)) == QMAX[dtype]).sum() > NUM_TOKENS
 
 
-def slow_in_mosaic(groups: int, dtype: str, backend: Any) -> bool:
-    """Groups of a whole page and of half a page run in Mosaic with one dtype each in every run."""
-    return backend.name == "mosaic" and (groups, dtype) in {(1, "float8_e4m3fn"), (2, "int8")}
-
-
-DYNAMIC = [
-    pytest.param(
-        *(groups, dtype, rank, backend),
-        id=f"{groups}-{dtype}-{rank}-{backend.id}",
-        marks=[pytest.mark.slow] if slow_in_mosaic(groups, dtype, backend) else [],
-    )
-    for backend in backends.backends_of("write_kv")
-    for dtype, rank in (("int8", 1), ("float8_e4m3fn", 2))
-    for groups in (1, 2, 4, PAGE_SIZE)
-]
-
-
-@pytest.mark.parametrize(("groups", "dtype", "rank", "variant"), DYNAMIC, indirect=["variant"])
+@each_variant
+@in_every_run(
+    "xla",
+    "reference",
+    mosaic=["4-float8_e4m3fn-2", "8-int8-1"],
+    mosaic_sm100=["4-float8_e4m3fn-2"],
+    triton=["2-float8_e4m3fn-2"],
+)
+@pytest.mark.parametrize(("dtype", "rank"), [("int8", 1), ("float8_e4m3fn", 2)])
+@pytest.mark.parametrize("groups", [1, 2, 4, PAGE_SIZE])
 def test_dynamic_scales_equal_numpy_bytes(dtype: str, rank: int, groups: int, variant: Variant) -> None:
     """Slots are in random order. The earlier tokens of a group are random bytes."""
     rng = fresh_rng()
@@ -108,6 +103,7 @@ def test_dynamic_scales_equal_numpy_bytes(dtype: str, rank: int, groups: int, va
 
 
 @each_variant
+@in_every_run("xla", mosaic=["int8-2"])
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("float8_e4m3fn", "head"), ("int8", 2)])
 def test_tokens_outside_the_pool_change_no_bytes(dtype: str, scales: Any, variant: Variant) -> None:
     kv = stale_cache(fresh_rng(), dtype, scales)
@@ -117,6 +113,7 @@ def test_tokens_outside_the_pool_change_no_bytes(dtype: str, scales: Any, varian
 
 
 @each_variant
+@in_every_run("xla", mosaic=["int8"])
 @each_quantised
 def test_tokens_outside_the_pool_do_not_affect_scales(dtype: str, variant: Variant) -> None:
     rng = fresh_rng()
@@ -128,6 +125,7 @@ def test_tokens_outside_the_pool_do_not_affect_scales(dtype: str, variant: Varia
 
 
 @each_variant
+@in_every_run("xla", "mosaic", "triton")
 @pytest.mark.parametrize("layout", ["head", "channel", 2])
 def test_float8_e5m2_is_written_or_unsupported(layout: Any, variant: Variant) -> None:
     rng = fresh_rng()
@@ -163,6 +161,8 @@ def finite(kv: PagedKV) -> PagedKV:
 
 
 @each_variant
+@in_every_run("xla", "reference", "mosaic", "triton")
+@unsupported(mosaic="takes pages of keys and values of one width")
 @OTHER_CACHES
 def test_values_of_a_different_width(dtype: str, scales: Any, rank: int, variant: Variant) -> None:
     """Keys are rotated. Values of a different width are cut into other column tiles than keys."""
@@ -178,6 +178,8 @@ def test_values_of_a_different_width(dtype: str, scales: Any, rank: int, variant
 
 
 @each_variant
+@in_every_run("xla", "mosaic", "triton")
+@unsupported(mosaic="takes keys and values in arrays of their own, got them")
 @OTHER_CACHES
 @pytest.mark.parametrize("lanes", [WIDTH, WIDTH + 5])
 def test_fused_caches_equal_separate_caches(dtype: str, scales: Any, rank: int, lanes: int, variant: Variant) -> None:
@@ -225,6 +227,7 @@ class Group:
 
 
 @each_variant
+@in_every_run("xla", mosaic=["int8"])
 @each_quantised
 class TestGroups:
     def test_first_token_resets_the_scale(self, dtype: str, variant: Variant) -> None:

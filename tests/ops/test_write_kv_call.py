@@ -123,6 +123,7 @@ def test_pool_of_more_than_2_to_the_32_elements(dtype: str, scales: Any, rank: i
 
 
 @each_variant
+@backends.in_every_run("xla", mosaic=["int8-2"])
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("float8_e4m3fn", "head"), ("int8", 2)])
 def test_scan_equals_separate_calls(dtype: str, scales: Any, variant: Variant) -> None:
     rng = fresh_rng()
@@ -139,6 +140,7 @@ def test_scan_equals_separate_calls(dtype: str, scales: Any, variant: Variant) -
 
 
 @each_variant
+@backends.in_every_run("xla", "mosaic")
 def test_scan_over_stacked_caches(variant: Variant) -> None:
     """Each step slices a cache from a stack and returns it to another stack. Other rows are unchanged."""
     rng = fresh_rng()
@@ -162,6 +164,7 @@ def test_different_slots_do_not_retrace() -> None:
 
 
 @each_variant
+@backends.in_every_run("xla", mosaic=["int8-2"])
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", 2)])
 def test_vmap_writes_each_cache(dtype: str, scales: Any, variant: Variant) -> None:
     rng = fresh_rng()
@@ -184,6 +187,7 @@ def test_exports_for_both_platforms(dtype: str, scales: Any) -> None:
 
 
 @backends.every_variant("write_kv", backends.is_compiled)
+@backends.in_every_run("xla")
 def test_compiled_call_has_no_host_callback_and_has_a_scope_name(variant: Variant) -> None:
     kv, k, v, slots = shapes("int8", 2, 1)
     call = compiled(write_kv, variant)
@@ -192,6 +196,7 @@ def test_compiled_call_has_no_host_callback_and_has_a_scope_name(variant: Varian
 
 
 @each_variant
+@backends.in_every_run("xla", "mosaic")
 def test_call_without_tokens(variant: Variant) -> None:
     kv, (k, v) = stale_cache(fresh_rng(), "int8", 2), tokens(fresh_rng())
     angles = jnp.zeros((0, WIDTH // 2))
