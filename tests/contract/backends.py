@@ -38,17 +38,17 @@ class Backend:
     """An implementation as the contract suites run it.
 
     Attributes:
-      name: of the implementation.
-      architecture: that its kernels are for, where the implementation has others for other cards.
-      configs: taken in place of tuned or heuristic configurations, whichever of their types an operation looks up.
-      dtype: of queries, in cases that name none.
-      dense: memory grows with queries times keys, so that no large case is run.
-      kernels: it runs kernels of its own: on a GPU compiled, elsewhere in an interpreter, with races looked for. There
-        inputs are poisoned only, but for one case an operation, calls are repeated less often, and nothing is said of
-        what XLA compiles; the compile gate says that of kernels.
-      interpreter: what the calls of kernels run within where there is no GPU.
-      plans: in `fixed` mode a row of a decode has the same bits in any batch and order.
-      tree_tiles: latents take tiles of their own where drafts have a mask, so that a mask changes bits.
+      name: name of the implementation.
+      architecture: compute capability of the kernels, or None if the implementation has one set of kernels.
+      configs: configurations that replace the tuned or heuristic configuration of the same type.
+      dtype: dtype of the queries in cases without a dtype.
+      dense: whether memory grows with queries times keys. Large cases are left out.
+      kernels: whether the implementation has its own kernels. They run compiled on a GPU, and in an interpreter with
+        race detection elsewhere. Interpreted, inputs are poisoned in all but one case per operation, calls are repeated
+        less often, and tests of the compiled XLA program are left out: the compile gate has them.
+      interpreter: context manager in which kernels run without a GPU.
+      plans: whether a batch row of a decode has the same bits in any batch and order in `fixed` mode.
+      tree_tiles: whether latents with a draft mask use other tiles, so that a mask changes bits.
     """
 
     name: str
@@ -63,16 +63,16 @@ class Backend:
 
     @property
     def id(self) -> str:
-        """Name in the ids of tests."""
+        """Name of the backend in test ids."""
         return f"{self.name}_sm100" if self.architecture == (10, 0) else self.name
 
     @functools.cached_property
     def variant(self) -> Variant:
-        """With the configurations of the suites, under which small inputs make many tiles."""
+        """Variant with the configurations of the suites: small tiles, so that small inputs have many tiles."""
         return Variant(self.name, self.configs, self.architecture, honours_plans=self.plans)
 
     def implements(self, op: str) -> bool:
-        """Whether the operation has it, for cards that are here or interpreted."""
+        """Return whether the operation has this backend, on the GPU of this machine or interpreted."""
         if self.architecture is None:
             return self.name in dispatch.implementations(op)
         runs_here = self.interpreted or device.current().capability == self.architecture
@@ -80,21 +80,21 @@ class Backend:
 
     @property
     def interpreted(self) -> bool:
-        """Whether its calls run in an interpreter here."""
+        """Whether kernels run in an interpreter on this machine."""
         return self.kernels and jax.default_backend() != "gpu"
 
     @property
     def repeats(self) -> int:
-        """Times that a call is repeated to see whether its bits stay."""
+        """Number of repetitions in tests for bitwise equal results."""
         return 3 if self.interpreted else 100
 
     def alone(self, batch: int) -> range:
-        """Rows of a batch, of which the first is idle, that are tried without the others: one where that takes long."""
+        """Return the batch rows that a test runs alone: only one if the kernel is interpreted. Row 0 is idle."""
         return range(1, 2 if self.interpreted else batch)
 
     @contextlib.contextmanager
     def running(self, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-        """Within it the backend's calls run as they do here."""
+        """Return a context in which calls of the backend run on this machine: compiled or interpreted."""
         with contextlib.ExitStack() as stack:
             if self.interpreter and self.interpreted:
                 if self.architecture:
@@ -108,7 +108,7 @@ CUT_SHORT_ROWS = PlanConfig(row_overhead_pages=1, cut_pages=0)
 
 BACKENDS = (
     Backend("reference", dense=True),
-    # Tiles so small that small inputs make many of them, groups that do not divide the rows.
+    # Small tiles, so that small inputs have many tiles. The group size does not divide the number of rows.
     Backend("xla", configs=(XlaConfig(tile_tokens=16, group_rows=3, tile_queries=4),)),
     Backend(
         "mosaic",
@@ -117,7 +117,7 @@ BACKENDS = (
             decode_config.DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1),
             mla_config.SeesawConfig(pairs=1, cluster=1),
             flash_config.FlashConfig(tile_keys=64, stages=2, consumers=1),
-            # So few entries a program that the inputs make many, and groups that several of them touch.
+            # Few entries per CTA, so that the inputs need many CTAs and several CTAs touch one scale group.
             write_config.WriteKVConfig(row_threads=32, scan_tokens=2),
             CUT_SHORT_ROWS,
         ),
@@ -140,7 +140,7 @@ BACKENDS = (
         interpreter=harness.interpreting,
         plans=True,
     ),
-    # Interpreted wherever there is no GPU (tests/conftest.py).
+    # Interpreted on machines without a GPU (tests/conftest.py).
     Backend(
         "triton",
         configs=(CUT_SHORT_ROWS, FlashTile(rows=16, tokens=32, warps=4, stages=2, bare_steps=True)),
@@ -160,7 +160,7 @@ MOSAIC = next(backend for backend in BACKENDS if backend.name == "mosaic")
 
 @dataclasses.dataclass(frozen=True)
 class AllBut:
-    """All cases of a test except some."""
+    """Set of all cases of a test except the named ones."""
 
     names: frozenset[str]
 
@@ -201,24 +201,24 @@ def unsupported(**reasons: str | Mapping[str, str]) -> pytest.MarkDecorator:
 
 
 def backends_of(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> list[Backend]:
-    """Backends of an operation, of the wanted kind."""
+    """Return the backends of an operation for which `wanted` is true."""
     return [backend for backend in BACKENDS if backend.implements(op) and wanted(backend)]
 
 
 def every_backend(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
-    """Runs a test, which takes `backend`, with each backend of an operation, of the wanted kind."""
+    """Run a test with argument `backend` for each backend of an operation for which `wanted` is true."""
     params = [pytest.param(backend, id=backend.id) for backend in backends_of(op, wanted)]
     return pytest.mark.parametrize("backend", params, indirect=True)
 
 
 def every_case(op: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Runs a test, which takes `backend` and a case's `name`, with each case and backend of an operation."""
+    """Run a test with arguments `backend` and `name` for each backend of an operation and each case."""
     params = [pytest.param(backend, name, id=f"{backend.id}-{name}") for backend in backends_of(op) for name in cases]
     return pytest.mark.parametrize(("backend", "name"), params, indirect=["backend"])
 
 
 def every_variant(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
-    """Do as `every_backend`, for a test that takes no more of a backend than its `variant`."""
+    """Run a test with argument `variant`, the variant of a backend, for each backend like `every_backend`."""
     params = [pytest.param(backend, id=backend.id) for backend in backends_of(op, wanted)]
     return pytest.mark.parametrize("variant", params, indirect=True)
 
@@ -228,7 +228,7 @@ def is_lean(backend: Backend) -> bool:
 
 
 def is_compiled(backend: Backend) -> bool:
-    """Whether what XLA compiles for it says something."""
+    """Return whether tests inspect the XLA program: backends without kernels of their own."""
     return not backend.kernels
 
 
@@ -240,7 +240,7 @@ def is_compiled_and_lean(backend: Backend) -> bool:
 
 
 def call(op: Callable[..., Any], backend: Backend, arrays: Mapping[str, Any], **static: Any) -> Any:
-    """An operation's result, compiled once for each backend and set of static arguments."""
+    """Return the result of an operation. It is compiled once for each backend and set of static arguments."""
     return compiled(op, backend, **static)(**arrays)
 
 
@@ -249,17 +249,17 @@ def compiled(op: Callable[..., Any], backend: Backend, **static: Any) -> Jitted:
 
 
 def as_users_get(backend: Backend) -> Backend:
-    """With the configurations that users get."""
+    """Return the backend with the configurations that users get."""
     return dataclasses.replace(backend, configs=())
 
 
 def plan_of(
     backend: Backend, arrays: Mapping[str, Any], *, window: int | None = None, num_programs: int, mode: str
 ) -> DecodePlan:
-    """A plan for a decode call of these arguments, `window` if it is no array.
+    """Return a plan for a decode call. `window` is the window if it is not among the arrays.
 
-    XLA makes it: the kernel that plans has tests of its own, and is slow to interpret. Rows of few pages are cut, which
-    would pay only if they were long.
+    The XLA implementation computes the plan, because the planner kernel is slow to interpret and has other tests. Rows
+    of few pages are split too, so that small inputs have splits.
     """
     return _planner(backend, window, num_programs, mode)(dict(arrays))
 

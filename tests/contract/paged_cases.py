@@ -1,8 +1,8 @@
-"""The cases of attention over pages, which decode and prefill share, and those of one of them.
+"""Cases of attention over pages: cases for both decode and prefill, and cases for one of them.
 
-Cases name no dtype unless they are about dtypes: each backend has its own. Where only values differ (lengths, windows,
-sinks, absent pages), cases share a compilation, so most are variations of `CARRIER`; options that are compiled in are
-combined so that each meets most others at least once.
+A case has a dtype only if it tests dtypes; otherwise each backend uses its own. Cases that differ only in values
+(lengths, windows, sinks, absent pages) share a compilation, so most cases are variations of `CARRIER`. Static options
+are combined so that each option occurs at least once with most others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.contract.paged_case import PagedCase
 
 PS = 16
 TOKENS = 40
-"""Packed rows of prefill calls, so that many lengths share a compilation."""
+"""Number of packed query rows of prefill calls. It is equal in most cases, so that they share a compilation."""
 FP8, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 PLAIN = PagedCase(
@@ -218,7 +218,7 @@ PREFILL = SHARED | {
     "chunks, absent pages of any head's rows": replace(
         CHUNK, head_wise=True, absent_pages=True, head_windows=((FULL, 0), (90, 5)), dtype="float16", sinks=None
     ),
-    # bfloat16 rounds probabilities and outputs by so much that 1 - cosine is 2e-6 to 5e-6 without any other error.
+    # Rounding probabilities and outputs to bfloat16 alone makes 1 - cosine 2e-6 to 5e-6.
     "chunks, scores to 5e5": replace(
         CHUNK, exact=True, sm_scale=1.0, head_windows=None, sinks=None, dtype="float16"
     ),
@@ -231,7 +231,7 @@ PREFILL = SHARED | {
         CHUNK, one_q_scale=0.007, cache_dtype=FP8, scales="head", soft_cap=20.0, sinks="ordinary"
     ),
     "chunks, one scale of e5m2 queries": replace(CHUNK, one_q_scale=5e-5, cache_dtype=E5M2, scales="channel"),
-    # Queries of all blocks see all tiles, where there are fewer keys than queries, too.
+    # Queries of all blocks see all tiles, also if there are fewer keys than queries.
     "full, sinks, soft cap": replace(CHUNK, causal=False, head_windows=None, soft_cap=4.0),
     "full, more queries than keys": packed(
         (3, 128, 0, 5), (9, 13, 6, 9), causal=False, head_windows=None, soft_cap=4.0
@@ -254,7 +254,7 @@ PREFILL = SHARED | {
 }  # fmt: skip
 
 SAMPLE = windowed((9, 1), (FULL, 0))
-"""Case whose calls are transformed, repeated and reordered."""
+"""Case for tests of transformations, repetition and order."""
 
 UNSUPPORTED = {
     "mosaic": {

@@ -1,5 +1,5 @@
-"""The contract of index scores, of the choice of keys by them, and of writing index keys: every implementation, every
-awkward input.
+"""Contract of index scores, of selection by scores, and of writing index keys: each implementation with each awkward
+input.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.contract.index_case import SM_SCALE, IndexCase, IndexInputs, best
 from tests.kit import harness
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 PS = 8
-# An idle row, decode rows, drafts, whole prompts, chunks after a prefix, a sequence without new tokens.
+# An idle sequence, decodes, drafts, whole prompts, chunks after a prefix, a sequence without new tokens.
 BASE = IndexCase(kv_lens=(0, 1, PS, PS + 1, 5, 40, 72, 17), q_lens=(0, 1, 1, 3, 5, 12, 7, 0))
 DECODE = replace(BASE, kv_lens=(0, 1, PS - 1, PS, 41, 72), q_lens=(0, 1, 1, 1, 1, 1), padding=0)
-# A tile of Triton's kernel lies in one page, and some programs score keys of two rows.
+# Each tile of the Triton kernel is in one page, and some programs score keys of two rows.
 LARGE_PAGES = replace(
     DECODE, kv_lens=(0, 1, 63, 64, 65, 190), page_size=64, pages_per_row=3, padding=1, absent_pages=True
 )
@@ -62,7 +62,7 @@ CHOICES = {
     "bfloat16 over 8 bits": replace(BASE, exact=True, dtype="bfloat16", cache_dtype="float8_e4m3fn"),
 }
 TOP_K = 11
-"""More than the short sequences hold, less than the long ones, and no multiple of a tile."""
+"""More keys than the short sequences have, fewer than the long ones have, and not a multiple of a tile."""
 
 
 def call(op: Any, backend: Backend, **static: Any) -> harness.Jitted:
@@ -88,11 +88,11 @@ def draw(backend: Backend, case: IndexCase) -> IndexInputs:
     },
 )  # fmt: skip
 def test_scores(backend: Backend, name: str) -> None:
-    """Scores are those spelt out in numpy, and poison changes no bit of them."""
+    """Scores equal a computation in plain numpy, and poison changes no bit."""
     inputs = draw(backend, SCORES[name])
     scores = call(index_scores, backend, sm_scale=SM_SCALE)
     got = scores(**inputs.arguments())
-    # Products of 16-bit inputs are summed in float32, too.
+    # Products of 16-bit inputs are also summed in float32.
     harness.assert_close("scores", got, inputs.scores(), harness.Tolerance(1e-4, 1e-5, 1e-9))
     harness.assert_same_bits(got, scores(**inputs.arguments(poisoned=False)))
 
@@ -117,7 +117,7 @@ def test_a_choice_is_exact(backend: Backend, name: str) -> None:
 @backends.every_backend("index_top_k")
 @in_every_run("reference", "xla")
 def test_a_choice_of_ordinary_scores(backend: Backend) -> None:
-    """Checks that no key left out scores higher than a chosen one by more than rounding."""
+    """Check that no unselected key has a higher score than a selected key, beyond rounding."""
     inputs = draw(backend, replace(BASE, kv_lens=(72, 60), q_lens=(9, 1)))
     chosen = np.asarray(call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)(**inputs.arguments()))
     for positions, scores in zip(chosen[:10], inputs.scores(), strict=False):
@@ -155,7 +155,7 @@ def test_a_choice_among_equal_and_odd_scores(backend: Backend) -> None:
 @backends.every_backend("index_top_k")
 @in_every_run("xla")
 def test_a_token_chooses_alike_in_a_chunk_and_alone(backend: Backend) -> None:
-    """Compare a token that is last in a chunk, a draft, or a decode row of its own."""
+    """Compare the selection of a token as the last token of a chunk, as a draft, and as a decode."""
     inputs = draw(backend, replace(CHOICES["rows of all kinds"], kv_lens=(61,), q_lens=(61,), padding=0))
     choose = call(index_top_k, backend, sm_scale=SM_SCALE, top_k=TOP_K)
     arguments = inputs.arguments()
@@ -227,7 +227,7 @@ def test_memory_does_not_grow_with_the_context(backend: Backend, tokens: int) ->
 
 
 def stored(keys: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
-    """Keys as a cache holds them, by the rule of the documents."""
+    """Return keys as stored in the cache, by the documented rule."""
     if dtype != "float8_e4m3fn":
         return (keys.astype(dtype),)
     amax = np.abs(keys).max(axis=-1, keepdims=True).astype(np.float32)
@@ -239,7 +239,7 @@ def stored(keys: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
 @backends.every_backend("write_index_keys")
 @in_every_run("xla", "triton")
 def test_written_bits(backend: Backend, dtype: str) -> None:
-    """Tokens with a slot are written, all else stays what it was, whatever it was."""
+    """Tokens with a slot are written. All other bits of the cache stay the same, NaNs included."""
     rng = harness.fresh_rng()
     spec = index_cache_spec(num_pages=6, page_size=PS, index_dim=32, dtype=dtype)
     before = {name: harness.any_bits(rng, a.shape, a.dtype) for name, a in spec.arrays.items()}
@@ -255,7 +255,7 @@ def test_written_bits(backend: Backend, dtype: str) -> None:
     harness.assert_same_bits(jax.tree.leaves(got), list(before.values()))
 
 
-# XLA's CPU backend holds the bytes of a pool in fp8 beside it: always since jax 0.12.
+# The CPU backend of XLA allocates a second copy of an fp8 pool; since jax 0.12 in all cases.
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float8_e4m3fn", marks=pytest.mark.gpu)])
 def test_a_write_is_in_place(dtype: str) -> None:
     spec = index_cache_spec(num_pages=512, page_size=16, index_dim=128, dtype=dtype)

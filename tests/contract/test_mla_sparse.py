@@ -1,4 +1,4 @@
-"""The contract of `mla_sparse`: every implementation, every awkward input."""
+"""Contract of `mla_sparse`: each implementation with each awkward input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.contract import backends, naive, transformations
 from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
 
-# Latents that are masked anyway may be NaN when they are multiplied.
+# Masked latents are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 every_backend = backends.every_backend("mla_sparse")
@@ -29,12 +29,13 @@ class SparseCase:
     """One call of `mla_sparse`.
 
     Attributes:
-      chosen: slots that each token names; the rest of its K are none.
+      chosen: number of slots that each token selects; the rest of its K entries are -1 or garbage.
       top_k: K.
-      garbage: what stands for none: -1, or any number outside the pool.
-      scattered: none stand between slots, instead of after them.
-      dtype: of the queries; None for the backend's own, see `Backend.dtype`.
-      cache_dtype: of the cache; None for q's. With float8_e4m3fn latents have scales, and rotated keys are bfloat16.
+      garbage: numbers for unused entries: -1, or numbers outside the pool.
+      scattered: whether unused entries are between slots instead of after them.
+      dtype: dtype of the queries, or None for `Backend.dtype`.
+      cache_dtype: dtype of the cache, or None for the dtype of the queries. With float8_e4m3fn, latents have scales and
+        rope columns are bfloat16.
     """
 
     chosen: tuple[int, ...] = (0, 1, 15, 16, 17, 40, 0)
@@ -50,13 +51,13 @@ class SparseCase:
 
 @dataclass(frozen=True)
 class SparseInputs:
-    """A case with values.
+    """A case with drawn values.
 
     Attributes:
       q: [T, Hq, L + R].
-      latents: [N·ps, L + R], what the cache means.
-      stored: the arrays of the cache.
-      dead: bool [N, ps], slots that no token names.
+      latents: [N·ps, L + R], dequantised latents.
+      stored: arrays of the cache.
+      dead: bool [N, ps], slots that no token selects.
     """
 
     case: SparseCase
@@ -94,7 +95,7 @@ class SparseInputs:
         return SparseInputs(case, rng, q, latents.reshape(-1, width), stored, slots, dead.reshape(PAGES, PS))
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments; what must not matter is poison or 0."""
+        """Array arguments. Elements without effect are NaN or garbage if `poisoned`, else 0."""
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         return {
             "q_latent": self.q[..., : self.case.latent_dim],
@@ -104,7 +105,7 @@ class SparseInputs:
         }
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
-        """Output [T, Hq, L] and LSE in float64."""
+        """Return output [T, Hq, L] and LSE in float64."""
         rows = []
         for q, slots in zip(self.q, self.slots, strict=True):
             keys = self.latents[slots[(slots >= 0) & (slots < PAGES * PS)]][:, None]
@@ -199,7 +200,7 @@ def test_values(backend: Backend, name: str) -> None:
 @every_backend
 @in_every_run("xla")
 def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
-    """Decode rows of drafts, over pages in any order, with an absent one."""
+    """With all keys selected, the result equals `mla_decode`: drafts, permuted pages, an absent page."""
     rng = harness.fresh_rng()
     scale = 1.0 if backend.dtype == "float32" else harness.HALF_SCALE
     spec = latent_cache_spec(num_pages=PAGES, page_size=PS, latent_dim=128, rope_dim=64, dtype=backend.dtype)
@@ -276,7 +277,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backen
 
 @backends.every_backend("mla_sparse", backends.is_compiled_and_lean)
 def test_memory_is_that_of_some_tokens(backend: Backend) -> None:
-    """The latents of all tokens of a chunk would be 4.5 GiB; outputs in float32 are 64 MiB."""
+    """Memory is bounded: the latents of all tokens of a chunk would be 4.5 GiB, float32 outputs are 64 MiB."""
     bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     used = harness.temp_bytes(
         attend(backends.as_users_get(backend)),

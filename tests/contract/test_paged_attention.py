@@ -1,4 +1,4 @@
-"""The contract of attention over pages, `paged_decode` and `paged_prefill`: every backend, every awkward input."""
+"""Contract of attention over pages, `paged_decode` and `paged_prefill`: each backend with each awkward input."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.contract.paged_case import Inputs, PagedCase, in_8_bits
 from tests.contract.paged_cases import CARRIER, CHUNK, PS, SAMPLE, packed, windowed
 from tests.kit import harness
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 type Result = tuple[np.ndarray, np.ndarray]
 
 PROGRAMS = 5
-"""Programs that plans are made for; another number would be another compilation."""
+"""Number of CTAs of all plans. One number for all tests shares compilations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Operation:
     """Decode or prefill, as the suite calls them.
 
     Attributes:
-      arguments: array arguments of a call with given inputs.
-      expected: its output and LSE, in numpy.
+      arguments: function that returns the array arguments of a call.
+      expected: function that returns output and LSE, computed in numpy.
     """
 
     name: str
@@ -53,7 +53,7 @@ PREFILL = Operation("paged_prefill", paged_prefill, paged_cases.PREFILL, Inputs.
 
 
 def both(wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
-    """Runs a test, which takes `operation` and `backend`, with each backend of either."""
+    """Run a test with arguments `operation` and `backend` for both operations and each of their backends."""
     return pytest.mark.parametrize(
         ("operation", "backend"),
         [
@@ -70,7 +70,7 @@ def draw(backend: Backend, case: PagedCase) -> Inputs:
 
 
 def planned(backend: Backend, case: PagedCase, arrays: dict[str, Any], mode: str = "balanced") -> dict[str, Any]:
-    """The arguments of a decode, with a plan where plans are followed."""
+    """Return the arguments of a decode, with a plan if the backend honours plans."""
     return arrays | {"plan": plan_for(backend, case, arrays, mode)} if backend.plans else arrays
 
 
@@ -79,9 +79,9 @@ def plan_for(backend: Backend, case: PagedCase, arrays: dict[str, Any], mode: st
 
 
 def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool | None = None) -> None:
-    """The result is the one spelt out in numpy, and poison changes no bit of it where `clean` inputs are tried, too."""
+    """Check that the result equals naive numpy attention, and that poison changes no bit if `clean` inputs run too."""
     case = inputs.case
-    # The reference rounds nothing but its result, so it is held to float32 whatever the inputs.
+    # The reference computes in float32 and rounds only its result, so the float32 tolerances apply to all dtypes.
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
 
     def result(poisoned: bool) -> Result:
@@ -230,14 +230,14 @@ POISONED = {
 @pytest.mark.parametrize("name", POISONED)
 @in_every_run(mosaic=["head windows-paged_prefill", "8 bits, scales of groups-paged_decode"])
 def test_poison_changes_no_bit(operation: Operation, backend: Backend, name: str) -> None:
-    """Cases that kernels run on clean inputs, too; the others are poisoned only."""
+    """Cases that kernels also run on clean inputs. They run all other cases on poisoned inputs only."""
     check(operation, backend, draw(backend, POISONED[name]), clean=True)
 
 
 @both()
 @in_every_run("reference", "xla", mosaic=["paged_prefill"])
 def test_queries_that_see_nothing_beside_infinite_values(operation: Operation, backend: Backend) -> None:
-    """Outputs are 0, whatever other queries of the sequence see."""
+    """Queries without visible keys have output 0, also next to queries with infinite values."""
     case = replace(paged_cases.DRAFTS, kv_lens=(3, 5, 2, 1, 9), q_lens=(4,) * 5, sinks="-inf")
     inputs = draw(backend, case)
     empty = np.isneginf(operation.expected(inputs)[1])
@@ -271,7 +271,7 @@ def test_no_tokens_at_all(backend: Backend) -> None:
 @every_backend("paged_prefill")
 @in_every_run("xla")
 def test_chunks_give_what_the_whole_prompt_gives(backend: Backend) -> None:
-    """A prompt at once, and the same prompt cut anywhere, over the same pages."""
+    """A prompt in one chunk and the same prompt in several chunks have the same result."""
     whole = draw(backend, packed((40, 0, 0, 0), (40, 0, 0, 0)))
     arrays = whole.prefill(poisoned=False)
     want, want_lse = PREFILL.run(backend, whole.case, arrays)
@@ -288,7 +288,7 @@ def test_chunks_give_what_the_whole_prompt_gives(backend: Backend) -> None:
 @every_backend("paged_prefill")
 @in_every_run("xla")
 def test_agrees_with_decode(backend: Backend) -> None:
-    """The same queries as a draft of three tokens a sequence."""
+    """Prefill and decode agree on a draft of three tokens per sequence."""
     case = replace(SAMPLE, kv_lens=(3, 16, 17, 128), q_lens=(3,) * 4, queries=3, tokens=12)
     inputs = draw(backend, case)
     got = PREFILL.run(backend, case, inputs.prefill())
@@ -300,7 +300,7 @@ def test_agrees_with_decode(backend: Backend) -> None:
 @every_backend("paged_decode")
 @in_every_run("reference", "xla", "mosaic", "triton")
 def test_queries_that_come_in_8_bits(backend: Backend) -> None:
-    """Results are those of the same queries rounded by the call, to the bit."""
+    """8-bit queries and queries that the call rounds to 8 bits have the same bits."""
     case = replace(paged_cases.DECODE["fp8 queries of heads, sinks"], kv_lens=(5,) * 7, q_lens=(1,) * 7)
     inputs = draw(backend, case)
     arrays = inputs.decode()
@@ -315,7 +315,7 @@ def test_queries_that_come_in_8_bits(backend: Backend) -> None:
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic", "triton")
 def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
-    """Shuffled, and alone among idle rows: bit for bit in `fixed` mode where plans are honoured, else closely."""
+    """Shuffled batch rows, and one row among idle rows: equal bits in `fixed` mode with plans, else close."""
     inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 40, 100, 1, 0, 65)))
     case, arrays = inputs.case, inputs.decode()
     batch = len(case.kv_lens)
@@ -344,7 +344,7 @@ def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
 @pytest.mark.parametrize("mode", ["balanced", "fixed"])
 @in_every_run("xla", mosaic=["fixed"])
 def test_a_plan_changes_no_meaning(backend: Backend, mode: str) -> None:
-    """Rows cut among programs, several rows a program, and programs without any."""
+    """Plans that split rows between CTAs, give several rows to one CTA, and leave CTAs without work."""
     inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 1, 40, 0, 0, 128)))
     arrays = inputs.decode()
     plan = plan_for(backend, inputs.case, arrays, mode)
@@ -356,7 +356,7 @@ def test_a_plan_changes_no_meaning(backend: Backend, mode: str) -> None:
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic", "triton")
 def test_tokens_of_a_mixed_step(backend: Backend) -> None:
-    """The output goes into the first tokens of a packed one, with the same bits, and no other bit of that changes."""
+    """With `out`, a decode writes the first tokens of a packed output with the same bits, and changes nothing else."""
     inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 1, 40, 0, 0, 128)))
     arrays = planned(backend, inputs.case, inputs.decode())
     out, lse = DECODE.run(backend, inputs.case, arrays)
@@ -369,7 +369,7 @@ def test_tokens_of_a_mixed_step(backend: Backend) -> None:
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic")
 def test_without_a_plan(backend: Backend) -> None:
-    """Which then is made from the arguments."""
+    """Without `plan`, the call plans from its arguments."""
     inputs = draw(backend, SAMPLE)
     got = DECODE.run(backend, inputs.case, inputs.decode())
     harness.assert_attention_close(got, inputs.expected_decode(), backend.variant.tolerance(inputs.case.dtype))
@@ -378,7 +378,7 @@ def test_without_a_plan(backend: Backend) -> None:
 @every_backend("paged_prefill")
 @in_every_run("xla", "mosaic")
 def test_a_sequence_does_not_depend_on_its_batch(backend: Backend) -> None:
-    """Each sequence alone, among empty ones."""
+    """A sequence among empty sequences has the same result as in the full batch."""
     inputs = draw(backend, CHUNK)
     arrays = inputs.prefill()
     out, lse = PREFILL.run(backend, inputs.case, arrays)
@@ -396,7 +396,7 @@ def test_a_sequence_does_not_depend_on_its_batch(backend: Backend) -> None:
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic")
 def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
-    """Whether values count may be asked of all query rows of a KV head; one that sees everything as NaN says yes."""
+    """A kernel may skip masking if all query rows see a tile. A NaN query must not make it skip for other heads."""
     inputs = draw(backend, paged_cases.TREE)
     arrays = planned(backend, inputs.case, inputs.decode())
     clean = DECODE.run(backend, inputs.case, arrays)
@@ -409,7 +409,7 @@ def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
 @both()
 @in_every_run("reference", "xla", mosaic=["paged_decode"])
 def test_queries_of_nan_that_see_nothing(operation: Operation, backend: Backend) -> None:
-    """Outputs are 0, although scores are NaN: all pages of the sequences are absent."""
+    """Outputs are 0 for NaN queries if all pages of the sequences are absent."""
     inputs = draw(backend, replace(CARRIER, kv_lens=(128,) * 7, q_lens=(1,) * 7))
     inputs.tables[:] = PAGE_NONE
     arrays = operation.arguments(inputs, poisoned=True)
@@ -448,7 +448,7 @@ LARGE_PREFILL = PagedCase(
 @both(backends.is_compiled_and_lean)
 @in_every_run(xla=["paged_decode"])
 def test_large_tiles(operation: Operation, backend: Backend) -> None:
-    """The configuration users get, on rows long enough to need several of its tiles and groups."""
+    """The configuration that users get, on rows with several of its tiles and groups."""
     inputs = draw(backend, LARGE_DECODE if operation is DECODE else LARGE_PREFILL)
     arrays = operation.arguments(inputs)
     got = operation.run(backends.as_users_get(backend), inputs.case, arrays)
@@ -459,7 +459,7 @@ def test_large_tiles(operation: Operation, backend: Backend) -> None:
 @every_backend("paged_prefill", backends.is_compiled_and_lean)
 @in_every_run()
 def test_seventy_thousand_tokens(backend: Backend) -> None:
-    """More query tokens than a grid dimension of a GPU holds, in sequences with and without a cached prefix."""
+    """More query tokens than the maximum of a GPU grid dimension, with and without a cached prefix."""
     rng, window, page_size, head_dim = harness.fresh_rng(), 16, 16, 8
     kv_lens, q_lens = (60_010, 9_000, 1_500), (60_000, 9_000, 1_000)
     num_pages = [-(-n // page_size) for n in kv_lens]
@@ -484,7 +484,7 @@ def test_seventy_thousand_tokens(backend: Backend) -> None:
 
 
 def windowed_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int) -> Result:
-    """The newest queries [n, H, D] of one sequence, each over the last `window` of its keys [K, D]."""
+    """Return the attention of the newest queries [n, H, D] of one sequence over the last `window` keys of [K, D]."""
     position = np.arange(len(k) - len(q), len(k))
     seen = position[:, None] - np.arange(window)  # [n, window], newest first
     scores = np.einsum("nhd,nwd->nhw", q, k[np.maximum(seen, 0)]) * q.shape[-1] ** -0.5
@@ -503,7 +503,7 @@ SMALL = replace(SMALL, head_windows=((9, 1),))
 
 
 def transformed(operation: Operation, backend: Backend) -> tuple[harness.Jitted, dict[str, Any], Any]:
-    """The call, its arguments and tolerances."""
+    """Return the call, its arguments and the tolerances."""
     inputs = draw(backend, SMALL)
     arrays = operation.arguments(inputs)
     arrays = planned(backend, inputs.case, arrays) if operation is DECODE else arrays
@@ -554,7 +554,7 @@ def test_values_do_not_retrace(operation: Operation, backend: Backend) -> None:
 
 
 def big(operation: Operation, dtype: Any, scales: Any = None) -> dict[str, Any]:
-    """Shapes of a call over a pool larger than everything else in it."""
+    """Return the shapes of a call whose pool is larger than all other arrays."""
     spec = kv_cache_spec(num_pages=8192, page_size=16, num_kv_heads=2, head_dim=32, dtype=dtype, scales=scales)
     packed = operation is PREFILL
     arrays = {

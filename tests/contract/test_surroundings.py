@@ -1,5 +1,5 @@
-"""The surroundings of a call, and the forms its arguments come in, change no result: `jax.shard_map`, types of 64 bits,
-lists, empty batches. Gradients and symbolic sizes are refused in our own words.
+"""Calls inside `jax.shard_map`, with 64-bit integers, with lists and with empty batches return the usual result.
+Gradients and symbolic sizes raise errors of this library.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tests.contract.targets import (
 )
 from tests.kit import harness
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 XLA = next(backend for backend in BACKENDS if backend.name == "xla")
 NEW = ("q", "q_latent", "q_rope", "k", "v", "latent", "latent_new", "keys", "scores")
-"""Arguments that a shard has its own part of; tables, lengths and caches are the same for all."""
+"""Arguments that are split over shards. Tables, lengths and caches are replicated."""
 
 
 def params(wanted: Any = lambda backend: True) -> pytest.MarkDecorator:
-    """Every target with each backend of the wanted kind that does not refuse it."""
+    """Return each target with each supported backend for which `wanted` is true."""
     return pytest.mark.parametrize(
         ("backend", "name"),
         [
@@ -54,7 +54,7 @@ def params(wanted: Any = lambda backend: True) -> pytest.MarkDecorator:
 
 
 def call(target: Target, backend: Backend) -> Any:
-    """The operation as a function of its array arguments, as one dictionary."""
+    """Return the operation as a function of a dictionary of its array arguments."""
 
     def function(arrays: dict[str, Any]) -> Any:
         with backend.variant.settings():
@@ -64,7 +64,7 @@ def call(target: Target, backend: Backend) -> Any:
 
 
 def sharded(function: Any, own: tuple[str, ...] = NEW) -> Any:
-    """The function in `jax.shard_map` as jax has it by default, on a mesh of one device, over whose axis `own` vary."""
+    """Return the function in a default `jax.shard_map` on a mesh of one device. Arguments `own` vary over its axis."""
     mesh, spec = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec
     specs = (spec("x"), spec())
 
@@ -105,7 +105,7 @@ def test_inside_a_shard_map(backend: Backend, name: str) -> None:
     ),
 )  # fmt: skip
 def test_whatever_varies(backend: Backend, name: str, own: tuple[str, ...]) -> None:
-    """Queries and new tokens, caches, tables or lengths alone."""
+    """Each of queries and new tokens, caches, tables, and lengths varies alone."""
     target = TARGETS[name]
     arrays = jax.tree.map(jnp.asarray, dict(target.arrays))
     jax.eval_shape(sharded(call(target, backend), own), arrays)
@@ -120,7 +120,7 @@ def test_whatever_varies(backend: Backend, name: str, own: tuple[str, ...]) -> N
     triton=all_but("decode of heads", "decode, int8", "latents, few heads"),
 )  # fmt: skip
 def test_kernels_are_traced_inside_a_shard_map(backend: Backend, name: str) -> None:
-    """And their results vary over its axis: an output that does not is refused."""
+    """Results vary over the axis, so `jax.shard_map` rejects output specs without it."""
     target = TARGETS[name]
     arrays, function = jax.tree.map(jnp.asarray, dict(target.arrays)), call(target, backend)
     types: list[Any] = []
@@ -256,7 +256,7 @@ def test_symbolic_sizes_are_refused_by_name() -> None:
     "name", ["decode", "latents, few heads", "prefill", "ragged", "gather", "write", "choice of keys", "chosen latents"]
 )
 def test_lists_and_numpy_integers_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Implementations get them as int32."""
+    """Implementations receive 64-bit integers as int32."""
     target, calls = TARGETS[name], []
     arrays = jax.tree.map(jnp.asarray, dict(target.arrays))
     monkeypatch.setattr(dispatch, "run", lambda call, implementation: calls.append(call) or (None, None))
@@ -285,7 +285,7 @@ def test_numbers_of_any_class_are_taken() -> None:
 
 
 def empty(name: str, **sizes: int) -> dict[str, Any]:
-    """The arguments of a call without sequences (B=0) or without queries (Q=0)."""
+    """Return the arguments of a call without sequences (B=0) or without queries (Q=0)."""
     arrays = jax.tree.map(jnp.asarray, dict(TARGETS[name].arrays))
     for key in ("q", "q_latent", "q_rope", "block_tables", "kv_lens", "q_lens"):
         if key in arrays and "B" in sizes:
@@ -319,7 +319,7 @@ def test_an_empty_decode(name: str, sizes: dict[str, int], implementation: str) 
 @pytest.mark.parametrize("name", ["prefill", "ragged", "gather"])
 @pytest.mark.parametrize("implementation", dispatch.implementations("paged_prefill"))
 def test_tokens_of_no_sequence(name: str, implementation: str) -> None:
-    """S = 0: all rows are padding."""
+    """With S = 0 all rows are padding."""
     target, arrays = TARGETS[name], jax.tree.map(jnp.asarray, dict(TARGETS[name].arrays))
     arrays = arrays | {key: arrays[key][:1] for key in ("cu_q_lens", "cu_kv_lens") if key in arrays}
     arrays = arrays | {key: arrays[key][:0] for key in ("block_tables", "kv_lens") if key in arrays}

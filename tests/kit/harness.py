@@ -77,8 +77,8 @@ BF16_ROUNDOFF = 2**-9
 ROUNDED_TWICE = 0.5 * (2 * BF16_ROUNDOFF) ** 2 / (1 - 2 * BF16_ROUNDOFF)
 """Maximum of 1 - cosine if all elements have the same two roundings to bfloat16: of a weight and of the output.
 
-`HALF_OUT` assumes that roundings are independent. They are not if the largest outputs come from a single key: its weight
-is rounded once for all columns.
+`HALF_OUT` assumes that roundings are independent. They are not if the largest outputs come from a single key: its
+weight is rounded once for all columns.
 """
 HALF_SCALE = 0.125
 """Deviation of the values of 16-bit inputs. Weights rounded to bfloat16 err by 2**-9 of the values they weigh, however
