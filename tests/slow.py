@@ -44,8 +44,6 @@ SLOW = (
     r"ops/test_mla_decode_seesaw.py::test_shapes",  # the contract's pages of 128, odd heads and drafts
     r"ops/test_mla_decode_swap_ab.py::test_widths_and_pages.*256 \+ 32",
     r"ops/test_flash_schedule.py::test_blocks_are_listed.*full-interpreted",
-    r"ops/test_rope.py::test_write_turns.*\[(8-None-neox|1-before_rope-interleaved)-mosaic",
-    r"ops/test_write_kv.py::test_dynamic_scales.*(1-float8_e4m3fn-2|2-int8-1)-mosaic",
     r"ops/test_mla_decode_programs.py::test_as_many.*\[(32-1|64-1|128-8)",
     r"ops/test_mla_prefill.py::test_(?!bad).*\[reference(?!-all)",  # it is made of operations that have contracts
     r"contract/test_surroundings.py::test_kernels_are_traced.*-(decode of heads|decode, int8|latents, few heads)\]",

@@ -392,7 +392,7 @@ BAD = [
     ("pallas_attn.mosaic.hopper.wgmma", "from pallas_attn.ops.paged_decode import config"),
     ("pallas_attn.mosaic.hopper.wgmma", "from pallas_attn.triton import call"),
     ("pallas_attn.triton.launch", "from pallas_attn.mosaic import basics"),
-    ("pallas_attn.triton.pieces", "from pallas_attn.ops.paged_decode import config"),
+    ("pallas_attn.triton.softmax", "from pallas_attn.ops.paged_decode import config"),
     ("pallas_attn.portable.merge", "import triton.language as tl"),
     ("pallas_attn.mosaic.blackwell.decode", "from pallas_attn.mosaic.hopper.tiles import operand"),
     ("pallas_attn.cache.page_pool", "import jax"),

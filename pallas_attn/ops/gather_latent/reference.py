@@ -1,4 +1,4 @@
-"""Definition of `gather_latent`: one token after the other."""
+"""Definition of `gather_latent`: token by token."""
 
 from __future__ import annotations
 

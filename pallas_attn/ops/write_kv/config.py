@@ -13,11 +13,11 @@ type Rotation = Literal["none", "neox", "interleaved"]
 
 @dataclasses.dataclass(frozen=True)
 class WriteKVConfig:
-    """Work per thread and per CTA of the Mosaic kernel.
+    """Division of the Mosaic kernel's work among threads and CTAs.
 
     Attributes:
-      row_threads: threads that share a token of a head, if the number of columns permits it.
-      scan_tokens: tokens that a CTA searches for leaders of groups, if groups of tokens share a scale.
+      row_threads: threads that share an entry (a token of a head), at most.
+      scan_tokens: number of tokens that a CTA checks for leaders of scale groups.
     """
 
     row_threads: int
@@ -32,12 +32,12 @@ class WriteKVConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WriteKVKey:
-    """Facts of a call that determine the best configuration.
+    """Properties of a call that determine its configuration.
 
     Attributes:
       head_dim: D.
       rotary_half: number of pairs of columns that are rotated.
-      rotation: pairing of the columns.
+      rotation: which columns are pairs.
       entries: T·Hkv, rounded up to a power of two.
       group_tokens: tokens that share a dynamic scale; 0 without dynamic scales.
     """
@@ -50,13 +50,13 @@ class WriteKVKey:
 
     @property
     def unit(self) -> int:
-        """Largest power of two that divides the width of every segment of columns with the same treatment."""
+        """Largest power of two that divides the lengths of the rotated and the other columns."""
         rotated = self.rotary_half if self.rotation == "neox" else 2 * self.rotary_half
         common = math.gcd(rotated, self.head_dim - 2 * self.rotary_half) if rotated else self.head_dim
         return common & -common
 
     def threads_and_vector(self, config: WriteKVConfig) -> tuple[int, int]:
-        """Number of threads that share a row, and number of adjacent columns that each thread processes at a time."""
+        """Number of threads that share a row, and number of neighbouring columns per access of a thread."""
         threads = min(config.row_threads, self.unit // (2 if self.rotation == "interleaved" else 1), 32)
         return threads, min(8, self.unit // threads)
 
@@ -66,17 +66,17 @@ def mosaic_config(key: WriteKVKey) -> WriteKVConfig:
     return tuning.lookup("kv_write/mosaic", dataclasses.asdict(key), WriteKVConfig, lambda: _mosaic_heuristic(key))
 
 
-PROGRAMS = 264
-"""CTAs per multiprocessor. With fewer than two, some multiprocessors only wait for memory."""
+MIN_CTAS = 264
+"""Two CTAs per multiprocessor of an H100. With fewer, multiprocessors are idle while they wait for memory."""
 
 
 def _mosaic_heuristic(key: WriteKVKey) -> WriteKVConfig:
-    """Return 16 columns per thread, or fewer if a CTA could otherwise process more rows than there are."""
+    """16 columns per thread, or fewer if a CTA would otherwise have more rows than needed."""
     row_threads = 1
-    while row_threads < 32 and (key.head_dim > 16 * row_threads or _rows_to_spare(key, 128 // row_threads)):
+    while row_threads < 32 and (key.head_dim > 16 * row_threads or _has_spare_rows(key, 128 // row_threads)):
         row_threads *= 2
     return WriteKVConfig(row_threads, scan_tokens=min(16, max(1, key.entries // 4096)))
 
 
-def _rows_to_spare(key: WriteKVKey, rows: int) -> bool:
-    return rows > key.group_tokens if key.group_tokens > 1 else key.entries < PROGRAMS * rows
+def _has_spare_rows(key: WriteKVKey, rows: int) -> bool:
+    return rows > key.group_tokens if key.group_tokens > 1 else key.entries < MIN_CTAS * rows

@@ -1,4 +1,4 @@
-"""Definition of `write_kv` over the whole pool: write every token to its slot, then scale each group once."""
+"""Definition of `write_kv` over the whole pool: put every token into its slot, then quantise each scale group."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _write(
     if scale is None or scale.ndim < 3:
         if scale is None:
             values = x.astype(pages.dtype)
-        else:  # static: follows the head
+        else:  # static scales belong to the head
             values = quantise(x.astype(jnp.float32), scale.reshape(1, num_kv_heads, -1), pages.dtype)
         laid = pool.astype(pages.dtype).at[row, offset].set(values, mode="drop")
         return jnp.where(written[..., None], laid, pages.reshape(pool.shape)).reshape(pages.shape), scale
@@ -66,7 +66,7 @@ def _write(
 def _rows(
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"], num_pages: int, num_kv_heads: int, page_size: int
 ) -> tuple[Int32[Array, "T Hkv"], Int32[Array, "T Hkv"]]:
-    """Return the row and the offset of each token and head. The row is one past the last if nothing is written."""
+    """Pool row and offset of each token and head. Tokens that are not written have the row after the last."""
     page_or_row, offset = slots // page_size, slots % page_size
     if slots.ndim == 1:
         head = jnp.arange(num_kv_heads, dtype=jnp.int32)
@@ -84,7 +84,12 @@ def _write_groups(
     new: Float[Array, "N Hkv g n D"],
     written: Bool[Array, "N Hkv g n"],
 ) -> tuple[Num[Array, "N Hkv g n D"], Float[Array, "N Hkv g"]]:
-    """Requantise groups of n tokens. `new` contains the tokens that this call writes (`written`), and zeros."""
+    """Write groups of n tokens.
+
+    Args:
+      new: values of this call's tokens, and zeros elsewhere.
+      written: whether this call writes a token.
+    """
     dtype = stored.dtype
     touched = written.any(axis=-1)
     first = jnp.argmax(written, axis=-1)  # lowest offset of the group that this call writes
