@@ -17,7 +17,7 @@ import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec
 from pallas_attn.mosaic.hopper.prefill import QUERIES
 from pallas_attn.mosaic.prefill.config import FlashConfig
-from pallas_attn.mosaic.prefill.split import PARTIALS
+from pallas_attn.mosaic.prefill.split import PARTIALS_PER_CTA
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey
@@ -309,7 +309,7 @@ REFUSED_ON_B200 = re.compile(r"paged-prefill-(int8-channel|fp8-token|int8-group)
 scales of tokens, or a second term of the queries.
 """
 
-PARTIALS_ON_B200 = PARTIALS * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
+PARTIALS_ON_B200 = PARTIALS_PER_CTA * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
 """Bytes of partial states: eight of a block of 256 rows for each multiprocessor, or of 128 rows twice as wide."""
 
 

@@ -37,7 +37,7 @@ from tests.aot.device import MULTIPROCESSOR_REGISTERS
 from tests.aot.report import WARPGROUP
 from tests.kit import harness
 
-UNCUT = KvSplits(most=1, heads=1, most_tiles=1, programs=1)
+UNCUT = KvSplits(most=1, heads=1, most_tiles=1, num_ctas=1)
 RAGGED = Blocking(num_rows=300, block_rows=64, tile_keys=64, causal=True)
 compiled = pytest.param("compiled", marks=pytest.mark.gpu)
 
@@ -229,7 +229,7 @@ def test_keys_are_cut_where_multiprocessors_would_be_idle(mode: str, capsys: pyt
 def test_a_window_leaves_less_to_cut(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The number of splits follows the widest window of all heads."""
     case = Case(np.asarray([64]), np.asarray([64 * 260]), packed_keys=False)
-    splits = KvSplits(most=16, heads=8, most_tiles=260, programs=132)
+    splits = KvSplits(most=16, heads=8, most_tiles=260, num_ctas=132)
     with running(mode, capsys):
         for width, sink_tokens, num_splits in ((100, 0, 1), (100, 16_000, 16), (FULL, 0, 16)):
             head_window = HeadWindow(jnp.asarray([5, width], jnp.int32), jnp.asarray([0, sink_tokens], jnp.int32))
@@ -275,7 +275,7 @@ def test_all_heads_take_turns_where_no_blocks_share_keys(mode: str, capsys: pyte
 
 def turns(case: Case, programs: int) -> int:
     """Number of 16 heads that take turns where two fit the cache."""
-    splits = KvSplits(most=1, heads=16, most_tiles=512, programs=programs)
+    splits = KvSplits(most=1, heads=16, most_tiles=512, num_ctas=programs)
     blocking = replace(RAGGED, num_rows=int(sum(case.q_lens)), causal=False)
     return int(list_blocks(blocking, case.lengths, splits, 2).counts[1])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedLatent, latent_cache_spec, merge_states, mla_decode, mla_prefill, write_latent
+from pallas_attn.ops.mla_prefill import composition, config
 from pallas_attn.runtime import dispatch
 from tests.contract import naive, transformations
 from tests.kit import harness
@@ -186,8 +186,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets the packed tokens that attend absorbed at a time."""
 
     def set_to(tokens: int) -> None:
-        module = importlib.import_module("pallas_attn.ops.mla_prefill")
-        monkeypatch.setattr(module, "_block_tokens", lambda num_tokens, heads: min(num_tokens, tokens))
+        monkeypatch.setattr(config, "block_tokens", lambda num_tokens, heads: min(num_tokens, tokens))
 
     return set_to
 
@@ -206,8 +205,7 @@ def test_absorbed_in_blocks(variant: Variant, blocks: Callable[[int], None], tok
 
 def test_the_last_block_reaches_back() -> None:
     """Tokens of the block before belong to no sequence in it."""
-    module = importlib.import_module("pallas_attn.ops.mla_prefill")
-    block = module._TokenBlock(jnp.array([0, 14, 17, 21, 24], jnp.int32), jnp.int32(22), 4, 24)
+    block = composition.TokenBlock(jnp.array([0, 14, 17, 21, 24], jnp.int32), jnp.int32(22), 4, 24)
     assert block.cu_q_lens.tolist() == [2, 2, 2, 2, 4]
     assert block.take(jnp.arange(24)).tolist() == [20, 21, 22, 23]
     assert block.put(jnp.zeros(24, jnp.int32), jnp.arange(1, 5))[18:].tolist() == [0, 0, 1, 2, 3, 4]
@@ -225,8 +223,7 @@ def most_absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets the new tokens of a sequence up to which absorbed is said to be faster."""
 
     def set_to(most: int) -> None:
-        module = importlib.import_module("pallas_attn.ops.mla_prefill")
-        monkeypatch.setattr(module, "_most_absorbed", lambda *_: most)
+        monkeypatch.setattr(composition, "max_absorbed_tokens", lambda *_: most)
 
     return set_to
 
@@ -242,8 +239,7 @@ DECIDED = {
 @pytest.mark.parametrize(("cached", "new", "is_short"), DECIDED.values(), ids=DECIDED)
 def test_the_form_that_the_device_decides_for(cached: tuple[int, ...], new: tuple[int, ...], is_short: bool) -> None:
     """Up to 6 new tokens of a sequence in the mean, each counted as often as it has cached tokens."""
-    module = importlib.import_module("pallas_attn.ops.mla_prefill")
-    decide = jax.jit(lambda cu_q_lens, cached: module._is_short(6, cu_q_lens, cached))
+    decide = jax.jit(lambda cu_q_lens, cached: composition.is_short(6, cu_q_lens, cached))
     assert decide(np.cumsum((0, *new), dtype=np.int32), np.array(cached, np.int32)) == is_short
 
 

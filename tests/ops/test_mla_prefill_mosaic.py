@@ -13,7 +13,8 @@ import pytest
 from jax import lax
 
 from pallas_attn import cumulative_lens, gather_latent, merge_states, mla_prefill, ragged_attention
-from pallas_attn.ops.mla_prefill import PieceConfig, _expand, _merge
+from pallas_attn.ops.mla_prefill.composition import expand, merge
+from pallas_attn.ops.mla_prefill.config import PrefixChunkConfig
 from pallas_attn.runtime import dispatch
 from tests.kit import harness
 from tests.kit.harness import Variant
@@ -73,7 +74,7 @@ def test_merges_as_merge_states_does() -> None:
     lses[0, 0], lses[1, 1], lses[:, 2] = -np.inf, -np.inf, -np.inf
     outs[lses == -np.inf] = 0
     outs[0, 3, 0], lses[0, 3, 0] = np.nan, np.nan
-    got = jax.jit(lambda outs, lses: _merge((outs[0], lses[0]), (outs[1], lses[1])))(outs, lses)
+    got = jax.jit(lambda outs, lses: merge((outs[0], lses[0]), (outs[1], lses[1])))(outs, lses)
     want = merge_states(jnp.asarray(outs), jnp.asarray(lses))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(got[1], want[1])
@@ -84,7 +85,7 @@ def test_the_configured_piece_is_what_none_means() -> None:
     arrays = contract.shapes(64)
     temporaries = {
         tokens: harness.temp_bytes(contract.prefill(Variant("xla", config)), **arrays)
-        for tokens, config in ((256, PieceConfig(256)), (4096, PieceConfig(4096)))
+        for tokens, config in ((256, PrefixChunkConfig(256)), (4096, PrefixChunkConfig(4096)))
     }
     expanded = (4096 - 256) * 4 * (32 + 16 + 32) * 4
     assert temporaries[4096] - temporaries[256] >= expanded
@@ -92,7 +93,7 @@ def test_the_configured_piece_is_what_none_means() -> None:
 
 def test_a_piece_has_tokens() -> None:
     with pytest.raises(ValueError, match="piece_tokens=0 must be at least 1"):
-        PieceConfig(0)
+        PrefixChunkConfig(0)
 
 
 # --- real sizes, on a GPU
@@ -104,7 +105,7 @@ def attend_at_once(
     """Attention in float32, of keys and values rounded to bfloat16."""
     latent = gather_latent(cache, latent_new, block_tables, cu_q_lens, kv_lens, length=length, implementation="xla")
     wide = lambda x: x.astype(jnp.float32)  # noqa: E731
-    expanded = _expand(wide(latent), wide(w_uk), wide(w_uv))
+    expanded = expand(wide(latent), wide(w_uk), wide(w_uv))
     k, v = (lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) for x in expanded)
     q = wide(jnp.concatenate([q_nope, q_rope], axis=-1))
     return ragged_attention(

@@ -23,7 +23,7 @@ from pallas_attn.mosaic.hopper.prefill import ROWS, FlashStatic
 from pallas_attn.mosaic.prefill.config import FlashConfig
 from pallas_attn.mosaic.prefill.schedule import FlashWorkTile, QueryBlock
 from pallas_attn.mosaic.prefill.split import OutputRows, RowState, merge_splits
-from pallas_attn.ops.ragged_attention.mosaic_front import RaggedFrontEnd, RaggedInputs
+from pallas_attn.ops.ragged_attention.mosaic_sm90 import RaggedInputs, RaggedLoader
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
@@ -113,7 +113,7 @@ def test_a_window_leaves_the_tiles_that_it_reaches_into(splits: int) -> None:
         64, 64, tile_keys=64, stages=2, consumers=1, copies=1, score_scale=1.0, tile_rows=64, rows=ROWS
     )
     for window, start in itertools.product((1, 64, 65, 500, 2900), (8, 72)):
-        front = RaggedFrontEnd(static, 113, 1, causal=True, window=window)
+        loader = RaggedLoader(static, 113, 1, causal=True, window=window)
         rows = np.arange(max(start, 13), min(start + 64, 113))
         newest = 77 + 3000 - 113 + rows
         end_tile = (newest[-1] - 72) // 64 + 1
@@ -123,7 +123,7 @@ def test_a_window_leaves_the_tiles_that_it_reaches_into(splits: int) -> None:
             work = (
                 FlashWorkTile(block, 0) if splits == 1 else FlashWorkTile(block, 0, jnp.int32(split), jnp.int32(splits))
             )
-            tile = front.tile(RaggedInputs(*[None] * 6), None, work)
+            tile = loader.tile(RaggedInputs(*[None] * 6), None, work)
             assert tile.kv_tiles >= 1
             walked += range(int(tile.first_tile), int(tile.first_tile + tile.kv_tiles))
         oldest = max(77, newest[0] - window + 1)

@@ -27,7 +27,7 @@ arrives, order the tensor core.
     o_done[consumer]        P V is finished       the consumer, before it rescales or reads O; the issuing thread,
                                                   before it starts an S over that P
     fetched                 the producer          itself, before it looks up a work tile (`TileQueue`)
-    next_tile_landed[slot]  the producer          all, before their next work tile
+    next_tile_full[slot]    the producer          all, before their next work tile
 
 The kernel cannot deadlock: all warpgroups go through the same work tiles and tiles of keys, in this order. The issuing
 thread waits for tiles that the producer brings in the order in which they are used, for P of a tile whose S it has
@@ -58,7 +58,7 @@ from pallas_attn.mosaic.blackwell.tmem import OrderedBarrier
 from pallas_attn.mosaic.prefill.pipeline import (
     FlashKernel,
     FlashStatic,
-    FrontEnd,
+    OperandLoader,
     Results,
     Rings,
     RowOptions,
@@ -171,14 +171,14 @@ class TensorScratch(NamedTuple):
 
 
 def flash_attention(
-    front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
+    loader: OperandLoader, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
     """Output and LSE; see `flash.pipeline.launch`."""
-    static = front.static
+    static = loader.static
     _require_tmem(static)
     scratch = TensorScratch.types(static, jax.tree.leaves(inputs.q)[0].dtype)
     kernel = FlashKernel(_kernel, scratch, static.consumers + 2, static.stages + 1, orders_tensor_core=True)
-    return launch(kernel, front, inputs, work, splits, **rest)
+    return launch(kernel, loader, inputs, work, splits, **rest)
 
 
 def _require_tmem(static: FlashStatic) -> None:
@@ -194,31 +194,31 @@ def _require_tmem(static: FlashStatic) -> None:
 
 
 def _kernel(
-    front: FrontEnd,
+    loader: OperandLoader,
     x: Any,
     work_tiles: Callable[[], WorkTiles],
     result: Results,
     scratch: TensorScratch,
-    front_scratch: Any,
+    loader_scratch: Any,
 ) -> None:
-    static, warpgroup = front.static, lax.axis_index("warpgroup")
+    static, warpgroup = loader.static, lax.axis_index("warpgroup")
     of_consumer, of_producer, of_issuer = (DEQUANTIZE_REGISTERS if static.dequantizes else REGISTERS)[static.consumers]
 
     def attend(index: int) -> None:
         plgpu.set_max_registers(of_consumer, action="increase")
         consumer = SoftmaxConsumer(static, scratch, index, basics.opaque_zero() + index)
-        consume(front, x, work_tiles(), consumer, result, front_scratch)
+        consume(loader, x, work_tiles(), consumer, result, loader_scratch)
 
     def load() -> None:
         plgpu.set_max_registers(of_producer, action="decrease")
-        produce(front, x, work_tiles(), scratch.rings, front_scratch)
+        produce(loader, x, work_tiles(), scratch.rings, loader_scratch)
 
     def multiply() -> None:
         plgpu.set_max_registers(of_issuer, action="decrease")
         issuer = Issuer(static, scratch)
 
         def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
-            kv_tiles = front.tile(x, front_scratch, work).kv_tiles
+            kv_tiles = loader.tile(x, loader_scratch, work).kv_tiles
             issuer.attend(kv_tile, kv_tiles)
             return kv_tiles
 
@@ -241,7 +241,7 @@ class Issuer:
     def attend(self, begin: Any, kv_tiles: Any) -> None:
         """Products with some tiles, at least one, from the program's tile number `begin` on."""
         for consumer in range(self.static.consumers):
-            plgpu.barrier_wait(self.scratch.rings.q_landed.at[consumer])
+            plgpu.barrier_wait(self.scratch.rings.q_full.at[consumer])
         (self._by_turns if self.static.consumers == 1 else self._side_by_side)(begin, kv_tiles)
 
     def _side_by_side(self, begin: Any, kv_tiles: Any) -> None:
@@ -292,14 +292,14 @@ class Issuer:
         plgpu.barrier_wait(self.scratch.o_done.at[0])
 
     def _await_keys(self, kv_tile: Any) -> None:
-        plgpu.barrier_wait(self.scratch.rings.k_landed.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.barrier_wait(self.scratch.rings.k_full.at[ring_slot(kv_tile, self.static.stages)])
 
     def _await_values(self, kv_tile: Any) -> None:
-        plgpu.barrier_wait(self.scratch.rings.v_landed.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.barrier_wait(self.scratch.rings.v_full.at[ring_slot(kv_tile, self.static.stages)])
 
     def _multiply_keys(self, kv_tile: Any, consumer: int, buffer: int) -> None:
         """S = Q Kᵀ, with all terms of the queries."""
-        rings, terms = self.scratch.rings, self.static.query_terms
+        rings, terms = self.scratch.rings, self.static.query_parts
         s, _ = self.scratch.scores[buffer]
         k = rings.k.at[ring_slot(kv_tile, self.static.stages)].transpose((1, 0))
         for term in range(terms):
@@ -318,15 +318,15 @@ class Issuer:
     def _release_keys(self, kv_tile: Any, is_last: Any) -> None:
         """Frees keys after their products; the queries, too, if these were the block's last."""
         rings = self.scratch.rings
-        plgpu.tcgen05_commit_arrive(rings.k_free.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.tcgen05_commit_arrive(rings.k_empty.at[ring_slot(kv_tile, self.static.stages)])
 
         @pl.when(is_last)
         def _release_queries() -> None:
             for consumer in range(self.static.consumers):
-                plgpu.tcgen05_commit_arrive(rings.q_free.at[consumer])
+                plgpu.tcgen05_commit_arrive(rings.q_empty.at[consumer])
 
     def _release_values(self, kv_tile: Any) -> None:
-        plgpu.tcgen05_commit_arrive(self.scratch.rings.v_free.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.tcgen05_commit_arrive(self.scratch.rings.v_empty.at[ring_slot(kv_tile, self.static.stages)])
 
 
 # --- a consumer

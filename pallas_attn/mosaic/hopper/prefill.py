@@ -20,7 +20,7 @@ Barriers, beside those of the rings, which n consumers free:
     schedule_barrier[consumer] the consumer       consumer, before it starts its products
                                before it
     fetched                    the producer       itself, before it looks up a work tile (`TileQueue`)
-    next_tile_landed[slot]     the producer       consumers, before their next work tile
+    next_tile_full[slot]     the producer       consumers, before their next work tile
 
 The kernel cannot deadlock. All warpgroups go through the same work tiles and tiles of keys. The producer waits for
 slots that every consumer frees one product after it used them, and for the buffer of the queries, which is free after
@@ -49,7 +49,7 @@ from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.prefill.pipeline import (
     FlashKernel,
     FlashStatic,
-    FrontEnd,
+    OperandLoader,
     Results,
     Rings,
     RowOptions,
@@ -102,37 +102,37 @@ class FlashScratch(NamedTuple):
 
 
 def flash_attention(
-    front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
+    loader: OperandLoader, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
     """Output and LSE; see `flash.pipeline.launch`."""
-    static = front.static
+    static = loader.static
     scratch = FlashScratch(
         Rings.types(static, jax.tree.leaves(inputs.q)[0].dtype, readers=static.consumers),
         plgpu.Barrier(num_barriers=static.consumers),
     )
-    return launch(FlashKernel(_kernel, scratch, static.consumers + 1), front, inputs, work, splits, **rest)
+    return launch(FlashKernel(_kernel, scratch, static.consumers + 1), loader, inputs, work, splits, **rest)
 
 
 def _kernel(
-    front: FrontEnd,
+    loader: OperandLoader,
     x: Any,
     work_tiles: Callable[[], WorkTiles],
     result: Results,
     scratch: FlashScratch,
-    front_scratch: Any,
+    loader_scratch: Any,
 ) -> None:
-    static, warpgroup = front.static, lax.axis_index("warpgroup")
+    static, warpgroup = loader.static, lax.axis_index("warpgroup")
     of_consumer, of_producer = (DEQUANTIZE_REGISTERS if static.dequantizes else REGISTERS)[static.consumers]
 
     def load() -> None:
         plgpu.set_max_registers(of_producer, action="decrease")
-        produce(front, x, work_tiles(), scratch.rings, front_scratch)
+        produce(loader, x, work_tiles(), scratch.rings, loader_scratch)
 
     def attend() -> None:
         plgpu.set_max_registers(of_consumer, action="increase")
         consumer = Consumer(static, scratch.rings, scratch.schedule_barrier, warpgroup)
         consumer.begin_round()
-        consume(front, x, work_tiles(), consumer, result, front_scratch)
+        consume(loader, x, work_tiles(), consumer, result, loader_scratch)
         consumer.end_round()
 
     # One branch, not a `pl.when` for each role: values of one role would stay alive through the other.
@@ -184,7 +184,7 @@ class Consumer:
         def step(i: Any, state: SoftmaxState) -> SoftmaxState:
             return self._step(begin + i, state, i + 1 < multiplied, functools.partial(self._scores, transform, i))
 
-        plgpu.barrier_wait(self._of_own(self.rings.q_landed))
+        plgpu.barrier_wait(self._of_own(self.rings.q_full))
         state = self._first(begin, kv_tiles > 1, functools.partial(self._scores, transform, jnp.int32(0)))
         state = lax.fori_loop(1, multiplied, step, state)
         lax.fori_loop(multiplied, kv_tiles, lambda i, _: self._skip(begin + i, i + 1 < kv_tiles), None)
@@ -193,8 +193,8 @@ class Consumer:
     def _first(self, kv_tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
         """Takes the first tile, and waits for the keys of the one after it."""
         rings, slot = self.rings, ring_slot(kv_tile, self.static.stages)
-        plgpu.barrier_wait(rings.k_landed.at[slot])
-        self._await_turn()
+        plgpu.barrier_wait(rings.k_full.at[slot])
+        self._wait_for_turn()
         s = wgmma.multiply(self._query_terms(), rings.k.at[slot], self._pass_turn)
         self._release_keys(slot, more)
         scores = scores_of(s)
@@ -205,12 +205,12 @@ class Consumer:
         return SoftmaxState(o, m, l, p.astype(rings.q.dtype))
 
     def _step(self, kv_tile: Any, state: SoftmaxState, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
-        """Takes a tile whose keys have landed, and meanwhile adds the values of the tile before to the output."""
+        """Takes a tile whose keys have full, and meanwhile adds the values of the tile before to the output."""
         rings = self.rings
         slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)
         k, v = rings.k.at[slot], rings.v.at[previous]
-        plgpu.barrier_wait(rings.v_landed.at[previous])
-        self._await_turn()
+        plgpu.barrier_wait(rings.v_full.at[previous])
+        self._wait_for_turn()
         s, o = wgmma.start(self._query_terms(), k, state.p, v, state.o)
         self._pass_turn()
         s = wgmma.finish(s, TILE, TILE, under_way=1)
@@ -218,7 +218,7 @@ class Consumer:
         scores = scores_of(s)
         m = scores.update_max(state.m)
         o, l = wgmma.rescale_accumulator((o, state.l), (TILE, TILE), state.m, m, finished=False)  # noqa: E741
-        plgpu.barrier_arrive(rings.v_free.at[previous])
+        plgpu.barrier_arrive(rings.v_empty.at[previous])
         # Only now: the product that is finished read the registers of the last probabilities.
         p, more_l = scores.probabilities(m)
         p, l = lax.optimization_barrier((p.astype(rings.q.dtype), l + more_l))  # noqa: E741
@@ -228,40 +228,40 @@ class Consumer:
     def _skip(self, kv_tile: Any, more: Any) -> None:
         """Waits and arrives as `_step` does, without products."""
         slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)
-        plgpu.barrier_wait(self.rings.v_landed.at[previous])
-        self._await_turn()
+        plgpu.barrier_wait(self.rings.v_full.at[previous])
+        self._wait_for_turn()
         self._pass_turn()
         self._release_keys(slot, more)
-        plgpu.barrier_arrive(self.rings.v_free.at[previous])
+        plgpu.barrier_arrive(self.rings.v_empty.at[previous])
         self._await_keys(kv_tile + 1, more)
 
     def _last(self, kv_tile: Any, state: SoftmaxState) -> jax.Array:
         """Adds the values of the last tile to the output."""
         slot = ring_slot(kv_tile, self.static.stages)
-        plgpu.barrier_wait(self.rings.v_landed.at[slot])
+        plgpu.barrier_wait(self.rings.v_full.at[slot])
         o = wgmma.accumulate(state.p, self.rings.v.at[slot], state.o)
-        plgpu.barrier_arrive(self.rings.v_free.at[slot])
+        plgpu.barrier_arrive(self.rings.v_empty.at[slot])
         return o
 
     def _query_terms(self) -> list[Ref]:
         """The terms of the queries. The compiler is kept from knowing where they are if there are several: what is the
         same for every tile it computes ahead, such as their addresses, which take many registers.
         """
-        terms = self.static.query_terms
+        terms = self.static.query_parts
         unknown = basics.opaque_zero() if terms > 1 else 0
         return [self.rings.q.at[self.number * terms + unknown + i] for i in range(terms)]
 
     def _release_keys(self, slot: Any, more: Any) -> None:
         """Frees keys after their products; the consumer's queries, too, if these were the block's last."""
-        plgpu.barrier_arrive(self.rings.k_free.at[slot])
-        pl.when(~more)(lambda: plgpu.barrier_arrive(self._of_own(self.rings.q_free)))
+        plgpu.barrier_arrive(self.rings.k_empty.at[slot])
+        pl.when(~more)(lambda: plgpu.barrier_arrive(self._of_own(self.rings.q_empty)))
 
     def _of_own(self, barriers: Any) -> Any:
         """The consumer's own barrier, of those of all, whose address is not kept in a register."""
         return barriers.at[self.number + basics.opaque_zero()]
 
     def _await_keys(self, kv_tile: Any, more: Any) -> None:
-        wait_if(more, self.rings.k_landed.at[ring_slot(kv_tile, self.static.stages)])
+        wait_if(more, self.rings.k_full.at[ring_slot(kv_tile, self.static.stages)])
 
     # Turns
 
@@ -273,9 +273,9 @@ class Consumer:
     def end_round(self) -> None:
         """Takes back the turn, after the last work tile."""
         if self.static.consumers > 1:
-            pl.when(self.number == 0)(self._await_turn)
+            pl.when(self.number == 0)(self._wait_for_turn)
 
-    def _await_turn(self) -> None:
+    def _wait_for_turn(self) -> None:
         if self.static.consumers > 1:
             plgpu.barrier_wait(self.schedule_barrier.at[self.number])
 

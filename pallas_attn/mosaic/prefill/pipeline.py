@@ -2,18 +2,18 @@
 
 A kernel has one warpgroup that copies (`Producer`), some that compute, its consumers, and where the tensor core works
 by itself one that starts its products. All go through the same work tiles (`flash.schedule`). The producer fills rings
-of `stages` slots with tiles of keys and values. `ragged_attention` and `paged_prefill` are front ends: a `FrontEnd`
-turns a work tile into a `FrontTile`, which knows where the queries, keys and values are and what each row sees.
+of `stages` slots with tiles of keys and values. In each operation an `OperandLoader`
+turns a work tile into a `OperandTile`, which knows where the queries, keys and values are and what each row sees.
 
 Barriers of the rings:
 
     barrier                    arrivals           who waits
-    q_landed[consumer]         the copies         before the first product of a consumer's rows of a block
-    q_free[consumer]           their reader       producer, before the queries of its next block go to the same buffer
-    k_landed[slot]             the copies         before S
-    k_free[slot]               readers            producer, before it fills the slot again
-    v_landed, v_free           as for keys        as for keys
-    v_landed[-1]               the copies         producer, where masked values are to be zeroed before they count
+    q_full[consumer]         the copies         before the first product of a consumer's rows of a block
+    q_empty[consumer]           their reader       producer, before the queries of its next block go to the same buffer
+    k_full[slot]             the copies         before S
+    k_empty[slot]               readers            producer, before it fills the slot again
+    v_full, v_empty           as for keys        as for keys
+    v_full[-1]               the copies         producer, where masked values are to be zeroed before they count
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FlashStatic:
       score_scale: multiplies q kᵀ.
       tile_rows: query rows of a consumer, M of a product.
       rows: layout of a consumer's rows in registers.
-      query_terms: 16-bit numbers whose sum a query is.
+      query_parts: 16-bit numbers whose sum a query is.
       block_heads: heads of a group that share blocks (`BlockRows`).
       dequantizes: whether keys and values come as 8 bits, of which the producer makes 16.
     """
@@ -79,7 +79,7 @@ class FlashStatic:
     tile_rows: int
     rows: RowLayout
     soft_cap: float | None = None
-    query_terms: int = 1
+    query_parts: int = 1
     block_heads: int = 1
     dequantizes: bool = False
 
@@ -109,19 +109,19 @@ class Rings(NamedTuple):
     """Queries, keys and values in shared memory, and their barriers; the module's docstring lists those.
 
     Attributes:
-      q: [consumers · query_terms, tile_rows, Dk].
+      q: [consumers · query_parts, tile_rows, Dk].
       k, v: [stages, tile_keys, Dk or Dv].
     """
 
     q: Any
     k: Any
     v: Any
-    q_landed: Any
-    q_free: Any
-    k_landed: Any
-    k_free: Any
-    v_landed: Any
-    v_free: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
 
     @staticmethod
     def types(static: FlashStatic, dtype: Any, *, readers: int, orders_tensor_core: bool = False) -> Rings:
@@ -131,21 +131,21 @@ class Rings(NamedTuple):
           readers: arrivals that free a slot of keys or values.
           orders_tensor_core: of barriers that no copy arrives at.
         """
-        stages, keys, consumers, terms = static.stages, static.tile_keys, static.consumers, static.query_terms
+        stages, keys, consumers, terms = static.stages, static.tile_keys, static.consumers, static.query_parts
         copies = 1 if static.dequantizes else arrivals(static.copies)
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
-        landed = signal if static.dequantizes else plgpu.Barrier
-        free = signal(num_barriers=stages, num_arrivals=readers)
+        full = signal if static.dequantizes else plgpu.Barrier
+        empty = signal(num_barriers=stages, num_arrivals=readers)
         return Rings(
             q=register_tiles.operand((consumers * terms, static.tile_rows, static.key_dim), dtype),
             k=register_tiles.operand((stages, keys, static.key_dim), dtype),
             v=register_tiles.operand((stages, keys, static.value_dim), dtype),
-            q_landed=plgpu.Barrier(num_barriers=consumers, num_arrivals=terms * arrivals(static.query_copies)),
-            q_free=signal(num_barriers=consumers),
-            k_landed=landed(num_barriers=stages, num_arrivals=copies),
-            k_free=free,
-            v_landed=landed(num_barriers=stages + 1, num_arrivals=copies),
-            v_free=free,
+            q_full=plgpu.Barrier(num_barriers=consumers, num_arrivals=terms * arrivals(static.query_copies)),
+            q_empty=signal(num_barriers=consumers),
+            k_full=full(num_barriers=stages, num_arrivals=copies),
+            k_empty=empty,
+            v_full=full(num_barriers=stages + 1, num_arrivals=copies),
+            v_empty=empty,
         )
 
 
@@ -241,26 +241,26 @@ class BlockRows(NamedTuple):
         head = lax.rem(jnp.maximum(output_row, 0), jnp.int32(self.num_q_heads))
         return self.static.rows.take(sinks, head)
 
-    def copy(self, q: Ref, number: int, tile: Ref, landed: Ref) -> None:
+    def copy(self, q: Ref, number: int, tile: Ref, full: Ref) -> None:
         """Start the copies of the queries of consumer `number`.
 
         Args:
           q: [T, Hq, Dk] in global memory, of `zero_rows_past_end`.
           tile: `tiles.operand` [tile_rows, Dk].
-          landed: barrier, with `arrivals(static.query_copies)` for these copies.
+          full: barrier, with `arrivals(static.query_copies)` for these copies.
         """
         start = self.work.block.start
         if self.heads == 1:
-            copy_rows(q, start + number * self.static.tile_rows, self.first_head, tile, landed)
+            copy_rows(q, start + number * self.static.tile_rows, self.first_head, tile, full)
         else:
-            copy_row_groups(q, start, self.first_head, self.heads, self._first_group(number), tile, landed)
+            copy_row_groups(q, start, self.first_head, self.heads, self._first_group(number), tile, full)
 
 
 # --- front ends
 
 
 @runtime_checkable
-class FrontTile(Protocol):
+class OperandTile(Protocol):
     """A work tile as an operation sees it."""
 
     @property
@@ -279,7 +279,7 @@ class FrontTile(Protocol):
 
 
 @runtime_checkable
-class FrontEnd(Protocol):
+class OperandLoader(Protocol):
     """Part of the kernel that is an operation's own.
 
     Attributes:
@@ -301,7 +301,7 @@ class FrontEnd(Protocol):
     def scratch_types(self, *, orders_tensor_core: bool = False) -> Any:
         """Shared memory and barriers of its own, as `Rings.types`; None for none."""
 
-    def tile(self, x: Any, scratch: Any, work: FlashWorkTile) -> FrontTile:
+    def tile(self, x: Any, scratch: Any, work: FlashWorkTile) -> OperandTile:
         """Turn a work tile into the operation's, given references to the operands and to its own scratch."""
 
 
@@ -408,7 +408,7 @@ class FlashKernel(NamedTuple):
 
 def launch(
     kernel: FlashKernel,
-    front: FrontEnd,
+    loader: OperandLoader,
     inputs: Any,
     work: WorkList,
     splits: KvSplits,
@@ -425,39 +425,39 @@ def launch(
       inputs: operands of the front end; `q` is among them, and `blocks` and `counts` of the work list.
       sinks: learned logits, which are among the inputs, too.
     """
-    static, work_tiles = front.static, work.blocks.shape[0] * front.num_heads * splits.most
-    programs = min(work_tiles, basics.multiprocessors())
-    tile_counter = TileQueue.counter(work.zero, programs, work_tiles)
+    static, work_tiles = loader.static, work.blocks.shape[0] * loader.num_heads * splits.most
+    num_ctas = min(work_tiles, basics.multiprocessors())
+    tile_counter = TileQueue.counter(work.zero, num_ctas, work_tiles)
     scratch_types = (
         kernel.scratch,
         TileQueue.scratch_types(tile_counter, kernel.queue_slots, orders_tensor_core=kernel.orders_tensor_core),
-        front.scratch_types(orders_tensor_core=kernel.orders_tensor_core),
+        loader.scratch_types(orders_tensor_core=kernel.orders_tensor_core),
     )
-    _require_shared_memory(front, scratch_types)
+    _require_shared_memory(loader, scratch_types)
     rows, is_cut = math.prod(shape), splits.most > 1
     (result,) = plgpu.kernel(
-        functools.partial(_kernel, kernel, front, programs),
+        functools.partial(_kernel, kernel, loader, num_ctas),
         out_type=(
             Results(
                 OutputRows.types(rows, static.value_dim, out_dtype, lse=return_lse),
                 RowState.types(splits.most * rows, static.value_dim) if is_cut else None,
             ),
         ),
-        grid=(programs,),
-        grid_names=("program",),
+        grid=(num_ctas,),
+        grid_names=("cta",),
         num_threads=kernel.warpgroups,
         thread_name="warpgroup",
         scratch_types=scratch_types,
-        compiler_params=front.compiler_params,
-        kernel_name=front.kernel_name,
+        compiler_params=loader.compiler_params,
+        kernel_name=loader.kernel_name,
     )(basics.materialize(inputs), tile_counter)
     out, lse = merge_splits(result.partial, result.finished, work.counts, sinks) if is_cut else result.finished
     return out.reshape(*shape, -1), None if lse is None else lse.reshape(shape)
 
 
-def _require_shared_memory(front: FrontEnd, scratch_types: Any) -> None:
+def _require_shared_memory(loader: OperandLoader, scratch_types: Any) -> None:
     """Raises NotImplementedError if a multiprocessor has too little shared memory for a program."""
-    static, reductions = front.static, front.compiler_params.reduction_scratch_bytes
+    static, reductions = loader.static, loader.compiler_params.reduction_scratch_bytes
     if not shared_memory.fits(scratch_types, 1, reduction_bytes=reductions):
         needed = shared_memory.block_bytes(scratch_types, reduction_bytes=reductions)
         raise NotImplementedError(
@@ -468,20 +468,20 @@ def _require_shared_memory(front: FrontEnd, scratch_types: Any) -> None:
 
 def _kernel(
     kernel: FlashKernel,
-    front: FrontEnd,
-    programs: int,
+    loader: OperandLoader,
+    num_ctas: int,
     x: Any,
     tile_counter: Ref | None,
     result: Results,
     scratch: Any,
     queue_scratch: Any,
-    front_scratch: Any,
+    loader_scratch: Any,
 ) -> None:
     def work_tiles() -> WorkTiles:
-        queue = None if tile_counter is None else TileQueue(programs, tile_counter, *queue_scratch)
-        return WorkTiles.of(x.blocks, x.counts, front.num_heads, queue)
+        queue = None if tile_counter is None else TileQueue(num_ctas, tile_counter, *queue_scratch)
+        return WorkTiles.of(x.blocks, x.counts, loader.num_heads, queue)
 
-    kernel.body(front, x, work_tiles, result, scratch, front_scratch)
+    kernel.body(loader, x, work_tiles, result, scratch, loader_scratch)
 
 
 def wait_if(condition: Any, barrier: Ref) -> None:
@@ -501,8 +501,8 @@ class Producer:
     def load_keys(self, kv_tile: Any, copy: Callable[[Ref, Ref], None]) -> None:
         """Brings a tile of keys; copy(slot, barrier) starts its copies."""
         slot = ring_slot(kv_tile, self.static.stages)
-        wait_if(kv_tile >= self.static.stages, self.rings.k_free.at[slot])
-        copy(self.rings.k.at[slot], self.rings.k_landed.at[slot])
+        wait_if(kv_tile >= self.static.stages, self.rings.k_empty.at[slot])
+        copy(self.rings.k.at[slot], self.rings.k_full.at[slot])
 
     def load_values(
         self, kv_tile: Any, copy: Callable[[Ref, Ref], None], whole: Any, live_mask: Callable[[jax.Array], jax.Array]
@@ -512,19 +512,19 @@ class Producer:
         """
         rings, stages = self.rings, self.static.stages
         slot = ring_slot(kv_tile, stages)
-        wait_if(kv_tile >= stages, rings.v_free.at[slot])
-        copy(rings.v.at[slot], rings.v_landed.at[jnp.where(whole, slot, stages)])
+        wait_if(kv_tile >= stages, rings.v_empty.at[slot])
+        copy(rings.v.at[slot], rings.v_full.at[jnp.where(whole, slot, stages)])
 
         @pl.when(~whole)
         def _clear() -> None:
-            plgpu.barrier_wait(rings.v_landed.at[stages])
+            plgpu.barrier_wait(rings.v_full.at[stages])
             for first in range(0, self.static.tile_keys, 64):
                 clear_rows(
                     rings.v.at[slot, pl.ds(first, 64)], live_mask(register_tiles.row_iota(64, BY_64) + first), BY_64
                 )
             plgpu.commit_smem()
             for _ in range(arrivals(self.static.copies)):
-                plgpu.barrier_arrive(rings.v_landed.at[slot])
+                plgpu.barrier_arrive(rings.v_full.at[slot])
 
     def load_queries(self, again: Any, copy: Callable[[int, Ref], None]) -> Callable[[Any], None]:
         """Starts the copies of a block's queries: at once for the program's first block. Later ones go where the
@@ -537,34 +537,34 @@ class Producer:
           a function to be called after the copies of each tile of values, with the tile's number in the block.
         """
 
-        def load(*, await_free: bool) -> None:
+        def load(*, await_empty: bool) -> None:
             for consumer in range(self.static.consumers):
-                if await_free:
-                    plgpu.barrier_wait(self.rings.q_free.at[consumer])
-                copy(consumer, self.rings.q_landed.at[consumer])
+                if await_empty:
+                    plgpu.barrier_wait(self.rings.q_empty.at[consumer])
+                copy(consumer, self.rings.q_full.at[consumer])
 
-        pl.when(~again)(lambda: load(await_free=False))
-        return lambda i: pl.when(again & (i == 0))(lambda: load(await_free=True))
+        pl.when(~again)(lambda: load(await_empty=False))
+        return lambda i: pl.when(again & (i == 0))(lambda: load(await_empty=True))
 
     def drain(self, kv_tiles: Any, any_work: Any) -> None:
         """Waits for the last phases of all barriers, after this number of tiles."""
 
         def wait(i: Any, _: None) -> None:
             slot = ring_slot(kv_tiles - 1 - i, self.static.stages)
-            plgpu.barrier_wait(self.rings.k_free.at[slot])
-            plgpu.barrier_wait(self.rings.v_free.at[slot])
+            plgpu.barrier_wait(self.rings.k_empty.at[slot])
+            plgpu.barrier_wait(self.rings.v_empty.at[slot])
 
         lax.fori_loop(0, jnp.minimum(kv_tiles, self.static.stages), wait, None)
         for consumer in range(self.static.consumers):
-            wait_if(any_work, self.rings.q_free.at[consumer])
+            wait_if(any_work, self.rings.q_empty.at[consumer])
 
 
-def produce(front: FrontEnd, x: Any, work_tiles: WorkTiles, rings: Rings, front_scratch: Any) -> None:
+def produce(loader: OperandLoader, x: Any, work_tiles: WorkTiles, rings: Rings, loader_scratch: Any) -> None:
     """Loads all of a program's work tiles."""
-    producer = Producer(front.static, rings)
+    producer = Producer(loader.static, rings)
 
     def load(again: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
-        tile = front.tile(x, front_scratch, work)
+        tile = loader.tile(x, loader_scratch, work)
         tile.load(producer, again, kv_tile)
         return tile.kv_tiles
 
@@ -573,17 +573,17 @@ def produce(front: FrontEnd, x: Any, work_tiles: WorkTiles, rings: Rings, front_
 
 
 def consume(
-    front: FrontEnd,
+    loader: OperandLoader,
     x: Any,
     work_tiles: WorkTiles,
     consumer: BlockConsumer,
     result: Results,
-    front_scratch: Any,
+    loader_scratch: Any,
 ) -> None:
     """Attends to a consumer's rows of all of a program's work tiles."""
 
     def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
-        tile = front.tile(x, front_scratch, work)
+        tile = loader.tile(x, loader_scratch, work)
         tile.attend(consumer, kv_tile, result)
         return tile.kv_tiles
 

@@ -316,7 +316,7 @@ def _heads_in_turn(splits: KvSplits, l2_head_group: int, count: jax.Array, longe
       longest: most tiles of keys of a block.
       cost: of the blocks of a head, in tiles of keys.
     """
-    mean = cost.astype(jnp.float32) * (1 / splits.programs)  # of a program, for one head
+    mean = cost.astype(jnp.float32) * (1 / splits.num_ctas)  # of a program, for one head
     end = (longest + WORK_TILE_OVERHEAD).astype(jnp.float32)
     chosen: Any = jnp.int32(splits.heads)
     for heads in reversed(range(l2_head_group, splits.heads, l2_head_group)):
@@ -432,7 +432,7 @@ class WorkTiles(NamedTuple):
         Returns:
           the number of work tiles, and of tiles of keys.
         """
-        return self._each(work, lambda queue, i, before: queue.fetch(i, before, self._published))
+        return self._each(work, lambda queue, i, before: queue.fetch(i, before, self._fields_of))
 
     def consume(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> None:
         """`produce` in other warpgroups, for the work tiles that the producer has fetched."""
@@ -445,11 +445,11 @@ class WorkTiles(NamedTuple):
             """Number of the program's i-th work tile; `before` is that of the one before it, if there is one."""
             if queue is not None:
                 return number_of(queue, i, before)
-            return lax.axis_index("program") if before is None else work_tiles
+            return lax.axis_index("cta") if before is None else work_tiles
 
         def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             i, work_tile, kv_tile = state
-            described = self._work_tile(work_tile) if queue is None else self._received(queue, i)
+            described = self._work_tile(work_tile) if queue is None else self._stored(queue, i)
             kv_tile += work(i > 0, kv_tile, described)
             return i + 1, number(i + 1, work_tile), kv_tile
 
@@ -470,15 +470,15 @@ class WorkTiles(NamedTuple):
         block = QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
         return FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits)
 
-    def _published(self, number: Any) -> list[Any]:
+    def _fields_of(self, number: Any) -> list[Any]:
         """Fields of a work tile that the queue passes on; arbitrary beyond the last."""
         last = self._blocks_of_head * self.num_heads - 1
         tile = self._work_tile(jnp.minimum(number, last))
         return [*tile.block, tile.head, 0 if tile.split is None else tile.split]
 
-    def _received(self, queue: TileQueue, i: Any) -> FlashWorkTile:
+    def _stored(self, queue: TileQueue, i: Any) -> FlashWorkTile:
         """The program's i-th work tile, as published."""
-        *block, head, split = queue.published(i)
+        *block, head, split = queue.fields(i)
         block = QueryBlock(*block)
         return FlashWorkTile(block, head, None if self.num_splits is None else split, self.num_splits)
 
@@ -499,23 +499,23 @@ class TileQueue(NamedTuple):
       tile_counter: int32 [1] in global memory, 0 to begin with: work tiles fetched after the first ones.
       next_tile: int32 [slots, fields] in shared memory: the number of a work tile, and what is published of it.
       fetched: a barrier at which the producer waits for itself.
-      landed: a barrier for each slot.
+      full: a barrier for each slot.
     """
 
-    programs: int
+    num_ctas: int
     tile_counter: Ref
     next_tile: Ref
     fetched: Ref
-    landed: Ref
+    full: Ref
 
     @staticmethod
-    def counter(zero: Int32[Array, "1"], programs: int, work_tiles: int) -> Ref | None:
+    def counter(zero: Int32[Array, "1"], num_ctas: int, work_tiles: int) -> Ref | None:
         """`tile_counter` made of the list's `zero`, or None if no work tile is left after the first ones."""
-        return basics.alias_in_place(zero) if programs < work_tiles else None
+        return basics.alias_in_place(zero) if num_ctas < work_tiles else None
 
     @staticmethod
     def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> Any:
-        """Scratch for `next_tile`, `fetched` and `landed`; None without a counter."""
+        """Scratch for `next_tile`, `fetched` and `full`; None without a counter."""
         if tile_counter is None:
             return None
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
@@ -525,29 +525,29 @@ class TileQueue(NamedTuple):
     def slot(self, i: Any) -> Any:
         return ring_slot(i, self.next_tile.shape[0])
 
-    def fetch(self, i: Any, before: Any, published: Callable[[Any], list[Any]]) -> Any:
+    def fetch(self, i: Any, before: Any, fields_of: Callable[[Any], list[Any]]) -> Any:
         """Number of a producer's i-th work tile, after that of number `before`; beyond the last if none is left.
 
         Args:
-          published: published(number) makes the fields of a work tile that others are told.
+          published: fields_of(number) makes the fields of a work tile that others are told.
         """
         slot = self.slot(i)
         if before is None:
-            self.next_tile[slot, 0] = lax.axis_index("program")
+            self.next_tile[slot, 0] = lax.axis_index("cta")
         elif interpreted():
-            self.next_tile[slot, 0] = before + self.programs
+            self.next_tile[slot, 0] = before + self.num_ctas
         else:
             self._increment(slot)
             plgpu.barrier_arrive(self.fetched)
             plgpu.barrier_wait(self.fetched)
-        for field, value in enumerate(published(self.next_tile[slot, 0]), 1):
+        for field, value in enumerate(fields_of(self.next_tile[slot, 0]), 1):
             self.next_tile[slot, field] = value
-        plgpu.barrier_arrive(self.landed.at[slot])
+        plgpu.barrier_arrive(self.full.at[slot])
         return self.receive(i)
 
     def _increment(self, slot: Any) -> None:
         """Writes to a slot what the counter was, plus the number of programs, and counts it up."""
-        programs = self.programs
+        num_ctas = self.num_ctas
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
         def increment(_: Any, tile_counter: ir.Value, next_tile: ir.Value) -> None:
@@ -557,17 +557,17 @@ class TileQueue(NamedTuple):
                 pointer = mgpu.utils.memref_ptr(tile_counter)
                 number = llvm.atomicrmw(add, pointer, one, ordering, syncscope="device")
                 first: Any = mgpu.c(0, ir.IndexType.get())
-                memref.store(arith.addi(number, mgpu.c(programs, one.type)), next_tile, [first])
+                memref.store(arith.addi(number, mgpu.c(num_ctas, one.type)), next_tile, [first])
 
         increment(self.tile_counter, self.next_tile.at[slot])
 
     def receive(self, i: Any) -> Any:
         """Number of the i-th work tile, when it is there."""
         slot = self.slot(i)
-        plgpu.barrier_wait(self.landed.at[slot])
+        plgpu.barrier_wait(self.full.at[slot])
         return self.next_tile[slot, 0]
 
-    def published(self, i: Any) -> list[Any]:
+    def fields(self, i: Any) -> list[Any]:
         """Published fields of the i-th work tile, which is there."""
         return [self.next_tile[self.slot(i), field] for field in range(1, self.next_tile.shape[1])]
 

@@ -38,7 +38,7 @@ MERGE_OVERHEAD = 4
 tile.
 """
 
-PARTIALS = 8
+PARTIALS_PER_CTA = 8
 """Partial states that there is room for, at most, of a block for each program."""
 
 BYTES_OF_A_TILE = 1.1
@@ -63,7 +63,7 @@ class KvSplits:
     most: int
     heads: int
     most_tiles: int
-    programs: int
+    num_ctas: int
     rows: int = 0
     rows_of_a_tile: int = 1
 
@@ -77,12 +77,12 @@ class KvSplits:
           heads, most_tiles, rows, rows_of_a_tile: see the class.
           num_blocks: the least and the largest number of blocks of a head.
         """
-        programs = basics.multiprocessors()
+        num_ctas = basics.multiprocessors()
         fewest, largest = (n * heads for n in num_blocks)
-        room = max(1, min(PARTIALS * programs // fewest, most_tiles))
-        limits = KvSplits(1, heads, most_tiles, programs, rows, rows_of_a_tile)
+        room = max(1, min(PARTIALS_PER_CTA * num_ctas // fewest, most_tiles))
+        limits = KvSplits(1, heads, most_tiles, num_ctas, rows, rows_of_a_tile)
         splits = np.arange(1, room + 1)
-        work_tiles = np.arange(fewest, max(min(largest, PARTIALS * programs), fewest) + 1)
+        work_tiles = np.arange(fewest, max(min(largest, PARTIALS_PER_CTA * num_ctas), fewest) + 1)
         best = np.argmin(limits.time(work_tiles[:, None], splits, most_tiles, np), axis=1)
         most = int(best.max()) + 1
         return dataclasses.replace(limits, most=most)
@@ -94,7 +94,7 @@ class KvSplits:
           xp: numpy or jax.numpy.
         """
         cdiv: Any = pl.cdiv if xp is jnp else lambda x, y: -(-x // y)
-        rounds = cdiv(work_tiles * splits, self.programs)
+        rounds = cdiv(work_tiles * splits, self.num_ctas)
         merging = MERGE_OVERHEAD + cdiv(splits * self.rows, self.rows_of_a_tile)
         return rounds * (cdiv(kv_tiles, splits) + WORK_TILE_OVERHEAD) + xp.where(splits > 1, merging, 0)
 
@@ -208,7 +208,7 @@ def merge_splits(
         functools.partial(_merge_kernel, layout),
         out_type=(),
         grid=(pl.cdiv(n, MERGED_ROWS),),
-        grid_names=("program",),
+        grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_prefill_splits",
     )(*basics.materialize((partials, counts, sinks)), out, lse)
@@ -219,7 +219,7 @@ def _merge_kernel(
     layout: RowLayout, partials: RowState, counts: Ref, sinks: Ref | None, out: Ref, lse: Ref | None
 ) -> None:
     (n, value_dim), num_splits = out.shape, counts[2]
-    row = layout.iota(MERGED_ROWS) + lax.axis_index("program") * MERGED_ROWS
+    row = layout.iota(MERGED_ROWS) + lax.axis_index("cta") * MERGED_ROWS
     place = jnp.where(row < n, row, -1)
 
     def add(split: Any, merged: RowState) -> RowState:

@@ -16,8 +16,8 @@ which enter probabilities through the exponent, and leave their sum.
 Barriers, beside those of `flash.pipeline`:
 
     barrier                      arrivals              who waits
-    staged.landed[0], [1]        the copies of a tile  producer, before it dequantizes keys, values
-    k_landed[slot], v_landed     the producer          consumers
+    staged.full[0], [1]        the copies of a tile  producer, before it dequantizes keys, values
+    k_full[slot], v_full     the producer          consumers
 
 This cannot deadlock either: the producer waits for copies it started itself, one tile of keys and one of values at a
 time, and brings keys and values to the rings in the order in which it copies 16-bit tiles there. Token scales are
@@ -51,14 +51,14 @@ class StagedQuant(NamedTuple):
 
     Attributes:
       k, v: a tile as cached: [tile_keys, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`).
-      landed: barriers of both.
+      full: barriers of both.
       token_scales: [slots, 3, tile_keys] float32: for each token the scale of its key, and log2 and inverse of the
         scale of its value; None if scales do not come with the tokens.
     """
 
     k: Any
     v: Any
-    landed: Any
+    full: Any
     token_scales: Any
 
     @staticmethod
@@ -67,8 +67,8 @@ class StagedQuant(NamedTuple):
         rows, columns = static.tile_keys // tokens_per_smem_row, static.key_dim * tokens_per_smem_row
         tile = register_tiles.operand((rows, columns), dtype)
         scales = plgpu.SMEM((slots, 3, static.tile_keys), jnp.float32) if slots else None
-        landed = plgpu.Barrier(num_barriers=2, num_arrivals=arrivals(static.copies))
-        return StagedQuant(tile, tile, landed, scales)
+        full = plgpu.Barrier(num_barriers=2, num_arrivals=arrivals(static.copies))
+        return StagedQuant(tile, tile, full, scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,22 +79,22 @@ class Dequantizer:
     rings: Rings
     staged: StagedQuant
 
-    def dequantize_keys(self, kv_tile: Any, publish: Callable[[], None]) -> None:
-        """Brings a tile of keys; publish() writes what consumers read beside it."""
+    def dequantize_keys(self, kv_tile: Any, store_meta: Callable[[], None]) -> None:
+        """Brings a tile of keys; store_meta() writes what consumers read beside it."""
         slot = ring_slot(kv_tile, self.static.stages)
-        plgpu.barrier_wait(self.staged.landed.at[0])
-        wait_if(kv_tile >= self.static.stages, self.rings.k_free.at[slot])
-        publish()
+        plgpu.barrier_wait(self.staged.full.at[0])
+        wait_if(kv_tile >= self.static.stages, self.rings.k_empty.at[slot])
+        store_meta()
         dequantize.dequantise_tile(self.staged.k, self.rings.k.at[slot])
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.rings.k_landed.at[slot])
+        plgpu.barrier_arrive(self.rings.k_full.at[slot])
 
     def dequantize_values(self, kv_tile: Any, whole: Any, live_mask: Callable[[jax.Array], jax.Array]) -> None:
         """Brings a tile of values. Unless `whole`, those of tokens outside live_mask(token numbers) are zeroed, since
         they may be NaN; no int8 is.
         """
         slot = ring_slot(kv_tile, self.static.stages)
-        plgpu.barrier_wait(self.staged.landed.at[1])
+        plgpu.barrier_wait(self.staged.full.at[1])
         if self.staged.v.dtype != jnp.int8:
 
             @pl.when(~whole)
@@ -103,12 +103,12 @@ class Dequantizer:
                 dequantize.clear_tokens(self.staged.v, self.static.value_dim, live, BY_64)
                 plgpu.commit_smem()
 
-        wait_if(kv_tile >= self.static.stages, self.rings.v_free.at[slot])
+        wait_if(kv_tile >= self.static.stages, self.rings.v_empty.at[slot])
         dequantize.dequantise_tile(self.staged.v, self.rings.v.at[slot])
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.rings.v_landed.at[slot])
+        plgpu.barrier_arrive(self.rings.v_full.at[slot])
 
-    def publish_token_scales(self, kv_tile: Any, k_scale: jax.Array, v_scale: jax.Array) -> None:
+    def store_token_scales(self, kv_tile: Any, k_scale: jax.Array, v_scale: jax.Array) -> None:
         """Writes the scales of a tile's tokens; that of masked values has to be 1."""
         v_scale = jnp.maximum(v_scale, dequantize.SMALLEST_SCALE)
         target = self.staged.token_scales.at[ring_slot(kv_tile, self.staged.token_scales.shape[0])]
