@@ -5,7 +5,7 @@ the last one form two more segments, which see no keys. A work tile is one block
 share blocks, with all keys that the block sees or with one split of them (`split.py`).
 
 1. `list_blocks` is a short kernel that runs before attention. It lists the blocks, sorted by decreasing number of tiles
-   of keys. The last blocks to run are then short, and blocks that run at the same time find shared keys in the L2 cache.
+   of keys. The last blocks to run are then short, and blocks that run at the same time share keys in the L2 cache.
    XLA would launch up to eight kernels for this. In this kernel each thread handles one segment, then one block:
 
        segments   number of blocks              -> index of the last block of each segment (prefix sums)

@@ -1,4 +1,4 @@
-"""`paged_prefill` on Blackwell."""
+"""`paged_prefill` on Blackwell: the operand loader of Hopper with the kernel of `mosaic/blackwell/prefill.py`."""
 
 from __future__ import annotations
 

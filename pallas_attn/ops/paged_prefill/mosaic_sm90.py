@@ -1,11 +1,27 @@
-"""`paged_prefill`: a front end of the prefill kernel (`flash.pipeline`) for keys and values in pages.
+"""`paged_prefill` on Hopper: the operand loader of the prefill kernel for keys and values in pages.
 
-Heads of a group share blocks of queries (`BlockRows`). A tile of keys is a range of positions: several pages,
-or part of one. Tiles with a visible key are walked like the pages of decode, those of sink tokens first. Pages that no
-row of a block sees, or that are absent, are not copied: their tokens are masked and their values zeroed. With each tile
-the producer publishes where it begins, which of its pages are present, and whether all rows see all of it, which saves
-the consumers registers. Consumers that wait for products, and not for keys, have a barrier that tells them
-(`tile_meta_full`). Where the cache has 8 bits, tiles go to the rings by way of `mosaic_dequantize`.
+The main loop is in `mosaic/hopper/prefill.py`. This file has the operands, and for each work tile which pages the
+producer copies (`PagedTile.load`) and which keys each query row sees (`PagedTile.attend`, `PagedTile.limits`).
+`mosaic_sm100.py` uses the same loader for Blackwell.
+
+    load, in the producer:                          attend, in each consumer:
+      for tile i of the visible tiles:                positions and output rows of the query rows
+        look up the pages of tile i+1                 attend to all tiles; for each tile:
+        store the metadata of tile i+1                  read its metadata
+        copy the keys of tile i+1                       mask scores unless the metadata is FULL_TILE
+        copy the values of tile i                     scale and store the rows
+        zero masked values of tile i
+        i == 0: copy the queries
+
+- A tile is a range of `tile_keys` positions: several pages, or a part of one page. Only tiles with a visible key are
+  processed. Tiles with sink tokens come first.
+- Pages that no row of the block sees, and absent pages, are not copied. Their scores are masked, and their values are
+  set to 0.
+- For each tile the producer stores metadata in shared memory: the position of the tile, which of its pages are present,
+  and whether all rows see all of its keys. Computing this in every consumer would take registers.
+- On Hopper, consumers wait for the keys of a tile, which the producer copies after it stored the metadata. On Blackwell
+  consumers wait for products instead, so the metadata has a barrier (`tile_meta_full`).
+- With an int8 or fp8 cache, tiles are converted by `mosaic_dequantize.py` on their way to the rings.
 """
 
 from __future__ import annotations
@@ -64,19 +80,20 @@ from pallas_attn.portable.visibility import PageWalk
 from pallas_attn.types import HeadWindow, ScaleLayout
 
 FULL_TILE = -1
-"""Published in place of the present pages of a tile: all of them are, and all rows of the block see all tokens."""
+"""Metadata of a tile whose pages are all present and whose keys all rows of the block see."""
 
 
 class PrefillInputs(NamedTuple):
-    """Operands of the kernel: arrays, or in the kernel references to them.
+    """Operands of the kernel; arrays, or references to them.
 
     Attributes:
-      q: terms of the queries, whose sum they are: [T, Hq, D] each, of `zero_rows_past_end`.
-      k, v: [N·Hkv, ps, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`).
-      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None.
-      blocks, counts: of the `WorkList`.
-      window: a `HeadWindow` or None.
-      sinks: [Hq] or None.
+      q: split-fp16 parts of the queries, [T, Hq, D] each, from `zero_rows_past_end`. The queries are their sum.
+      k, v: [N · Hkv, ps, D], or with several tokens per row (`dequantize.tokens_per_smem_row`).
+      k_scale, v_scale: [Hkv], [Hkv, D] or [N · Hkv · g], or None. Per channel, k_scale is None and q includes it.
+      block_tables: [S, P] or [S, Hkv, P].
+      blocks, counts: from the `WorkList`.
+      window: a `HeadWindow`, or None.
+      sinks: [Hq], or None.
     """
 
     q: tuple[Any, ...]
@@ -99,7 +116,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float
 
 
 def config_key(call: PagedPrefillCall) -> config.PagedPrefillKey:
-    """Facts that the sizes of the kernel depend on."""
+    """Return the properties of a call that determine the sizes of the kernel."""
     scales = dequantize.scale_layout(call.kv)
     return config.PagedPrefillKey(
         call.head_dim,
@@ -118,14 +135,16 @@ def attend(
     tile_rows: int,
     rows: RowLayout,
 ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]:
-    """Output and LSE, by the kernel of an architecture with these sizes.
+    """Prepare the operands, list the work tiles, and run the kernel of an architecture.
 
     Args:
+      flash_attention: kernel of the architecture.
+      settings: sizes of the kernel.
       tile_rows, rows: see `FlashStatic`.
     """
     kv = call.kv
-    terms, query_scale = dequantize.plain_query_terms(call.q[None], kv)
-    loader = PagedLoader.of(call, settings, tile_rows, rows, terms=len(terms), score_scale=call.scale / query_scale)
+    parts, query_scale = dequantize.plain_query_terms(call.q[None], kv)
+    loader = PagedLoader.of(call, settings, tile_rows, rows, parts=len(parts), score_scale=call.scale / query_scale)
     blocking = Blocking(
         call.num_tokens, loader.static.block_rows, loader.static.tile_keys, call.causal, loader.static.block_heads
     )
@@ -142,7 +161,7 @@ def attend(
     work = list_blocks(blocking, lengths, splits, loader.l2_head_group)
     pool_rows = call.page_size // loader.tokens_per_smem_row, call.head_dim * loader.tokens_per_smem_row
     inputs = PrefillInputs(
-        q=tuple(zero_rows_past_end(term[0], tile_rows) for term in terms),
+        q=tuple(zero_rows_past_end(part[0], tile_rows) for part in parts),
         k=kv.k.reshape(-1, *pool_rows),
         v=kv.values[0].reshape(-1, *pool_rows),
         k_scale=None if loader.scales == "channel" else _flat(kv.k_scale),
@@ -159,7 +178,7 @@ def attend(
 
 
 def check_supported(call: PagedPrefillCall) -> None:
-    """Raises NotImplementedError for what the kernel takes on no architecture."""
+    """Raise NotImplementedError if no Mosaic kernel of `paged_prefill` supports the call."""
     if call.draft_mask is not None:
         raise NotImplementedError("takes no draft mask")
     unsupported.require_apart(call.kv)
@@ -170,19 +189,19 @@ def check_supported(call: PagedPrefillCall) -> None:
 
 
 def _flat(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
-    """Scales, those of tokens along one axis."""
+    """Flatten scales per token to one axis; return other scales as they are."""
     return scale.reshape(-1) if scale is not None and scale.ndim == 3 else scale
 
 
 class PrefillScratch(NamedTuple):
-    """Shared memory of a program, beside the rings.
+    """Shared memory of the loader.
 
     Attributes:
-      tile_meta: int32 [slots, 2], for each tile a bit for each present page, or `FULL_TILE`; and its position. There is
-        a slot more than there are stages, or two where the keys of a tile may be multiplied, and make room for others,
-        while a consumer is at the tile before.
-      staged: tiles as cached, where the cache has 8 bits; else None.
-      tile_meta_full: a barrier for each slot of `tile_meta`; None where consumers wait for the keys themselves.
+      tile_meta: int32 [slots, 2]. For each tile, `FULL_TILE` or one bit per present page, and the position of the tile.
+        There is one slot more than stages. On Blackwell there are two more, because a tile of keys may be multiplied
+        and replaced while a consumer still processes the tile before it.
+      staged: buffers of an int8 or fp8 cache, or None.
+      tile_meta_full: one barrier per slot of `tile_meta`; None on Hopper, where consumers wait for the keys.
     """
 
     tile_meta: Any
@@ -196,11 +215,12 @@ class PagedLoader:
 
     Attributes:
       num_tokens: T.
-      group: query heads of a KV head.
-      causal: whether a query sees keys up to its own position, instead of all keys of its sequence.
-      window: window of all heads, if there is no `HeadWindow`.
-      cache_dtype: dtype of keys and values.
-      tokens_per_smem_row: tokens beside one another in a row of the pools.
+      group: query heads per KV head.
+      causal: whether a query sees no keys after its own position.
+      window: window of all heads, or None.
+      cache_dtype: dtype of keys and values in the cache.
+      scales: layout of the scales of the cache, or None.
+      tokens_per_smem_row: tokens in one row of the pools.
     """
 
     static: FlashStatic
@@ -224,15 +244,15 @@ class PagedLoader:
         tile_rows: int,
         rows: RowLayout,
         *,
-        terms: int,
+        parts: int,
         score_scale: float,
     ) -> PagedLoader:
-        """Makes the front end of a call.
+        """Return the loader of a call.
 
         Args:
           tile_rows, rows: see `FlashStatic`.
-          terms: 16-bit numbers whose sum a query is.
-          score_scale: multiplies q kᵀ.
+          parts: split-fp16 parts of the queries.
+          score_scale: factor of q kᵀ.
         """
         kv, head_dim, page_size = call.kv, call.head_dim, call.page_size
         if settings.tile_keys % page_size and page_size % settings.tile_keys:
@@ -250,7 +270,7 @@ class PagedLoader:
             tile_rows=tile_rows,
             rows=rows,
             soft_cap=call.soft_cap,
-            query_parts=terms,
+            query_parts=parts,
             block_heads=shared_heads(call.group, tile_rows),
             dequantizes=scales is not None,
         )
@@ -273,21 +293,21 @@ class PagedLoader:
 
     @property
     def num_heads(self) -> int:
-        """Groups of heads that share a block."""
+        """Number of sets of heads that share a block."""
         return self.num_q_heads // self.static.block_heads
 
     @property
     def l2_head_group(self) -> int:
-        """Groups of heads of one KV head."""
+        """Sets of heads of one KV head."""
         return self.group // self.static.block_heads
 
     def rows(self, work: FlashWorkTile) -> BlockRows:
-        """Rows of the block of a work tile."""
+        """Return the query rows of the block of a work tile."""
         return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)
 
     @property
     def scale_groups(self) -> int:
-        """Groups of tokens in a page that have a scale each; 0 if scales do not come with the tokens."""
+        """Groups of tokens with one scale each in a page; 0 if scales are not per token."""
         return self.scales if isinstance(self.scales, int) else 0
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> PrefillScratch:
@@ -307,15 +327,17 @@ class PagedLoader:
 
 
 class PagedTile(NamedTuple):
-    """The `OperandTile` of keys and values in pages: what the rows of a block see of one KV head.
+    """The `OperandTile` of keys and values in pages: one KV head of one sequence.
 
     Attributes:
-      position_offset: position of a query minus its row, if causal.
-      first, end: positions of the block's first query, or 0, and of one past its last. Without causality all queries
-        are taken to be at the sequence's last position, which sees all keys.
-      window, sink_tokens: of the head; a window of None hides nothing.
-      walk: the tiles with a key that some row sees, in place of pages.
-      first_tile, kv_tiles: this work tile's part of the walk.
+      kv_head: KV head of the work tile.
+      position_offset: position of a query minus its row in q.
+      first, end: position of the first query of the block, and position after its last query. Without causality the
+        only position is the last one of the sequence, from which all keys are visible.
+      window: window of the head, or None.
+      sink_tokens: sink tokens of the head.
+      walk: visible tiles of the block, with a tile in the role of a page.
+      first_tile, kv_tiles: range of `walk` that belongs to this work tile.
     """
 
     loader: PagedLoader
@@ -360,20 +382,20 @@ class PagedTile(NamedTuple):
         return self.work.block
 
     def first_position(self, i: Any) -> Any:
-        """Position of the first token of the i-th tile."""
+        """Return the position of the first token of the i-th tile."""
         return self.walk.entry(self.first_tile + i) * self.static.tile_keys
 
     def tile_meta(self, kv_tile: Any) -> Ref:
-        """Position and pages that are published of tile number `kv_tile` of the rings."""
+        """Return the metadata slot of tile number `kv_tile` of the CTA."""
         return self.scratch.tile_meta.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])]
 
     @property
     def rows(self) -> BlockRows:
-        """Rows of the block."""
+        """Query rows of the block."""
         return self.loader.rows(self.work)
 
     def position(self, query: jax.Array) -> jax.Array:
-        """[tile_rows]: the position of each query."""
+        """Return the position of each query, int32 [tile_rows]."""
         return query + self.position_offset if self.loader.causal else self.rows.filled(self.block.end_key - 1)
 
     # Producer
@@ -387,12 +409,13 @@ class PagedTile(NamedTuple):
             self.dequantize_tiles(dequantizer, kv_tile, load_later_queries)
 
     def copy_queries(self, rings: Rings, consumer: int, full: Ref) -> None:
-        terms = len(self.x.q)
-        for i, term in enumerate(self.x.q):
-            self.rows.copy(term, consumer, rings.q.at[consumer * terms + i], full)
+        """Start the copies of all parts of the queries of a consumer."""
+        parts = len(self.x.q)
+        for i, part in enumerate(self.x.q):
+            self.rows.copy(part, consumer, rings.q.at[consumer * parts + i], full)
 
     def load_tiles(self, producer: Producer, kv_tile: Any, load_later_queries: Callable[[Any], None]) -> None:
-        """Copies the keys and values to the rings, from tile number `kv_tile` on."""
+        """Copy keys and values of a 16-bit cache to the rings."""
 
         def keys(i: Any, pages: jax.Array) -> None:
             def copy(slot: Ref, full: Ref) -> None:
@@ -422,7 +445,7 @@ class PagedTile(NamedTuple):
     def dequantize_tiles(
         self, dequantizer: Dequantizer, kv_tile: Any, load_later_queries: Callable[[Any], None]
     ) -> None:
-        """Copies keys and values as cached, and brings them to the rings as float16, from tile number `kv_tile` on."""
+        """Copy keys and values of an int8 or fp8 cache to staging buffers, and convert them to float16 in the rings."""
         x, staged = self.x, dequantizer.staged
 
         def store_meta(i: Any, pages: jax.Array, scales: list[jax.Array]) -> None:
@@ -460,12 +483,15 @@ class PagedTile(NamedTuple):
 
     @property
     def part_tokens(self) -> int:
-        """Tokens that one copy brings: of a page, or of a part of one as long as a tile."""
+        """Tokens of one copy: a page, or a tile if a page is longer than a tile."""
         return min(self.loader.page_size, self.static.tile_keys)
 
     def locate(self, i: Any) -> jax.Array:
-        """[128]: row of the pool of the page of the i-th tile that a lane of each warp has, in layout `LANES`; -1 where
-        no row of the block sees a token of it, and in lanes that have none.
+        """Look up the pages of the i-th tile, one per lane of a warp.
+
+        Returns:
+          int32 [128] in layout `LANES`, row of the pool of each page. Lanes without a page have -1, and so have pages
+          that are absent or that no row of the block sees.
         """
         lane = lane_iota()
         position = self.first_position(i) + jnp.minimum(lane, self.static.copies - 1) * self.part_tokens
@@ -477,7 +503,7 @@ class PagedTile(NamedTuple):
         return jnp.where(seen, row, -1)
 
     def look_up(self, position: jax.Array, layout: RowLayout) -> tuple[jax.Array, jax.Array]:
-        """Rows of the pool of the pages of positions [n], and whether they are there."""
+        """Return the rows of the pool of the pages at positions [n], and whether the pages are present."""
         tables, pool_rows, loader = self.x.block_tables, self.x.k.shape[0], self.loader
         entry = jnp.minimum(lax.div(position, jnp.int32(loader.page_size)), tables.shape[-1] - 1)
         if len(tables.shape) == 3:
@@ -488,11 +514,11 @@ class PagedTile(NamedTuple):
         return page * loader.num_kv_heads + self.kv_head, basics.in_pool(page, pool_rows // loader.num_kv_heads)
 
     def tokens_from(self, i: Any) -> Any:
-        """Number of the sequence's tokens from the first one of the i-th tile on."""
+        """Return the number of tokens of the sequence from the start of the i-th tile."""
         return self.block.end_key - self.first_position(i)
 
     def copy_pages(self, pool: Ref, i: Any, pages: jax.Array, slot: Ref, full: Ref, needed: Any = None) -> None:
-        """Starts the copies of the i-th tile, or of its `needed` first tokens."""
+        """Start the copies of the i-th tile, or of its first `needed` tokens."""
         first = jnp.int32(0)
         if self.loader.page_size > self.part_tokens:
             first = lax.div(lax.rem(self.first_position(i), self.loader.page_size), self.loader.tokens_per_smem_row)
@@ -500,7 +526,7 @@ class PagedTile(NamedTuple):
         copy_pages(pool, pages, first, slot, full, self.static.copies, needed)
 
     def store_tile_meta(self, kv_tile: Any, i: Any, pages: jax.Array) -> None:
-        """Publishes the present pages and the position of the i-th tile, number `kv_tile` of the rings."""
+        """Store the metadata of the i-th tile, which is tile number `kv_tile` of the CTA."""
         meta = self.tile_meta(kv_tile)
         start, present = self.first_position(i), present_pages(pages)
         end = start + self.static.tile_keys
@@ -510,12 +536,12 @@ class PagedTile(NamedTuple):
         meta[0], meta[1] = jnp.where(full, FULL_TILE, present), start
 
     def signal_tile_meta(self, kv_tile: Any) -> None:
-        """Tells consumers that all that is published of tile number `kv_tile` is there."""
+        """Arrive at the barrier of the metadata of tile number `kv_tile`, if it has one."""
         if self.scratch.tile_meta_full is not None:
             plgpu.barrier_arrive(self.scratch.tile_meta_full.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])])
 
     def await_tile_meta(self, kv_tile: Any) -> None:
-        """Waits for what is published of tile number `kv_tile` of the rings."""
+        """Wait for the metadata of tile number `kv_tile`."""
         plgpu.barrier_wait(self.scratch.tile_meta_full.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])])
 
     @property
@@ -523,7 +549,7 @@ class PagedTile(NamedTuple):
         return (1 << self.static.copies) - 1
 
     def is_whole(self, i: Any, pages: jax.Array) -> Any:
-        """True if every token of the i-th tile is seen by some row, of this block or another."""
+        """Return whether every token of the i-th tile is present and visible to the first query or a later one."""
         start = self.first_position(i)
         end = start + self.static.tile_keys
         whole = (present_pages(pages) == self.all_pages) & (end <= self.block.end_key)
@@ -532,7 +558,7 @@ class PagedTile(NamedTuple):
         return whole
 
     def live_mask(self, i: Any, pages: jax.Array, token: jax.Array) -> jax.Array:
-        """Mask [n] of the tokens of the i-th tile that some row sees, of this block or another."""
+        """Return which tokens of the i-th tile are present and visible to the first query or a later one, bool [n]."""
         position = self.first_position(i) + token
         present = lax.shift_right_logical(
             TOKENS.filled(present_pages(pages), token.shape[0]), lax.div(token, self.part_tokens)
@@ -543,8 +569,9 @@ class PagedTile(NamedTuple):
         return live
 
     def token_scales(self, i: Any, pages: jax.Array) -> list[jax.Array]:
-        """Scales of the keys and of the values of each token of the i-th tile, 1 for masked values; an empty list if
-        scales do not come with the tokens.
+        """Load the scales of keys and values of the i-th tile, [tile_keys] each.
+
+        The scale of a masked value is 1. The list is empty if scales are not per token.
         """
         groups, page_size = self.loader.scale_groups, self.loader.page_size
         if not groups:
@@ -563,11 +590,11 @@ class PagedTile(NamedTuple):
         if staged is not None:
             scales = CacheScales(self.loader.scales, self.x.k_scale, self.x.v_scale, staged.token_scales)
         number = consumer.number
-        if self.static.dequantizes:  # whose consumers have no register for the part of this that all work tiles share
+        if self.static.dequantizes:  # saves registers: nothing below is computed before the loop over work tiles
             number += basics.opaque_zero()
         query = self.rows.queries(number)
         position, row = self.position(query), self.rows.output_row(query, number)
-        if self.work.split is not None:  # Before keys are walked: they take fewer registers than what they are made of.
+        if self.work.split is not None:  # saves registers: both are computed before the loop over tiles
             position, row = lax.optimization_barrier((position, row))
         transform = ScoreTransform(functools.partial(self.limits, position, kv_tile))
         if scales is not None:
@@ -580,7 +607,7 @@ class PagedTile(NamedTuple):
         consumer.store(result, row, state, RowOptions(sinks, self.work.is_whole, scale))
 
     def limits(self, position: jax.Array, kv_tile: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
-        """Limits of the i-th tile, number kv_tile + i of the rings, for rows at these positions (`ScoreTransform`)."""
+        """Return the limits of the i-th tile for query rows at these positions. See `ScoreTransform`."""
         meta = self.tile_meta(kv_tile + i)
         present, start = meta[0], meta[1]
 

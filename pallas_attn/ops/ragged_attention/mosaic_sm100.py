@@ -1,4 +1,4 @@
-"""`ragged_attention` on Blackwell."""
+"""`ragged_attention` on Blackwell: the operand loader of Hopper with the kernel of `mosaic/blackwell/prefill.py`."""
 
 from __future__ import annotations
 

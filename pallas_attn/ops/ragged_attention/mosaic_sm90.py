@@ -1,9 +1,20 @@
-"""`ragged_attention`: a front end of the prefill kernel (`flash.pipeline`) for packed keys and values.
+"""`ragged_attention` on Hopper: the operand loader of the prefill kernel for packed keys and values.
 
-Heads of a group share blocks of queries (`BlockRows`). Copies begin at multiples of 8 rows, sequences
-anywhere: the first and last rows of a block of queries, or of a tile of keys, may belong to neighbouring sequences and
-hold anything. Queries of neighbours are computed but not written; keys of neighbours are masked, and their values
-zeroed. Rows past the last one are copied as zeros.
+The main loop is in `mosaic/hopper/prefill.py`. This file has the operands, and for each work tile the rows that the
+producer copies (`RaggedTile.load`) and the keys that each query row sees (`RaggedTile.limits`). `mosaic_sm100.py` uses
+the same loader for Blackwell.
+
+    load, in the producer:                          attend, in each consumer:
+      for tile i of the keys of the sequence:         attend to all tiles; for each tile:
+        copy the keys of tile i+1                       mask scores unless all rows see all keys
+        copy the values of tile i                     compute the output rows, and store
+        zero values of other sequences in tile i
+        i == 0: copy the queries
+
+Copies start at multiples of 8 rows, while a sequence may start at any row. So the first and last rows of a block of
+queries, or of a tile of keys, may belong to neighbouring sequences and hold any values, NaN included. The output of
+queries of a neighbouring sequence is not stored. Keys of a neighbouring sequence are masked, and their values are set
+to 0. Rows past the end of the arrays are copied as zeros.
 """
 
 from __future__ import annotations
@@ -48,16 +59,16 @@ from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 
 HEADS = ((192, 128), (128, 128), (64, 64), (256, 256))
-"""Widths of keys and values."""
+"""Supported widths of keys and values, (Dk, Dv)."""
 
 
 class RaggedInputs(NamedTuple):
-    """Operands of the kernel: arrays, or in the kernel references to them.
+    """Operands of the kernel; arrays, or references to them.
 
     Attributes:
-      q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], of `zero_rows_past_end`.
-      blocks, counts: of the `WorkList`.
-      sinks: [Hq] or None.
+      q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], from `zero_rows_past_end`.
+      blocks, counts: from the `WorkList`.
+      sinks: [Hq], or None.
     """
 
     q: Any
@@ -76,7 +87,7 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
 
 
 def config_key(call: RaggedAttentionCall) -> config.RaggedAttentionKey:
-    """Facts that the sizes of the kernel depend on."""
+    """Return the properties of a call that determine the sizes of the kernel."""
     queries = call.num_tokens // call.num_sequences
     return config.RaggedAttentionKey(call.key_dim, call.value_dim, long=queries >= config.LONG)
 
@@ -88,9 +99,11 @@ def attend(
     tile_rows: int,
     rows: RowLayout,
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
-    """Output and LSE, by the kernel of an architecture with these sizes.
+    """Prepare the operands, list the work tiles, and run the kernel of an architecture.
 
     Args:
+      flash_attention: kernel of the architecture.
+      settings: sizes of the kernel.
       tile_rows, rows: see `FlashStatic`.
     """
     (num_tokens, num_heads, key_dim), (num_keys, num_kv_heads, value_dim) = call.q.shape, call.v.shape
@@ -130,7 +143,7 @@ def attend(
 
 
 def check_supported(call: RaggedAttentionCall) -> None:
-    """Raises NotImplementedError for what the kernel takes on no architecture."""
+    """Raise NotImplementedError if no Mosaic kernel of `ragged_attention` supports the call."""
     unsupported.require_dtypes(call.q, call.k)
     if (call.q.shape[2], call.v.shape[2]) not in HEADS:
         widths = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
@@ -140,7 +153,13 @@ def check_supported(call: RaggedAttentionCall) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedLoader:
-    """The `OperandLoader` of packed keys and values."""
+    """The `OperandLoader` of packed keys and values.
+
+    Attributes:
+      num_tokens, num_q_heads: T and Hq.
+      causal: whether a query sees no keys after its own position.
+      window: number of newest keys that a query sees, or None for all.
+    """
 
     static: FlashStatic
     num_tokens: int
@@ -153,26 +172,27 @@ class RaggedLoader:
 
     @property
     def num_heads(self) -> int:
-        """Sets of heads that share blocks."""
+        """Number of sets of heads that share a block."""
         return self.num_q_heads // self.static.block_heads
 
     def rows(self, work: FlashWorkTile) -> BlockRows:
-        """Rows of the block of a work tile."""
+        """Return the query rows of the block of a work tile."""
         return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> None:
-        """Return None: a tile needs no scratch memory of its own."""
+        """Return None: this loader needs no scratch memory."""
 
     def tile(self, x: RaggedInputs, scratch: None, work: FlashWorkTile) -> RaggedTile:
         return RaggedTile.of(self, x, work)
 
 
 class RaggedTile(NamedTuple):
-    """The `OperandTile` of packed keys and values.
+    """The `OperandTile` of packed keys and values: one KV head of one sequence.
 
     Attributes:
-      oldest_key: first key of the sequence that some row of the block sees.
-      first_tile, kv_tiles: its tiles of keys, counted from where copies of the sequence's first key begin.
+      oldest_key: first key that a row of the block sees.
+      first_tile, kv_tiles: first tile and number of tiles, counted from the first key of the sequence rounded down to a
+        multiple of 8.
     """
 
     loader: RaggedLoader
@@ -187,7 +207,9 @@ class RaggedTile(NamedTuple):
         block = work.block
         if loader.window is None:
             return RaggedTile(loader, x, work, block.first_key, *work.kv_range(block.kv_tiles))
-        newest = jnp.maximum(block.start, block.first_row) + block.end_key - block.end_row  # that the first row sees
+        newest = (
+            jnp.maximum(block.start, block.first_row) + block.end_key - block.end_row
+        )  # key that the first row sees
         oldest = jnp.maximum(newest + 1 - loader.window, block.first_key)
         hidden_tiles = lax.div(oldest - align_down(block.first_key), jnp.int32(loader.static.tile_keys))
         first_tile, kv_tiles = work.kv_range(block.kv_tiles - hidden_tiles)
@@ -203,11 +225,11 @@ class RaggedTile(NamedTuple):
 
     @property
     def rows(self) -> BlockRows:
-        """Rows of the block."""
+        """Query rows of the block."""
         return self.loader.rows(self.work)
 
     def first_row(self, i: Any) -> Any:
-        """Row where copies of the i-th tile begin."""
+        """Return the first row of the i-th tile."""
         return align_down(self.block.first_key) + (self.first_tile + i) * self.static.tile_keys
 
     # Producer
@@ -244,18 +266,19 @@ class RaggedTile(NamedTuple):
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
         transform = ScoreTransform(functools.partial(self.limits, consumer.number))
         state = consumer.attend(kv_tile, self.kv_tiles, transform, self.rows.any_of(consumer.number))
-        number = consumer.number + basics.opaque_zero()  # or what the next two have in common is kept meanwhile
+        number = consumer.number + basics.opaque_zero()  # saves registers: rows are computed after attention
         row = self.rows.output_row(self.rows.queries(number), number)
         consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row), self.work.is_whole))
 
     def limits(self, number: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
-        """Limits that hide keys of neighbouring sequences in the i-th tile, and keys that causal rows do not see or
-        that a window hides, for the rows of a consumer; see `ScoreTransform`.
+        """Return the limits of the i-th tile for the query rows of a consumer. See `ScoreTransform`.
+
+        They hide keys of neighbouring sequences, keys after a causal query, and keys older than the window.
         """
         static, causal, window, block = self.static, self.loader.causal, self.loader.window, self.block
         start, rows = self.first_row(i), self.rows
         first = rows.first_query(number)
-        diagonal = block.end_key - block.end_row + 1  # a causal query sees the keys before number query + diagonal
+        diagonal = block.end_key - block.end_row + 1  # a causal query sees the keys before query + diagonal
         low = jnp.maximum(start, block.first_key)
         end = jnp.minimum(block.end_key, first + diagonal) if causal else block.end_key
 
@@ -263,8 +286,8 @@ class RaggedTile(NamedTuple):
             in_window = rows.filled(low - start)
             if not causal:
                 return Limits(in_window, rows.filled(end - start))
-            # Queries are found for each masked tile: between tiles they would take registers. Those of the next
-            # sequence see too much. They are not written.
+            # Computing the queries for each masked tile saves registers. Queries of the next sequence see too many keys,
+            # but their output is not stored.
             high = rows.queries(number + basics.opaque_zero()) + (diagonal - start)
             if window is not None:
                 in_window = jnp.maximum(in_window, high - window)
