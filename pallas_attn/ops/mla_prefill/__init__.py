@@ -38,41 +38,42 @@ def mla_prefill(
     return_lse: bool = False,
     implementation: Implementation = None,
 ) -> Float[Array, "T Hq v"] | tuple[Float[Array, "T Hq v"], Float[Array, "T Hq"]]:
-    """Causal attention of each sequence's new tokens over its cached prefix and themselves.
+    """Causal multi-head latent attention of the new tokens of each sequence, to its cached prefix and among themselves.
 
     Args:
-      q_nope, q_rope: packed queries, unrotated and rotated parts; rows of no sequence are padding.
-      latent_new: normed latents and rotated keys of the same tokens, in the cache's dtype, or in any 16-bit or 32-bit
-        dtype for a quantised one.
-      cache: of any dtype, holding the prefix. Nothing is written, and whether the new tokens are in there already makes
-        no difference: over a quantised cache they count as they would be read back. None for queries that attend to the
-        cached prefix alone, all of it.
-      w_uk, w_uv: up-projections of the latent to keys and values, per head.
-      block_tables: page ids, of all cached tokens; entries past them may hold anything.
-      cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
-      kv_lens: tokens each sequence holds, cached and new; without `latent_new` those that are cached.
-      sm_scale: multiplies the scores. Required: DeepSeek's depends on more than the width.
-      window: the number of newest tokens that every head sees; None for all. Memory is that of S·window expanded
-        tokens, or of as many as tables have entries for.
-      soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      absorbed: whether chunks attend to their prefix absorbed or expanded; None for what is expected to be faster,
-        which is absorbed where Mosaic's `mla_decode` takes the call and sequences have up to n new tokens (300 with
-        128 heads of DeepSeek-V3's widths, 512 with 16, see `AbsorptionConfig`). If T is at most n and a block of tokens
-        (128 with 128 heads, 512 with 16), all is; else the device decides by the mean of the sequences' new tokens,
-        each counting as much as it has cached. With a window only False.
-      piece_tokens: prefix tokens expanded at a time, over all sequences, rounded up to whole pages; None for what was
-        measured or is expected to be fastest, see `PieceConfig`. With a window there are no pieces.
+      q_nope, q_rope: packed queries, unrotated and rotated columns. Rows of no sequence are padding.
+      latent_new: normed latents and rotated keys of the new tokens, in the dtype of the cache; with a quantised cache
+        in any 16-bit or 32-bit dtype. None for queries that see the whole cached prefix and no new tokens.
+      cache: holds the prefix, in any dtype. It is not written. It may hold the new tokens already; this does not change
+        the result. With a quantised cache, new tokens are rounded as if they were read from it.
+      w_uk, w_uv: up-projections of latents to keys and values, per head.
+      block_tables: page ids of all cached tokens. Entries past them may have any value.
+      cu_q_lens: prefix sums of the numbers of new tokens. An entry less than an earlier one, such as a 0 at the end,
+        counts as the largest earlier entry.
+      kv_lens: tokens of each sequence, cached and new; without `latent_new` the cached ones.
+      sm_scale: factor of the scores. It is required, because DeepSeek's does not depend on the width alone.
+      window: number of newest tokens that every head sees; None for all. With a window, S · window tokens are expanded
+        at once, or the number of tokens that the block tables can hold, if that is less.
+      soft_cap: if given, scores become soft_cap · tanh(score / soft_cap).
+      absorbed: whether queries attend to the prefix absorbed (True) or expanded (False). None chooses the form that is
+        expected to be faster: absorbed, if Mosaic's `mla_decode` supports the call and sequences have at most n new
+        tokens (about 300 with 128 heads of DeepSeek-V3's widths, 512 with 16 heads; see `AbsorptionConfig`). If T is at
+        most n and at most a block of tokens (128 with 128 heads, 512 with 16), this is known when the call is traced.
+        Otherwise the device compares n with the average number of new tokens, weighted by the cached tokens of each
+        sequence. With a window only None and False are supported.
+      piece_tokens: prefix tokens that are expanded at a time, over all sequences, rounded up to whole pages. None for
+        the measured or expected optimum; see `PrefixChunkConfig`. Ignored with a window.
       return_lse: also return the LSE.
-      implementation: of `gather_latent`, `ragged_attention` and `mla_decode`.
+      implementation: implementation of `gather_latent`, `ragged_attention` and `mla_decode`.
 
     Returns:
-      The output in q's dtype, exactly 0 for padding rows and queries that see no key; with `return_lse` also the
-      float32 natural-log LSE of the scaled, capped, masked scores, -inf for those.
+      The output in the dtype of q, exactly 0 for padding rows and queries that see no key. With `return_lse` also the
+      float32 natural-log LSE of the scaled, capped, masked scores, -inf where the output is 0 for these reasons.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: a window without `latent_new`, where queries have no place among the keys, or with
-        `absorbed`; or the implementation named does not support the call.
+      ValueError: arguments do not match each other.
+      NotImplementedError: a window without `latent_new` or with `absorbed`, or the named implementation does not
+        support the call. Without `latent_new`, queries have no position that a window could count from.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
@@ -91,11 +92,11 @@ def mla_prefill(
     window = checks.window(window)
     checks.check_int_window(window)
     if window is not None and latent_new is None:
-        raise NotImplementedError("window: takes None without latent_new, where queries have no place among the keys")
+        raise NotImplementedError("window: takes None without latent_new, because queries have no position then")
     if absorbed is not None:
         absorbed = checks.flag("absorbed", absorbed)
     if window is not None and absorbed:
-        raise NotImplementedError("absorbed: takes None or False with a window, whose tokens are expanded at once")
+        raise NotImplementedError("absorbed: takes None or False with a window, because its tokens are expanded")
     _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, piece_tokens)
     if not (q_nope.shape[0] and kv_lens.shape[0]):
         empty = jnp.zeros((*q_nope.shape[:2], w_uv.shape[1]), q_nope.dtype)

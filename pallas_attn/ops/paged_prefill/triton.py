@@ -1,4 +1,4 @@
-"""`paged_prefill` in Triton, for any card from Ampere (sm80) on: see `triton.flash`."""
+"""`paged_prefill` in Triton, for compute capability 8.0 and newer. The kernel is in `triton/flash.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Floa
     num_tokens, _, head_dim = call.q.shape
     rows = call.group * -(-num_tokens // call.num_sequences)
     demanding = call.kv.k_scale is not None or call.soft_cap is not None or call.draft_mask is not None
-    # A mask takes registers: the tile of the widest heads leaves them.
+    # A draft mask takes registers. The tile of the widest heads leaves enough.
     width = max(head_dim, call.value_dim) if call.draft_mask is None else caches.WIDEST_HEAD
     return flash.attend(
         call.q,

@@ -207,9 +207,7 @@ class RaggedTile(NamedTuple):
         block = work.block
         if loader.window is None:
             return RaggedTile(loader, x, work, block.first_key, *work.kv_range(block.kv_tiles))
-        newest = (
-            jnp.maximum(block.start, block.first_row) + block.end_key - block.end_row
-        )  # key that the first row sees
+        newest = jnp.maximum(block.start, block.first_row) + block.end_key - block.end_row  # of the first row
         oldest = jnp.maximum(newest + 1 - loader.window, block.first_key)
         hidden_tiles = lax.div(oldest - align_down(block.first_key), jnp.int32(loader.static.tile_keys))
         first_tile, kv_tiles = work.kv_range(block.kv_tiles - hidden_tiles)
@@ -286,8 +284,8 @@ class RaggedTile(NamedTuple):
             in_window = rows.filled(low - start)
             if not causal:
                 return Limits(in_window, rows.filled(end - start))
-            # Computing the queries for each masked tile saves registers. Queries of the next sequence see too many keys,
-            # but their output is not stored.
+            # The queries are computed for each masked tile, which saves registers. Queries of the next sequence see
+            # too many keys, but their output is not stored.
             high = rows.queries(number + basics.opaque_zero()) + (diagonal - start)
             if window is not None:
                 in_window = jnp.maximum(in_window, high - window)

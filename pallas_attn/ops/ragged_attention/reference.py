@@ -1,4 +1,4 @@
-"""Definition of `ragged_attention`: every query against every key, those of other sequences masked."""
+"""Definition of `ragged_attention`: every query with every key; keys of other sequences are masked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     def attend(
         query: tuple[Float[Array, "Hq Dk"], Bool[Array, "U"]],
     ) -> tuple[Float[Array, "Hq Dv"], Float[Array, "Hq"]]:
-        """One query alone, so that NaN among what others see leaves no trace in it."""
+        """Attend with one query at a time, so that NaN among the keys of other queries has no effect."""
         q, visible = query
         out, lse = oracle.attention(
             q[None, None],

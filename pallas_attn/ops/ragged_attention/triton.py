@@ -1,4 +1,4 @@
-"""`ragged_attention` in Triton, for any card from Ampere (sm80) on: see `triton.flash`."""
+"""`ragged_attention` in Triton, for compute capability 8.0 and newer. The kernel is in `triton/flash.py`."""
 
 from __future__ import annotations
 
