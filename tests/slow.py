@@ -53,21 +53,13 @@ SLOW = (
     r"ops/test_plan_decode.py::test_one_window_for_all_heads\[(16|100)-",
     r"ops/test_plan_decode_mosaic.py::test_interpreted_(without_cuts|in_groups)",  # uneven rows are in groups, too
     r"ops/test_plan_decode_mosaic.py::test_interpreted_with_programs_for_each_row\[",  # chunks, and rows not sorted
-    r"ops/test_paged_prefill_mosaic.py::test_heads_that_share_a_block.*-7\]",  # the contract's G 7 packs them so
-    r"ops/test_paged_prefill_mosaic.py::test_keys_cut_among.*an int window",
-    r"ops/test_paged_prefill_mosaic.py::test_quantised_caches.*(int8 per channel|fp8 per group)",  # the contract's
-    r"ops/test_ragged_attention_mosaic.py::test_keys_cut_among.*(causal-a program|full-drawn)",
-    r"ops/test_paged_prefill_mosaic.py::test_keys_of_8_bits_cut",  # the contract's 8 bits, and cuts without
-    r"ops/test_ragged_attention_mosaic.py::test_scores_near_5e5",
     r"ops/test_mla_decode_seesaw.py::test_shapes",  # the contract's pages of 128, odd heads and drafts
     r"ops/test_mla_decode_swap_ab.py::test_widths_and_pages.*256 \+ 32",
-    r"ops/test_flash_schedule.py::test_blocks_are_listed.*full-interpreted",
     r"ops/test_paged_decode_mosaic.py::test_a_row_cut_among",  # pieces of few rows are of such a row
     r"ops/test_rope.py::test_write_turns.*\[(8-None-neox|1-before_rope-interleaved)-mosaic",
     r"ops/test_write_kv.py::test_dynamic_scales.*(1-float8_e4m3fn-2|2-int8-1)-mosaic",
     r"ops/test_paged_decode_mosaic.py::test_pieces_of_few_rows.*16-1",
     r"ops/test_mla_decode_programs.py::test_as_many.*\[(32-1|64-1|128-8)",
-    r"ops/test_mla_prefill.py::test_(?!bad).*\[reference(?!-all)",  # it is made of operations that have contracts
     r"test_parallel.py::test_decode_over_contexts\[(f32-1|bf16, float32 exchanged-2|latents, drafts-1)",
     r"test_parallel.py::test_heads_over_devices\[int8-head",
     r"contract/test_surroundings.py::test_kernels_are_traced.*-(decode of heads|decode, int8|latents, few heads)\]",
