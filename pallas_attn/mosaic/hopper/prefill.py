@@ -172,7 +172,7 @@ def _kernel(
 class SoftmaxState(NamedTuple):
     """Online softmax of the 64 query rows of a consumer.
 
-    `o` covers all tiles but the newest one. `m`, `l` and `p` cover the newest tile too.
+    `m` and `l` cover all tiles so far, `p` is the newest tile, and `o` covers the tiles before it.
 
     Attributes:
       o: [64, Dv] float32, sum of values weighted with 2**(score - m).
@@ -224,8 +224,7 @@ class Consumer:
         rings, slot = self.rings, ring_slot(kv_tile, self.static.stages)
         plgpu.barrier_wait(rings.k_full.at[slot])
         self._wait_for_turn()
-        # [64, tile_keys]
-        s = wgmma.multiply(self._query_parts(), rings.k.at[slot], self._signal_next)
+        s = wgmma.multiply(self._query_parts(), rings.k.at[slot], self._signal_next)  # [64, tile_keys]
         self._release_keys(slot, more)
         scores = scores_of(s)
         m = scores.update_max(register_tiles.filled(-jnp.inf, (QUERIES,), PER_TOKEN))
@@ -243,14 +242,15 @@ class Consumer:
         self._wait_for_turn()
         s, o = wgmma.start(self._query_parts(), k, state.p, v, state.o)  # [64, tile_keys], [64, Dv]
         self._signal_next()
-        s = wgmma.finish(s, TILE, TILE, under_way=1)
+        s = wgmma.finish(s, TILE, TILE, under_way=1)  # P V continues
         self._release_keys(slot, more)
         scores = scores_of(s)
-        m = scores.update_max(state.m)
+        m = scores.update_max(state.m)  # [64]
+        # Waits for P V.
         o, l = wgmma.rescale_accumulator((o, state.l), (TILE, TILE), state.m, m, finished=False)  # noqa: E741
         plgpu.barrier_arrive(rings.v_empty.at[previous])
         # P V is finished: `p` may take the registers of `state.p`.
-        p, more_l = scores.probabilities(m)
+        p, more_l = scores.probabilities(m)  # [64, tile_keys], [64, 8]
         p, l = lax.optimization_barrier((p.astype(rings.q.dtype), l + more_l))  # noqa: E741
         self._await_keys(kv_tile + 1, more)
         return SoftmaxState(o, m, l, p)
