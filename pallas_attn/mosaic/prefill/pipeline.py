@@ -377,7 +377,7 @@ class ScoreTransform(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """How rows are stored.
+    """Options of storing query rows.
 
     Attributes:
       sink: sink logits [rows], or None. If keys are split, the merge adds the sinks instead.
