@@ -212,7 +212,7 @@ def choose(
     """Return the largest number of splits, and the chosen number, for one sequence.
 
     Args:
-      blocks, tiles: blocks of the sequence, and tiles of keys that each sees.
+      blocks, tiles: blocks of the sequence, and tiles of keys that each block sees.
       limit: largest number of tiles of any lengths.
       most_blocks: largest number of blocks of any lengths.
       rows: time to move the partial states of one split, in tiles of keys.

@@ -298,7 +298,7 @@ class PagedLoader:
 
     @property
     def l2_head_group(self) -> int:
-        """Sets of heads of one KV head."""
+        """Number of sets of heads of one KV head."""
         return self.group // self.static.block_heads
 
     def rows(self, work: FlashWorkTile) -> BlockRows:
