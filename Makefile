@@ -42,8 +42,8 @@ demo: $(VENV)/demo$(CUDA).stamp  ## decode a batch on a small random model and c
 test: $(VENV)/test.stamp $(AOT)  ## everything that needs no GPU
 	$(PYTEST) -m "not slow" --junitxml=.pytest_cache/test.xml
 
-test-slow: $(VENV)/test.stamp $(AOT)  ## the long property runs
-	$(PYTEST) -m slow --junitxml=.pytest_cache/test-slow.xml
+test-slow: $(VENV)/test.stamp $(AOT)  ## the long tests (SHARD=2/8: the second of eight parts)
+	$(PYTEST) -m slow $(if $(SHARD),--shard $(SHARD)) --junitxml=.pytest_cache/test-slow$(subst /,-of-,$(addprefix -,$(SHARD))).xml
 
 test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for Hopper under both CUDA plugins
 	$(PYTEST) tests/aot --junitxml=.pytest_cache/test-aot.xml
@@ -72,10 +72,11 @@ tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per
 	$(BIN)/python -m tests.aot 'sm100-paged-decode-bf16-d*-n32' 'sm100-paged-decode-bf16-d128-n16' 'sm100-paged-decode-fp8-head-d*-n32' --listings .aot/listings/sm100
 	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/sm100/*.sass --bandwidth 8e12 --multiprocessors 148 --clock 1.965e9
 
-lint: $(VENV)/dev.stamp  ## ruff and the type checker
+lint: $(VENV)/dev.stamp  ## ruff, the type checker and the prose check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyrefly check
+	$(BIN)/python -m scripts.tools.prose
 
 format: $(VENV)/dev.stamp  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix

@@ -1,4 +1,4 @@
-"""JAX as strict as it gets, and the jaxtyping annotations of the library checked at run time."""
+"""Strict JAX settings, runtime checks of jaxtyping annotations, and hooks for the marks `slow` and `gpu`."""
 
 import gc
 import os
@@ -15,38 +15,40 @@ from jaxtyping import install_import_hook
 from tests.kit import faster_interpreter
 from tests.slow import SLOW
 
+pytest_plugins = ("tests.kit.shards", "tests.kit.slow_cases", "pytester")
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# For tests of meshes; all others run on the first.
+# Tests of meshes use several devices. All other tests run on the first.
 jax.config.update("jax_num_cpu_devices", 8)
 
 faster_interpreter.apply()
 
-# Threads of XLA's pool, else as many as there are cores. The warpgroups of an interpreted kernel hold some while they
-# wait for one another, and those they wait for need some, too. XLA reads it when the first computation runs.
+# Number of threads of XLA's pool; the default is the number of cores. Each warpgroup of an interpreted kernel occupies a
+# thread while it waits, so a small pool would deadlock. XLA reads the variable when the first computation runs.
 os.environ.setdefault("NPROC", "16")
 
-# Tests mostly compile, and many of them the same things. Each process has a cache of its own: jax writes entries in
-# place, and who reads half of one may crash.
+# Tests spend most of their time compiling, often equal programs. Each process has a separate cache, because jax writes
+# cache entries in place and a process that reads a partial entry may crash.
 _CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla" / os.environ.get("PYTEST_XDIST_WORKER", "alone")
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
-# Traces and their tables are millions of objects that stay; looking for garbage among them took a tenth of the time.
+# Traces are millions of long-lived objects. With the default thresholds, garbage collection took 10% of the time.
 gc.set_threshold(50_000, 20, 20)
 
-# Tests change what kernels are traced with: configurations, constants, the number of multiprocessors. Keys of kept
-# kernels know nothing of that, so on a card the second of two variants would be the first once more.
+# Tests change configurations, constants and the number of multiprocessors while kernels are traced. Keys of the kernel
+# cache do not contain these, so on a GPU the second of two variants would get the kernel of the first.
 os.environ["PALLAS_ATTN_KERNEL_CACHE"] = "0"
 
-# Triton kernels run interpreted where there is no card. Before triton is imported, and once all is set that the backend
-# is made with.
+# Without a GPU, Triton kernels are interpreted. The variable must be set before triton is imported, and after the settings
+# with which jax creates its backend.
 if jax.default_backend() != "gpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Modules that have annotations of shapes; checks of a scheduler's own types took a quarter of the engine's tests. Not
-# pallas_attn.types: a pytree node may hold shapes, axes or shardings in place of its arrays.
+# Modules with shape annotations. The scheduler is left out: type checks took a quarter of the time of the engine tests.
+# pallas_attn.types is left out, because a pytree node may contain shapes, axes or shardings instead of arrays.
 _CHECKED = [
     *("pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "models.decoder", "models.checkpoints"),
     *(f"models.engine.{name}" for name in ("packed_step", "runner", "sampler", "step_plan", "verify")),
@@ -55,7 +57,7 @@ _hook = install_import_hook(_CHECKED, "beartype.beartype")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what is slow, and skips, and so counts, what needs a GPU where there is none."""
+    """Mark slow tests, and skip tests of GPUs on machines without a GPU."""
     any_of, slow = re.compile("|".join(SLOW)), set()
     for item in items:
         name = item.nodeid.removeprefix("tests/")
@@ -75,14 +77,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_what_was_compiled():
-    """Every executable takes several mappings of memory, of which a process may have some 65,000: too few for all."""
+    """Free compiled programs. Each takes several memory mappings, and a process may have about 65,000."""
     yield
     jax.clear_caches()
 
 
 @pytest.fixture
 def unchecked_shapes():
-    """Lets a test hand over arguments the annotations forbid, to see the library's own error."""
+    """Switch the annotation checks off, so that a test sees the error of the library for a wrong argument."""
     jaxtyping_config.update("jaxtyping_disable", True)
     yield
     jaxtyping_config.update("jaxtyping_disable", False)
@@ -90,7 +92,7 @@ def unchecked_shapes():
 
 @pytest.fixture
 def short_rows_are_cut() -> Iterator[None]:
-    """Lets rows of a few pages be cut into pieces, which would pay only if they were long."""
+    """Make the planner split rows of a few pages, too. It would normally split long rows only."""
     from pallas_attn.ops.plan_decode.config import PlanConfig
     from pallas_attn.runtime import tuning
 

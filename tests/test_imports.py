@@ -349,33 +349,6 @@ def test_repeated_class_names_are_seen() -> None:
     assert repeated_classes({"models.a": "class A: pass", "other": "class B: pass"}) == []
 
 
-# --- words of docstrings
-
-RIDDLES = re.compile(r"(As|How|If|It|Of|There|They|Those|What|When|Where|Who|Whose) ")
-"""Beginnings of docstrings that can be read only together with the name above them."""
-
-
-def riddles(module: str, source: str) -> list[str]:
-    """Docstrings, and strings below constants, that begin so."""
-    strings = [
-        node.value
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    ]
-    return [f"{module}:{node.lineno}" for node in strings if RIDDLES.match(str(node.value))]
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_docstrings_can_be_read_without_the_name(package: str) -> None:
-    files = [file for file in FILES if file.relative_to(ROOT).parts[0] == package]
-    assert [riddle for file in files for riddle in riddles(module_name(file), file.read_text())] == []
-
-
-def test_riddles_are_found() -> None:
-    source = '"""Of queries."""\n\ndef f():\n    """Return 1."""\n\nX = 1\n"""As many as there are."""\n'
-    assert riddles("models.a", source) == ["models.a:1", "models.a:7"]
-
-
 # --- the rules themselves
 
 XLA = "pallas_attn.ops.paged_decode.xla"

@@ -1,4 +1,8 @@
-"""Compile cases by hand: python -m tests.aot [PATTERN ...] [--plugin cuda13] [--listings DIR]"""
+"""Compile cases of the gate.
+
+python -m tests.aot [PATTERN ...] [--plugin cuda13] [--listings DIR]
+python -m tests.aot --record          # compile the cases of `make test` and write tests/aot/recorded.json
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ import time
 from pathlib import Path
 
 from tests.aot.case import Tile
-from tests.aot.cases import CASES
+from tests.aot.cases import CASES, IN_EVERY_RUN, ON_BOTH_PLUGINS
 from tests.aot.environment import PLUGINS, missing
-from tests.aot.gate import Compiler
+from tests.aot.gate import Compiler, record
 from tests.aot.report import Report, complaints
 
 
@@ -42,12 +46,37 @@ def compile_and_print(compiler: Compiler, name: str, listings: Path | None) -> b
     return not wrong
 
 
+def record_reports() -> int:
+    """Compile the cases of `make test` whose sources changed, and write all reports if every case passes."""
+    reports: dict[str, dict[str, Report]] = {}
+    wrong = 0
+    for plugin, names in {"cuda13": IN_EVERY_RUN, "cuda12": ON_BOTH_PLUGINS}.items():
+        if reason := missing(plugin):
+            print(reason)
+            return 1
+        compiler = Compiler(plugin)
+        reports[plugin] = {name: compiler.report(name) for name in sorted(names)}
+        compiler.close()
+        for name, report in reports[plugin].items():
+            for complaint in complaints(report, CASES[name]):
+                print(f"{name} ({plugin}) FAILS: {complaint}")
+                wrong += 1
+    if wrong == 0:
+        record(reports)
+    return 1 if wrong else 0
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.aot", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("patterns", nargs="*", default=["*"], metavar="PATTERN", help="of names of cases")
     parser.add_argument("--plugin", choices=PLUGINS, default=PLUGINS[0])
     parser.add_argument("--listings", type=Path, help="where to leave the disassembly of kernels that have tiles")
+    parser.add_argument("--record", action="store_true", help="write the reports of the cases of `make test`")
     options = parser.parse_args()
+    if options.record:
+        return record_reports()
     if reason := missing(options.plugin):
         parser.error(reason)
     compiler = Compiler(options.plugin, kept=False)

@@ -1,6 +1,8 @@
-"""All cases that have to pass the gate, by name."""
+"""Registry of the compile gate: all cases by name, and the cases that `make test` compiles."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from tests.aot.case import Case, Cases, DeferredCase, on_b200
 from tests.aot.decode import DECODE, DECODE_MORE, SM100_DECODE
@@ -18,47 +20,42 @@ from tests.aot.steps import STEPS
 from tests.aot.triton_xla import TRITON
 from tests.aot.writes import WRITES, WRITES_MORE
 
-SM100_WRITES = on_b200(WRITES | WRITES_MORE)
-SM100_PLANS = on_b200(PLANS)
-SM100_REAL, SM100_STEPS = on_b200(REAL), on_b200(STEPS)
-SM100_LATENT = on_b200(
-    {name: case for name, case in (LATENT | LATENT_MORE).items() if not name.startswith("mla-prefill")}
+MLA_ON_HOPPER_ONLY = "mla-prefill"
+"""Beginning of the names of latent cases that have no kernel for a B200."""
+
+FAMILIES: tuple[tuple[str, Mapping[str, Case | DeferredCase]], ...] = (
+    ("portable", PORTABLE),
+    ("plans", PLANS),
+    ("decode", DECODE_MORE | DECODE),
+    ("writes", WRITES | WRITES_MORE),
+    ("latent", LATENT | LATENT_MORE),
+    ("mla_swap_ab", MLA_SWAP_AB | MLA_SWAP_AB_MORE),
+    ("mla_seesaw", MLA_SEESAW | MLA_SEESAW_MORE),
+    ("mla_sparse", MLA_SPARSE | MLA_SPARSE_MORE),
+    ("prefill", PREFILL_MORE | PREFILL),
+    ("engine", ENGINE),
+    ("real", REAL),
+    ("steps", STEPS),
+    ("writes", on_b200(WRITES | WRITES_MORE)),
+    ("plans", on_b200(PLANS)),
+    (
+        "latent",
+        on_b200({k: v for k, v in (LATENT | LATENT_MORE).items() if not k.startswith(MLA_ON_HOPPER_ONLY)}),
+    ),
+    ("decode", SM100_DECODE),
+    ("prefill", SM100_PREFILL),
+    ("mla_tcgen05", MLA_TCGEN05 | MLA_TCGEN05_MORE),
+    ("engine", SM100_ENGINE),
+    ("real", on_b200(REAL)),
+    ("steps", on_b200(STEPS)),
+    ("triton_xla", TRITON),
+    ("engine", TRITON_ENGINE),
 )
+"""Registry of the gate: module of this package, and its cases by name. To add a case, add it to its module's table."""
 
-ALL: dict[str, Case | DeferredCase] = {
-    **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
-    **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | MLA_SPARSE | MLA_SPARSE_MORE),
-    **(PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
-    **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE | SM100_PREFILL),
-    **(MLA_TCGEN05 | MLA_TCGEN05_MORE | SM100_ENGINE | SM100_REAL | SM100_STEPS),
-    **(TRITON | TRITON_ENGINE),
-}
+ALL: dict[str, Case | DeferredCase] = {name: case for _, cases in FAMILIES for name, case in cases.items()}
 CASES = Cases(ALL)
-
-MODULES = {
-    **dict.fromkeys(PORTABLE, "portable"),
-    **dict.fromkeys(PLANS, "plans"),
-    **dict.fromkeys(DECODE_MORE | DECODE, "decode"),
-    **dict.fromkeys(WRITES | WRITES_MORE, "writes"),
-    **dict.fromkeys(LATENT | LATENT_MORE, "latent"),
-    **dict.fromkeys(MLA_SWAP_AB | MLA_SWAP_AB_MORE, "mla_swap_ab"),
-    **dict.fromkeys(MLA_SEESAW | MLA_SEESAW_MORE, "mla_seesaw"),
-    **dict.fromkeys(MLA_SPARSE | MLA_SPARSE_MORE, "mla_sparse"),
-    **dict.fromkeys(PREFILL_MORE | PREFILL, "prefill"),
-    **dict.fromkeys(ENGINE | TRITON_ENGINE, "engine"),
-    **dict.fromkeys(REAL, "real"),
-    **dict.fromkeys(TRITON, "triton_xla"),
-    **dict.fromkeys(STEPS, "steps"),
-    **dict.fromkeys(SM100_WRITES, "writes"),
-    **dict.fromkeys(MLA_TCGEN05 | MLA_TCGEN05_MORE, "mla_tcgen05"),
-    **dict.fromkeys(SM100_LATENT, "latent"),
-    **dict.fromkeys(SM100_PLANS, "plans"),
-    **dict.fromkeys(SM100_DECODE, "decode"),
-    **dict.fromkeys(SM100_PREFILL, "prefill"),
-    **dict.fromkeys(SM100_ENGINE, "engine"),
-    **dict.fromkeys(SM100_REAL, "real"),
-    **dict.fromkeys(SM100_STEPS, "steps"),
-}
+MODULES = {name: module for module, cases in FAMILIES for name in cases}
 """Module of this package that defines each case."""
 
 IN_EVERY_RUN = frozenset(
@@ -88,7 +85,7 @@ IN_EVERY_RUN = frozenset(
         "sm100-paged-decode-bf16-d64-n32-p16-all-features", "sm100-paged-decode-fp8-token-d256-n32-p16-all-features",
     }
 )  # fmt: skip
-"""Cases of the ordinary run: of each kernel, those that ask for most. The slow run and `make test-aot` have all."""
+"""Cases of `make test`: for each kernel, the cases with most registers and shared memory. `make test-slow` has all."""
 
 ON_BOTH_PLUGINS = frozenset(
     {
@@ -97,4 +94,4 @@ ON_BOTH_PLUGINS = frozenset(
         "ragged-128-128",
     }
 )
-"""Cases that the ordinary run compiles with the other plugin, too: one for each way in which kernels use the card."""
+"""Cases that `make test` also compiles with the CUDA 12 plugin: one for each kind of instruction that kernels use."""

@@ -1,6 +1,9 @@
-"""Compile gate: sends cases to a process that has the CUDA plugin, and keeps the reports.
+"""Compile gate: sends cases to a process that has the CUDA plugin, and caches the reports.
 
-A report is kept beside the packages, and holds as long as nothing changes that its case depends on (`sources.key`).
+A report is valid as long as the code and the pins on which its case depends do not change (`sources.key`). There are
+two caches. `.aot/reports` has the reports of this checkout. `recorded.json`, next to this file, has the reports of
+the cases of `make test`; `python -m tests.aot --record` writes it. So `make test` on a clean clone compiles only
+kernels that changed since then.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.aot import environment, sources
 from tests.aot.case import Cases
@@ -88,12 +92,37 @@ def _key(plugin: str, name: str) -> str | None:
 
 
 def _load(plugin: str, name: str) -> Report | None:
-    """Kept report of a case, or None if something it depends on has changed."""
-    key, path = _key(plugin, name), _path(plugin, name)
-    if key is None or not path.is_file():
+    """Return the cached report of a case, or None if something it depends on has changed."""
+    if (key := _key(plugin, name)) is None:
         return None
-    kept = json.loads(path.read_text())
-    return Report.from_json(kept["report"]) if kept["key"] == key else None
+    path = _path(plugin, name)
+    cached = [json.loads(path.read_text())] if path.is_file() else []
+    cached += [entries[name] for entries in [recorded().get(plugin, {})] if name in entries]
+    return next((Report.from_json(entry["report"]) for entry in cached if entry["key"] == key), None)
+
+
+def _recorded_path() -> Path:
+    return environment.ROOT / "tests" / "aot" / "recorded.json"
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """Return the committed reports: plugin -> case -> key and report."""
+    return json.loads(_recorded_path().read_text()) if _recorded_path().is_file() else {}
+
+
+def record(reports: dict[str, dict[str, Report]]) -> None:
+    """Write the committed reports: plugin -> case -> report."""
+    entries = {
+        plugin: {name: {"key": _key(plugin, name), "report": _brief(report)} for name, report in sorted(cases.items())}
+        for plugin, cases in sorted(reports.items())
+    }
+    _recorded_path().write_text(json.dumps(entries, indent=1) + "\n")
+
+
+def _brief(report: Report) -> dict[str, Any]:
+    """Return a report as JSON without the disassembly."""
+    kernels = tuple(dataclasses.replace(kernel, sass="") for kernel in report.kernels)
+    return dataclasses.asdict(dataclasses.replace(report, kernels=kernels))
 
 
 def _keep(plugin: str, name: str, report: Report) -> None:
@@ -101,8 +130,7 @@ def _keep(plugin: str, name: str, report: Report) -> None:
     key, path = _key(plugin, name), _path(plugin, name)
     if key is None or report.error is not None:
         return
-    brief = dataclasses.replace(report, kernels=tuple(dataclasses.replace(k, sass="") for k in report.kernels))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({"key": key, "report": dataclasses.asdict(brief)}))
+    partial.write_text(json.dumps({"key": key, "report": _brief(report)}))
     partial.replace(path)

@@ -1,4 +1,6 @@
-"""Hash of everything that a case's report depends on: the files that it can reach, and the pins of the compilers.
+"""Hash of everything on which the report of a case depends: the code that it can reach, and the pins of the compilers.
+
+Docstrings, comments and formatting do not change the hash.
 
 Files are followed by what they import, wherever in them. An operation stands for its whole folder, since it loads its
 implementations by name; and `import pallas_attn` for the package's own modules and the operations that the file names.
@@ -31,8 +33,26 @@ def key(module: str, plugin: str) -> str:
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.relative_to(ROOT)}\n".encode())
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
+        digest.update(code_of(file))
     return digest.hexdigest()
+
+
+@functools.cache
+def code_of(file: Path) -> bytes:
+    """Return a hash of a file: of the code without docstrings for Python, of all bytes for others."""
+    contents = file.read_bytes()
+    if file.suffix == ".py":
+        tree = ast.parse(contents)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                node.body = [part for part in node.body if not _is_string(part)] or [ast.Pass()]
+        contents = ast.dump(tree).encode()
+    return hashlib.sha256(contents).digest()
+
+
+def _is_string(node: ast.stmt) -> bool:
+    """Return whether a statement is a docstring, or a string below a constant."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def reachable(start: Path, without: Path | None = None) -> set[Path]:

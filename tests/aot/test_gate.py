@@ -11,6 +11,7 @@ import pytest
 import pallas_attn
 from tests.aot import environment, gate, plans, sources
 from tests.aot.case import Case, shape
+from tests.aot.cases import IN_EVERY_RUN, ON_BOTH_PLUGINS
 from tests.aot.compile import joins, kernels_on_slices, large_copies
 from tests.aot.gate import Compiler
 from tests.aot.report import Kernel, Report, complaints, parse_kernels, parse_shared_memory, parse_tmem_columns
@@ -122,6 +123,7 @@ def repository(monkeypatch, tmp_path):
 def forget_sources():
     sources.key.cache_clear()
     sources.neighbours.cache_clear()
+    sources.code_of.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -144,10 +146,38 @@ def test_a_report_is_kept_until_something_changes_that_it_depends_on(file, compi
         report = Compiler("cuda13").report("a")
         assert report.kernels[0].name == "k"
     assert len(asked) == 1
-    (repository / file).write_text((repository / file).read_text() + "\n# changed")
+    comment, change = ("\n# changed", "\nCHANGED = 1") if file.endswith(".py") else ("", "changed")
+    (repository / file).write_text((repository / file).read_text() + comment)
+    forget_sources()
+    Compiler("cuda13").report("a")
+    assert len(asked) == 1, "a comment changes no machine code"
+    (repository / file).write_text((repository / file).read_text() + change)
     forget_sources()
     Compiler("cuda13").report("a")
     assert len(asked) == compiled
+
+
+def test_recorded_report_is_used_until_the_code_changes(repository, monkeypatch):
+    monkeypatch.setattr(gate, "MODULES", {"a": "writes"})
+    compiled = []
+    kernel = Kernel("k", 32, 0, 0, 0, (), ("HGMMA",), "sass")
+    report = Report(kernels=(kernel,))
+    monkeypatch.setattr(Compiler, "_compile", lambda self, name: compiled.append(name) or report)
+    forget_sources()
+    gate.record({"cuda13": {"a": report}})
+    assert Compiler("cuda13").report("a").kernels == (dataclasses.replace(kernel, sass=""),)
+    assert compiled == []
+    changed = repository / "pallas_attn/mosaic/rows.py"
+    changed.write_text(changed.read_text() + "\nCHANGED = 1")
+    forget_sources()
+    Compiler("cuda13").report("a")
+    assert compiled == ["a"]
+
+
+def test_recorded_reports_are_of_the_cases_of_every_run():
+    recorded = gate.recorded()
+    assert set(recorded["cuda13"]) == IN_EVERY_RUN
+    assert set(recorded["cuda12"]) == ON_BOTH_PLUGINS
 
 
 def test_a_report_of_an_error_is_not_kept(repository, monkeypatch):

@@ -1,4 +1,4 @@
-"""Inputs of `index_scores` and `index_top_k`, the awkward ones as flags, and what must come out, in plain numpy."""
+"""Inputs of `index_scores` and `index_top_k`, with flags for awkward cases, and expected results in plain numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from pallas_attn import PagedIndexKeys
 from tests.kit import harness
 
-SM_SCALE = 0.25  # a power of two, so that exact scores stay exact
+SM_SCALE = 0.25  # a power of two keeps exact scores exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +19,14 @@ class IndexCase:
     """One call.
 
     Attributes:
-      kv_lens: tokens each sequence holds.
+      kv_lens: number of tokens of each sequence, new tokens included.
       q_lens: new tokens of each sequence: 1 for a decode row, some for drafts, many for a chunk, 0 for none.
       padding: tokens of no sequence at the end.
-      dtype: of the queries; None for the backend's own, see `Backend.dtype`.
+      dtype: dtype of the queries, or None for `Backend.dtype`.
       cache_dtype: of the keys; None for q's. With float8_e4m3fn they have scales.
-      tree: number of newest keys that each token sees by chance, as drafts of a tree do; 0 for no mask.
-      absent_pages: some pages are missing in the middle of what a token would see.
-      exact: small integers, whose scores are exact in any order and often equal.
+      tree: number of newest keys with random visibility, as in a draft tree; 0 for no mask.
+      absent_pages: whether some pages between visible tokens are absent.
+      exact: whether inputs are small integers, so that scores are exact in any order and often equal.
     """
 
     kv_lens: tuple[int, ...]
@@ -50,16 +50,16 @@ class IndexCase:
 
 @dataclasses.dataclass(frozen=True)
 class IndexInputs:
-    """A case with values.
+    """A case with drawn values.
 
     Attributes:
       q: [T, Hi, Di].
-      keys: [N, ps, Di], what the cache means, every slot filled.
-      stored: the arrays of the cache.
-      draft_mask: bool [T, tree]; None without.
+      keys: [N, ps, Di], dequantised keys of every slot.
+      stored: arrays of the cache.
+      draft_mask: bool [T, tree], or None.
       tables: [S, P].
-      sequence: [T], of each token; -1 for padding.
-      visible: bool [T, K], which key each token sees; K = P·ps.
+      sequence: [T], sequence of each token; -1 for padding.
+      visible: bool [T, K], whether a token sees a key; K = P·ps.
       dead: bool [N, ps], slots without a visible key.
     """
 
@@ -108,7 +108,7 @@ class IndexInputs:
         return IndexInputs(case, rng, q, weights, keys, stored, draft_mask, tables, sequence, visible, dead)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments; what must not matter is poison or 0."""
+        """Array arguments. Elements without effect are NaN or garbage if `poisoned`, else 0."""
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         padding = self.sequence < 0
         trees = {} if self.draft_mask is None else {"draft_mask": self.draft_mask}
@@ -122,7 +122,7 @@ class IndexInputs:
         }
 
     def scores(self) -> np.ndarray:
-        """Scores [T, K] in float64, -inf where a key is invisible."""
+        """Return scores [T, K] in float64, -inf for invisible keys."""
         ps, scores = self.case.page_size, np.full(self.visible.shape, -np.inf)
         for token, position in np.argwhere(self.visible):
             key = self.keys[self.tables[self.sequence[token], position // ps], position % ps].astype(np.float64)
@@ -132,7 +132,7 @@ class IndexInputs:
 
 
 def best(scores: np.ndarray, top_k: int) -> np.ndarray:
-    """Positions [T, top_k] of the highest scores, the lower ones of equal scores, in order; -1 for none."""
+    """Return positions [T, top_k] of the highest scores in ascending order; of equal scores the lowest; -1 pads."""
     chosen = np.full((scores.shape[0], top_k), -1, np.int32)
     for row, values in zip(chosen, scores, strict=True):
         ranked = sorted(np.flatnonzero(values > -np.inf), key=lambda t: (-values[t], t))[:top_k]

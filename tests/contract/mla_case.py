@@ -1,4 +1,4 @@
-"""Inputs of `mla_decode`, the awkward ones as flags, and what must come out, in plain numpy."""
+"""Inputs of `mla_decode`, with flags for the awkward cases, and the expected results in plain numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_attn import PagedLatent
 from tests.contract import naive
 from tests.kit import harness
 
-SM_SCALE = 0.0625  # a power of two, so that exact scores stay exact
+SM_SCALE = 0.0625  # a power of two keeps exact scores exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +21,16 @@ class MlaCase:
     """One call of `mla_decode`.
 
     Attributes:
-      kv_lens: tokens each sequence holds.
+      kv_lens: number of tokens of each sequence, new tokens included.
       q_lens: queries of each sequence; None for `queries` each.
       queries: Q.
-      dtype: of the queries; None for the backend's own, see `Backend.dtype`.
-      cache_dtype: of the cache; None for q's. With float8_e4m3fn latents have scales, and rotated keys are bfloat16.
-      absent_pages: some pages are missing in the middle of what a query would see.
-      tree: a draft mask that is neither causal nor always shows the first column.
+      dtype: dtype of the queries, or None for `Backend.dtype`.
+      cache_dtype: dtype of the cache, or None for the dtype of the queries. With float8_e4m3fn, latents have scales and
+        rope columns are bfloat16.
+      absent_pages: whether some pages between visible tokens are absent.
+      tree: whether there is a draft mask that is not causal and hides the first column from some queries.
       window, soft_cap: as the call takes them.
-      exact: integer inputs whose dot products are exact and near +5e5 in some rows, near -5e5 in others.
+      exact: whether inputs are integers with exact dot products, near +5e5 in some rows and near -5e5 in others.
     """
 
     kv_lens: tuple[int, ...]
@@ -51,7 +52,7 @@ class MlaCase:
 
     @property
     def static(self) -> dict[str, Any]:
-        """The options of the call that the case has."""
+        """Return the options of the call."""
         options = {"window": self.window, "soft_cap": self.soft_cap}
         return {name: option for name, option in options.items() if option is not None}
 
@@ -66,13 +67,13 @@ class MlaCase:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A case with values.
+    """A case with drawn values.
 
     Attributes:
       q: [B, Q, Hq, L + R].
       pages: [N, ps, L + R], every slot filled.
-      quantised: the arrays of a cache in 8 bits, which mean `pages`; None for other dtypes.
-      visible: bool [B, Q, K], which token each query sees; K = P·ps.
+      quantised: arrays of an 8-bit cache whose dequantised values are `pages`; None for other dtypes.
+      visible: bool [B, Q, K], whether a query sees a token; K = P·ps.
       dead: bool [N, ps], slots without a visible token.
     """
 
@@ -105,7 +106,7 @@ class Inputs:
         return Inputs(case, rng, q.astype(case.dtype), pages, tables, visible, dead, mask, quantised)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments of `mla_decode`; what must not matter is poison or 0."""
+        """Array arguments of `mla_decode`. Elements without effect are NaN or garbage if `poisoned`, else 0."""
         case, fill = self.case, harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         unused = np.arange(case.queries) >= np.array(case.query_lens)[:, None]
         q = fill(self.rng, self.q, unused)
@@ -161,14 +162,14 @@ def _draw_normal(case: MlaCase, rng: np.random.Generator) -> tuple[np.ndarray, n
 
 
 def _unquantised(case: MlaCase, pages: np.ndarray) -> np.ndarray:
-    """Values as pages hold them, unless they have scales."""
+    """Return values rounded to the dtype of pages without scales."""
     return pages if case.cache_dtype == "float8_e4m3fn" else pages.astype(case.cache_dtype or case.dtype)
 
 
 def _quantise(
     case: MlaCase, rng: np.random.Generator, pages: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-    """Arrays of a cache in 8 bits whose latents are near `pages`, by scales as they come, and the latents they mean."""
+    """Return arrays of an 8-bit cache with random scales and latents near `pages`, and the dequantised latents."""
     latent, rope = pages[..., : case.latent_dim], pages[..., case.latent_dim :].astype(ml_dtypes.bfloat16)
     groups = latent.reshape(*latent.shape[:2], -1, 128)
     scale = np.ones(groups.shape[:-1], np.float32)
@@ -181,8 +182,10 @@ def _quantise(
 
 
 def _draw_exact(case: MlaCase, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Keys are one vector of integers with a square near 5e5, queries are that or its negative, but for the last
-    column, which decides among keys, and the first half of the latent, which q is 0 for and so is only a value.
+    """Draw integer inputs with exact scores near +5e5 and -5e5.
+
+    All keys are one vector whose square is near 5e5, and queries are this vector or its negative. The last column
+    differs between keys. In the first half of the latent q is 0, so these columns are only values.
     """
     width, values = case.latent_dim + case.rope_dim, case.latent_dim // 2
     u = rng.integers(0, 5, width) + int((5e5 / (width - values)) ** 0.5)

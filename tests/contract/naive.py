@@ -1,6 +1,6 @@
-"""Attention as the textbook has it, in numpy's float64, one query at a time over the keys it sees and no others.
+"""Textbook attention in float64 numpy: one query at a time over its visible keys.
 
-It shares no code and no idea of masks with the library, so it can judge `reference` too.
+It shares no code with the library and has no masks, so it can also check `reference`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def attend(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One query over K keys, all of which it sees.
+    """Return the attention of one query over K visible keys.
 
     Args:
       q: [Hq, Dk].
       k, v: [K, Hkv, Dk] and [K, Hkv, Dv]; head h of the query reads KV head h // (Hq / Hkv).
-      sinks: [Hq], scores of one key more, whose value is 0 and which the LSE leaves out.
+      sinks: [Hq], scores of an additional key with value 0. The LSE does not include this key.
 
     Returns:
       Output [Hq, Dv] and LSE [Hq], float64; 0 and -inf if K is 0.
@@ -46,7 +46,7 @@ def attend(
 def attend_all(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, sm_scale: float, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """T queries [T, Hq, Dk] over U keys [U, Hkv, Dk], query t over those where visible[t], bool [T, U].
+    """Return the attention of T queries [T, Hq, Dk] over U keys [U, Hkv, Dk] under the mask `visible`, bool [T, U].
 
     Args:
       **options: as `attend` takes them.

@@ -1,6 +1,6 @@
-"""Inputs of the operations over paged K/V, the awkward ones as flags, and what must come out, in plain numpy.
+"""Inputs of the operations over paged K/V, with flags for the awkward cases, and the expected results in plain numpy.
 
-The numpy side shares no code with the library: it is what `reference` itself is held to.
+The numpy code shares no code with the library; `reference` is checked against it, too.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class PagedCase:
     """One call of `paged_decode` or `paged_prefill`.
 
     Attributes:
-      kv_lens: tokens each sequence holds.
+      kv_lens: number of tokens of each sequence, new tokens included.
       q_lens: queries of each sequence; None for `queries` each (decode only).
-      queries: Q of a decode call, or more where a sequence has more.
-      tokens: T of a prefill call, the rest of it padding; None for as many as there are queries.
-      dtype: of the queries; None for the backend's own, see `Backend.dtype`.
+      queries: Q of a decode call, or more if a sequence has more.
+      tokens: T of a prefill call, padding included; None for the number of queries.
+      dtype: dtype of the queries, or None for `Backend.dtype`.
       cache_dtype: of the cache; None for q's.
       value_dim: width of values; None for head_dim.
-      fused: keys and values are in one array, in so many columns each.
+      fused: number of columns of keys and of values in one array; None for separate arrays.
       head_windows: (window, sink tokens) of each KV head, for a `HeadWindow`.
-      head_wise: rank-3 tables, whose rows come from any head's pages.
-      absent_pages: some pages are missing in the middle of what a query would see.
-      sinks: which learned sinks: of ordinary size, all +40, all -inf, or some of each.
-      causal: False for a prefill whose queries see all keys.
-      tree: a draft mask that is neither causal nor always shows the first column.
+      head_wise: whether tables have rank 3, with page rows from the pages of any head.
+      absent_pages: whether some pages between visible tokens are absent.
+      sinks: kind of learned sinks: ordinary size, all +40, all -inf, or mixed.
+      causal: False if the queries of a prefill see all keys.
+      tree: whether there is a draft mask that is not causal and hides the first column from some queries.
       q_scales: 8-bit queries (decode only), with scales of heads or of heads of each token.
       one_q_scale: 8-bit queries with one scale.
-      exact: integer inputs whose dot products are exact and reach +5e5 in some rows, -5e5 in others.
+      exact: whether inputs are integers with exact dot products, +5e5 in some rows and -5e5 in others.
     """
 
     kv_lens: tuple[int, ...]
@@ -85,7 +85,7 @@ class PagedCase:
 
     @property
     def static(self) -> dict[str, Any]:
-        """The arguments of the call that are no arrays."""
+        """Arguments of the call that are not arrays."""
         static = {"window": self.window, "soft_cap": self.soft_cap, "sm_scale": self.sm_scale}
         static["q_scale"] = self.one_q_scale
         static |= {} if self.causal else {"causal": False}
@@ -94,12 +94,12 @@ class PagedCase:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A case with values.
+    """A case with drawn values.
 
     Attributes:
       q: [q_len, Hq, D] of each sequence.
       kv: arrays of the cache by name, every slot filled.
-      visible: bool [B, Hkv, max(q_lens), K], which token each query sees; K = P·ps.
+      visible: bool [B, Hkv, max(q_lens), K], whether a query sees a token; K = P·ps.
       dead: bool [N, Hkv, ps], slots without a visible token.
       q_scale: [Hq] or [B, Q, Hq].
     """
@@ -138,7 +138,7 @@ class Inputs:
         q, kv = _draw_exact(case, rng, tables) if case.exact else _draw_normal(case, rng)
         dead = harness.dead_slots(tables, seen, page_size=case.page_size, num_pages=case.num_pages)
         sinks, q_scale = _draw_sinks(case, rng), None
-        if case.q_scales:  # so small that some queries are past what 8 bits hold
+        if case.q_scales:  # so small that some quantised queries saturate
             of_tokens = (batch, width) if case.q_scales == "token" else ()
             q_scale = rng.uniform(0.002, 0.02, (*of_tokens, case.q_heads)).astype(np.float32)
         if case.one_q_scale is not None:
@@ -146,7 +146,7 @@ class Inputs:
         return Inputs(case, rng, q, kv, tables, visible, dead, mask, sinks, q_scale)
 
     def decode(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments of `paged_decode`; what must not matter is poison or 0."""
+        """Array arguments of `paged_decode`. Elements without effect are NaN or garbage if `poisoned`, else 0."""
         queries = max(self.case.queries, *self.case.query_lens)
         q = self._filler((len(self.q), queries, self.case.q_heads, self.case.head_dim), poisoned)
         for b, rows in enumerate(self.q):
@@ -162,7 +162,7 @@ class Inputs:
         return arguments
 
     def prefill(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments of `paged_prefill`; what must not matter is poison or 0."""
+        """Array arguments of `paged_prefill`. Elements without effect are NaN or garbage if `poisoned`, else 0."""
         padding = self._filler((self.case.padding, self.case.q_heads, self.case.head_dim), poisoned)
         cu_q_lens = np.cumsum((0, *self.case.query_lens), dtype=np.int32)
         arguments = self._shared(poisoned) | {"q": np.concatenate([*self.q, padding]), "cu_q_lens": cu_q_lens}
@@ -174,7 +174,7 @@ class Inputs:
 
     @property
     def _lens(self) -> list[tuple[int, int]]:
-        """Queries and tokens of each sequence."""
+        """Return the numbers of queries and tokens of each sequence."""
         return list(zip(self.case.query_lens, self.case.kv_lens, strict=True))
 
     def _shared(self, poisoned: bool) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Inputs:
         for name, values in self.kv.items():
             dead = self.dead
             if name.endswith("_scale"):
-                # A scale is as dead as all of its group. Static ones are always alive.
+                # A group scale is dead if its whole group is dead. Static scales are always used.
                 dynamic = values.ndim == 3
                 dead = dead.reshape(*values.shape, -1).all(-1) if dynamic else np.zeros(values.shape, bool)
             values = harness.poison(self.rng, values, dead) if poisoned else harness.zero(values, dead)
@@ -207,11 +207,11 @@ class Inputs:
         return harness.poison(self.rng, zeros, np.ones(shape, bool)) if poisoned else zeros
 
     def make_live_values_infinite(self) -> None:
-        """Make values infinite that some query sees."""
+        """Make some visible values infinite."""
         self.kv["v"][~self.dead] = np.inf
 
     def expected_decode(self) -> tuple[np.ndarray, np.ndarray]:
-        """Output and LSE in float64, one head of one query at a time."""
+        """Return output and LSE in float64, computed for one head of one query at a time."""
         case = self.case
         out = np.zeros((len(self.q), max(case.queries, *case.query_lens), case.q_heads, case.output_dim))
         lse = np.full(out.shape[:-1], -np.inf)
@@ -220,7 +220,7 @@ class Inputs:
         return out, lse
 
     def expected_prefill(self) -> tuple[np.ndarray, np.ndarray]:
-        """Output and LSE in float64, one head of one query at a time."""
+        """Return output and LSE in float64, computed for one head of one query at a time."""
         case = self.case
         outs, lses = zip(*self._expected(), strict=True)
         padding = np.zeros((case.padding, case.q_heads, case.output_dim))
@@ -258,7 +258,7 @@ class Inputs:
         return np.broadcast_to(self.q_scale, shape) if self.q_scale.ndim == 1 else self.q_scale[b, : shape[0]]
 
     def _meant(self, name: str, b: int, head: int, token: int) -> np.ndarray:
-        """The key or value that a head of a sequence has for a token: [D] in float64."""
+        """Return the key or value [D] of a head and a token in float64."""
         entry, offset = divmod(token, self.case.page_size)
         if self.case.head_wise:
             page, owner = divmod(int(self.tables[b, head, entry]), self.case.kv_heads)
@@ -268,7 +268,7 @@ class Inputs:
         scale = self.kv.get(f"{name}_scale")
         if scale is None:
             return values
-        if scale.ndim < 3:  # static: the head's that reads
+        if scale.ndim < 3:  # static: the scale of the head that reads
             return values * scale[head]
         return values * scale[page, owner, offset * scale.shape[2] // self.case.page_size]
 
@@ -316,7 +316,7 @@ def _draw_array(rng: np.random.Generator, name: str, shape: tuple[int, ...], dty
         return rng.integers(-127, 128, shape).astype(dtype)
     if dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
         return (100 * rng.standard_normal(shape)).clip(-448, 448).astype(dtype)
-    # The tolerances of narrow floats are FlashMLA's, and so is the size of the values they are meant for.
+    # The tolerances of 16-bit dtypes are those of FlashMLA and assume values of this size.
     size = 0.1 if name == "v" and dtype.itemsize == 2 else 1.0
     return (size * rng.standard_normal(shape, np.float32)).astype(dtype)
 
@@ -324,8 +324,10 @@ def _draw_array(rng: np.random.Generator, name: str, shape: tuple[int, ...], dty
 def _draw_exact(
     case: PagedCase, rng: np.random.Generator, tables: np.ndarray
 ) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    """q and k are one vector u of integers with |u|² near 5e5, negated for all keys of every other sequence, but for
-    the last column, which decides among keys.
+    """Draw integer inputs with exact scores near +5e5 and -5e5.
+
+    q and k are one vector u with |u|² near 5e5. The keys of every other sequence are negated. The last column differs
+    between keys.
     """
     u = rng.integers(0, 5, case.head_dim) + int((5e5 / case.head_dim) ** 0.5)
     q = [np.tile(u, (n, case.q_heads, 1)) for n in case.query_lens]
@@ -340,7 +342,7 @@ def _draw_exact(
 
 
 def in_8_bits(q: np.ndarray, scale: np.ndarray, dtype: str = "float8_e4m3fn") -> np.ndarray:
-    """Queries [..., D] divided by their scales, as float8."""
+    """Return queries [..., D] divided by their scales, in float8."""
     limit = float(ml_dtypes.finfo(dtype).max)
     return (q.astype(np.float32) / scale[..., None]).clip(-limit, limit).astype(dtype)
 
@@ -356,11 +358,11 @@ def _draw_sinks(case: PagedCase, rng: np.random.Generator) -> np.ndarray | None:
 def _softmax_attention(
     case: PagedCase, q: np.ndarray, k: np.ndarray, v: np.ndarray, sink: float | None
 ) -> tuple[np.ndarray, float]:
-    """Attention of one query over the keys it sees, and its LSE."""
+    """Return the attention of one query over its visible keys, and the LSE."""
     scores = k @ q * (case.sm_scale or case.head_dim**-0.5)
     if case.soft_cap is not None:
         scores = case.soft_cap * np.tanh(scores / case.soft_cap)
     weights = np.exp(scores - scores.max())
     lse = scores.max() + np.log(weights.sum())
-    kept = 1.0 if sink is None else 1 / (1 + np.exp(min(sink - lse, 700.0)))  # a double holds no more
+    kept = 1.0 if sink is None else 1 / (1 + np.exp(min(sink - lse, 700.0)))  # larger values overflow float64
     return kept * (weights @ v) / weights.sum(), lse

@@ -1,12 +1,13 @@
-"""The cases of attention over pages, which decode and prefill share, and those of one of them.
+"""Cases of attention over pages: cases for both decode and prefill, and cases for one of them.
 
-Cases name no dtype unless they are about dtypes: each backend has its own. Where only values differ (lengths, windows,
-sinks, absent pages), cases share a compilation, so most are variations of `CARRIER`; options that are compiled in are
-combined so that each meets most others at least once.
+A case has a dtype only if it tests dtypes; otherwise each backend uses its own. Cases that differ only in values
+(lengths, windows, sinks, absent pages) share a compilation, so most cases are variations of `CARRIER`. Static options
+are combined so that each option occurs at least once with most others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.contract.paged_case import PagedCase
 
 PS = 16
 TOKENS = 40
-"""Packed rows of prefill calls, so that many lengths share a compilation."""
+"""Number of packed query rows of prefill calls. It is equal in most cases, so that they share a compilation."""
 FP8, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 PLAIN = PagedCase(
@@ -217,7 +218,7 @@ PREFILL = SHARED | {
     "chunks, absent pages of any head's rows": replace(
         CHUNK, head_wise=True, absent_pages=True, head_windows=((FULL, 0), (90, 5)), dtype="float16", sinks=None
     ),
-    # bfloat16 rounds probabilities and outputs by so much that 1 - cosine is 2e-6 to 5e-6 without any other error.
+    # Rounding probabilities and outputs to bfloat16 alone makes 1 - cosine 2e-6 to 5e-6.
     "chunks, scores to 5e5": replace(
         CHUNK, exact=True, sm_scale=1.0, head_windows=None, sinks=None, dtype="float16"
     ),
@@ -230,7 +231,7 @@ PREFILL = SHARED | {
         CHUNK, one_q_scale=0.007, cache_dtype=FP8, scales="head", soft_cap=20.0, sinks="ordinary"
     ),
     "chunks, one scale of e5m2 queries": replace(CHUNK, one_q_scale=5e-5, cache_dtype=E5M2, scales="channel"),
-    # Queries of all blocks see all tiles, where there are fewer keys than queries, too.
+    # Queries of all blocks see all tiles, also if there are fewer keys than queries.
     "full, sinks, soft cap": replace(CHUNK, causal=False, head_windows=None, soft_cap=4.0),
     "full, more queries than keys": packed(
         (3, 128, 0, 5), (9, 13, 6, 9), causal=False, head_windows=None, soft_cap=4.0
@@ -253,4 +254,49 @@ PREFILL = SHARED | {
 }  # fmt: skip
 
 SAMPLE = windowed((9, 1), (FULL, 0))
-"""Case whose calls are transformed, repeated and reordered."""
+"""Case for tests of transformations, repetition and order."""
+
+UNSUPPORTED = {
+    "mosaic": {
+        "large soft cap": "takes a soft cap of up to 4096, got 5000",
+        "page of 1 token": "takes pages of 16, 32, 64 or 128 tokens, got 1",
+        "page of 8 tokens": "takes pages of 16, 32, 64 or 128 tokens, got 8",
+        "heads of 16": "takes heads of width 64, 128 or 256, got 16",
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "bfloat16 over float32": "takes queries and an unquantised cache of one dtype",
+        "bfloat16 over float16": "takes queries and an unquantised cache of one dtype",
+        "e5m2 per head, sinks": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "e5m2 in 4 groups, head-wise": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "keys of 48, values of 80, sinks": "takes pages of keys and values of one width",
+        "values narrower, int8 per channel, windows": "takes pages of keys and values of one width",
+        "fused, drafts": "takes keys and values in arrays of their own, got them",
+        "fused in lanes, fp8 per token, pages of 1 token": "takes keys and values in arrays of their own, got them",
+        "fused in lanes, int8 per channel, head-wise": "takes keys and values in arrays of their own, got them",
+        "one scale of e5m2 queries, drafts": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "chunks, one scale of e5m2 queries": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "chunks, a tree": "takes no draft mask",
+        "chunks, a tree over windows and absent pages": "takes no draft mask",
+        "chunks, a tree, int8 per token, head-wise": "takes no draft mask",
+        "chunks, a tree, more new tokens than keys": "takes no draft mask",
+    },
+    "triton": {
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "bfloat16 over float32": "takes queries and an unquantised cache of one dtype",
+        "bfloat16 over float16": "takes queries and an unquantised cache of one dtype",
+        "e5m2 per head, sinks": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "e5m2 in 4 groups, head-wise": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "one scale of e5m2 queries, drafts": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+        "chunks, one scale of e5m2 queries": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
+    },
+}
+"""Cases that a backend does not support, with the reason as a pattern of the error message."""
+
+
+def unsupported(cases: Mapping[str, PagedCase]) -> dict[str, dict[str, str]]:
+    """Entries of `UNSUPPORTED` for the cases of one operation."""
+    return {
+        backend: {name: reason for name, reason in reasons.items() if name in cases}
+        for backend, reasons in UNSUPPORTED.items()
+    }

@@ -1,4 +1,4 @@
-"""Small calls of every operation, for tests of what is promised of all of them."""
+"""Small calls of every operation, for tests of properties that all operations have."""
 
 from __future__ import annotations
 
@@ -34,23 +34,24 @@ from tests.contract.backends import BACKENDS, Backend
 from tests.kit import harness
 
 B, Q, P, PS, N, HKV, HQ, D = 3, 2, 4, 16, 12, 2, 4, 64
-"""Rows of up to 64 tokens."""
+"""Sizes of the calls: sequences have up to 64 tokens."""
 
 REFERENCE = next(backend for backend in BACKENDS if backend.name == "reference")
 
 type Change = tuple[str, int, int]
-"""Name of an argument, place in it, and the number that comes there."""
+"""Name of an argument, flat index in it, and the number to store there."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """An operation with right arguments.
+    """An operation with valid arguments.
 
     Attributes:
-      arrays: arguments that are arrays, by name.
-      metadata: those of them that go wrong; "window" stands for both arrays of a `HeadWindow`.
-      static: other arguments.
-      exact: every implementation gives the same bits.
+      arrays: array arguments by name.
+      metadata: names of the array arguments that tests corrupt; "window" means both arrays of a `HeadWindow`.
+      static: other arguments by name.
+      exact: whether all implementations return the same bits.
+      unsupported: ids of the backends that do not support the call.
     """
 
     function: Callable[..., Any]
@@ -58,10 +59,15 @@ class Target:
     metadata: tuple[str, ...]
     static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     exact: bool = False
+    unsupported: tuple[str, ...] = ()
 
     @property
     def op(self) -> str:
         return self.function.__name__
+
+    def supports(self, backend: Backend) -> bool:
+        """Return whether a backend of the operation supports the call."""
+        return backend.id not in self.unsupported
 
     def changed(self, changes: list[Change]) -> dict[str, Any]:
         arrays = dict(self.arrays)
@@ -110,14 +116,14 @@ LATENTS_8BIT = PagedLatent(
     scale=jnp.asarray(np.random.default_rng(2).uniform(0.5, 2.0, (N, PS, 2)), jnp.float32),
     rope=values(N, PS, 32, seed=2),
 )
-# Wide enough for every kernel of `mla_sparse`; scales are powers of two, with which 16 bits hold the latents exactly.
+# Wide enough for every kernel of `mla_sparse`. Scales are powers of two, so 16-bit floats represent latents exactly.
 CHOSEN = PagedLatent(values(N, PS, 192))
 CHOSEN_8BIT = PagedLatent(
     pages=LATENTS_8BIT.pages,
     scale=jnp.asarray(2.0 ** np.random.default_rng(2).integers(-1, 2, (N, PS, 2)), jnp.float32),
     rope=values(N, PS, 64, seed=2),
 )
-# Small integers, whose products and sums are exact in any order: so selections are, too.
+# Small integers: products and sums are exact in any order, so selections are exact, too.
 INDEX = PagedIndexKeys(jnp.asarray(np.random.default_rng(3).integers(-3, 4, (N, PS, 32)), jnp.bfloat16))
 INDEX_8BIT = PagedIndexKeys(
     INDEX.keys.astype(jnp.float8_e4m3fn), jnp.asarray(2.0 ** np.random.default_rng(4).integers(-1, 2, (N, PS, 1)), "f4")
@@ -141,7 +147,7 @@ def mla(heads: int, cache: PagedLatent = LATENTS) -> dict[str, Any]:
 
 
 def latent_prefill(cache: PagedLatent) -> dict[str, Any]:
-    """Arguments of `mla_prefill` in float32, but for tables and lengths."""
+    """Arguments of `mla_prefill` in float32, without tables and lengths."""
     width = cache.width - 32
     return {
         "q_nope": values(9, 2, 32, dtype=jnp.float32),
@@ -157,14 +163,14 @@ LATENTS_F32 = PagedLatent(LATENTS.pages.astype(jnp.float32))
 
 
 def indexed(index: PagedIndexKeys) -> dict[str, Any]:
-    """Arguments of `index_scores` whose results are exact."""
+    """Arguments of `index_scores` with exact results."""
     q, weights = (np.random.default_rng(5).integers(-3, 4, shape) for shape in ((9, HQ, 32), (9, HQ)))
     arrays = {"q": jnp.asarray(q, jnp.bfloat16), "weights": jnp.asarray(weights, jnp.float32), "index": index}
     return arrays | {name: PREFILL[name] for name in SUMS}
 
 
 def chosen(cache: PagedLatent) -> dict[str, Any]:
-    """Arguments of `mla_sparse`: 20 slots a token, of which some are none."""
+    """Arguments of `mla_sparse`: 20 slots per token, some of them -1."""
     width, rng = cache.width - 64, np.random.default_rng(6)
     slots = np.stack([rng.permutation(N * PS)[:20] for _ in range(9)]).astype(np.int32)
     slots[3], slots[5, 7:], slots[6, ::3] = -1, -1, -1
@@ -182,7 +188,11 @@ TARGETS = {
     "latents, few heads": Target(mla_decode, without(mla(4), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}),
     "latents, many heads": Target(mla_decode, without(mla(40), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}),
     "latents, 8 bits": Target(
-        mla_decode, without(mla(4, LATENTS_8BIT), "q", "kv"), LENGTHS, {"sm_scale": 0.125, **LSE}
+        mla_decode,
+        without(mla(4, LATENTS_8BIT), "q", "kv"),
+        LENGTHS,
+        {"sm_scale": 0.125, **LSE},
+        unsupported=("mosaic_sm100",),
     ),
     "prefill": Target(paged_prefill, PREFILL, SUMS, LSE),
     "prefill of heads": Target(paged_prefill, {**PREFILL, **WINDOWS}, (*SUMS, "window"), LSE),
@@ -212,6 +222,7 @@ TARGETS = {
         SUMS,
         {"length": 80},
         exact=True,
+        unsupported=("mosaic", "mosaic_sm100"),
     ),
     "write": Target(
         write_kv,
@@ -229,7 +240,11 @@ TARGETS = {
         write_latent, {"cache": LATENTS, "latent": values(9, 160, seed=2), "slots": SLOTS}, ("slots",), exact=True
     ),
     "write of latents, 8 bits": Target(
-        write_latent, {"cache": LATENTS_8BIT, "latent": values(9, 288, seed=2), "slots": SLOTS}, ("slots",), exact=True
+        write_latent,
+        {"cache": LATENTS_8BIT, "latent": values(9, 288, seed=2), "slots": SLOTS},
+        ("slots",),
+        exact=True,
+        unsupported=("mosaic", "mosaic_sm100"),
     ),
     "index scores": Target(index_scores, indexed(INDEX), SUMS, {"sm_scale": 0.5}, exact=True),
     "choice of keys": Target(index_top_k, indexed(INDEX), SUMS, {"sm_scale": 0.5, "top_k": 20}, exact=True),

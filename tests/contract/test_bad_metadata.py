@@ -1,13 +1,13 @@
-"""Wrong metadata: every backend follows it to the same results, inside the arrays and in bounded time, and rows whose
-metadata is right get what they get beside any others.
+"""Corrupted metadata: all backends return the same result, access no memory outside the arrays, and end in bounded
+time. Sequences with valid metadata get the result of an uncorrupted call.
 
-Interpreted kernels raise where an access is out of bounds. On a card the same is said of compiled ones, of which every
-array is an allocation of its own then, by
+Interpreted kernels raise on an access out of bounds. On a GPU, compute-sanitizer checks compiled kernels, with a
+separate allocation for every array:
 
     export XLA_PYTHON_CLIENT_ALLOCATOR=platform
     compute-sanitizer python -m pytest -m "not slow" -k mosaic tests/contract/test_bad_metadata.py
 
-The sanitizer of CUDA 13.0 itself crashed in 13 of 19 runs, wherever it was; one that ends says what it found.
+The sanitizer of CUDA 13.0 crashed in 13 of 19 runs, at different places. A run that ends reports its findings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pallas_attn import (
 )
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 from tests.contract import backends, naive
-from tests.contract.backends import BACKENDS, Backend, every_backend
+from tests.contract.backends import BACKENDS, Backend, all_but, every_backend, in_every_run, unsupported
 from tests.contract.targets import (
     CU_Q_LENS,
     HQ,
@@ -52,14 +52,14 @@ from tests.contract.targets import (
 )
 from tests.kit import harness
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 WRONG = (-(2**31), -harness.GARBAGE, -17, -1, 0, 1, 13, 40, 64, 65, 1000, 4_000_000, 2**30, harness.GARBAGE, 2**31 - 1)
 
 
 def others(op: str) -> list[Backend]:
-    """All backends but the one that the others are held to."""
+    """All backends except `reference`."""
     return backends.backends_of(op, lambda backend: backend is not REFERENCE)
 
 
@@ -77,7 +77,7 @@ every_target = pytest.mark.parametrize(
 
 @contextlib.contextmanager
 def indices_are_checked(backend: Backend) -> Iterator[None]:
-    """Within it an interpreted kernel raises where it takes numbers of memory by an index outside."""
+    """Return a context in which interpreted kernels raise on indices outside their arrays."""
     take = RowLayout.take
 
     def check(index: Any, size: int) -> None:
@@ -93,7 +93,7 @@ def indices_are_checked(backend: Backend) -> Iterator[None]:
 
 
 def distinct_slots(changes: list[Change]) -> list[Change]:
-    """The changes without those that give a slot to two tokens: which one is written is not promised."""
+    """Return the changes without duplicate slots: which of two tokens is written to one slot is undefined."""
     kept: dict[int, Change] = {}
     for change in changes:
         kept.setdefault(change[2], change)
@@ -101,7 +101,7 @@ def distinct_slots(changes: list[Change]) -> list[Change]:
 
 
 def assert_agrees(target: Target, backend: Backend, arrays: dict[str, Any]) -> Any:
-    """Checks a backend's result against the reference's, which is returned."""
+    """Check the result of a backend against `reference`, and return the result of `reference`."""
     with indices_are_checked(backend):
         got = target.run(backend, arrays)
     want = target.run(REFERENCE, arrays)
@@ -113,7 +113,7 @@ def assert_agrees(target: Target, backend: Backend, arrays: dict[str, Any]) -> A
 
 
 def check(backend: Backend, name: str, changes: list[Change]) -> None:
-    """A backend follows changed metadata like the reference, and rows of which nothing was changed stay the same."""
+    """A backend and `reference` agree on corrupted metadata, and rows without a change keep their result."""
     target = TARGETS[name]
     arrays = target.changed(distinct_slots(changes))
     want = assert_agrees(target, backend, arrays)
@@ -128,7 +128,7 @@ ATTENTION = ("paged_decode", "mla_decode", "paged_prefill", "index_scores", "ind
 
 
 def untouched_rows(target: Target, arrays: Mapping[str, Any]) -> list[Any]:
-    """Rows of the result that belong to sequences of which nothing was changed."""
+    """Return the rows of the result of sequences whose metadata is unchanged."""
     same = [
         s
         for s in range(B)
@@ -151,8 +151,32 @@ def check_examples(backend: Backend, name: str, examples: int) -> None:
 
 
 @every_target
+@in_every_run(
+    xla=[
+        "latents, 8 bits", "gather", "write", "write of latents", "write of latents, 8 bits", "index scores",
+        "chosen latents", "chosen latents, 8 bits", "write of index keys", "write of index keys, 8 bits",
+    ],
+    mosaic=[
+        "ragged", "gather", "gather, 8 bits", "write of latents", "write of latents, 8 bits", "chosen latents",
+        "chosen latents, 8 bits",
+    ],
+    triton=[
+        "ragged", "gather", "gather, 8 bits", "write", "write of latents", "write of latents, 8 bits",
+        "write of index keys", "write of index keys, 8 bits",
+    ],
+)  # fmt: skip
+@unsupported(
+    mosaic={
+        "gather, 8 bits": "takes no quantised latents",
+        "write of latents, 8 bits": "takes no quantised latents",
+    },
+    mosaic_sm100={
+        "latents, 8 bits": "takes no quantised latents", "gather, 8 bits": "takes no quantised latents",
+        "write of latents, 8 bits": "takes no quantised latents",
+    },
+)  # fmt: skip
 def test_garbage_is_followed_alike(backend: Backend, name: str) -> None:
-    """Once where an interpreter takes long, and then with much of it."""
+    """Return the sets of changes: one set with many changes for interpreted kernels, several sets otherwise."""
     if backend.interpreted:
         rng, metadata = harness.fresh_rng(), TARGETS[name].metadata
         check(
@@ -166,6 +190,17 @@ def test_garbage_is_followed_alike(backend: Backend, name: str) -> None:
 
 @pytest.mark.slow
 @every_target
+@in_every_run()
+@unsupported(
+    mosaic={
+        "gather, 8 bits": "takes no quantised latents",
+        "write of latents, 8 bits": "takes no quantised latents",
+    },
+    mosaic_sm100={
+        "latents, 8 bits": "takes no quantised latents", "gather, 8 bits": "takes no quantised latents",
+        "write of latents, 8 bits": "takes no quantised latents",
+    },
+)  # fmt: skip
 def test_more_garbage_is_followed_alike(backend: Backend, name: str) -> None:
     check_examples(backend, name, 40 if backend.interpreted else 300)
 
@@ -184,15 +219,21 @@ SUM_CASES = {
 
 
 def segments(sums: tuple[int, ...], total: int) -> list[tuple[int, int]]:
-    """First and end row of each sequence, as the documents say."""
+    """Return the first row and the end row of each sequence by the documented rule."""
     bounded = [min(max(0, *sums[: i + 1]), total) for i in range(len(sums))]
     return list(itertools.pairwise(bounded))
 
 
 @pytest.mark.parametrize("sums", SUM_CASES.values(), ids=SUM_CASES)
 @every_backend("ragged_attention")
+@in_every_run(
+    "reference",
+    "xla",
+    mosaic=["padded with zeros", "begins past 0, padded"],
+    triton=all_but("padded with zeros"),
+)  # fmt: skip
 def test_sums_of_packed_keys(backend: Backend, sums: tuple[int, ...]) -> None:
-    """Against loops in numpy: rows of no sequence are 0 and -inf, keys of none are seen by nobody."""
+    """The result equals loops in numpy: rows of no sequence are 0 and -inf, and keys of no sequence are invisible."""
     target = TARGETS["ragged"]
     cu_kv_lens = ints(2, 31, 50, 0)
     visible = np.zeros((9, 70), bool)
@@ -208,8 +249,9 @@ def test_sums_of_packed_keys(backend: Backend, sums: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sums", SUM_CASES.values(), ids=SUM_CASES)
 @every_backend("paged_prefill")
+@in_every_run("reference", "xla", mosaic=["padded with zeros"], triton=["falls"])
 def test_sums_of_a_chunk(backend: Backend, sums: tuple[int, ...]) -> None:
-    """A sequence gets what it gets alone; rows of no sequence are 0 and -inf."""
+    """Each sequence gets the result of a call with this sequence alone; rows of no sequence are 0 and -inf."""
     target = TARGETS["prefill"]
     out, lse = np.zeros((9, HQ, D), np.float32), np.full((9, HQ), -np.inf, np.float32)
     for s, (first, end) in enumerate(segments(sums, 9)):
@@ -225,7 +267,7 @@ def test_sums_of_a_chunk(backend: Backend, sums: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("op", ["paged_decode", "paged_prefill"])
 def test_time_is_bounded_by_the_table(op: str) -> None:
-    """A million tokens of a table for 64 are the tiles of 64."""
+    """A length of a million tokens with a table for 64 tokens takes the tiles of 64 tokens."""
     target = TARGETS["decode" if op == "paged_decode" else "prefill"]
     backend = next(backend for backend in BACKENDS if backend.name == "xla")
     call = jax.jit(functools.partial(target.function, implementation="xla"))

@@ -1,4 +1,4 @@
-"""The contract of `cascade_decode`: what `paged_decode` computes, whatever its sequences share."""
+"""Contract of `cascade_decode`: it returns the result of `paged_decode` for any number of shared pages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec
 from pallas_attn import PagedKV, cascade_decode, count_shared_pages, explain, paged_decode
 from pallas_attn.ops import cascade_decode as room
 from tests.contract import backends
-from tests.contract.backends import BACKENDS, Backend
+from tests.contract.backends import BACKENDS, Backend, in_every_run
 from tests.kit import harness
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 B, Q, P, PS, N, HQ, HKV, D = 4, 2, 4, 16, 24, 4, 2, 64
@@ -38,7 +38,7 @@ def _any_cascade_pays() -> Iterator[None]:
 def draw(
     lens: tuple[int, ...], alike: int, dtype: str, rng: np.random.Generator, q_lens: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
-    """Arguments in which the first `alike` columns of the tables are the same; slots that hold no token are poison."""
+    """Return arguments whose tables share the first `alike` columns. Slots without a token are poison."""
     tables = rng.permutation(N)[: B * P].reshape(B, P).astype(np.int32)
     tables[:, :alike] = tables[0, :alike]
     held = np.zeros((N, PS), bool)
@@ -55,7 +55,7 @@ def draw(
 
 
 def check(backend: Backend, arguments: dict[str, Any], changed: Any = None, **options: Any) -> None:
-    """Check against `paged_decode`, which has not the arguments that are `changed`."""
+    """Check `cascade_decode` with the `changed` arguments against `paged_decode` without them."""
     got = backends.call(cascade_decode, backend, arguments | (changed or {}), return_lse=True, **options)
     want = backends.call(paged_decode, backends.BACKENDS[0], arguments, return_lse=True, out_dtype="float32", **options)
     assert got[0].dtype == arguments["q"].dtype
@@ -76,11 +76,13 @@ CASES: dict[str, tuple[tuple[int, ...], int]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @every_backend()
+@in_every_run("xla", triton=["two pages"])
 def test_what_is_shared(backend: Backend, name: str) -> None:
     check(backend, draw(*CASES[name], backend.dtype, harness.fresh_rng()))
 
 
 @every_backend()
+@in_every_run("xla")
 def test_options(backend: Backend) -> None:
     rng = harness.fresh_rng()
     sinks = {"sinks": rng.standard_normal(HQ).astype(np.float32)}
@@ -122,7 +124,7 @@ def test_the_host_counts_nothing_that_would_not_pay(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(room, "LEAST_SAVED_BYTES", 192 * 2**20)
     kv: Any = jax.ShapeDtypeStruct((512, 8, 64, 128), jnp.bfloat16)
     tables, lens = np.zeros((16, 128), np.int64), np.full(16, 128 * 64)
-    assert count_shared_pages(PagedKV(kv, kv), tables, lens) == 127  # the last one has the new token
+    assert count_shared_pages(PagedKV(kv, kv), tables, lens) == 127  # the last page has the new token
     assert count_shared_pages(PagedKV(kv, kv), tables[:, :32], np.full(16, 32 * 64)) == 0
     assert count_shared_pages(PagedKV(kv, kv), tables, np.where(np.arange(16) < 2, lens, 0)) == 0
     assert count_shared_pages(PagedKV(kv, kv), tables, np.zeros(16, int)) == 0
@@ -149,7 +151,7 @@ def test_errors_of_the_count(changed: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("given", [0, 1, 2, 100])
 def test_columns_that_are_given(given: int) -> None:
-    """Fewer than there are, and more than every query sees: of which two, here. Only one row's are read."""
+    """`shared_pages` may be smaller than the number of shared pages, and larger than the pages that queries see."""
     arguments = draw((40, 64, 34, 50), 4, "float32", harness.fresh_rng())
     tables = arguments["block_tables"].copy()
     tables[1:, : min(given, 2)] = harness.GARBAGE
@@ -158,7 +160,7 @@ def test_columns_that_are_given(given: int) -> None:
 
 @pytest.mark.parametrize("own", [("q",), ("kv",), ("block_tables",), ("kv_lens",)])
 def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
-    """With the check of what varies that jax has by default."""
+    """`jax.shard_map` accepts the call with its default check of varying axes."""
     arrays = jax.tree.map(jnp.asarray, draw(*CASES["two pages"], "float32", harness.fresh_rng()))
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {name: PartitionSpec("x") if name in own else PartitionSpec() for name in arrays}
@@ -178,7 +180,7 @@ def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
 def test_what_cannot_pay_is_plain_decode(
     batch: int, columns: int, given: int | None, prefills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages of 256 KiB: 16 samples of 32 pages spare 120 MiB, of 128 pages 480."""
+    """With pages of 256 KiB, 16 samples that share 32 pages save 120 MiB of reads, and 128 pages save 480 MiB."""
     calls, prefill = [], room.paged_prefill
     monkeypatch.setattr(room, "LEAST_SAVED_BYTES", 192 * 2**20)
     monkeypatch.setattr(room, "paged_prefill", lambda *args, **options: calls.append(1) or prefill(*args, **options))

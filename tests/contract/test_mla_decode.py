@@ -1,4 +1,4 @@
-"""The contract of `mla_decode`: every implementation, every awkward input."""
+"""Contract of `mla_decode`: each implementation with each awkward input."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pallas_attn import (
     write_latent,
 )
 from tests.contract import backends, transformations
-from tests.contract.backends import Backend
+from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
 
-# Latents that are masked anyway may be NaN when they are multiplied.
+# Masked latents are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 every_backend = backends.every_backend("mla_decode")
@@ -35,10 +35,10 @@ compiled_backend = backends.every_backend("mla_decode", backends.is_compiled)
 bounded_backend = backends.every_backend("mla_decode", backends.is_compiled_and_lean)
 
 PS = 16
-LENGTHS = (0, 1, PS - 1, PS, 65, 128)  # rows of 8 pages
+LENGTHS = (0, 1, PS - 1, PS, 65, 128)  # 8 pages per row
 BASE = MlaCase(kv_lens=LENGTHS, page_size=PS, pages_per_row=8, num_pages=56, dtype=None)
 MANY_HEADS = 40
-"""More than a kernel for few query rows takes, and no whole number of blocks."""
+"""Number of heads that needs the kernel for many query rows, and is not a multiple of its block."""
 
 
 def decode(backend: Backend, **static: Any) -> harness.Jitted:
@@ -57,7 +57,7 @@ def draw(backend: Backend, case: MlaCase, rng: np.random.Generator | None = None
 def planned(
     backend: Backend, arguments: dict[str, Any], mode: str = "balanced", window: int | None = None
 ) -> dict[str, Any]:
-    """The arguments with a plan where plans are followed."""
+    """Return the arguments, with a plan if the backend honours plans."""
     return arguments | {"plan": plan_for(backend, arguments, mode, window)} if backend.plans else arguments
 
 
@@ -66,9 +66,9 @@ def plan_for(backend: Backend, arguments: dict[str, Any], mode: str, window: int
 
 
 def check(backend: Backend, case: MlaCase, *, clean: bool | None = None) -> None:
-    """The result is the one spelt out in numpy, and poison changes no bit of it where `clean` inputs are tried, too."""
+    """Check that the result equals naive numpy attention, and that poison changes no bit if `clean` inputs run too."""
     inputs = draw(backend, case)
-    # The reference rounds nothing but its result, so it is held to float32 whatever the inputs.
+    # The reference computes in float32 and rounds only its result, so the float32 tolerances apply to all dtypes.
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
 
     def result(poisoned: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -97,19 +97,37 @@ few_and_many_heads = pytest.mark.parametrize("heads", [BASE.heads, MANY_HEADS], 
 @pytest.mark.parametrize("case", VALUES.values(), ids=VALUES)
 @few_and_many_heads
 @every_backend
+@in_every_run(
+    reference=[
+        "few heads-lengths", "few heads-all idle", "few heads-one of maximum length, the others idle",
+        "few heads-all of maximum length", "few heads-absent pages", "few heads-large scores of either sign",
+        "few heads-large scores over absent pages",
+    ],
+    xla=[
+        "few heads-lengths", "few heads-all idle", "few heads-one of maximum length, the others idle",
+        "few heads-all of maximum length", "few heads-absent pages", "few heads-large scores of either sign",
+        "few heads-large scores over absent pages",
+    ],
+    mosaic=[
+        "few heads-all of maximum length", "few heads-absent pages", "few heads-large scores over absent pages",
+        "many heads-absent pages", "many heads-large scores over absent pages",
+    ],
+)  # fmt: skip
 def test_values_of_one_shape(backend: Backend, heads: int, case: MlaCase) -> None:
     check(backend, replace(case, heads=heads))
 
 
 @few_and_many_heads
 @backends.every_backend("mla_decode", lambda backend: backend.kernels)
+@in_every_run("mosaic", mosaic_sm100=["few heads"])
 def test_poison_changes_no_bit(backend: Backend, heads: int) -> None:
-    """Cases that kernels run on clean inputs, too; the others are poisoned only."""
+    """Cases that kernels also run on clean inputs. They run all other cases on poisoned inputs only."""
     check(backend, replace(VALUES["absent pages"], heads=heads), clean=True)
 
 
 @few_and_many_heads
 @every_backend
+@in_every_run(xla=["few heads"], mosaic=["few heads"])
 def test_an_absent_page_between_others_of_a_tile(backend: Backend, heads: int) -> None:
     inputs = draw(backend, replace(BASE, kv_lens=(128,) * 6, heads=heads))
     inputs.tables[:, 1] = PAGE_NONE
@@ -120,8 +138,9 @@ def test_an_absent_page_between_others_of_a_tile(backend: Backend, heads: int) -
 
 @few_and_many_heads
 @every_backend
+@in_every_run(xla=["few heads"], mosaic=["few heads"])
 def test_a_query_of_nan_spoils_no_other_head(backend: Backend, heads: int) -> None:
-    """Whether latents count may be asked of all query rows; one that sees everything as NaN says yes, too."""
+    """A kernel may skip masking if all query rows see a tile. A NaN query must not make it skip for other heads."""
     inputs = draw(backend, replace(QUERIES["4, tree"], heads=heads))
     arguments = planned(backend, inputs.arguments())
     clean = run(backend, arguments)
@@ -152,11 +171,27 @@ QUERIES = {
 @pytest.mark.parametrize("case", QUERIES.values(), ids=QUERIES)
 @few_and_many_heads
 @every_backend
+@in_every_run(
+    reference=[
+        "few heads-2, tree", "few heads-4, tree", "few heads-8, tree", "few heads-4, tree, draft alone",
+        "few heads-4, tree over large scores", "few heads-4, causal", "few heads-4 each",
+        "few heads-4 each, of rows with fewer tokens",
+    ],
+    xla=[
+        "few heads-2, tree", "few heads-4, tree", "few heads-4, tree, draft alone",
+        "few heads-4, tree over large scores", "few heads-4, causal", "few heads-4 each",
+        "few heads-4 each, of rows with fewer tokens",
+    ],
+    mosaic=["few heads-4, tree, draft alone", "few heads-4, tree over large scores", "few heads-4, causal"],
+    mosaic_sm100=["many heads-4, tree"],
+    triton=["few heads-4 each, of rows with fewer tokens", "many heads-4, tree"],
+)  # fmt: skip
 def test_several_queries(backend: Backend, heads: int, case: MlaCase) -> None:
     check(backend, replace(case, heads=heads if heads == BASE.heads else 20))
 
 
 @every_backend
+@in_every_run("xla")
 def test_a_triangular_mask_is_causality(backend: Backend) -> None:
     inputs = draw(backend, QUERIES["4, causal"])
     arguments = inputs.arguments()
@@ -176,6 +211,7 @@ WIDTHS = [
 
 @pytest.mark.parametrize(("heads", "latent_dim", "rope_dim"), WIDTHS)
 @every_backend
+@in_every_run(xla=all_but("9-128-32", "20-256-64", "64-512-64"), mosaic=["63-448-64"])
 def test_heads_and_widths(backend: Backend, heads: int, latent_dim: int, rope_dim: int) -> None:
     few = MlaCase(kv_lens=(5, 0, 66), page_size=PS, pages_per_row=5, num_pages=12, dtype=None)
     check(backend, replace(few, heads=heads, latent_dim=latent_dim, rope_dim=rope_dim))
@@ -192,6 +228,8 @@ PAGES = {
 
 @pytest.mark.parametrize("case", PAGES.values(), ids=PAGES)
 @every_backend
+@in_every_run("xla", mosaic=all_but("pages of 64"))
+@unsupported(mosaic={"pages of 8": "takes pages of 16, 32, 64 or 128 tokens, got 8"})
 def test_pages(backend: Backend, case: MlaCase) -> None:
     check(backend, case)
 
@@ -211,6 +249,27 @@ DTYPES = {
 
 @pytest.mark.parametrize("case", DTYPES.values(), ids=DTYPES)
 @every_backend
+@in_every_run(
+    xla=all_but("float32", "bfloat16", "float16", "float32 over bfloat16"),
+    mosaic=all_but("float16", "bfloat16, large scores"),
+    triton=all_but("bfloat16", "float16", "rotated columns of 16"),
+)  # fmt: skip
+@unsupported(
+    mosaic={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "bfloat16 over float32": "takes queries and an unquantised cache of one dtype",
+        "bfloat16 over float16": "takes queries and an unquantised cache of one dtype",
+        "latents of 96": "takes latents of a multiple of 64 columns up to 512, got 96",
+        "rotated columns of 16": "takes 32 or 64 rotated columns, got 16",
+    },
+    triton={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "bfloat16 over float32": "takes queries and an unquantised cache of one dtype",
+        "bfloat16 over float16": "takes queries and an unquantised cache of one dtype",
+    },
+)  # fmt: skip
 def test_dtypes(backend: Backend, case: MlaCase) -> None:
     check(backend, case)
 
@@ -233,6 +292,15 @@ SCORES = {
 
 @pytest.mark.parametrize("case", SCORES.values(), ids=SCORES)
 @every_backend
+@in_every_run(
+    "mosaic",
+    xla=[
+        "a window of 1", "a window, 4 each, of rows with fewer tokens", "a window, 4, tree",
+        "a window over 8 bits in short pages",
+    ],
+    triton=["a window, 4 causal, a soft cap"],
+)  # fmt: skip
+@unsupported(mosaic="takes no (window|soft cap) over latents")
 def test_windows_and_soft_caps(backend: Backend, case: MlaCase) -> None:
     check(backend, case)
 
@@ -251,11 +319,26 @@ EIGHT_BITS = {
 
 @pytest.mark.parametrize("case", EIGHT_BITS.values(), ids=EIGHT_BITS)
 @every_backend
+@in_every_run(
+    xla=all_but("absent pages, many heads", "pages of 8"),
+    mosaic=all_but("large scores", "4, tree", "512 and 64"),
+    triton=["float32", "4, tree"],
+)  # fmt: skip
+@unsupported(
+    mosaic={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "absent pages, many heads": "takes bfloat16 queries and 64 rotated columns over quantised latents",
+        "pages of 8": "takes pages of 16, 32, 64 or 128 tokens, got 8",
+    },
+    mosaic_sm100="takes no quantised latents",
+    triton={"float32": "takes bfloat16 and float16 queries, got float32"},
+)  # fmt: skip
 def test_latents_in_8_bits(backend: Backend, case: MlaCase) -> None:
     check(backend, case)
 
 
 @every_backend
+@in_every_run("xla")
 def test_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
     arguments = draw(backend, replace(BASE, dtype="bfloat16")).arguments()
     out, lse = decode(backend, return_lse=True)(**arguments)
@@ -266,14 +349,15 @@ def test_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_a_visible_nan_shows_in_its_own_row_only(backend: Backend) -> None:
     inputs = draw(backend, replace(BASE, kv_lens=(20,) * 6))
-    inputs.tables[:, :3] = 1 + np.arange(18).reshape(6, 3)  # no page is shared
+    inputs.tables[:, :3] = 1 + np.arange(18).reshape(6, 3)  # sequences share no page
     inputs.dead[:] = True
     arguments = inputs.arguments(poisoned=False) | {"cache": PagedLatent(jnp.asarray(inputs.pages))}
     arguments = planned(backend, arguments)
     want = run(backend, arguments)
-    inputs.pages[inputs.tables[5, 1], 3, -1] = np.nan  # in the key, not in the value
+    inputs.pages[inputs.tables[5, 1], 3, -1] = np.nan  # in the columns of the key, not of the value
     got = run(backend, arguments | {"cache": PagedLatent(jnp.asarray(inputs.pages))})
     for g, w in zip(got, want, strict=True):
         assert np.isnan(g[5]).all()
@@ -282,19 +366,21 @@ def test_a_visible_nan_shows_in_its_own_row_only(backend: Backend) -> None:
 
 @few_and_many_heads
 @every_backend
+@in_every_run(reference=["few heads"], xla=["few heads"], mosaic=["few heads"])
 def test_queries_that_see_nothing(backend: Backend, heads: int) -> None:
-    """Outputs are 0, although all that other queries of the sequence see is NaN."""
+    """Queries without visible keys have output 0, also if all keys of the other queries are NaN."""
     inputs = draw(backend, replace(QUERIES["4 each, of rows with fewer tokens"], heads=heads, q_lens=(4,) * 6))
     empty = np.isneginf(inputs.expected()[1])
     inputs.pages[~inputs.dead] = np.nan
-    # With the mask that changes nothing it is a call that other tests compile.
+    # A mask without effect makes this a call that other tests compile, too.
     arguments = inputs.arguments() | {"draft_mask": np.tile(np.tri(4, dtype=bool), (6, 1, 1))}
     harness.assert_empty(run(backend, planned(backend, arguments, "fixed")), empty)
 
 
 @every_backend
+@in_every_run("reference", "xla", "mosaic")
 def test_queries_of_nan_that_see_nothing(backend: Backend) -> None:
-    """Outputs are 0, although scores are NaN: all pages of the sequences are absent."""
+    """Outputs are 0 for NaN queries if all pages of the sequence are absent."""
     inputs = draw(backend, BASE)
     arguments = inputs.arguments()
     spoilt = {name: np.full_like(arguments[name], np.nan) for name in ("q_latent", "q_rope")}
@@ -308,7 +394,7 @@ def test_queries_of_nan_that_see_nothing(backend: Backend) -> None:
 
 
 def rows(arguments: dict[str, Any], order: Any) -> dict[str, Any]:
-    """The call with its sequences in another order, or only some of them."""
+    """Return the call with its sequences in another order, or with some of them."""
     return {name: value if name == "cache" else value[order] for name, value in arguments.items()}
 
 
@@ -325,8 +411,9 @@ def assert_same_rows(backend: Backend, got: tuple[Any, Any], want: tuple[Any, An
 
 @few_and_many_heads
 @every_backend
+@in_every_run(xla=["few heads"], mosaic=["few heads"], triton=["few heads"])
 def test_a_row_does_not_depend_on_the_batch(backend: Backend, heads: int) -> None:
-    """Shuffled, and alone among idle rows: bit for bit in `fixed` mode where plans are honoured, else closely."""
+    """Shuffled batch rows, and one row among idle rows: equal bits in `fixed` mode with plans, else close."""
     changes: dict[str, Any] = {"heads": heads, "kv_lens": (0, 128, 40, 0, 7, 0), "q_lens": (0, 4, 1, 0, 2, 0)}
     inputs = draw(backend, replace(QUERIES["4, tree"], **changes))
     arguments = inputs.arguments()
@@ -347,8 +434,9 @@ def test_a_row_does_not_depend_on_the_batch(backend: Backend, heads: int) -> Non
 @pytest.mark.parametrize("mode", ["balanced", "fixed"])
 @few_and_many_heads
 @every_backend
+@in_every_run(xla=["few heads-balanced", "few heads-fixed"], mosaic=["few heads-balanced", "few heads-fixed"])
 def test_a_plan_changes_no_meaning(backend: Backend, heads: int, mode: str) -> None:
-    """Rows cut among programs, several rows a program, and programs without any."""
+    """Plans that split rows between CTAs, give several rows to one CTA, and leave CTAs without work."""
     inputs = draw(backend, replace(QUERIES["4, tree"], heads=heads, kv_lens=BASE.kv_lens))
     arguments = inputs.arguments()
     plan = plan_for(backend, arguments, mode)
@@ -359,14 +447,16 @@ def test_a_plan_changes_no_meaning(backend: Backend, heads: int, mode: str) -> N
 
 @few_and_many_heads
 @every_backend
+@in_every_run(xla=["few heads"])
 def test_without_a_plan(backend: Backend, heads: int) -> None:
-    """Which then is made from the arguments."""
+    """Without `plan`, the call plans from its arguments."""
     inputs = draw(backend, replace(BASE, heads=heads))
     got = run(backend, inputs.arguments())
     harness.assert_attention_close(got, inputs.expected(), backend.variant.tolerance(inputs.case.dtype))
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
     inputs = draw(backend, BASE)
     arguments = planned(backend, inputs.arguments())
@@ -377,6 +467,7 @@ def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla")
 def test_under_vmap(backend: Backend) -> None:
     rng = harness.fresh_rng()
     drawn = [draw(backend, replace(BASE, kv_lens=kv_lens, num_pages=20), rng) for kv_lens in ((0, 37), (65, 1))]
@@ -386,13 +477,14 @@ def test_under_vmap(backend: Backend) -> None:
 
 
 @compiled_backend
+@in_every_run("xla")
 def test_exported(backend: Backend) -> None:
     arguments = draw(backend, BASE).arguments()
     transformations.assert_exports(decode(backend, return_lse=True), arguments)
 
 
 def decode_loop(backend: Backend, cache: PagedLatent, steps: Any, tables: jax.Array) -> tuple[PagedLatent, Any]:
-    """Writes a latent a sequence and attends, step after step, on the device."""
+    """Write one latent per sequence and attend, in a loop on the device."""
 
     def step(cache: PagedLatent, now: Any) -> tuple[PagedLatent, Any]:
         latent, slots, q_latent, q_rope, kv_lens = now
@@ -408,8 +500,9 @@ def decode_loop(backend: Backend, cache: PagedLatent, steps: Any, tables: jax.Ar
 
 
 @compiled_backend
+@in_every_run("xla")
 def test_inside_a_scan_that_writes(backend: Backend) -> None:
-    """Each step gives what the finished cache gives for the same lengths, and the cache is never copied."""
+    """Each step equals a call on the final cache with the same lengths, and the cache is never copied."""
     inputs = draw(backend, replace(BASE, kv_lens=(1, 3, 8, 9), num_pages=256))
     steps = 4
     inputs.tables[:] = np.random.default_rng(0).permutation(256)[: inputs.tables.size].reshape(inputs.tables.shape)
@@ -435,6 +528,7 @@ def test_inside_a_scan_that_writes(backend: Backend) -> None:
 
 
 @compiled_backend
+@in_every_run("xla")
 def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backend: Backend) -> None:
     rng = harness.fresh_rng()
     calls = [draw(backend, case, rng).arguments() for case in VALUES.values()]
@@ -444,7 +538,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backen
 
 
 def shapes(batch: int, table_width: int, dtype: Any = jnp.float32, num_pages: int = 4096) -> dict[str, Any]:
-    """A call of real widths, by its shapes alone."""
+    """Return a call with the widths of a real model, as shapes."""
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (dtype, jnp.int32))
     cache = jax.eval_shape(lambda: PagedLatent(jnp.zeros((num_pages, 16, 576), dtype)))
     return {
@@ -458,25 +552,26 @@ def shapes(batch: int, table_width: int, dtype: Any = jnp.float32, num_pages: in
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @bounded_backend
+@in_every_run(xla=["float32"])
 def test_memory_does_not_grow_with_the_table(backend: Backend, dtype: Any) -> None:
-    """With the configuration a user gets; a wide table holds 64 times the tokens of a narrow one."""
+    """Memory does not grow with the width of the table, with the configuration that users get."""
     call = decode(backends.as_users_get(backend))
     narrow, wide = (harness.temp_bytes(call, **shapes(32, width, dtype)) for width in (64, 4096))
     assert wide <= narrow + 4096
-    one_row = 64 * 16 * 576 * jnp.dtype(dtype).itemsize  # the narrow table's tokens of one row of 32
+    one_row = 64 * 16 * 576 * jnp.dtype(dtype).itemsize  # tokens of one of 32 rows of the narrow table
     assert wide < 16 * one_row
 
 
 @pytest.mark.gpu
 @bounded_backend
 def test_a_pool_of_more_than_2_to_the_32_elements(backend: Backend) -> None:
-    """Written, gathered and attended where a 32-bit offset would wrap around to other pages."""
+    """Write, gather and attend in pages whose offsets exceed 32 bits."""
     small = {"page_size": 64, "pages_per_row": 5, "num_pages": 64}
     case = MlaCase((300, 64, 0, 101), heads=16, latent_dim=512, rope_dim=64, dtype="bfloat16", **small)
     inputs = Inputs.draw(case, harness.fresh_rng())
     arguments = jax.tree.map(jnp.asarray, inputs.arguments())
     spec = {"num_pages": 2**32 // (64 * 576) + 1000, "page_size": 64, "latent_dim": 512, "rope_dim": 64}
-    far = inputs.rng.choice(1000, 64, replace=False) + spec["num_pages"] - 1000  # where the small pool's pages lie
+    far = inputs.rng.choice(1000, 64, replace=False) + spec["num_pages"] - 1000  # pages of the small pool
     far[::2] -= spec["num_pages"] - 1000
     slots = jnp.asarray(far[:, None] * 64 + np.arange(64), jnp.int32).reshape(-1)
     write = jax.jit(functools.partial(write_latent, implementation=backend.name), donate_argnums=0)
@@ -501,7 +596,7 @@ E4M3 = jnp.float8_e4m3fn
 
 
 def eight_bits(**changes: Any) -> PagedLatent:
-    """A cache in 8 bits, but for some of its arrays."""
+    """Return an 8-bit cache with some arrays replaced."""
     spec = latent_cache_spec(num_pages=8, page_size=4, latent_dim=512, rope_dim=64, dtype=E4M3)
     return replace(PagedLatent.allocate(spec), **changes)
 

@@ -1,4 +1,4 @@
-"""The contract of `mla_sparse`: every implementation, every awkward input."""
+"""Contract of `mla_sparse`: each implementation with each awkward input."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 
 from pallas_attn import PagedLatent, latent_cache_spec, mla_decode, mla_sparse, token_slots
 from tests.contract import backends, naive, transformations
-from tests.contract.backends import Backend
+from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
 
-# Latents that are masked anyway may be NaN when they are multiplied.
+# Masked latents are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 every_backend = backends.every_backend("mla_sparse")
@@ -29,12 +29,13 @@ class SparseCase:
     """One call of `mla_sparse`.
 
     Attributes:
-      chosen: slots that each token names; the rest of its K are none.
+      chosen: number of slots that each token selects; the rest of its K entries are -1 or garbage.
       top_k: K.
-      garbage: what stands for none: -1, or any number outside the pool.
-      scattered: none stand between slots, instead of after them.
-      dtype: of the queries; None for the backend's own, see `Backend.dtype`.
-      cache_dtype: of the cache; None for q's. With float8_e4m3fn latents have scales, and rotated keys are bfloat16.
+      garbage: numbers for unused entries: -1, or numbers outside the pool.
+      scattered: whether unused entries are between slots instead of after them.
+      dtype: dtype of the queries, or None for `Backend.dtype`.
+      cache_dtype: dtype of the cache, or None for the dtype of the queries. With float8_e4m3fn, latents have scales and
+        rope columns are bfloat16.
     """
 
     chosen: tuple[int, ...] = (0, 1, 15, 16, 17, 40, 0)
@@ -50,13 +51,13 @@ class SparseCase:
 
 @dataclass(frozen=True)
 class SparseInputs:
-    """A case with values.
+    """A case with drawn values.
 
     Attributes:
       q: [T, Hq, L + R].
-      latents: [N·ps, L + R], what the cache means.
-      stored: the arrays of the cache.
-      dead: bool [N, ps], slots that no token names.
+      latents: [N·ps, L + R], dequantised latents.
+      stored: arrays of the cache.
+      dead: bool [N, ps], slots that no token selects.
     """
 
     case: SparseCase
@@ -94,7 +95,7 @@ class SparseInputs:
         return SparseInputs(case, rng, q, latents.reshape(-1, width), stored, slots, dead.reshape(PAGES, PS))
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments; what must not matter is poison or 0."""
+        """Array arguments. Elements without effect are NaN or garbage if `poisoned`, else 0."""
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         return {
             "q_latent": self.q[..., : self.case.latent_dim],
@@ -104,7 +105,7 @@ class SparseInputs:
         }
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
-        """Output [T, Hq, L] and LSE in float64."""
+        """Return output [T, Hq, L] and LSE in float64."""
         rows = []
         for q, slots in zip(self.q, self.slots, strict=True):
             keys = self.latents[slots[(slots >= 0) & (slots < PAGES * PS)]][:, None]
@@ -152,20 +153,54 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
 
 
 @backends.every_case("mla_sparse", CASES)
+@in_every_run(
+    "reference",
+    xla=all_but(
+        "rows of all kinds", "67 heads, pairs of tiles", "8 bits", "bfloat16 over 8 bits",
+        "pairs of tiles over 8 bits", "float32 over bfloat16",
+    ),
+    mosaic=all_but("rows of all kinds", "pairs of tiles over 8 bits"),
+    triton=[
+        "float32", "float16, latents of 96", "one slot", "garbage for none", "8 bits", "float32 over bfloat16",
+        "float16 over 8 bits",
+    ],
+)  # fmt: skip
+@unsupported(
+    mosaic={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float16, latents of 96": "takes latents of 128 to 512 columns",
+        "rotated columns of 32": "and 64 rotated ones, got 128 and 32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "float16 over 8 bits": "one dtype|takes bfloat16 queries over quantised",
+    },
+    triton={
+        "float32": "takes bfloat16 and float16 queries, got float32",
+        "float32 over bfloat16": "takes bfloat16 and float16 queries, got float32",
+        "float16 over 8 bits": "takes queries and rotated keys of one dtype",
+    },
+)  # fmt: skip
 def test_values(backend: Backend, name: str) -> None:
-    """The result is the one spelt out in numpy, and poison changes no bit of it."""
+    """The result equals naive numpy attention within the tolerance, and poison changes no bit of it.
+
+    Over 8-bit latents a token with a single key has the largest outputs: all of its columns have the rounding error of
+    one weight times the scale of the key, so `harness.ROUNDED_TWICE` bounds the cosine. In a simulation of 300 inputs
+    2% exceeded `HALF_OUT.cosine`, and none did with unrounded weights.
+    """
     inputs = draw(backend, CASES[name])
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
     call = attend(backend, **exact)
     got = call(**inputs.arguments())
-    tolerances = backend.variant.tolerance("float32" if exact else inputs.q.dtype)
-    harness.assert_attention_close(got, inputs.expected(), tolerances)
+    of_output, of_lse = backend.variant.tolerance("float32" if exact else inputs.q.dtype)
+    if len(inputs.stored) > 1 and not exact:
+        of_output = replace(of_output, cosine=harness.ROUNDED_TWICE)
+    harness.assert_attention_close(got, inputs.expected(), (of_output, of_lse))
     harness.assert_same_bits(got, call(**inputs.arguments(poisoned=False)))
 
 
 @every_backend
+@in_every_run("xla")
 def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
-    """Decode rows of drafts, over pages in any order, with an absent one."""
+    """With all keys selected, the result equals `mla_decode`: drafts, permuted pages, an absent page."""
     rng = harness.fresh_rng()
     scale = 1.0 if backend.dtype == "float32" else harness.HALF_SCALE
     spec = latent_cache_spec(num_pages=PAGES, page_size=PS, latent_dim=128, rope_dim=64, dtype=backend.dtype)
@@ -185,6 +220,7 @@ def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_other_tokens_and_the_order_of_slots_change_little(backend: Backend) -> None:
     inputs = draw(backend)
     arguments, call = inputs.arguments(), attend(backend)
@@ -197,6 +233,7 @@ def test_other_tokens_and_the_order_of_slots_change_little(backend: Backend) -> 
 
 
 @backends.every_backend("mla_sparse", backends.is_lean)
+@in_every_run("xla", "mosaic")
 def test_the_configuration_a_user_gets(backend: Backend) -> None:
     inputs = draw(backend)
     got = attend(backends.as_users_get(backend))(**inputs.arguments())
@@ -207,6 +244,7 @@ def test_the_configuration_a_user_gets(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla")
 def test_under_vmap_and_repeated(backend: Backend) -> None:
     rng, call = harness.fresh_rng(), attend(backend)
     drawn = [SparseInputs.draw(BASE, rng, backend.dtype).arguments() for _ in range(2)]
@@ -215,11 +253,13 @@ def test_under_vmap_and_repeated(backend: Backend) -> None:
 
 
 @backends.every_backend("mla_sparse", backends.is_compiled)
+@in_every_run("xla")
 def test_exported(backend: Backend) -> None:
     transformations.assert_exports(attend(backend), draw(backend).arguments())
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_inside_a_scan(backend: Backend) -> None:
     arguments = draw(backend).arguments()
     tolerances = backend.variant.tolerance(backend.dtype)
@@ -227,6 +267,7 @@ def test_inside_a_scan(backend: Backend) -> None:
 
 
 @backends.every_backend("mla_sparse", backends.is_compiled)
+@in_every_run("xla")
 def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backend: Backend) -> None:
     calls = [draw(backend, CASES[name]).arguments() for name in ("rows of all kinds", "nothing chosen")]
     transformations.assert_traced_once(functools.partial(mla_sparse, sm_scale=SM_SCALE), backend.variant, calls)
@@ -236,7 +277,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backen
 
 @backends.every_backend("mla_sparse", backends.is_compiled_and_lean)
 def test_memory_is_that_of_some_tokens(backend: Backend) -> None:
-    """The latents of all tokens of a chunk would be 4.5 GiB; outputs in float32 are 64 MiB."""
+    """Memory is bounded: the latents of all tokens of a chunk would be 4.5 GiB, float32 outputs are 64 MiB."""
     bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     used = harness.temp_bytes(
         attend(backends.as_users_get(backend)),

@@ -1,4 +1,4 @@
-"""The contract of attention over pages, `paged_decode` and `paged_prefill`: every backend, every awkward input."""
+"""Contract of attention over pages, `paged_decode` and `paged_prefill`: each backend with each awkward input."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import pytest
 
 from pallas_attn import FULL, PAGE_NONE, DecodePlan, PagedKV, kv_cache_spec, paged_decode, paged_prefill
 from tests.contract import backends, paged_cases, transformations
-from tests.contract.backends import Backend, every_backend
+from tests.contract.backends import Backend, every_backend, in_every_run, unsupported
 from tests.contract.paged_case import Inputs, PagedCase, in_8_bits
 from tests.contract.paged_cases import CARRIER, CHUNK, PS, SAMPLE, packed, windowed
 from tests.kit import harness
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 type Result = tuple[np.ndarray, np.ndarray]
 
 PROGRAMS = 5
-"""Programs that plans are made for; another number would be another compilation."""
+"""Number of CTAs of all plans. One number for all tests shares compilations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Operation:
     """Decode or prefill, as the suite calls them.
 
     Attributes:
-      arguments: array arguments of a call with given inputs.
-      expected: its output and LSE, in numpy.
+      arguments: function that returns the array arguments of a call.
+      expected: function that returns output and LSE, computed in numpy.
     """
 
     name: str
@@ -53,7 +53,7 @@ PREFILL = Operation("paged_prefill", paged_prefill, paged_cases.PREFILL, Inputs.
 
 
 def both(wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
-    """Runs a test, which takes `operation` and `backend`, with each backend of either."""
+    """Run a test with arguments `operation` and `backend` for both operations and each of their backends."""
     return pytest.mark.parametrize(
         ("operation", "backend"),
         [
@@ -70,7 +70,7 @@ def draw(backend: Backend, case: PagedCase) -> Inputs:
 
 
 def planned(backend: Backend, case: PagedCase, arrays: dict[str, Any], mode: str = "balanced") -> dict[str, Any]:
-    """The arguments of a decode, with a plan where plans are followed."""
+    """Return the arguments of a decode, with a plan if the backend honours plans."""
     return arrays | {"plan": plan_for(backend, case, arrays, mode)} if backend.plans else arrays
 
 
@@ -79,9 +79,9 @@ def plan_for(backend: Backend, case: PagedCase, arrays: dict[str, Any], mode: st
 
 
 def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool | None = None) -> None:
-    """The result is the one spelt out in numpy, and poison changes no bit of it where `clean` inputs are tried, too."""
+    """Check that the result equals naive numpy attention, and that poison changes no bit if `clean` inputs run too."""
     case = inputs.case
-    # The reference rounds nothing but its result, so it is held to float32 whatever the inputs.
+    # The reference computes in float32 and rounds only its result, so the float32 tolerances apply to all dtypes.
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
 
     def result(poisoned: bool) -> Result:
@@ -92,9 +92,8 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
     got = result(poisoned=True)
     of_output, of_lse = backend.variant.tolerance("float32" if exact else case.dtype)
     if case.exact and case.dtype == "bfloat16" and not exact:
-        # The few keys that count often weigh the same, so that rounding errs alike: a weight by up to 2**-9, and an
-        # output once more.
-        of_output = replace(of_output, cosine=0.5 * (2**-9 + 2**-9) ** 2)
+        # The few keys that count often have the same weight, so their rounding errors are equal.
+        of_output = replace(of_output, cosine=harness.ROUNDED_TWICE)
     harness.assert_attention_close(got, operation.expected(inputs), (of_output, of_lse))
     if not backend.interpreted if clean is None else clean:
         harness.assert_same_bits(got, result(poisoned=False))
@@ -104,11 +103,119 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
 
 
 @backends.every_case("paged_decode", paged_cases.DECODE)
+@in_every_run(
+    reference=[
+        "all idle", "all of length 1", "all of maximum length", "absent pages", "windows 1 and ps - 1",
+        "windows ps and ps + 1, a sink token", "a window longer than any sequence, many sink tokens",
+        "sink tokens of a full head, and past a window's start", "a page of sink tokens, heads interleaved",
+        "windows and absent pages", "tiles that end with the first draft", "no keys but the draft's",
+        "drafts, windows, absent pages", "int window ps - 1, head-wise", "int window ps + 1, drafts, sinks",
+        "scores to 5e5", "G 3, pages of 64", "G 5", "G 67", "page of 1 token", "float32",
+        "float32 over bfloat16", "bfloat16 over float32", "int8 per head, head-wise",
+        "int8 per channel, windows, float16", "fp8 per token, windows", "e5m2 per head, sinks",
+        "e5m2 in 4 groups, head-wise", "keys of 48, values of 80, sinks",
+        "values narrower, int8 per channel, windows", "fused, drafts",
+        "fused in lanes, int8 per channel, head-wise", "fp8 queries of heads, sinks",
+        "draft trees over any head's rows", "draft trees that start tiles",
+        "draft trees, windows, absent pages", "draft trees alone", "tree of 3, windowed",
+    ],
+    xla=[
+        "all idle", "tokens cached, none new", "all of length 1", "all of maximum length", "absent pages",
+        "windows 1 and ps - 1", "windows ps and ps + 1, a sink token",
+        "a window longer than any sequence, many sink tokens",
+        "sink tokens of a full head, and past a window's start", "a page of sink tokens, heads interleaved",
+        "windows and absent pages", "drafts, ragged", "tiles that end with the first draft",
+        "no keys but the draft's", "drafts, windows, absent pages", "no option", "int window ps - 1, head-wise",
+        "int window ps + 1, drafts, sinks", "int window longer than any sequence, soft cap",
+        "head-wise windows and sink tokens, absent pages", "G 1, three KV heads", "page of 1 token", "float32",
+        "bfloat16 over float32", "int8 per head, head-wise", "fp8 in 1 group, int window",
+        "e5m2 per head, sinks", "values narrower, int8 per channel, windows", "fused, drafts",
+        "fused in lanes, fp8 per token, pages of 1 token", "fused in lanes, int8 per channel, head-wise",
+        "fp8 queries of tokens, tree, cap", "fp8 queries of tokens, head-wise, over fp8 per channel",
+        "draft trees over any head's rows", "draft trees that start tiles", "tree of 3, windowed",
+        "tree of 8, full", "8 queries each, no q_lens", "drafts in blocks, pages of 32",
+    ],
+    mosaic=[
+        "mixed lengths", "all idle", "absent pages", "windows 1 and ps - 1",
+        "windows ps and ps + 1, a sink token", "sink tokens of a full head, and past a window's start",
+        "windows and absent pages", "drafts, windows, absent pages", "soft cap, sinks, scale", "scores to 5e5",
+        "large soft cap", "G 16, width 256, pages of 128", "page of 1 token", "page of 8 tokens", "heads of 16",
+        "float32", "bfloat16", "float32 over bfloat16", "bfloat16 over float32", "bfloat16 over float16",
+        "int8 per head, odd group, int window, soft cap", "int8 per channel, windows, float16",
+        "e5m2 per head, sinks", "e5m2 in 4 groups, head-wise", "keys of 48, values of 80, sinks",
+        "values narrower, int8 per channel, windows", "fused, drafts",
+        "fused in lanes, fp8 per token, pages of 1 token", "fused in lanes, int8 per channel, head-wise",
+        "fp8 queries of tokens, tree, cap", "one scale of e5m2 queries, drafts",
+        "draft trees over any head's rows", "draft trees that start tiles",
+        "draft trees, windows, absent pages", "draft trees alone", "drafts in blocks, pages of 32",
+    ],
+    mosaic_sm100=["head-wise windows and sink tokens, absent pages"],
+    triton=[
+        "head-wise windows and sink tokens, absent pages", "soft cap, sinks, scale", "page of 1 token",
+        "float32", "float32 over bfloat16", "int8 per head, odd group, int window, soft cap",
+        "int8 per channel, windows, float16", "fp8 per token, windows",
+        "fused in lanes, fp8 per token, pages of 1 token", "fp8 queries of tokens, tree, cap",
+        "tree of 3, windowed",
+    ],
+)  # fmt: skip
+@unsupported(**paged_cases.unsupported(paged_cases.DECODE))
+@unsupported(mosaic={"G 67": "67 have no such divisor"})  # prefill packs any group
 def test_decode(backend: Backend, name: str) -> None:
     check(DECODE, backend, draw(backend, DECODE.cases[name]))
 
 
 @backends.every_case("paged_prefill", paged_cases.PREFILL)
+@in_every_run(
+    reference=[
+        "all idle", "tokens cached, none new", "all of length 1", "all of maximum length", "absent pages",
+        "windows 1 and ps - 1", "windows ps and ps + 1, a sink token",
+        "a window longer than any sequence, many sink tokens",
+        "sink tokens of a full head, and past a window's start", "a page of sink tokens, heads interleaved",
+        "windows and absent pages", "drafts, ragged", "tiles that end with the first draft",
+        "no keys but the draft's", "drafts, windows, absent pages", "e5m2 per head, sinks", "whole prompts",
+        "one sequence has them all", "empty sequences around", "a page at a time",
+        "chunks, windows 1 and past a page", "chunks, windows about as long as a page",
+        "chunks, absent pages of any head's rows", "a single token",
+    ],
+    xla=[
+        "all idle", "tokens cached, none new", "all of length 1", "all of maximum length", "absent pages",
+        "windows 1 and ps - 1", "windows ps and ps + 1, a sink token",
+        "a window longer than any sequence, many sink tokens",
+        "sink tokens of a full head, and past a window's start", "a page of sink tokens, heads interleaved",
+        "windows and absent pages", "drafts, ragged", "tiles that end with the first draft",
+        "no keys but the draft's", "drafts, windows, absent pages", "no option", "head-wise drafts, float16",
+        "large soft cap", "G 2, width 128", "G 4, width 256", "G 7, four KV heads, float16", "page of 8 tokens",
+        "int8 per head, odd group, int window, soft cap", "int8 in 4 groups, absent pages",
+        "e5m2 per head, sinks", "keys of 48, values of 80, sinks", "first chunks, later chunks and none",
+        "whole prompts", "one sequence has them all", "empty sequences around", "a page at a time",
+        "chunks, windows 1 and past a page", "chunks, windows about as long as a page",
+        "chunks, int8 per token", "full, sinks, soft cap", "full, more queries than keys",
+        "chunks, a tree over windows and absent pages", "more sequences than tokens",
+    ],
+    mosaic=[
+        "mixed lengths", "all idle", "absent pages", "windows 1 and ps - 1",
+        "windows ps and ps + 1, a sink token", "sink tokens of a full head, and past a window's start",
+        "windows and absent pages", "drafts, windows, absent pages", "scores to 5e5", "large soft cap",
+        "G 7, four KV heads, float16", "G 16, width 256, pages of 128", "page of 1 token", "page of 8 tokens",
+        "heads of 16", "float32", "bfloat16", "float32 over bfloat16", "bfloat16 over float32",
+        "bfloat16 over float16", "int8 per head, odd group, int window, soft cap", "e5m2 per head, sinks",
+        "e5m2 in 4 groups, head-wise", "keys of 48, values of 80, sinks",
+        "values narrower, int8 per channel, windows", "fused, drafts",
+        "fused in lanes, fp8 per token, pages of 1 token", "fused in lanes, int8 per channel, head-wise",
+        "first chunks, later chunks and none", "whole prompts", "empty sequences around",
+        "chunks, windows 1 and past a page", "chunks, absent pages of any head's rows",
+        "chunks, one scale of fp8 queries, soft cap", "chunks, one scale of e5m2 queries",
+        "full, sinks, soft cap", "full, more queries than keys", "chunks, a tree",
+        "chunks, a tree over windows and absent pages", "chunks, a tree, int8 per token, head-wise",
+        "chunks, a tree, more new tokens than keys",
+    ],
+    mosaic_sm100=["chunks, int8 per token"],
+    triton=[
+        "float32", "float32 over bfloat16", "bfloat16 over float32", "bfloat16 over float16",
+        "first chunks, later chunks and none", "full, absent pages of any head's rows, int8 per token",
+    ],
+)  # fmt: skip
+@unsupported(**paged_cases.unsupported(paged_cases.PREFILL))
 def test_prefill(backend: Backend, name: str) -> None:
     check(PREFILL, backend, draw(backend, PREFILL.cases[name]))
 
@@ -121,14 +228,16 @@ POISONED = {
 
 @both(lambda backend: backend.kernels)
 @pytest.mark.parametrize("name", POISONED)
+@in_every_run(mosaic=["head windows-paged_prefill", "8 bits, scales of groups-paged_decode"])
 def test_poison_changes_no_bit(operation: Operation, backend: Backend, name: str) -> None:
-    """Cases that kernels run on clean inputs, too; the others are poisoned only."""
+    """Cases that kernels also run on clean inputs. They run all other cases on poisoned inputs only."""
     check(operation, backend, draw(backend, POISONED[name]), clean=True)
 
 
 @both()
+@in_every_run("reference", "xla", mosaic=["paged_prefill"])
 def test_queries_that_see_nothing_beside_infinite_values(operation: Operation, backend: Backend) -> None:
-    """Outputs are 0, whatever other queries of the sequence see."""
+    """Queries without visible keys have output 0, also next to queries with infinite values."""
     case = replace(paged_cases.DRAFTS, kv_lens=(3, 5, 2, 1, 9), q_lens=(4,) * 5, sinks="-inf")
     inputs = draw(backend, case)
     empty = np.isneginf(operation.expected(inputs)[1])
@@ -139,6 +248,7 @@ def test_queries_that_see_nothing_beside_infinite_values(operation: Operation, b
 
 
 @both()
+@in_every_run(xla=["paged_decode"])
 def test_output_dtype(operation: Operation, backend: Backend) -> None:
     inputs = draw(backend, paged_cases.DTYPES["bfloat16"])
     arrays = operation.arguments(inputs)
@@ -150,6 +260,7 @@ def test_output_dtype(operation: Operation, backend: Backend) -> None:
 
 
 @every_backend("paged_prefill")
+@in_every_run("xla", "mosaic", "triton")
 def test_no_tokens_at_all(backend: Backend) -> None:
     inputs = draw(backend, replace(CARRIER, kv_lens=(5, 0), q_lens=(0, 0), tokens=None))
     out, lse = PREFILL.run(backend, inputs.case, inputs.prefill())
@@ -158,8 +269,9 @@ def test_no_tokens_at_all(backend: Backend) -> None:
 
 
 @every_backend("paged_prefill")
+@in_every_run("xla")
 def test_chunks_give_what_the_whole_prompt_gives(backend: Backend) -> None:
-    """A prompt at once, and the same prompt cut anywhere, over the same pages."""
+    """A prompt in one chunk and the same prompt in several chunks have the same result."""
     whole = draw(backend, packed((40, 0, 0, 0), (40, 0, 0, 0)))
     arrays = whole.prefill(poisoned=False)
     want, want_lse = PREFILL.run(backend, whole.case, arrays)
@@ -174,8 +286,9 @@ def test_chunks_give_what_the_whole_prompt_gives(backend: Backend) -> None:
 
 
 @every_backend("paged_prefill")
+@in_every_run("xla")
 def test_agrees_with_decode(backend: Backend) -> None:
-    """The same queries as a draft of three tokens a sequence."""
+    """Prefill and decode agree on a draft of three tokens per sequence."""
     case = replace(SAMPLE, kv_lens=(3, 16, 17, 128), q_lens=(3,) * 4, queries=3, tokens=12)
     inputs = draw(backend, case)
     got = PREFILL.run(backend, case, inputs.prefill())
@@ -185,8 +298,9 @@ def test_agrees_with_decode(backend: Backend) -> None:
 
 
 @every_backend("paged_decode")
+@in_every_run("reference", "xla", "mosaic", "triton")
 def test_queries_that_come_in_8_bits(backend: Backend) -> None:
-    """Results are those of the same queries rounded by the call, to the bit."""
+    """8-bit queries and queries that the call rounds to 8 bits have the same bits."""
     case = replace(paged_cases.DECODE["fp8 queries of heads, sinks"], kv_lens=(5,) * 7, q_lens=(1,) * 7)
     inputs = draw(backend, case)
     arrays = inputs.decode()
@@ -199,8 +313,9 @@ def test_queries_that_come_in_8_bits(backend: Backend) -> None:
 
 
 @every_backend("paged_decode")
+@in_every_run("xla", "mosaic", "triton")
 def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
-    """Shuffled, and alone among idle rows: bit for bit in `fixed` mode where plans are honoured, else closely."""
+    """Shuffled batch rows, and one row among idle rows: equal bits in `fixed` mode with plans, else close."""
     inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 40, 100, 1, 0, 65)))
     case, arrays = inputs.case, inputs.decode()
     batch = len(case.kv_lens)
@@ -227,8 +342,9 @@ def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
 
 @every_backend("paged_decode")
 @pytest.mark.parametrize("mode", ["balanced", "fixed"])
+@in_every_run("xla", mosaic=["fixed"])
 def test_a_plan_changes_no_meaning(backend: Backend, mode: str) -> None:
-    """Rows cut among programs, several rows a program, and programs without any."""
+    """Plans that split rows between CTAs, give several rows to one CTA, and leave CTAs without work."""
     inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 1, 40, 0, 0, 128)))
     arrays = inputs.decode()
     plan = plan_for(backend, inputs.case, arrays, mode)
@@ -238,8 +354,9 @@ def test_a_plan_changes_no_meaning(backend: Backend, mode: str) -> None:
 
 
 @every_backend("paged_decode")
+@in_every_run("xla", "mosaic", "triton")
 def test_tokens_of_a_mixed_step(backend: Backend) -> None:
-    """The output goes into the first tokens of a packed one, with the same bits, and no other bit of that changes."""
+    """With `out`, a decode writes the first tokens of a packed output with the same bits, and changes nothing else."""
     inputs = draw(backend, replace(SAMPLE, kv_lens=(0, 128, 1, 40, 0, 0, 128)))
     arrays = planned(backend, inputs.case, inputs.decode())
     out, lse = DECODE.run(backend, inputs.case, arrays)
@@ -250,16 +367,18 @@ def test_tokens_of_a_mixed_step(backend: Backend) -> None:
 
 
 @every_backend("paged_decode")
+@in_every_run("xla", "mosaic")
 def test_without_a_plan(backend: Backend) -> None:
-    """Which then is made from the arguments."""
+    """Without `plan`, the call plans from its arguments."""
     inputs = draw(backend, SAMPLE)
     got = DECODE.run(backend, inputs.case, inputs.decode())
     harness.assert_attention_close(got, inputs.expected_decode(), backend.variant.tolerance(inputs.case.dtype))
 
 
 @every_backend("paged_prefill")
+@in_every_run("xla", "mosaic")
 def test_a_sequence_does_not_depend_on_its_batch(backend: Backend) -> None:
-    """Each sequence alone, among empty ones."""
+    """A sequence among empty sequences has the same result as in the full batch."""
     inputs = draw(backend, CHUNK)
     arrays = inputs.prefill()
     out, lse = PREFILL.run(backend, inputs.case, arrays)
@@ -275,8 +394,9 @@ def test_a_sequence_does_not_depend_on_its_batch(backend: Backend) -> None:
 
 
 @every_backend("paged_decode")
+@in_every_run("xla", "mosaic")
 def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
-    """Whether values count may be asked of all query rows of a KV head; one that sees everything as NaN says yes."""
+    """A kernel may skip masking if all query rows see a tile. A NaN query must not make it skip for other heads."""
     inputs = draw(backend, paged_cases.TREE)
     arrays = planned(backend, inputs.case, inputs.decode())
     clean = DECODE.run(backend, inputs.case, arrays)
@@ -287,8 +407,9 @@ def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
 
 
 @both()
+@in_every_run("reference", "xla", mosaic=["paged_decode"])
 def test_queries_of_nan_that_see_nothing(operation: Operation, backend: Backend) -> None:
-    """Outputs are 0, although scores are NaN: all pages of the sequences are absent."""
+    """Outputs are 0 for NaN queries if all pages of the sequences are absent."""
     inputs = draw(backend, replace(CARRIER, kv_lens=(128,) * 7, q_lens=(1,) * 7))
     inputs.tables[:] = PAGE_NONE
     arrays = operation.arguments(inputs, poisoned=True)
@@ -299,6 +420,7 @@ def test_queries_of_nan_that_see_nothing(operation: Operation, backend: Backend)
 
 
 @both()
+@in_every_run("xla", mosaic=["paged_decode"])
 def test_an_absent_page_between_others_of_a_tile(operation: Operation, backend: Backend) -> None:
     inputs = draw(backend, replace(CARRIER, kv_lens=(128,) * 7, q_lens=(1,) * 7))
     inputs.tables[..., 1] = PAGE_NONE
@@ -324,8 +446,9 @@ LARGE_PREFILL = PagedCase(
 
 
 @both(backends.is_compiled_and_lean)
+@in_every_run(xla=["paged_decode"])
 def test_large_tiles(operation: Operation, backend: Backend) -> None:
-    """The configuration users get, on rows long enough to need several of its tiles and groups."""
+    """The configuration that users get, on rows with several of its tiles and groups."""
     inputs = draw(backend, LARGE_DECODE if operation is DECODE else LARGE_PREFILL)
     arrays = operation.arguments(inputs)
     got = operation.run(backends.as_users_get(backend), inputs.case, arrays)
@@ -334,8 +457,9 @@ def test_large_tiles(operation: Operation, backend: Backend) -> None:
 
 
 @every_backend("paged_prefill", backends.is_compiled_and_lean)
+@in_every_run()
 def test_seventy_thousand_tokens(backend: Backend) -> None:
-    """More query tokens than a grid dimension of a GPU holds, in sequences with and without a cached prefix."""
+    """More query tokens than the maximum of a GPU grid dimension, with and without a cached prefix."""
     rng, window, page_size, head_dim = harness.fresh_rng(), 16, 16, 8
     kv_lens, q_lens = (60_010, 9_000, 1_500), (60_000, 9_000, 1_000)
     num_pages = [-(-n // page_size) for n in kv_lens]
@@ -360,7 +484,7 @@ def test_seventy_thousand_tokens(backend: Backend) -> None:
 
 
 def windowed_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int) -> Result:
-    """The newest queries [n, H, D] of one sequence, each over the last `window` of its keys [K, D]."""
+    """Return the attention of the newest queries [n, H, D] of one sequence over the last `window` keys of [K, D]."""
     position = np.arange(len(k) - len(q), len(k))
     seen = position[:, None] - np.arange(window)  # [n, window], newest first
     scores = np.einsum("nhd,nwd->nhw", q, k[np.maximum(seen, 0)]) * q.shape[-1] ** -0.5
@@ -379,7 +503,7 @@ SMALL = replace(SMALL, head_windows=((9, 1),))
 
 
 def transformed(operation: Operation, backend: Backend) -> tuple[harness.Jitted, dict[str, Any], Any]:
-    """The call, its arguments and tolerances."""
+    """Return the call, its arguments and the tolerances."""
     inputs = draw(backend, SMALL)
     arrays = operation.arguments(inputs)
     arrays = planned(backend, inputs.case, arrays) if operation is DECODE else arrays
@@ -388,6 +512,7 @@ def transformed(operation: Operation, backend: Backend) -> tuple[harness.Jitted,
 
 
 @both()
+@in_every_run(xla=["paged_decode"])
 def test_repeats_are_bitwise_equal(operation: Operation, backend: Backend) -> None:
     inputs = draw(backend, SAMPLE)
     arrays = operation.arguments(inputs)
@@ -397,11 +522,13 @@ def test_repeats_are_bitwise_equal(operation: Operation, backend: Backend) -> No
 
 
 @both()
+@in_every_run(xla=["paged_prefill"])
 def test_scan_with_a_donated_cache(operation: Operation, backend: Backend) -> None:
     transformations.assert_scans(*transformed(operation, backend))
 
 
 @both()
+@in_every_run(xla=["paged_decode"], mosaic=["paged_decode"])
 def test_vmap(operation: Operation, backend: Backend) -> None:
     call, arrays, tolerances = transformed(operation, backend)
     _, others, _ = transformed(operation, backend)
@@ -409,12 +536,14 @@ def test_vmap(operation: Operation, backend: Backend) -> None:
 
 
 @both(backends.is_compiled)
+@in_every_run("xla")
 def test_export_round_trip(operation: Operation, backend: Backend) -> None:
     call, arrays, _ = transformed(operation, backend)
     transformations.assert_exports(call, arrays)
 
 
 @both()
+@in_every_run("reference", "xla")
 def test_values_do_not_retrace(operation: Operation, backend: Backend) -> None:
     cases = [paged_cases.VALUES[name] for name in ("mixed lengths", "all idle", "windows and absent pages")]
     calls = [operation.arguments(draw(backend, case)) for case in cases]
@@ -425,7 +554,7 @@ def test_values_do_not_retrace(operation: Operation, backend: Backend) -> None:
 
 
 def big(operation: Operation, dtype: Any, scales: Any = None) -> dict[str, Any]:
-    """Shapes of a call over a pool larger than everything else in it."""
+    """Return the shapes of a call whose pool is larger than all other arrays."""
     spec = kv_cache_spec(num_pages=8192, page_size=16, num_kv_heads=2, head_dim=32, dtype=dtype, scales=scales)
     packed = operation is PREFILL
     arrays = {
@@ -441,6 +570,7 @@ def big(operation: Operation, dtype: Any, scales: Any = None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dtype", "scales"), [(jnp.float32, None), (jnp.bfloat16, None), (jnp.int8, 4), (jnp.float8_e4m3fn, 16)]
 )
+@in_every_run(xla=["float32-None-paged_decode", "int8-4-paged_decode", "int8-4-paged_prefill"])
 def test_no_copy_of_the_cache(operation: Operation, backend: Backend, dtype: Any, scales: Any) -> None:
     """Compile one step of a loop that carries the donated cache."""
 
@@ -455,6 +585,7 @@ def test_no_copy_of_the_cache(operation: Operation, backend: Backend, dtype: Any
 
 
 @both(backends.is_compiled_and_lean)
+@in_every_run(xla=["paged_decode"])
 def test_no_host_callbacks_and_a_named_scope(operation: Operation, backend: Backend) -> None:
     call = backends.compiled(operation.function, backend)
     harness.assert_no_host_callbacks(call, **big(operation, jnp.float32))

@@ -1,4 +1,4 @@
-"""The contract of `ragged_attention`: every implementation, every awkward input."""
+"""Contract of `ragged_attention`: each implementation with each awkward input."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from pallas_attn import HeadWindow, ragged_attention
 from pallas_attn.ops.ragged_attention import xla
 from tests.contract import backends, naive, transformations
-from tests.contract.backends import Backend
+from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 every_backend = backends.every_backend("ragged_attention")
@@ -34,11 +34,11 @@ class RaggedCase:
     """One call of `ragged_attention`.
 
     Attributes:
-      q_lens, kv_lens: of each sequence.
-      tokens, keys: T and U; what the sequences leave of them is padding.
-      dtype: None for the backend's own, see `Backend.dtype`.
-      exact: integer inputs whose dot products are exact and near +5e5 in some sequences, near -5e5 in others.
-      sinks: learned sinks, some of ordinary size, some +40, some -inf.
+      q_lens, kv_lens: numbers of queries and keys of each sequence.
+      tokens, keys: T and U, padding included.
+      dtype: dtype of the arrays, or None for `Backend.dtype`.
+      exact: whether inputs are integers with exact dot products, near +5e5 in some sequences and near -5e5 in others.
+      sinks: whether there are learned sinks: ordinary size, +40 and -inf, mixed.
     """
 
     q_lens: tuple[int, ...]
@@ -58,19 +58,19 @@ class RaggedCase:
 
     @property
     def static(self) -> dict[str, Any]:
-        """The arguments of the call that are no arrays."""
+        """Arguments of the call that are not arrays."""
         static = {"causal": self.causal, "window": self.window, "soft_cap": self.soft_cap}
         return {name: value for name, value in static.items() if value is not None}
 
     @property
     def value_scale(self) -> float:
-        """Factor of keys and values; queries are divided by it."""
+        """Factor of keys and values, and divisor of queries."""
         return 1.0 if self.dtype == "float32" else harness.HALF_SCALE
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A case with values; `visible`, bool [T, U], says which key each query sees."""
+    """A case with drawn values. `visible`, bool [T, U], is the mask of queries and keys."""
 
     case: RaggedCase
     rng: np.random.Generator
@@ -103,7 +103,7 @@ class Inputs:
         return Inputs(case, rng, q.astype(case.dtype), k.astype(case.dtype), v.astype(case.dtype), visible, sinks)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments; padding, and keys no query sees, are poison or 0."""
+        """Array arguments. Padding and invisible keys are poison, or 0."""
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         padding, unseen = np.arange(self.case.tokens) >= sum(self.case.q_lens), ~self.visible.any(axis=0)
         return {
@@ -121,8 +121,10 @@ class Inputs:
 
 
 def _exact(case: RaggedCase, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Keys are one vector of integers with a square near 5e5, queries are that or, in every other sequence, its
-    negative, but for the last column, which decides among keys.
+    """Draw integer inputs with exact scores near +5e5 and -5e5.
+
+    All keys are one vector whose square is near 5e5. Queries are this vector, or its negative in every other sequence.
+    The last column differs between keys.
     """
     u = rng.integers(0, 5, case.key_dim) + int((5e5 / case.key_dim) ** 0.5)
     q = np.tile(u, (case.tokens, case.q_heads, 1))
@@ -148,9 +150,9 @@ def run(backend: Backend, case: RaggedCase, arguments: dict[str, Any], **static:
 
 
 def check(backend: Backend, case: RaggedCase, *, clean: bool | None = None) -> None:
-    """The result is the one spelt out in numpy, and poison changes no bit of it where `clean` inputs are tried, too."""
+    """Check that the result equals naive numpy attention, and that poison changes no bit if `clean` inputs run too."""
     inputs = draw(backend, case)
-    # The reference rounds nothing but its result, so it is held to float32 whatever the inputs.
+    # The reference computes in float32 and rounds only its result, so the float32 tolerances apply to all dtypes.
     exact = {"out_dtype": "float32"} if backend.name == "reference" else {}
     got = run(backend, case, inputs.arguments(), **exact)
     tolerances = backend.variant.tolerance("float32" if exact else inputs.case.dtype)
@@ -170,7 +172,7 @@ LENGTHS = {
     "no padding": ((10, 10, 1, 19), (17, 16, 15, 8)),
     "one sequence has it all": ((0, 40, 0, 0), (0, 56, 0, 0)),
 }
-# Of several blocks and tiles.
+# Lengths with several blocks and tiles.
 LONG = RaggedCase((3, 0, 141, 20), (70, 9, 150, 5), tokens=173, keys=243, q_heads=1, kv_heads=1)
 LONG_LENGTHS = {
     "prefixes, no queries, more queries than keys, padding": (LONG.q_lens, LONG.kv_lens),
@@ -186,24 +188,40 @@ FEW = RaggedCase((5, 0, 6), (9, 2, 6), tokens=12, keys=19)
 @both_masks
 @pytest.mark.parametrize(("q_lens", "kv_lens"), LENGTHS.values(), ids=LENGTHS)
 @every_backend
+@in_every_run(
+    "reference",
+    "xla",
+    mosaic=all_but(
+        "new tokens of a cached prefix-causal", "new tokens of a cached prefix-full",
+        "as many queries as keys-full", "the first sequence has no keys-causal",
+        "the first sequence has no keys-full", "no padding-causal",
+    ),
+    triton=[
+        "new tokens of a cached prefix-causal", "new tokens of a cached prefix-full",
+        "more queries than keys-causal", "no padding-full",
+    ],
+)  # fmt: skip
 def test_lengths(backend: Backend, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], causal: bool) -> None:
     check(backend, replace(BASE, q_lens=q_lens, kv_lens=kv_lens, causal=causal))
 
 
 @pytest.mark.parametrize(("q_lens", "kv_lens"), LONG_LENGTHS.values(), ids=LONG_LENGTHS)
 @every_backend
+@in_every_run("reference", "xla", mosaic=all_but("prefixes, no queries, more queries than keys, padding"))
 def test_long_lengths(backend: Backend, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
     check(backend, replace(LONG, q_lens=q_lens, kv_lens=kv_lens))
 
 
 @backends.every_backend("ragged_attention", lambda backend: backend.kernels)
+@in_every_run("mosaic")
 def test_poison_changes_no_bit(backend: Backend) -> None:
-    """Cases that kernels run on clean inputs, too; the others are poisoned only."""
+    """Cases that kernels also run on clean inputs. They run all other cases on poisoned inputs only."""
     check(backend, LONG, clean=True)
 
 
 @both_masks
 @every_backend
+@in_every_run("xla")
 def test_any_lengths(backend: Backend, causal: bool) -> None:
     rng = harness.fresh_rng()
     for _ in range(5 if backend.interpreted else 20):
@@ -214,8 +232,9 @@ def test_any_lengths(backend: Backend, causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @every_backend
+@in_every_run("reference", "xla", "mosaic")
 def test_large_scores_of_either_sign(backend: Backend, causal: bool) -> None:
-    """A mask of -1e5 in place of -inf shows here: all that a query of an odd sequence sees scores below it."""
+    """Notices a mask value of -1e5 instead of -inf: in odd sequences all visible scores are lower."""
     check(backend, replace(BASE, exact=True, causal=causal))
 
 
@@ -233,6 +252,18 @@ WIDTHS = {  # (Dk, Dv, Hq, Hkv)
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "q_heads", "kv_heads"), WIDTHS.values(), ids=WIDTHS)
 @every_backend
+@in_every_run(
+    xla=["DeepSeek", "GQA of 2", "one head, narrow keys"],
+    mosaic=["DeepSeek", "GQA of 16", "one head, narrow keys"],
+    mosaic_sm100=["DeepSeek"],
+    triton=["DeepSeek"],
+)  # fmt: skip
+@unsupported(
+    mosaic={
+        "GQA of 16": "takes keys and values of width",
+        "one head, narrow keys": "takes keys and values of width",
+    },
+)  # fmt: skip
 def test_widths_and_heads(backend: Backend, key_dim: int, value_dim: int, q_heads: int, kv_heads: int) -> None:
     few = replace(FEW, key_dim=key_dim, value_dim=value_dim)
     check(backend, replace(few, q_heads=q_heads, kv_heads=kv_heads))
@@ -255,13 +286,23 @@ OPTIONS = {
 
 
 @backends.every_case("ragged_attention", OPTIONS)
+@in_every_run(
+    xla=[
+        "a window of 1", "the same window, all in one", "a window of as many keys as there are",
+        "the longest window", "full, soft cap, sinks",
+    ],
+    mosaic=["the same window, all in one", "large soft cap"],
+    triton=["full, soft cap, sinks"],
+)  # fmt: skip
+@unsupported(mosaic={"large soft cap": "takes a soft cap of up to 4096, got 5000"})
 def test_options(backend: Backend, name: str) -> None:
     check(backend, OPTIONS[name])
 
 
 @backends.every_backend("ragged_attention", lambda backend: backend.name == "xla")
+@in_every_run()
 def test_keys_before_every_window_cost_nothing(backend: Backend) -> None:
-    """Tiles of 16 keys are walked as the windows of four queries reach into them, however long the sequence is."""
+    """The number of visited tiles of 16 keys depends on the windows of a block of queries, not on the length."""
     case = replace(BASE, q_lens=(0, 40, 0, 0), kv_lens=(0, 1000, 0, 0), keys=1000, window=20)
     inputs = draw(backend, case)
     with mock.patch.object(xla, "attend_rows", wraps=xla.attend_rows) as walk, backend.variant.settings():
@@ -271,6 +312,11 @@ def test_keys_before_every_window_cost_nothing(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @every_backend
+@in_every_run(xla=all_but("float16"), mosaic=all_but("float16"))
+@unsupported(
+    mosaic={"float32": "takes bfloat16 and float16 queries, got float32"},
+    triton={"float32": "takes bfloat16 and float16 queries, got float32"},
+)  # fmt: skip
 def test_dtypes(backend: Backend, dtype: str) -> None:
     check(backend, replace(BASE, dtype=dtype))
 
@@ -282,6 +328,7 @@ def test_the_configuration_a_user_gets(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla")
 def test_scale_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
     arguments = draw(backend, replace(BASE, dtype="bfloat16")).arguments()
     out, lse = attend(backend, True, return_lse=True)(**arguments)
@@ -298,6 +345,7 @@ def test_scale_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_later_keys_change_no_bit_of_earlier_queries(backend: Backend) -> None:
     inputs = draw(backend, replace(BASE, q_lens=(16, 0, 8, 0), kv_lens=(30, 0, 11, 0)))
     arguments = inputs.arguments()
@@ -314,11 +362,12 @@ def test_later_keys_change_no_bit_of_earlier_queries(backend: Backend) -> None:
 
 @both_masks
 @every_backend
+@in_every_run("xla", mosaic=["causal"])
 def test_a_visible_nan_shows_in_its_own_sequence_only(backend: Backend, causal: bool) -> None:
     case = replace(BASE, causal=causal)
     inputs = draw(backend, case)
     want = run(backend, case, inputs.arguments())
-    inputs.k[22, :, 3] = np.nan  # the second key of the third sequence
+    inputs.k[22, :, 3] = np.nan  # second key of the third sequence
     got = run(backend, case, inputs.arguments())
     third = np.isin(np.arange(case.tokens), range(4, 12))
     for g, w in zip(got, want, strict=True):
@@ -327,7 +376,7 @@ def test_a_visible_nan_shows_in_its_own_sequence_only(backend: Backend, causal: 
 
 
 def check_queries_that_see_nothing(backend: Backend, case: RaggedCase) -> None:
-    """Outputs are 0, whatever other queries of the sequence see."""
+    """Queries without visible keys have output 0, also next to queries with infinite values."""
     inputs = draw(backend, case)
     inputs.v[inputs.visible.any(axis=0)] = np.inf
     empty = ~inputs.visible.any(axis=1)
@@ -336,6 +385,7 @@ def check_queries_that_see_nothing(backend: Backend, case: RaggedCase) -> None:
 
 
 @every_backend
+@in_every_run("reference", "xla", "mosaic")
 def test_queries_that_see_nothing_beside_infinite_values(backend: Backend) -> None:
     check_queries_that_see_nothing(backend, replace(BASE, q_lens=(16, 0, 8, 3), kv_lens=(10, 0, 2, 3)))
 
@@ -345,6 +395,7 @@ def test_queries_that_see_nothing_beside_infinite_values(backend: Backend) -> No
 
 @pytest.mark.parametrize(("tokens", "keys"), [(0, 7), (7, 0), (0, 0)])
 @every_backend
+@in_every_run("xla", "mosaic", "triton")
 def test_empty_arrays(backend: Backend, tokens: int, keys: int) -> None:
     case = replace(BASE, q_lens=(0, tokens), kv_lens=(keys, 0), tokens=tokens, keys=keys)
     inputs = draw(backend, case)
@@ -354,8 +405,9 @@ def test_empty_arrays(backend: Backend, tokens: int, keys: int) -> None:
 
 
 @bounded_backend
+@in_every_run()
 def test_more_query_tokens_than_a_grid_axis_holds(backend: Backend) -> None:
-    """70,000 of them, in one sequence and in many."""
+    """70,000 query tokens, in one sequence and in many."""
     rng = harness.fresh_rng()
     q = harness.normal(rng, (70_000, 1, 4), "float32")
     k, v = (harness.normal(rng, (140, 1, 4), "float32") for _ in range(2))
@@ -377,6 +429,7 @@ def test_more_query_tokens_than_a_grid_axis_holds(backend: Backend) -> None:
 
 @both_masks
 @bounded_backend
+@in_every_run(xla=["causal"])
 def test_memory_grows_with_the_queries_and_not_with_the_keys(backend: Backend, causal: bool) -> None:
     call = attend(backends.as_users_get(backend), causal)
 
@@ -394,6 +447,7 @@ def test_memory_grows_with_the_queries_and_not_with_the_keys(backend: Backend, c
 
 
 @every_backend
+@in_every_run("xla")
 def test_a_sequence_does_not_depend_on_the_batch(backend: Backend) -> None:
     inputs = draw(backend, BASE)
     case, arguments = inputs.case, inputs.arguments()
@@ -429,30 +483,34 @@ def test_a_sequence_does_not_depend_on_the_batch(backend: Backend) -> None:
 
 
 @every_backend
+@in_every_run("xla", "mosaic")
 def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
     arguments = draw(backend, BASE).arguments()
     transformations.assert_repeats(attend(backend, True, return_lse=True), arguments, backend.repeats)
 
 
 @every_backend
+@in_every_run("xla")
 def test_under_vmap(backend: Backend) -> None:
     rng = harness.fresh_rng()
     other = replace(BASE, q_lens=(0, 9, 4, 2), kv_lens=(1, 9, 30, 16))
-    # Finite throughout: queries that pad one call are mapped over with the lengths of the other.
+    # All inputs are finite: under vmap, padding queries of one call meet the lengths of the other call.
     calls = [draw(backend, case, rng).arguments(poisoned=False) for case in (BASE, other)]
     call = attend(backend, True, return_lse=True)
     transformations.assert_vmaps(call, calls, backend.variant.tolerance(backend.dtype), over="q")
 
 
 @compiled_backend
+@in_every_run("xla")
 def test_exported(backend: Backend) -> None:
     arguments = draw(backend, BASE).arguments()
     transformations.assert_exports(attend(backend, True, return_lse=True), arguments)
 
 
 @every_backend
+@in_every_run("xla")
 def test_inside_a_scan(backend: Backend) -> None:
-    """Layers of one model: the lengths are theirs in common, the rest their own."""
+    """Layers of one model share the lengths and have separate arrays."""
     inputs = [draw(backend, BASE) for _ in range(3)]
     calls = [i.arguments() for i in inputs]
     layers = {name: jnp.stack([call[name] for call in calls]) for name in ("q", "k", "v")}
@@ -466,6 +524,7 @@ def test_inside_a_scan(backend: Backend) -> None:
 
 
 @compiled_backend
+@in_every_run("xla")
 def test_compiled_once_for_all_values_without_the_host_and_under_its_name(backend: Backend) -> None:
     rng = harness.fresh_rng()
     calls = [draw(backend, replace(BASE, q_lens=q, kv_lens=kv), rng).arguments() for q, kv in LENGTHS.values()]

@@ -1,9 +1,10 @@
-"""Every operation on parts of arrays that are split over two devices, inside `jax.shard_map`, whether that checks what
-varies over devices or not: to the bit what each part gives by itself. Contexts, which devices merge, come close.
+"""Operations on arrays that are split over two devices, inside `jax.shard_map`, with and without `check_vma`.
 
-Mosaic's interpreter runs one device's kernel at a time, so its kernels are traced here, run on a mesh of one device in
-test_surroundings.py, and compiled for two cards in tests/aot. More of contexts is in tests/test_parallel.py; operations
-outside `jax.shard_map` are in tests/runtime/test_sharded_calls.py.
+Results equal single-device calls on the parts bit for bit. Contexts split over devices are merged, so results are
+close. The Mosaic interpreter runs the kernel of one device at a time. Mosaic kernels are therefore only traced here;
+they run on a mesh of one device in test_surroundings.py, and are compiled for two GPUs in tests/aot.
+tests/test_parallel.py has more tests of split contexts, and tests/runtime/test_sharded_calls.py has operations outside
+`jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from tests.contract.backends import Backend
 from tests.contract.targets import TARGETS, ints
 from tests.kit import harness
 
-# Keys that are masked anyway may be NaN when they are multiplied.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+# Masked keys are NaN; products with them warn, and the mask removes the result.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
+    pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices"),
+]
 
 SHARED = (PagedKV, PagedLatent, PagedIndexKeys, HeadWindow)
 ROWS, TOKENS = P(None, None, "x"), P(None, "x")
@@ -42,23 +46,24 @@ HEADS: dict[str, tuple[dict[str, P], P]] = {
     "chosen latents": ({"q_latent": TOKENS, "q_rope": TOKENS}, TOKENS),
     "chosen latents, 8 bits": ({"q_latent": TOKENS, "q_rope": TOKENS}, TOKENS),
 }
-"""By target: axes that heads are, of arguments and of results."""
+"""For each target: partition specs of arguments and result, split by heads."""
 
 IN_EVERY_RUN = {
+    "reference": ("heads-write",),
     "xla": ("heads-prefill, int8", "heads-write", "sequences-latents, 8 bits", "sequences-write of index keys, 8 bits"),
     "mosaic": (),
     "triton": ("heads-write", "sequences-choice"),
 }
-"""tests/runtime/test_sharded_calls.py runs all of `xla` in `jax.shard_map`, too. Kernels take long to interpret, and
-how they come into `jax.shard_map` is one way for all of a language."""
+"""Cases of `make test`. tests/runtime/test_sharded_calls.py runs all operations of `xla` in `jax.shard_map`, too. All
+kernels of one language enter `jax.shard_map` by the same code, and take long to interpret."""
 
 
 def params() -> list[Any]:
-    """Each target with each backend, checked and not in turns; all four of those of every run."""
+    """Return each target with each backend. `check_vma` alternates; cases of `make test` have both values."""
     found, turn = [], 0
     for name, target in TARGETS.items():
         for backend in backends.backends_of(target.op):
-            if backend.refusal(f"[{backend.id}-{name}]"):
+            if not target.supports(backend):
                 continue
             for split in ("sequences", *["heads"] * (name in HEADS)):
                 turn += 1
@@ -71,7 +76,7 @@ def params() -> list[Any]:
 
 
 def split_of(split: str, name: str) -> tuple[dict[str, Any], dict[str, P], Any]:
-    """Arguments of both devices, and how they and the results are split."""
+    """Return the arguments of both devices, and the partition specs of arguments and results."""
     arrays = jax.tree.map(jnp.asarray, dict(TARGETS[name].arrays))
     if split == "heads":
         specs, results = HEADS[name]
@@ -84,7 +89,7 @@ def split_of(split: str, name: str) -> tuple[dict[str, Any], dict[str, P], Any]:
 
 
 def part(tree: Any, spec: P, device: int) -> Any:
-    """A device's part of arrays that are split over two."""
+    """Return the part of one device of arrays that are split over two devices."""
     if "x" not in spec:
         return tree
     axis = spec.index("x")
@@ -116,7 +121,7 @@ def test_parts_on_two_devices(backend: Backend, split: str, name: str, check_vma
 # --- contexts
 
 DEALT = ints([0, 6, 1, 7], [2, 8, 3, 9], [4, 10, 5, 11])
-"""Tables whose entry j is a page of device j % 2, of 12 pages."""
+"""Tables over 12 pages. Entry j is a page of device j % 2."""
 CONTEXTS = ("decode", "decode, int8", "latents, few heads", "latents, 8 bits")
 
 
@@ -125,7 +130,7 @@ def context_params() -> list[Any]:
     for turn, (name, backend) in enumerate(
         (target, backend) for target in CONTEXTS for backend in backends.backends_of(TARGETS[target].op)
     ):
-        if not backend.refusal(f"[{backend.id}-{name}]"):
+        if TARGETS[name].supports(backend):
             quick = (backend.id, name) in (("reference", "decode, int8"), ("xla", "latents, 8 bits"))
             of = f"{backend.id}-{name}-{'checked' if turn % 2 else 'unchecked'}"
             found.append(pytest.param(backend, name, turn % 2 == 1, id=of, marks=() if quick else pytest.mark.slow))
@@ -134,7 +139,7 @@ def context_params() -> list[Any]:
 
 @pytest.mark.parametrize(("backend", "name", "check_vma"), context_params(), indirect=["backend"])
 def test_contexts_on_two_devices(backend: Backend, name: str, check_vma: bool) -> None:
-    """The others of `xla` are in tests/test_parallel.py."""
+    """tests/test_parallel.py has the other cases of `xla`."""
     target = TARGETS[name]
     arrays = jax.tree.map(jnp.asarray, {**target.arrays, "block_tables": DEALT})
     static = {key: value for key, value in target.static.items() if key != "return_lse"}

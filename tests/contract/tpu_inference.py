@@ -1,5 +1,6 @@
-"""The tests of tpu-inference, from the checkout that the environment variable TPU_INFERENCE names, for tests that hold
-our operations to its references. Skips where there is none.
+"""Access to the tests of tpu-inference, which compare our operations with its references.
+
+The environment variable TPU_INFERENCE names a checkout. Tests are skipped without it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax._src import test_util
 
 
 def module(path: str) -> Any:
-    """One of its files, without the parts of its package that need vLLM or a TPU."""
+    """Import a file of tpu-inference without the parts of its package that need vLLM or a TPU."""
     root = os.environ.get("TPU_INFERENCE")
     if not root:
         pytest.skip("the environment variable TPU_INFERENCE names no checkout of tpu-inference")
@@ -43,8 +44,8 @@ def module(path: str) -> Any:
 
 
 def run(case: type[unittest.TestCase], prefix: str) -> list[tuple[str, str]]:
-    """Runs its tests as if on a TPU, in float32 held to tighter bounds than its own, and returns those whose calls we
-    refuse, with a word of the reason.
+    """Run the tests as if on a TPU, in float32 with tighter bounds. Return the tests with unsupported calls, each with
+    a word of the reason.
     """
     refused, ran = [], 0
     close = case.assertAllClose  # pyrefly: ignore[missing-attribute]
@@ -69,7 +70,7 @@ def run(case: type[unittest.TestCase], prefix: str) -> list[tuple[str, str]]:
             refused += [(name, reason) for reason in reasons[:1]]
             ran += not trouble
             print(name, *reasons, flush=True)
-            jax.clear_caches()  # each compiles hundreds of small modules
+            jax.clear_caches()  # each test compiles hundreds of small modules
     assert ran
     print(f"{ran} passed, {len(refused)} refused")
     return refused

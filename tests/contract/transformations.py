@@ -1,7 +1,7 @@
-"""Transformations that every attention operation goes through unharmed: repetition, loops that carry a
-donated cache, vmap, export, and other values of the same shapes.
+"""Transformations that do not change the result of an attention operation: repetition, loops that carry a donated
+cache, vmap, export, and new values of the same shapes.
 
-`call` is an operation from `harness.compiled` that returns output and LSE; `arrays` are its arguments by name.
+`call` is an operation from `harness.compiled` that returns output and LSE. `arrays` are its arguments by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ type Arrays = dict[str, Any]
 
 
 def assert_repeats(call: Jitted, arrays: Arrays, times: int = 100) -> None:
-    """So many calls give the same bits."""
+    """Check that repeated calls return the same bits."""
     first = call(**arrays)
     for _ in range(times - 1):
         harness.assert_same_bits(call(**arrays), first)
@@ -30,7 +30,7 @@ def assert_repeats(call: Jitted, arrays: Arrays, times: int = 100) -> None:
 def assert_scans(
     call: Jitted, arrays: Arrays, tolerances: tuple[Tolerance, Tolerance], *, cache: str = "kv", over: str = "q"
 ) -> None:
-    """A loop over `over` that carries a donated cache gives what single calls give, and the cache as it went in."""
+    """Check that a loop over `over` with a donated cache equals single calls and leaves the cache unchanged."""
     rest = {name: jax.tree.map(jnp.asarray, value) for name, value in arrays.items() if name not in (cache, over)}
     steps = jnp.stack([jnp.asarray(factor * arrays[over]) for factor in (1, 2, -1)])
     want = [call(**arrays | {over: step}) for step in steps]
@@ -46,7 +46,7 @@ def assert_scans(
 
 
 def assert_vmaps(call: Jitted, arrays: Sequence[Arrays], tolerances: tuple[Tolerance, Tolerance], *, over: str) -> None:
-    """Mapped over all arguments, and over `over` alone, a call gives what single calls give."""
+    """Check that `jax.vmap` over all arguments, and over `over` alone, equals single calls."""
     stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(each) for each in x]), *arrays)
     got = jax.jit(jax.vmap(lambda each: call(**each)))(stacked)
     harness.assert_attention_close(got, _stacked([call(**each) for each in arrays]), tolerances)
@@ -62,13 +62,13 @@ def _stacked(results: Sequence[tuple[Any, Any]]) -> tuple[np.ndarray, np.ndarray
 
 
 def assert_exports(call: Jitted, arrays: Arrays) -> None:
-    """The call gives the same bits after a round trip through `jax.export`."""
+    """Check that the call returns the same bits after a round trip through `jax.export`."""
     arrays = jax.tree.map(jnp.asarray, arrays)
     harness.assert_same_bits(harness.exported(call, arrays)(**arrays), call(**arrays))
 
 
 def assert_traced_once(op: Callable[..., Any], variant: Variant, calls: Sequence[Arrays]) -> None:
-    """Calls whose arguments differ in values only share one trace."""
+    """Check that calls whose arguments differ only in values share one trace."""
 
     def traced(**arrays: Any) -> Any:
         with variant.settings():

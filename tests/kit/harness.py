@@ -72,6 +72,14 @@ F32_OUT = Tolerance(1e-5, 1e-5, 1e-9)
 F32_LSE = Tolerance(1e-5, 1e-5, 1e-9)
 HALF_OUT = Tolerance(8e-4, 2 / 128, 5e-6)
 HALF_LSE = Tolerance(1e-5, 8 / 65536, 5e-6)
+BF16_ROUNDOFF = 2**-9
+"""Maximum relative error of rounding to bfloat16."""
+ROUNDED_TWICE = 0.5 * (2 * BF16_ROUNDOFF) ** 2 / (1 - 2 * BF16_ROUNDOFF)
+"""Maximum of 1 - cosine if all elements have the same two roundings to bfloat16: of a weight and of the output.
+
+`HALF_OUT` assumes that roundings are independent. They are not if the largest outputs come from a single key: its
+weight is rounded once for all columns.
+"""
 HALF_SCALE = 0.125
 """Deviation of the values of 16-bit inputs. Weights rounded to bfloat16 err by 2**-9 of the values they weigh, however
 small their sum is; the absolute tolerance, FlashMLA's, is for values of this size (its own tests have 0.1). With values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
@@ -17,11 +18,22 @@ def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]
         k = apply_rope(k, rope, rope.k_norm)
         q = q if q is None else apply_rope(q, rope, rope.q_norm).astype(q.dtype)
     new_k, new_k_scale = _write(kv.k[..., call.key_columns], kv.k_scale, k, slots)
-    new_k = kv.k.at[..., call.key_columns].set(new_k)
+    new_k = _replace_columns(kv.k, call.key_columns, new_k)
     pages, _ = kv.with_pages(new_k, kv.v, None, None).values
     new_v, new_v_scale = _write(pages[..., call.value_columns], kv.v_scale, call.v, slots)
-    new_v = pages.at[..., call.value_columns].set(new_v)
+    new_v = _replace_columns(pages, call.value_columns, new_v)
     return kv.with_pages(new_v if kv.is_fused else new_k, new_v, new_k_scale, new_v_scale), q
+
+
+def _replace_columns(
+    pages: Num[Array, "N Hkv ps W"], columns: slice, values: Num[Array, "N Hkv ps D"]
+) -> Num[Array, "N Hkv ps W"]:
+    """Return pages with some columns replaced.
+
+    An update by index would be a scatter with an empty array of indices if the columns are all. XLA for CPUs (jax
+    0.11.2) crashes when it compiles this scatter inside `jax.shard_map` on two devices.
+    """
+    return jax.lax.dynamic_update_slice_in_dim(pages, values, columns.indices(pages.shape[-1])[0], axis=-1)
 
 
 def _write(

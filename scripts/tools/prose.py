@@ -1,0 +1,156 @@
+"""Count wordings that readers of this project had to read twice, and fail where a folder has too many.
+
+    python -m scripts.tools.prose                 # all tracked Python and Markdown files; exit status 1 above the limit
+    python -m scripts.tools.prose --show 20 docs  # also print the lines with the most hits
+
+The check reads docstrings and comments of Python files, and running text of Markdown files (no tables, no code). A hit
+is a hint, not an error: some of these wordings are sometimes the best ones. The rate per 1,000 words is limited per
+folder. Codebases that are easy to read have 0.2 to 1.4 hits per 1,000 words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+LIMIT = 2.0
+"""Maximum number of hits per 1,000 words in a folder."""
+
+FEWEST_WORDS = 500
+"""Folders with fewer words are counted together with their parent folder: one hit says little there."""
+
+WORDINGS = {
+    "pronoun instead of a noun": (
+        r"\b(?:those|that|the ones?|one) (?:of|that|which|with|in|for|whose|behind|before|above|below)\b(?! the art)"
+    ),
+    "relative clause without a noun": r"\bof (?:which|whom|whose|those|these)\b",
+    "'what' as a noun": (
+        r"(?:^|[.;:,(] )what (?!is\b.*\?)\w+|\b(?:of|from|than|to|by|in|for|with|as|and|is|are|does|do) what\b"
+    ),
+    "person instead of a component": r"\b(?:who|whom|whoever|nobody|somebody|everybody|anybody|someone)\b",
+    "quantity as a noun": r"\b(?:so|as|how|that) (?:many|much)\b|\bsuch an?\b|\bso far\b",
+    "'of its own'": r"\bof (?:its|their|ours|his|her) own\b",
+    "'there is' in a relative clause": r"\b(?:that|than|as|where|if) there (?:is|are|was|were)\b",
+    "component that speaks or listens": (
+        r"\b(?:is|are|was|were|be|been) (?:told|asked|heard|said|spared|dealt|wanted|let)\b"
+        r"|\b(?:tells?|hears?|says|said|asks?) (?:what|which|how|whether|that|of|it|them)\b"
+    ),
+    "idiom": (
+        r"\b(?:in place of|in turns?|for want of|in vain|all the same|at the most|as it (?:is|comes|lies)"
+        r"|where (?:it|they) (?:lies?|stands?))\b"
+    ),
+    "'beside' or 'behind'": r"\b(?:besides?|behind)\b",
+    "participle as an attribute": (
+        r"\b(?:kept|held|taken|meant|mended) (?:ones?|kernels?|programs?|calls?)\b|\bcopy engine\b"
+    ),
+}
+PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in WORDINGS.items()}
+
+SKIPPED_MARKDOWN = re.compile(r"^\s*(\||    |<|!\[)")
+"""Lines of tables, indented code, HTML and images."""
+
+
+class Line(NamedTuple):
+    """One line of prose and its place."""
+
+    file: Path
+    number: int
+    text: str
+
+    @property
+    def hits(self) -> int:
+        return sum(len(pattern.findall(self.text)) for pattern in PATTERNS.values())
+
+
+class Rate(NamedTuple):
+    """Words and hits of a folder."""
+
+    words: int
+    hits: int
+
+    @property
+    def per_thousand(self) -> float:
+        return 1000 * self.hits / self.words if self.words else 0.0
+
+
+def python_prose(file: Path, source: str) -> Iterator[Line]:
+    """Docstrings, strings below constants, and comments; not the examples in docstrings."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for offset, text in enumerate(node.value.value.splitlines()):
+                if not text.lstrip().startswith((">>>", "...")):
+                    yield Line(file, node.lineno + offset, text.strip())
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not token.string.startswith(("#!", "# noqa", "# type")):
+            yield Line(file, token.start[0], token.string.lstrip("# "))
+
+
+def markdown_prose(file: Path, text: str) -> Iterator[Line]:
+    """Running text, without the targets of links."""
+    in_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        elif not in_code and not SKIPPED_MARKDOWN.match(line):
+            yield Line(file, number, re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line))
+
+
+def prose(file: Path) -> Iterator[Line]:
+    """All prose of a Python or Markdown file."""
+    return (python_prose if file.suffix == ".py" else markdown_prose)(file, file.read_text())
+
+
+def rates(lines: Iterable[Line], fewest_words: int = FEWEST_WORDS) -> dict[Path, Rate]:
+    """Rate of each folder that has files of its own; small folders are added to their parents."""
+    words: collections.Counter[Path] = collections.Counter()
+    hits: collections.Counter[Path] = collections.Counter()
+    for line in lines:
+        words[line.file.parent] += len(line.text.split())
+        hits[line.file.parent] += line.hits
+    for folder in sorted(words, key=lambda folder: -len(folder.parts)):
+        if words[folder] < fewest_words and folder != folder.parent:
+            words[folder.parent] += words.pop(folder)
+            hits[folder.parent] += hits.pop(folder)
+    return {folder: Rate(words[folder], hits[folder]) for folder in sorted(words)}
+
+
+def tracked_files(paths: list[str]) -> list[Path]:
+    """Python and Markdown files that git tracks below the paths."""
+    listed = subprocess.run(["git", "ls-files", "--", *paths], capture_output=True, text=True, check=True).stdout
+    files = [Path(name) for name in listed.splitlines()]
+    return [file for file in files if file.suffix in (".py", ".md") and file.is_file()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.tools.prose", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="*", default=["."])
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print the N lines with the most hits")
+    options = parser.parse_args()
+    lines = [line for file in tracked_files(options.paths) for line in prose(file)]
+    found = rates(lines)
+    above = [folder for folder, rate in found.items() if rate.per_thousand > LIMIT]
+    for folder in found if options.show else above:
+        rate = found[folder]
+        print(f"{folder}: {rate.per_thousand:.1f} hits per 1,000 words ({rate.words:,} words); limit {LIMIT}")
+    for line in sorted((line for line in lines if line.hits), key=lambda line: -line.hits)[: options.show]:
+        print(f"{line.file}:{line.number}: {line.text[:140]}")
+    total = Rate(sum(rate.words for rate in found.values()), sum(rate.hits for rate in found.values()))
+    print(f"prose: {total.per_thousand:.1f} hits per 1,000 words in {total.words:,} words")
+    if above and not options.show:
+        print("python -m scripts.tools.prose --show 40 FOLDER prints the lines")
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Marks single cases of a parametrised test as slow, by their ids.
+
+Example:
+  @slow_cases("many pages", "long-float32")
+  @pytest.mark.parametrize(...)
+  def test_lengths(...): ...
+
+`make test` leaves these cases out; `make test-slow` runs them. An id that no case has ends the collection.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+
+def slow_cases(*ids: str) -> pytest.MarkDecorator:
+    """Mark the cases with these ids, the text in brackets of the test's id, as slow."""
+    return pytest.mark.slow_cases(*ids)
+
+
+def unknown_ids(items: list[pytest.Item]) -> list[str]:
+    """Return "test: id" for each id that a mark names and no case has."""
+    known: dict[str, set[str]] = collections.defaultdict(set)
+    named: dict[str, set[str]] = collections.defaultdict(set)
+    for item in items:
+        for mark in item.iter_markers("slow_cases"):
+            test, _, case = item.nodeid.partition("[")
+            known[test].add(case.removesuffix("]"))
+            named[test].update(mark.args)
+    return [f"{test}: {case}" for test, cases in named.items() for case in sorted(cases - known[test])]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add the mark `slow`, before -m selects."""
+    for item in items:
+        case = item.nodeid.partition("[")[2].removesuffix("]")
+        if any(case in mark.args for mark in item.iter_markers("slow_cases")):
+            item.add_marker(pytest.mark.slow)
+    if not any("::" in argument for argument in config.args) and (unknown := unknown_ids(items)):
+        raise pytest.UsageError(f"slow_cases names cases that do not exist: {unknown}")
