@@ -35,17 +35,6 @@ SLOW = (
     r"models/test_verify.py::test_bfloat16_has_a_tolerance",
     r"models/test_runner.py::test_a_compiled_step_copies_no_cache.*(rows=0|tokens=0)",  # the mixed step does both
     r"models/test_moe.py::test_hopper_multiplies_the_same_groups\[swapped, one warp",
-    r"ops/test_paged_prefill_mosaic.py::test_heads_that_share_a_block.*-7\]",  # the contract's G 7 packs them so
-    r"ops/test_paged_prefill_mosaic.py::test_keys_cut_among.*an int window",
-    r"ops/test_paged_prefill_mosaic.py::test_quantised_caches.*(int8 per channel|fp8 per group)",  # the contract's
-    r"ops/test_ragged_attention_mosaic.py::test_keys_cut_among.*(causal-a program|full-drawn)",
-    r"ops/test_paged_prefill_mosaic.py::test_keys_of_8_bits_cut",  # the contract's 8 bits, and cuts without
-    r"ops/test_ragged_attention_mosaic.py::test_scores_near_5e5",
-    r"ops/test_mla_decode_seesaw.py::test_shapes",  # the contract's pages of 128, odd heads and drafts
-    r"ops/test_mla_decode_swap_ab.py::test_widths_and_pages.*256 \+ 32",
-    r"ops/test_flash_schedule.py::test_blocks_are_listed.*full-interpreted",
-    r"ops/test_mla_decode_programs.py::test_as_many.*\[(32-1|64-1|128-8)",
-    r"ops/test_mla_prefill.py::test_(?!bad).*\[reference(?!-all)",  # it is made of operations that have contracts
     r"contract/test_surroundings.py::test_kernels_are_traced.*-(decode of heads|decode, int8|latents, few heads)\]",
     # Long traffic, and whole models beside what other tests show of their parts.
     r"models/test_speculation.py::test_windows_of_heads_and_quantised",  # test_engine_windows.py, and drafts of latents

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_attn", "models", "scripts", "tests")
 OURS = re.compile(rf"({'|'.join(PACKAGES)})(\.|$)")
-IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(\w+)\.(?!config\b|call\b)(\w+)$")
-"""Any module in the folder of an operation but its configuration and its call object."""
+IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(\w+)\.(?!config\b|call\b|composition\b)(\w+)$")
+"""Any module in the folder of an operation but its configuration, its call object and its composition of operations."""
 
 
 # --- reading
@@ -124,7 +124,7 @@ def calls_stand_below(module: str, imports: list[Import]) -> Found:
 
 def configurations_belong_to_their_operation(module: str, imports: list[Import]) -> Found:
     for i in imports:
-        match = re.match(r"pallas_attn\.ops\.(\w+)\.config\b", i.target)
+        match = re.match(r"pallas_attn\.ops\.(\w+)\.(?:config|composition)\b", i.target)
         if match and not f"{module}.".startswith((f"pallas_attn.ops.{match[1]}.", "tests.")):
             yield i.line, f"imports {i.target}, of another operation"
 

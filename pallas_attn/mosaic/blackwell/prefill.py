@@ -20,10 +20,10 @@ scores are finished when its softmax of a tile is:
 
 Loops over the key tiles t of a work tile (two consumers c; one consumer alternates the buffers instead):
 
-    issuer       wait q_landed; wait k_landed; S(0) of each c
-                 for each t:  wait v_landed
+    issuer       wait q_full; wait k_full; S(0) of each c
+                 for each t:  wait v_full
                               for each c:  wait p_full[c]; O += P V, commit o_done[c]; wait o_done[c];
-                                           wait k_landed; S(t + 1), commit s_full[c]
+                                           wait k_full; S(t + 1), commit s_full[c]
                               the last c frees V of t, and K of t + 1 (and Q after the last tile)
     consumer c   for each t:  wait s_full[c]; load S; mask; m, P = exp(S - m); store P;
                               wait o_done[c] of tile t - 1; rescale O if m grew by more than the threshold;
@@ -40,7 +40,7 @@ ordered barriers, and so are the ring barriers at which no copy arrives:
     o_done[consumer]        commit of P V              the consumer, before it rescales or reads O; the issuer,
                                                        before it overwrites P with the next S
     fetched                 the producer               the producer, before it looks up a work tile (`TileQueue`)
-    next_tile_landed[slot]  the producer               all warpgroups, before their next work tile
+    next_tile_full[slot]  the producer               all warpgroups, before their next work tile
 
 Deadlock freedom: all warpgroups process the same work tiles and key tiles in the same order. The issuer waits for key
 tiles in the order in which the producer loads them, for P of a tile whose S it has issued before, and for products that
@@ -71,7 +71,7 @@ from pallas_attn.mosaic.blackwell.tmem import OrderedBarrier
 from pallas_attn.mosaic.prefill.pipeline import (
     FlashKernel,
     FlashStatic,
-    FrontEnd,
+    OperandLoader,
     Results,
     Rings,
     RowOptions,
@@ -185,14 +185,14 @@ class TensorScratch(NamedTuple):
 
 
 def flash_attention(
-    front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
+    loader: OperandLoader, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
     """Output and LSE; see `mosaic.prefill.pipeline.launch`."""
-    static = front.static
+    static = loader.static
     _require_tmem(static)
     scratch = TensorScratch.types(static, jax.tree.leaves(inputs.q)[0].dtype)
     kernel = FlashKernel(_kernel, scratch, static.consumers + 2, static.stages + 1, orders_tensor_core=True)
-    return launch(kernel, front, inputs, work, splits, **rest)
+    return launch(kernel, loader, inputs, work, splits, **rest)
 
 
 def _require_tmem(static: FlashStatic) -> None:
@@ -208,14 +208,14 @@ def _require_tmem(static: FlashStatic) -> None:
 
 
 def _kernel(
-    front: FrontEnd,
+    loader: OperandLoader,
     x: Any,
     work_tiles: Callable[[], WorkTiles],
     result: Results,
     scratch: TensorScratch,
-    front_scratch: Any,
+    loader_scratch: Any,
 ) -> None:
-    static, warpgroup = front.static, lax.axis_index("warpgroup")
+    static, warpgroup = loader.static, lax.axis_index("warpgroup")
     consumer_registers, producer_registers, issuer_registers = (
         DEQUANTIZE_REGISTERS if static.dequantizes else REGISTERS
     )[static.consumers]
@@ -223,18 +223,18 @@ def _kernel(
     def attend(index: int) -> None:
         plgpu.set_max_registers(consumer_registers, action="increase")
         consumer = SoftmaxConsumer(static, scratch, index, basics.opaque_zero() + index)
-        consume(front, x, work_tiles(), consumer, result, front_scratch)
+        consume(loader, x, work_tiles(), consumer, result, loader_scratch)
 
     def load() -> None:
         plgpu.set_max_registers(producer_registers, action="decrease")
-        produce(front, x, work_tiles(), scratch.rings, front_scratch)
+        produce(loader, x, work_tiles(), scratch.rings, loader_scratch)
 
     def multiply() -> None:
         plgpu.set_max_registers(issuer_registers, action="decrease")
         issuer = Issuer(static, scratch)
 
         def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
-            kv_tiles = front.tile(x, front_scratch, work).kv_tiles
+            kv_tiles = loader.tile(x, loader_scratch, work).kv_tiles
             issuer.attend(kv_tile, kv_tiles)
             return kv_tiles
 
@@ -259,7 +259,7 @@ class Issuer:
     def attend(self, begin: Any, kv_tiles: Any) -> None:
         """Issue the products with `kv_tiles` tiles, at least one, from the CTA's tile number `begin` on."""
         for consumer in range(self.static.consumers):
-            plgpu.barrier_wait(self.scratch.rings.q_landed.at[consumer])
+            plgpu.barrier_wait(self.scratch.rings.q_full.at[consumer])
         (self._one_consumer if self.static.consumers == 1 else self._two_consumers)(begin, kv_tiles)
 
     def _two_consumers(self, begin: Any, kv_tiles: Any) -> None:
@@ -310,14 +310,14 @@ class Issuer:
         plgpu.barrier_wait(self.scratch.o_done.at[0])
 
     def _await_keys(self, kv_tile: Any) -> None:
-        plgpu.barrier_wait(self.scratch.rings.k_landed.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.barrier_wait(self.scratch.rings.k_full.at[ring_slot(kv_tile, self.static.stages)])
 
     def _await_values(self, kv_tile: Any) -> None:
-        plgpu.barrier_wait(self.scratch.rings.v_landed.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.barrier_wait(self.scratch.rings.v_full.at[ring_slot(kv_tile, self.static.stages)])
 
     def _multiply_keys(self, kv_tile: Any, consumer: int, buffer: int) -> None:
         """S = Q Kᵀ, summed over all split-fp16 parts of the queries."""
-        rings, parts = self.scratch.rings, self.static.query_terms
+        rings, parts = self.scratch.rings, self.static.query_parts
         s, _ = self.scratch.scores[buffer]
         k = rings.k.at[ring_slot(kv_tile, self.static.stages)].transpose((1, 0))
         for part in range(parts):
@@ -336,15 +336,15 @@ class Issuer:
     def _release_keys(self, kv_tile: Any, is_last: Any) -> None:
         """Free keys after their products, and the queries after the last products of the block."""
         rings = self.scratch.rings
-        plgpu.tcgen05_commit_arrive(rings.k_free.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.tcgen05_commit_arrive(rings.k_empty.at[ring_slot(kv_tile, self.static.stages)])
 
         @pl.when(is_last)
         def _release_queries() -> None:
             for consumer in range(self.static.consumers):
-                plgpu.tcgen05_commit_arrive(rings.q_free.at[consumer])
+                plgpu.tcgen05_commit_arrive(rings.q_empty.at[consumer])
 
     def _release_values(self, kv_tile: Any) -> None:
-        plgpu.tcgen05_commit_arrive(self.scratch.rings.v_free.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.tcgen05_commit_arrive(self.scratch.rings.v_empty.at[ring_slot(kv_tile, self.static.stages)])
 
 
 # --- a consumer

@@ -1,4 +1,4 @@
-"""Definition of `paged_prefill`: every token gathers every page of its sequence; mask, softmax."""
+"""Definition of `paged_prefill`: gather all pages of the sequence for each token, mask, softmax."""
 
 from __future__ import annotations
 

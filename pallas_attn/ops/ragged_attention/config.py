@@ -92,6 +92,8 @@ def l2_head_group(num_heads: int, num_kv_heads: int, kv_bytes: int) -> int:
     """Return the number of query heads whose blocks alternate: the query heads of the KV heads that fit the L2 cache.
 
     Args:
+      num_heads: query heads, or sets of query heads that share a block.
+      num_kv_heads: Hkv.
       kv_bytes: bytes of the keys and values of one KV head.
     """
     most = max(1, CACHE_BYTES // kv_bytes)
