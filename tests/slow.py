@@ -59,14 +59,11 @@ SLOW = (
     r"ops/test_ragged_attention_mosaic.py::test_keys_cut_among.*(causal-a program|full-drawn)",
     r"ops/test_paged_prefill_mosaic.py::test_keys_of_8_bits_cut",  # the contract's 8 bits, and cuts without
     r"ops/test_ragged_attention_mosaic.py::test_scores_near_5e5",
-    r"ops/test_mla_decode_seesaw.py::test_shapes",  # the contract's pages of 128, odd heads and drafts
-    r"ops/test_mla_decode_swap_ab.py::test_widths_and_pages.*256 \+ 32",
     r"ops/test_flash_schedule.py::test_blocks_are_listed.*full-interpreted",
     r"ops/test_paged_decode_mosaic.py::test_a_row_cut_among",  # pieces of few rows are of such a row
     r"ops/test_rope.py::test_write_turns.*\[(8-None-neox|1-before_rope-interleaved)-mosaic",
     r"ops/test_write_kv.py::test_dynamic_scales.*(1-float8_e4m3fn-2|2-int8-1)-mosaic",
     r"ops/test_paged_decode_mosaic.py::test_pieces_of_few_rows.*16-1",
-    r"ops/test_mla_decode_programs.py::test_as_many.*\[(32-1|64-1|128-8)",
     r"ops/test_mla_prefill.py::test_(?!bad).*\[reference(?!-all)",  # it is made of operations that have contracts
     r"test_parallel.py::test_decode_over_contexts\[(f32-1|bf16, float32 exchanged-2|latents, drafts-1)",
     r"test_parallel.py::test_heads_over_devices\[int8-head",
@@ -96,7 +93,6 @@ SLOW = (
     r"scripts/test_bench_serving.py::test_the_report_adds_up",
     r"ops/test_plan_decode_mosaic.py::test_interpreted_(in_chunks|with_one_window)",  # uneven rows, and those of fixed
     r"runtime/test_dispatch.py::test_deleting_any",
-    r"aot/test_latent.py::test_prefill_gathers",  # the gate has the call
     r"contract/test_ragged_paged_attention.py::test_quantised_tokens\[xla-(int8-an array|float8_e4m3fn-(heads|a n))",
     # Both plugins drive one compiler; each case of test_gate.py has it once.
     r"aot/test_gate.py::test_spoilt.*cuda12-(leaves|does-not-fit|has-temp)",

@@ -6,10 +6,10 @@ from tests.aot.case import Case, Cases, DeferredCase, on_b200
 from tests.aot.decode import DECODE, DECODE_MORE, SM100_DECODE
 from tests.aot.engine import ENGINE, SM100_ENGINE, TRITON_ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
-from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
 from tests.aot.mla_sparse import MLA_SPARSE, MLA_SPARSE_MORE
 from tests.aot.mla_swap_ab import MLA_SWAP_AB, MLA_SWAP_AB_MORE
 from tests.aot.mla_tcgen05 import MLA_TCGEN05, MLA_TCGEN05_MORE
+from tests.aot.mla_two_warpgroup import MLA_TWO_WARPGROUP, MLA_TWO_WARPGROUP_MORE
 from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE, SM100_PREFILL
@@ -27,7 +27,7 @@ SM100_LATENT = on_b200(
 
 ALL: dict[str, Case | DeferredCase] = {
     **(PORTABLE | PLANS | DECODE_MORE | DECODE | WRITES | WRITES_MORE | LATENT | LATENT_MORE),
-    **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_SEESAW | MLA_SEESAW_MORE | MLA_SPARSE | MLA_SPARSE_MORE),
+    **(MLA_SWAP_AB | MLA_SWAP_AB_MORE | MLA_TWO_WARPGROUP | MLA_TWO_WARPGROUP_MORE | MLA_SPARSE | MLA_SPARSE_MORE),
     **(PREFILL_MORE | PREFILL | ENGINE | REAL | STEPS),
     **(SM100_WRITES | SM100_PLANS | SM100_LATENT | SM100_DECODE | SM100_PREFILL),
     **(MLA_TCGEN05 | MLA_TCGEN05_MORE | SM100_ENGINE | SM100_REAL | SM100_STEPS),
@@ -42,7 +42,7 @@ MODULES = {
     **dict.fromkeys(WRITES | WRITES_MORE, "writes"),
     **dict.fromkeys(LATENT | LATENT_MORE, "latent"),
     **dict.fromkeys(MLA_SWAP_AB | MLA_SWAP_AB_MORE, "mla_swap_ab"),
-    **dict.fromkeys(MLA_SEESAW | MLA_SEESAW_MORE, "mla_seesaw"),
+    **dict.fromkeys(MLA_TWO_WARPGROUP | MLA_TWO_WARPGROUP_MORE, "mla_two_warpgroup"),
     **dict.fromkeys(MLA_SPARSE | MLA_SPARSE_MORE, "mla_sparse"),
     **dict.fromkeys(PREFILL_MORE | PREFILL, "prefill"),
     **dict.fromkeys(ENGINE | TRITON_ENGINE, "engine"),

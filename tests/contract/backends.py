@@ -197,7 +197,7 @@ MOSAIC_SLOW = (
     r"test_paged_attention.py::test_vmap\[paged_prefill",
     r"test_heads_and_widths\[mosaic-(9-|20-)|test_pages\[mosaic-pages of 64",
     r"test_a_plan_changes_no_meaning\[mosaic-many heads-balanced",
-    r"test_mla_decode.py::test_dtypes\[mosaic-float16",  # trees of test_mla_decode_seesaw.py are float16
+    r"test_mla_decode.py::test_dtypes\[mosaic-float16",  # trees of test_mla_decode_two_warpgroup.py are float16
     r"test_(decode|prefill)\[mosaic-(tokens cached|all of |a window longer|a page of sink)",
     r"test_(decode|prefill)\[mosaic-(drafts, ragged|tiles that end)",
     r"test_(decode|prefill)\[mosaic-(no keys but|int window (ps - 1|longer)|head-wise drafts)",
@@ -343,7 +343,7 @@ BACKENDS = (
         (9, 0),
         configs=(
             decode_config.DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1),
-            mla_config.SeesawConfig(pairs=1, cluster=1),
+            mla_config.TwoWarpgroupConfig(pairs=1, cluster=1),
             flash_config.FlashConfig(tile_keys=64, stages=2, consumers=1),
             # So few entries a program that the inputs make many, and groups that several of them touch.
             write_config.WriteKVConfig(row_threads=32, scan_tokens=2),

@@ -201,8 +201,8 @@ def test_candidates_are_configurations_and_among_them_is_what_is_in_use(key):
 def test_pairs_and_clusters_are_configurations(widths):
     key = dict(zip(("latent_dim", "rope_dim", "page_size"), (*widths, 64), strict=True))
     candidates = list(tune.mla_decode_mosaic(key))
-    assert all(mla_config.SeesawConfig(**candidate) for candidate in candidates)
-    assert dataclasses.asdict(mla_config.seesaw_config(**key)) in candidates
+    assert all(mla_config.TwoWarpgroupConfig(**candidate) for candidate in candidates)
+    assert dataclasses.asdict(mla_config.two_warpgroup_config(**key)) in candidates
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -1,4 +1,4 @@
-"""Many query rows of a sequence and tiles of its latents, as the kernels of Hopper and Blackwell take them."""
+"""Inputs of the `mla_decode` kernels for many query rows, on Hopper and Blackwell: blocks of query rows, and tiles."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ TOKENS = 64
 """Latents of a tile."""
 
 OLDER_BIT, NEVER_BIT = 31, 30
-"""Bits of what a query row sees, above those of the draft keys: all older keys, and none."""
+"""Indices of visibility bits above the bits of draft keys: all older keys; a bit that is never set."""
 
 INITIAL_MAX = -1e30
-"""Initial running maximum: finite, so that no difference is NaN, and smaller than any score."""
+"""Initial running maximum: smaller than any score, and finite, so that no difference of maxima is NaN."""
 
 FULL, PARTIAL, DEAD = 2, 1, 0
-"""Visibility of a tile: every row sees all tokens; each token is seen by some row; or one may be seen by no row."""
+"""Visibility of a tile: every row sees every token; every token is seen by some row; some token may be unseen."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentTiles:
-    """Compile-time facts of a call and of its tiles, beside shapes and dtypes of its arrays.
+    """Compile-time parameters of a call and of its tiles.
 
     Attributes:
-      queries, heads: of which rows are made, query by query.
-      causal: a query sees all drafts up to itself; else those of `RowInputs.seen`.
-      sm_scale: multiplies the scores.
+      latent_dim, rope_dim: L, R.
+      queries, heads: queries of a sequence, and heads of a query. Query row = query · heads + head.
+      page_size: tokens of a page.
+      causal: whether a query sees the drafts up to its own token; otherwise `RowInputs.seen` defines the visibility.
+      sm_scale: factor of the scores.
     """
 
     latent_dim: int
@@ -46,47 +48,51 @@ class LatentTiles:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a swizzled row. A copy swizzles whole rows of the pool, so all parts of a tile have the same."""
+        """Bytes of a swizzled row, equal for all parts of a tile: TMA swizzles whole rows of the pool."""
         return 64 if (self.latent_dim + self.rope_dim) % 64 else 128
 
     @property
     def pages(self) -> int:
-        """Pages of a tile; 1 if a page is several tiles."""
+        """Pages per tile; 1 if a page holds several tiles."""
         return max(1, TOKENS // self.page_size)
 
     @property
     def page_tokens(self) -> int:
-        """Tokens that a tile takes of a page."""
+        """Tokens of a tile that are in one page."""
         return min(TOKENS, self.page_size)
 
     @property
     def tiles_per_page(self) -> int:
+        """Tiles per page; 1 if a tile holds several pages."""
         return max(1, self.page_size // TOKENS)
 
     @property
     def draft_bits(self) -> int:
-        """A bit for each draft key."""
+        """Mask with one bit for each draft key."""
         return (1 << self.queries) - 1
 
     def first_page(self, tile: Any) -> tuple[Any, Any]:
-        """First page of a tile, counted from the start of the split, and which of the tiles of that page it is."""
+        """Return a tile's first page, counted from the start of the split, and the index of the tile in that page."""
         if self.tiles_per_page == 1:
             return tile * self.pages, 0
         return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
 
 
 class RowInputs(NamedTuple):
-    """Arrays of a call in blocks of query rows, or in a kernel references to them.
+    """Arrays of a call with query rows in blocks, or references to them in a kernel.
 
     Attributes:
       q_latent, q_rope: [B, blocks·rows, L or R].
-      pages: [N, ps, L + R], or [N, ps, L] of 8 bits.
-      scale: float32 [N, ps, L / LATENT_GROUP], or None.
-      rope: [N, ps, R], or None.
-      q_lens: int32 [B], or None where every sequence has all queries.
-      seen: int32 [B, blocks·rows], what each row sees: bit j for draft key j, bit OLDER_BIT for all older keys. None
-        where every sequence has all queries, and each query sees what is not newer.
-      seen_by_any: int32 [B], by some row of the sequence; None like `seen`.
+      pages: [N, ps, L + R]; fp8 or int8 [N, ps, L].
+      scale: float32 [N, ps, L / LATENT_GROUP] for quantised latents, else None.
+      rope: [N, ps, R] for quantised latents, else None.
+      block_tables: int32 [B, P].
+      kv_lens: int32 [B], tokens.
+      q_lens: int32 [B], number of queries; None if every sequence has `queries` queries.
+      plan: work of each CTA.
+      seen: int32 [B, blocks·rows], visibility bits of each row: bit j for draft key j, bit OLDER_BIT for all older
+        keys. None if the mask is causal and every sequence has all queries.
+      seen_by_any: int32 [B], bitwise or of `seen` over the rows of a sequence; None if `seen` is None.
     """
 
     q_latent: Any
@@ -103,7 +109,7 @@ class RowInputs(NamedTuple):
 
 
 def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int) -> RowInputs:
-    """The arrays of a call in blocks of so many query rows, the last of them padded."""
+    """Arrange a call's query rows in blocks of `rows` rows, with a padded last block."""
     batch, num_queries = call.q_latent.shape[:2]
     padding = -call.query_rows % rows
 
@@ -133,7 +139,7 @@ def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int) -> RowInputs:
 def out_of_blocks(
     call: MlaDecodeCall, out: Float[Array, "B rows L"], lse: Float[Array, "blocks B block"]
 ) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    """Output and LSE of a call, from those of blocks of its query rows."""
+    """Convert output and LSE of blocks of query rows to the shapes of the call's results."""
     lse = lse.swapaxes(0, 1).reshape(len(out), -1)[:, : call.query_rows]
     return out[:, : call.query_rows].reshape(call.q_latent.shape), lse.reshape(call.q_latent.shape[:-1])
 
@@ -141,7 +147,7 @@ def out_of_blocks(
 def visible_bits(
     q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "B Q Q"] | None
 ) -> Int32[Array, "B Q"]:
-    """Pack what each query sees into bits: j for draft key j, `OLDER_BIT` for all older keys."""
+    """Pack the visibility of each query into bits: bit j for draft key j, bit `OLDER_BIT` for all older keys."""
     index = jnp.arange(num_queries, dtype=jnp.int32)
     if draft_mask is None:
         draft_mask = (index[:, None] >= index[None])[None]
