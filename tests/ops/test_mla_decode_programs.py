@@ -1,4 +1,4 @@
-"""`plan_decode` derives the number of CTAs of a shared `mla_decode` plan from shapes, equal to the kernel's own choice."""
+"""`plan_decode` derives the number of CTAs of a `mla_decode` plan from shapes, and agrees with the kernel."""
 
 from __future__ import annotations
 

@@ -47,8 +47,9 @@ Deadlock freedom. Each wait below is for an event that does not depend on the wa
   The other warpgroup reads the tile after ready, which implies full.
 - free: the number of phases is the number of copies plus one. Each consumer arrives once at the start and once after
   each use of a half. The producer waits for one phase before each copy. It waits in the order left(C0), right(C0),
-  right(C1), left(C1) (`HALVES`). Consumers free these four halves before they wait for anything of the next pair. At its end the producer
-  waits for the last phase, so that no CTA of a cluster exits while another CTA still arrives at its barriers.
+  right(C1), left(C1) (`HALVES`). Consumers free these four halves before they wait for anything of the next pair. At
+  its end the producer waits for the last phase, so that no CTA of a cluster exits while another CTA still arrives at
+  its barriers.
 - ready[0]: warpgroup 0 arrives after its scores, which depend on copies only. ready[1]: warpgroup 1 arrives after its
   scores and its product with P0, which depend on copies and on ready[0] of the same pair.
 - joint[SUMS]: both warpgroups arrive once per split.
