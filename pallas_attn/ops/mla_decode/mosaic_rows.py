@@ -83,7 +83,7 @@ class RowInputs(NamedTuple):
 
     Attributes:
       q_latent, q_rope: [B, blocks·rows, L or R].
-      pages: [N, ps, L + R]; fp8 or int8 [N, ps, L].
+      pages: [N, ps, L + R]; fp8 [N, ps, L].
       scale: float32 [N, ps, L / LATENT_GROUP] for quantised latents, else None.
       rope: [N, ps, R] for quantised latents, else None.
       block_tables: int32 [B, P].
