@@ -1,4 +1,4 @@
-"""`write_latent` and `gather_latent` on Hopper at the widths of models, and `mla_prefill` with them."""
+"""Compile-gate cases of `write_latent`, `gather_latent` and `mla_prefill` on Hopper, at the widths of models."""
 
 from __future__ import annotations
 

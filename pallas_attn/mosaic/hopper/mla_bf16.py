@@ -19,8 +19,8 @@ and stores its probabilities for the other warpgroup:
     start S0 of the next pair; wait for it         O += P1 right(C1);  arrive free[C1, right]
     m = m1                                         m = m1
 
-The scheme is FlashMLA's "seesaw" (deep dive of April 2025), with one difference: there, warpgroup 1 needs the maxima of
-both tiles before it sees the first tile's probabilities.
+The scheme is FlashMLA's "seesaw" (deep dive of April 2025) with one difference: in FlashMLA, warpgroup 1 receives the
+probabilities of the first tile only after the maxima of the second tile are known.
 
 A warpgroup reads its own probabilities from registers and the other warpgroup's from shared memory. The probabilities
 of a tile overwrite the tile's rotated keys, which have the same size and are not needed after the scores. If R is not

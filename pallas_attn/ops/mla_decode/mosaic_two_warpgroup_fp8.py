@@ -166,7 +166,7 @@ def _attend(x: RowInputs, static: DecodeFp8Static, out_dtype: jax.typing.DTypeLi
         thread_name="warpgroup",
         scratch_types=DecodeFp8Scratch.types(static, x.q_latent.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="mla_decode_raw",
+        kernel_name="mla_decode_fp8",
     )(basics.materialize(x))
 
 

@@ -91,7 +91,7 @@ def attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLik
         thread_name="warpgroup",
         scratch_types=SparseFp8Scratch.types(static, x.q_rope.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=16),
-        kernel_name="mla_sparse_raw",
+        kernel_name="mla_sparse_fp8",
     )(basics.materialize(x))
 
 
