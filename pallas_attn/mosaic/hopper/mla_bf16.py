@@ -373,7 +373,7 @@ def write_output(config: Bf16LoopConfig, mem: Bf16Scratch, half: int, out: Any, 
 
     Args:
       out: [ROWS, columns].
-      to: [rows, columns], the first rows of the block.
+      to: [rows, columns], the first rows of the block; all ROWS rows if its dtype is not the queries' dtype.
     """
     if out.dtype == mem.q.left.dtype:
         store_tile(mem.q[half].at[0], out, TILE, config.row_bytes)
