@@ -56,7 +56,6 @@ SLOW = (
     r"models/test_weights.py::test_(prediction_modules_may|without_being_asked|models_without|loads_shards|fp8_loads)",
     r"models/test_weights.py::test_misfits_among.*changes[1-3]",
     r"models/test_weights.py::test_every_parameter.*\[(v2|glm)",
-    r"aot/test_latent.py::test_prefill_gathers",  # the gate has the call
     r"contract/test_ragged_paged_attention.py::test_quantised_tokens\[xla-(int8-an array|float8_e4m3fn-(heads|a n))",
     # Both plugins drive one compiler; each case of test_gate.py has it once.
     r"aot/test_gate.py::test_spoilt.*cuda12-(leaves|does-not-fit|has-temp)",

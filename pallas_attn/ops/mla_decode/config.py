@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 
 
 def xla_config(rows: int, width: int) -> XlaConfig:
-    """Return tile and group sizes of the portable implementation for L + R = `width` columns."""
+    """Return tile and group sizes of the portable implementation, for `rows` sequences and `width` = L + R columns."""
     key = {"rows": rows, "width": width}
     return tuning.lookup("mla_decode/xla", key, XlaConfig, lambda: decode_heuristic(rows, width))
 
 
-# --- few query rows, as tile columns (mosaic_swap_ab)
+# --- few query rows, as columns of tiles (mosaic_swap_ab)
 
 TILE_TOKENS = 64
 
 
 def max_columns(out_dtype: jax.typing.DTypeLike, *, quantised: bool = False, masked: bool = False) -> int:
-    """Return the number of query rows that the registers of a warpgroup can hold as tile columns if L is 512.
+    """Return the maximum number of query rows of the swap-AB kernel.
 
-    It accounts for the registers that writing the outputs, converting quantised latents, and draft masks need. With
-    more query rows, kernels with query rows as tile rows are faster.
+    The registers of a warpgroup at L 512 limit the number. Float32 outputs, conversion of quantised latents, and draft
+    masks over quantised latents need registers, too. With more query rows, the kernels with query rows as rows of tiles
+    are faster.
     """
     if quantised:
         return 16 if masked else 24
@@ -42,14 +43,14 @@ def max_columns(out_dtype: jax.typing.DTypeLike, *, quantised: bool = False, mas
 
 @dataclasses.dataclass(frozen=True)
 class SwapAbKey:
-    """Facts of a call that determine the best sizes of the kernel for few query rows.
+    """Properties of a call that determine the best sizes of the swap-AB kernel.
 
     Attributes:
       latent_dim, rope_dim: L, R.
       columns: query rows per CTA, including padding.
-      out_bytes: bytes per output value.
-      page_size: ps.
-      quantised: whether latents have 8 bits.
+      out_bytes: bytes per element of the output.
+      page_size: ps, tokens.
+      quantised: whether latents are quantised to 8 bits.
     """
 
     latent_dim: int
@@ -61,22 +62,23 @@ class SwapAbKey:
 
 
 def swap_ab_config(key: SwapAbKey) -> DecodeConfig:
-    """Return the sizes of the kernel for few query rows."""
+    """Return the sizes of the swap-AB kernel."""
     return tuning.lookup(
         "mla_decode/mosaic_columns", dataclasses.asdict(key), DecodeConfig, lambda: _swap_ab_heuristic(key)
     )
 
 
 def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
-    """Run the maximum number of CTAs per multiprocessor that registers and shared memory permit, each with at least two
-    tiles.
+    """Maximise the number of CTAs per SM within registers and shared memory, with at least two tiles per CTA.
+
+    Over quantised latents, one tile per CTA is enough.
     """
-    # Imported here because the portable implementation must run without Mosaic.
+    # Imported here because the portable implementation must work without Mosaic.
     from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 
     values = key.latent_dim * key.columns
     most, least = 4 if values <= 2048 else 3 if values <= 3072 else 2 if values <= 8192 else 1, 2
-    if key.quantised:  # converting latents needs more registers, and profits more from concurrent CTAs
+    if key.quantised:  # conversion takes more registers, and a second CTA per SM hides its latency
         most, least = 3 if values <= 2048 else 2, 1
     tile = swap_ab_tile(
         QueryPacking(group=key.columns, queries=1, limit=key.columns),
@@ -104,11 +106,16 @@ def swap_ab_tile(
     out_dtype: Any,
     quantised: bool = False,
 ) -> DecodeTile:
-    """Return the tile of the kernel for few query rows.
+    """Return the tile of the swap-AB kernel.
 
     Args:
+      packing: arrangement of query rows in columns.
+      tokens: tokens of a tile.
+      page_size: tokens of a page.
       key_dims: L and R.
-      dtype: dtype of queries and cache; with 8-bit latents, dtype of the rotated columns.
+      dtype: dtype of queries and cache; over quantised latents, dtype of queries and rotated keys.
+      out_dtype: dtype of the output.
+      quantised: whether latents are quantised to 8 bits.
     """
     from pallas_attn.mosaic.decode import DecodeTile
     from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
@@ -130,16 +137,16 @@ def swap_ab_tile(
     )
 
 
-# --- many query rows, rows of tiles (mosaic_seesaw)
+# --- many query rows, as rows of tiles (mosaic_two_warpgroup_bf16)
 
 
 @dataclasses.dataclass(frozen=True)
-class SeesawConfig:
-    """Sizes of a CTA of the kernel for many query rows.
+class TwoWarpgroupConfig:
+    """Sizes of the two-warpgroup kernel over 16-bit latents.
 
     Attributes:
       pairs: pairs of tiles of 64 latents in shared memory.
-      cluster: CTAs on neighbouring multiprocessors that share loaded tiles: 1, or 2 if the number of CTAs is even.
+      cluster: CTAs of a cluster, which share copies: 1 or 2. With an odd number of blocks of rows the kernel uses 1.
     """
 
     pairs: int
@@ -152,8 +159,8 @@ class SeesawConfig:
             raise ValueError(f"{self.cluster=} must be 1 or 2")
 
 
-def seesaw_config(latent_dim: int, rope_dim: int, page_size: int) -> SeesawConfig:
-    """Return the sizes of the kernel for many query rows."""
+def two_warpgroup_config(latent_dim: int, rope_dim: int, page_size: int) -> TwoWarpgroupConfig:
+    """Return the sizes of the two-warpgroup kernel over 16-bit latents."""
     key = {"latent_dim": latent_dim, "rope_dim": rope_dim, "page_size": page_size}
-    heuristic = SeesawConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
-    return tuning.lookup("mla_decode/mosaic", key, SeesawConfig, lambda: heuristic)
+    heuristic = TwoWarpgroupConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
+    return tuning.lookup("mla_decode/mosaic", key, TwoWarpgroupConfig, lambda: heuristic)

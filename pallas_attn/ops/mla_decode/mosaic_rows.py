@@ -1,4 +1,4 @@
-"""Many query rows of a sequence and tiles of its latents, as the kernels of Hopper and Blackwell take them."""
+"""Inputs of the `mla_decode` kernels for many query rows, on Hopper and Blackwell: blocks of query rows, and tiles."""
 
 from __future__ import annotations
 
@@ -6,40 +6,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_attn.mosaic.latent_tiles import (
-    DEAD as DEAD,
-)
-from pallas_attn.mosaic.latent_tiles import (
-    FULL as FULL,
-)
-from pallas_attn.mosaic.latent_tiles import (
-    INITIAL_MAX as INITIAL_MAX,
-)
-from pallas_attn.mosaic.latent_tiles import (
-    NEVER_BIT as NEVER_BIT,
-)
-from pallas_attn.mosaic.latent_tiles import (
-    OLDER_BIT as OLDER_BIT,
-)
-from pallas_attn.mosaic.latent_tiles import (
-    PARTIAL as PARTIAL,
-)
-from pallas_attn.mosaic.latent_tiles import (
-    TOKENS as TOKENS,
-)
-from pallas_attn.mosaic.latent_tiles import (
-    LatentTiles as LatentTiles,
-)
-from pallas_attn.mosaic.latent_tiles import (
-    RowInputs as RowInputs,
-)
+from pallas_attn.mosaic.latent_tiles import OLDER_BIT, RowInputs
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.portable.visibility import real_queries
 from pallas_attn.types import DecodePlan
 
 
 def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int) -> RowInputs:
-    """The arrays of a call in blocks of so many query rows, the last of them padded."""
+    """Arrange a call's query rows in blocks of `rows` rows, with a padded last block."""
     batch, num_queries = call.q_latent.shape[:2]
     padding = -call.query_rows % rows
 
@@ -69,7 +43,7 @@ def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int) -> RowInputs:
 def out_of_blocks(
     call: MlaDecodeCall, out: Float[Array, "B rows L"], lse: Float[Array, "blocks B block"]
 ) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    """Output and LSE of a call, from those of blocks of its query rows."""
+    """Convert output and LSE of blocks of query rows to the shapes of the call's results."""
     lse = lse.swapaxes(0, 1).reshape(len(out), -1)[:, : call.query_rows]
     return out[:, : call.query_rows].reshape(call.q_latent.shape), lse.reshape(call.q_latent.shape[:-1])
 
@@ -77,7 +51,7 @@ def out_of_blocks(
 def visible_bits(
     q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "B Q Q"] | None
 ) -> Int32[Array, "B Q"]:
-    """Pack what each query sees into bits: j for draft key j, `OLDER_BIT` for all older keys."""
+    """Pack the visibility of each query into bits: bit j for draft key j, bit `OLDER_BIT` for all older keys."""
     index = jnp.arange(num_queries, dtype=jnp.int32)
     if draft_mask is None:
         draft_mask = (index[:, None] >= index[None])[None]

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic.blackwell.mla_decode import TcgenStatic, attend, choose_static
 from pallas_attn.mosaic.blackwell.mla_merge import merge_splits
 from pallas_attn.mosaic.blackwell.tmem import ROWS
+from pallas_attn.mosaic.latent_tiles import NEVER_BIT
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.mla_decode.mosaic_rows import NEVER_BIT, in_blocks, out_of_blocks
+from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks
 from pallas_attn.ops.plan_decode import plan_of
 
 

@@ -1,20 +1,20 @@
-"""Number of CTAs that share a token's slots in `mla_sparse`."""
+"""Number of splits of a token's slots in `mla_sparse`."""
 
 from __future__ import annotations
 
 START_PAIRS = 2
-"""Cost of starting and finishing a share of a token's slots, in pairs of tiles."""
+"""Fixed cost of a split, in units of the time of a pair of tiles."""
 
 MERGE_PAIRS = 3
-"""Cost of writing and merging partial states, in pairs of tiles."""
+"""Cost of writing and merging partial states, in units of the time of a pair of tiles."""
 
 
 def num_splits(items: int, pairs: int, programs: int) -> int:
-    """Return the number of shares of a token's slots.
+    """Return the number of splits of a token's slots that minimises the estimated time.
 
     Args:
       items: number of blocks of query rows of all tokens.
-      pairs: number of pairs of tiles that a token's slots form.
+      pairs: number of pairs of tiles of a token.
       programs: number of CTAs that run concurrently.
     """
 

@@ -1,7 +1,7 @@
-"""Columns of scores and of sums, a query head each, as `raw_latents` has them: maxima, weights, factors, probabilities.
+"""Softmax of score tiles [tokens, N] whose columns are query heads: maxima, sums, rescaling, and stores.
 
-A thread has two neighbouring columns of every eight, and 32 threads a warp's share of 16 rows of them; sums of columns
-are taken over lanes and then, through shared memory, over warps.
+Tiles have the layout of `mla_fp8_products`. A thread holds two adjacent columns of every eight, and a warp holds 16
+rows. Reductions over tokens use shuffles between lanes, then shared memory between the four warps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_attn.mosaic.hopper import wgmma
-from pallas_attn.mosaic.hopper.raw_latents import warp_and_lane
+from pallas_attn.mosaic.hopper.mla_fp8_products import warp_and_lane
 from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 from pallas_attn.mosaic.primitives.dequantize import i8, i32, masked, plus, shifted, times
@@ -30,8 +30,9 @@ SPLAT = plgpu.Layout.WG_SPLAT(())
 
 
 def exceeds(x: jax.Array, limit: float) -> jax.Array:
-    """Whether any of x [TOKENS, N] exceeds a limit: int32, 1 or 0, for all threads of the warpgroup, which wait for
-    each other. NaN, which a row that is no query may have, exceeds nothing.
+    """Return 1 if any element of x [TOKENS, N] exceeds a limit, else 0, as int32 in all threads of the warpgroup.
+
+    The threads of the warpgroup synchronise. NaN, which padding rows may contain, does not exceed the limit.
     """
     if interpreted():
         plgpu.commit_smem()
@@ -62,10 +63,12 @@ selp.b32 $0, 1, 0, all;
 
 
 def largest_of_rows(x: jax.Array, scratch: Ref) -> jax.Array:
-    """Largest of each column of x [TOKENS, N]: float32 [N] in layout `PER_COLUMN`.
+    """Return the maximum of each column of x [TOKENS, N], float32 [N] in layout `PER_COLUMN`.
+
+    The threads of the warpgroup synchronise.
 
     Args:
-      scratch: float32 [4 warps, N] of this warpgroup alone, whose threads wait for each other.
+      scratch: float32 [4 warps, N], used by this warpgroup only.
     """
     columns = x.shape[1]
     if interpreted():
@@ -96,16 +99,18 @@ def _from_lane(x: ir.Value, distance: int) -> ir.Value:
 def _over_warps(
     numbers: Mapping[int | ir.Value, ir.Value], lanes: int, columns: int, scratch: ir.Value, combine: Callable[..., Any]
 ) -> Any:
-    """Combine numbers of a thread's columns over warps: array [columns] in layout `PER_COLUMN`.
+    """Reduce one number per column over the four warps. Return an array [columns] in layout `PER_COLUMN`.
 
     Args:
-      numbers: by index of a thread's columns, in pairs of neighbouring ones; of a pair the first one's index counts.
-      lanes: the first of each warp, which have them all.
+      numbers: a warp's numbers by index among the thread's columns, in pairs of adjacent columns. Only the first index
+        of a pair is used.
+      lanes: the first `lanes` lanes of each warp store their numbers.
+      combine: reduction of two numbers.
     """
     warp, lane = warp_and_lane()
     number, pair = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
     base, quarter = mgpu.utils.memref_ptr(scratch), times(masked(lane, 3), 2)
-    mgpu.utils.warpgroup_barrier()  # nobody reads what an earlier call wrote any more
+    mgpu.utils.warpgroup_barrier()  # reads of the previous call are done
     own = mgpu.utils.getelementptr(base, [plus(times(warp, columns), quarter)], number)
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, lane, mgpu.c(lanes, i32()))):
         places = list(numbers)
@@ -126,20 +131,20 @@ def _over_warps(
 
 
 def halvings(columns: int) -> int:
-    """Number of times that threads halve the columns of which they keep sums, by trading with another lane."""
+    """Number of exchanges between lanes in `add_weights`. Each exchange halves the columns a thread accumulates."""
     return 3 if columns % 64 == 0 else 2 if columns % 32 == 0 else 0
 
 
 def sums_type(columns: int) -> Any:
-    """Scratch type of sums of columns of either warpgroup: float32 [2, 128 threads · numbers]."""
+    """Scratch type of the column sums of two warpgroups: float32 [2, 128 threads · numbers per thread]."""
     return plgpu.SMEM((2, 32 * columns >> halvings(columns)), jnp.float32)
 
 
 def clear_sums(sums: Ref, columns: int) -> None:
-    """Set sums of columns to 0.
+    """Set the column sums of a warpgroup to 0.
 
     Args:
-      sums: of a warpgroup, one of `sums_type`. A thread's numbers are its own; `total_weights` adds them up.
+      sums: row of `sums_type`. Each thread has private numbers, which `total_weights` adds up.
     """
     if interpreted():
         sums[...] = jnp.zeros(sums.shape, sums.dtype)
@@ -155,7 +160,7 @@ def clear_sums(sums: Ref, columns: int) -> None:
 
 
 def _own_sums(sums: ir.Value) -> list[ir.Value]:
-    """Pointers to a thread's pairs of sums."""
+    """Return pointers to the thread's pairs of sums."""
     warp, lane = warp_and_lane()
     number = ir.F32Type.get()
     thread = plus(times(warp, 32), lane)
@@ -165,7 +170,7 @@ def _own_sums(sums: ir.Value) -> list[ir.Value]:
 
 
 def add_weights(sums: Ref, p: jax.Array, factor: jax.Array) -> None:
-    """Add p [TOKENS, N], times a factor [TOKENS], to sums of columns, as in `clear_sums`."""
+    """Add the column sums of p [TOKENS, N] · factor [TOKENS] to `sums`, a row of `sums_type`."""
     columns = p.shape[1]
     if interpreted():
         of_columns = pl.ds(0, columns)
@@ -195,9 +200,10 @@ def add_weights(sums: Ref, p: jax.Array, factor: jax.Array) -> None:
 
 
 def total_weights(sums: Ref, columns: int, scratch: Ref) -> jax.Array:
-    """Add up what threads have of sums of columns: float32 [N] in layout `PER_COLUMN`.
+    """Return the column sums of all threads of a warpgroup, float32 [N] in layout `PER_COLUMN`.
 
     Args:
+      sums: row of `sums_type`.
       scratch: as in `largest_of_rows`.
     """
     if interpreted():
@@ -226,14 +232,14 @@ def total_weights(sums: Ref, columns: int, scratch: Ref) -> jax.Array:
 
 
 def _bit(distance: int) -> ir.Value:
-    """Whether a lane's index has the bit of a distance."""
+    """Return whether the lane index has the bit `distance` set."""
     _, lane = warp_and_lane()
     none: Any = mgpu.c(0, i32())
     return arith.cmpi(arith.CmpIPredicate.ne, masked(lane, distance), none)
 
 
 def _first_column(columns: int) -> ir.Value:
-    """Index of the first of a thread's columns of which it keeps sums."""
+    """Return the index, among the thread's columns, of the first column that the thread accumulates."""
     _, lane = warp_and_lane()
     first, count = mgpu.c(0, i32()), columns // 4
     for i in range(halvings(columns)):
@@ -243,7 +249,7 @@ def _first_column(columns: int) -> ir.Value:
 
 
 def rescale_columns(total: jax.Array, changed: Any, factors: Ref) -> jax.Array:
-    """Multiply the columns of total [K, N] with factors, float32 [N] in shared memory, unless `changed` is 0."""
+    """Multiply the columns of total [K, N] by factors, float32 [N] in shared memory, unless `changed` is 0."""
     columns = total.shape[1]
     if interpreted():
         plgpu.commit_smem()
@@ -272,7 +278,7 @@ def rescale_columns(total: jax.Array, changed: Any, factors: Ref) -> jax.Array:
 
 
 def rescale_weights(sums: Ref, changed: Any, factors: Ref) -> None:
-    """Multiply sums of columns, of `clear_sums`, with factors, float32 [N] in shared memory, unless `changed` is 0."""
+    """Multiply column sums, a row of `sums_type`, by factors, float32 [N] in shared memory, unless `changed` is 0."""
     (columns,) = factors.shape
     if interpreted():
         factor = jnp.where(changed != 0, factors[...], 1.0)
@@ -297,25 +303,25 @@ def rescale_weights(sums: Ref, changed: Any, factors: Ref) -> None:
 
 
 def _own_factors(factors: ir.Value) -> ir.Value:
-    """Address of the factors of a thread's first columns."""
+    """Return the shared-memory address of the factors of the thread's first columns."""
     _, lane = warp_and_lane()
     own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(factors), [times(masked(lane, 3), 8)], i8())
     return llvm.ptrtoint(i32(), own)
 
 
 def _per_column(registers: Sequence[ir.Value], columns: int) -> Any:
-    """Array [columns] in layout `PER_COLUMN` of pairs of neighbouring columns."""
+    """Return an array [columns] in layout `PER_COLUMN` made of registers with two adjacent columns each."""
     layout = PER_COLUMN.to_mgpu()
     array = np.empty(layout.registers_shape((columns,)), dtype=object)
     array.reshape(-1)[:] = registers
     return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
 
 
-def publish(p: jax.Array, to: Ref, ratios: Sequence[jax.Array], ratios_to: Ref) -> None:
-    """Write float16 p [TOKENS, N] to shared memory [N, TOKENS], for tensor cores, and ratios [TOKENS] of each group,
-    for threads of any warpgroup. Nothing reads what was there any more.
+def store_probs(p: jax.Array, to: Ref, ratios: Sequence[jax.Array], ratios_to: Ref) -> None:
+    """Store float16 p [TOKENS, N] to shared memory [N, TOKENS] for tensor cores, and ratios [TOKENS] for threads.
 
-    Also makes what threads have stored before visible, as `plgpu.commit_smem`.
+    There is one array of ratios for each group of channels. The caller ensures that the previous contents have been
+    read. Includes `plgpu.commit_smem`, so earlier stores of the threads become visible, too.
     """
     if interpreted():
         to[...] = p.T

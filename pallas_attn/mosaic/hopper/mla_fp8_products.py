@@ -1,16 +1,17 @@
-"""Products with 8-bit latents as they lie in shared memory: converted to float16 in registers, wgmma's left operand.
+"""Matrix products with fp8 latents in shared memory. Threads convert latents to float16, the left operand of wgmma.
 
-Tokens are the rows of scores, and query heads the columns; of values, channels are the rows, in the order of
-`dequantise.as_values`. What a token's scales do:
+Scores S [tokens, rows] have tokens as rows. Outputs O [channels, rows] have channels as rows, in the order of
+`dequantize.as_values`; a row (column of the tile) is a query head. A token has one scale s_g for each group g of
+channels:
 
-    S = (... (q_rope Rᵀ / s_0 + C_0 q_0ᵀ) s_0 / s_1 + C_1 q_1ᵀ) s_1 / s_2 + ...   (groups of channels), times the last s
-    O_g += (C_g s_g / s)ᵀ P, with s the largest scale of the token, which is multiplied into P through the exponent
+    S = (... (q_rope Rᵀ / s_0 + C_0 q_0ᵀ) s_0 / s_1 + C_1 q_1ᵀ) s_1 / s_2 + ...   multiplied by the last s
+    O_g += (C_g s_g / s)ᵀ P     s is the token's largest scale; the caller multiplies P by s through the exponent
 
-So scores are sums of exact latents, in one accumulator; values are rounded to float16, relative to their token's
-largest scale, which neither overflows nor loses what matters beside it.
+Scores are accumulated from exact latents in one accumulator. Values are rounded to float16 relative to the token's
+largest scale, so they do not overflow, and values that round to 0 are negligible compared with the largest ones.
 
-A piece is 32 channels of 64 tokens, or 32 tokens of 64 channels: two instructions. While one is multiplied, threads
-convert the next. The interpreter has neither.
+A piece is 32 channels of 64 tokens (scores) or 32 tokens of 64 channels (values), i.e. two wgmma instructions. Threads
+convert the next piece while tensor cores multiply the current one. The interpreter does not split products into pieces.
 """
 
 from __future__ import annotations
@@ -55,18 +56,20 @@ TOKENS = 64
 """Tokens of a tile."""
 
 PIECE = 32
-"""Channels of keys, or tokens of values, that are converted at a time."""
+"""Channels (scores) or tokens (values) of a piece, the unit of conversion."""
 
 BLOCK = 64
-"""Channels of values that are one wgmma's rows."""
+"""Channels of values in one wgmma instruction (its M)."""
 
 FEW_COLUMNS = 32
-"""Columns of products, at most, whose registers leave room for more pieces under way."""
+"""Maximum number of columns with which registers suffice for four pieces in flight instead of two."""
 
 
 def warp_and_lane() -> tuple[ir.Value, ir.Value]:
-    """Warp of a thread in its warpgroup, and lane in its warp, as if they could change: what is computed of them is not
-    kept in registers from one tile to the next.
+    """Return the index of the thread's warp in the warpgroup, and of its lane in the warp.
+
+    The assembly is marked as having side effects, so that the compiler recomputes derived addresses for each tile
+    instead of holding them in registers.
     """
     thread: Any = llvm.inline_asm(i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
     return masked(shifted(thread, 5), 3), masked(thread, 31)
@@ -76,10 +79,10 @@ def warp_and_lane() -> tuple[ir.Value, ir.Value]:
 
 
 def convert_queries(q: Ref) -> None:
-    """Convert bfloat16 queries [N, columns] in shared memory, in place, to QUERY_SCALE times them in float16, with
-    columns in the order of `as_keys`.
+    """Convert bfloat16 queries [N, columns] in shared memory to float16, in place.
 
-    Threads of the warpgroup do not wait for each other: a `plgpu.commit_smem` has to follow.
+    Queries are multiplied by QUERY_SCALE, and columns are reordered as in `as_keys`. The function does not synchronise
+    threads: the caller must call `plgpu.commit_smem` afterwards.
     """
     rows, columns = q.shape
     if interpreted():
@@ -113,7 +116,7 @@ def convert_queries(q: Ref) -> None:
 
 
 def _float16_query(pair: ir.Value) -> ir.Value:
-    """Two bfloat16 queries as float16."""
+    """Convert two bfloat16 queries to float16."""
     converted_pair: Any = llvm.inline_asm(i32(), [pair], BF16_TO_F16_QUERIES, "=r,r")
     return converted_pair
 
@@ -138,17 +141,17 @@ max.NaN.f32 b, b, least;
 cvt.rn.f16x2.f32 $0, b, a;
 }
 """
-"""QUERY_SCALE is 2**-4, and the largest float16 is 65504."""
+"""PTX: multiply by QUERY_SCALE = 2**-4, clamp to the float16 range of 65504, convert."""
 
 
 def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, page_tokens: int) -> jax.Array:
-    """Compute (QUERY_SCALE · rotated + the sum over groups of scale · latent @ qᵀ) / the last scale, in float32.
+    """Return (QUERY_SCALE · rotated + sum over groups of scale · latent @ qᵀ) / last scale, float32 [TOKENS, N].
 
     Args:
-      rotated: [TOKENS, N], a product that may be in flight, in layout `wgmma.UNPAIRED`.
+      rotated: [TOKENS, N], products of rotated columns, possibly in flight, in layout `wgmma.UNPAIRED`.
       latent: e4m3 tile [TOKENS, L].
-      qs: [N, columns], the columns of queries one after the other, of `convert_queries`.
-      scales: float32 [pages, at least page_tokens · groups] in shared memory; raised to SMALLEST_SCALE at least.
+      qs: arrays [N, columns] of `convert_queries`, consecutive ranges of the L columns.
+      scales: float32 [pages, at least page_tokens · groups] in shared memory; clamped to at least SMALLEST_SCALE.
     """
     channels, shape = latent.shape[1], rotated.shape
     begins = list(itertools.accumulate((q.shape[1] for q in qs), initial=0))
@@ -163,7 +166,7 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
             group = slice(i * LATENT_GROUP, (i + 1) * LATENT_GROUP)
             product = jnp.dot(left[:, group], right[group], preferred_element_type=jnp.float32)
             total = total * over_tokens(factor, shape) + product
-        plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
+        plgpu.commit_smem()  # in the interpreter, all threads finish their reads before copies overwrite the tile
         return total
 
     @plgpu.inline_mgpu(
@@ -210,13 +213,12 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
 
 
 def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -> jax.Array:
-    """Compute total + (latent · ratio)ᵀ @ pᵀ for as many channels as it has, in float32, rows in the order of
-    `as_values`.
+    """Return total + (latent[:, first : first + K] · ratio)ᵀ @ pᵀ, float32 [K, N].
 
     Args:
-      total: [K, N].
+      total: [K, N], rows in the order of `as_values`.
       latent: e4m3 tile [TOKENS, L].
-      first: its first channel; a multiple of 64.
+      first: first channel, a multiple of 64.
       p: float16 [N, TOKENS].
       ratios: float16 [groups of channels, TOKENS] in shared memory.
     """
@@ -225,7 +227,7 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
         scaled = latent[...].astype(jnp.float32) * jnp.repeat(ratios[...].T.astype(jnp.float32), LATENT_GROUP, axis=1)
         left = as_values(scaled[:, first : first + channels].T).astype(jnp.float16)
         added = total + jnp.dot(left, p[...].T, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
+        plgpu.commit_smem()  # in the interpreter, all threads finish their reads before copies overwrite the tile
         return added
 
     @plgpu.inline_mgpu(
@@ -277,7 +279,7 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
 
 
 def _pieces_under_way(columns: int) -> int:
-    """Pieces that are multiplied at most while threads convert the next one. Each takes eight registers of a thread."""
+    """Maximum number of pieces in flight while threads convert the next one. A piece takes 8 registers per thread."""
     return 2 if columns > FEW_COLUMNS else 4
 
 
@@ -286,22 +288,22 @@ def _await(under_way: int) -> None:
 
 
 def _load(pointer: ir.Value, *, rows: bool) -> list[ir.Value]:
-    """Load the words of a piece before it is converted; ahead of that, for loading takes longer."""
+    """Load the words of a piece. Callers load two pieces ahead, because loads take longer than conversions."""
     return list(load_matrices(pointer, rows=rows))
 
 
 def _keys(words: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Registers of two instructions' left operands: 64 tokens, 16 channels each."""
+    """Return the left-operand registers of two wgmma instructions, each 64 tokens by 16 channels."""
     assembly = conversion(LATENT_8BIT, (0, 1, 2, 3))
     pairs = [converted(word, assembly) for word in words]
     return [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in (pairs[:2], pairs[2:])]
 
 
 def _values(words: Sequence[ir.Value], factors: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Registers of two instructions' left operands: 64 channels, 16 tokens each.
+    """Return the left-operand registers of two wgmma instructions, each 64 channels by 16 tokens.
 
     Args:
-      factors: pairs of float16 of each eight tokens.
+      factors: pairs of float16 ratios, one pair for each eight tokens.
     """
     assembly = conversion(LATENT_8BIT, (0, 2, 1, 3))
     eights = [
@@ -317,7 +319,7 @@ def _multiplied(pair: ir.Value, factor: ir.Value) -> ir.Value:
 
 
 def _scale(own: ir.Value, offset: int) -> ir.Value:
-    """A token's scale of a group, at least SMALLEST_SCALE."""
+    """Load a token's scale of a group, clamped to at least SMALLEST_SCALE."""
     number = ir.F32Type.get()
     loaded = llvm.load(number, mgpu.utils.getelementptr(own, [offset], number), alignment=4)
     scale: Any = arith.maximumf(loaded, mgpu.c(SMALLEST_SCALE, number))
@@ -336,10 +338,11 @@ def _load_word(base: ir.Value, offset: int) -> ir.Value:
 
 
 def clear_scales(scales: Ref, live_mask: jax.Array, page_tokens: int, latent_dim: int) -> None:
-    """Set all scales of tokens to 1 in shared memory where live_mask [TOKENS], in layout `PER_TOKEN`, is false.
+    """Set all scales of a token to 1 in shared memory where live_mask is false.
 
     Args:
       scales: as in `add_scores`.
+      live_mask: bool [TOKENS] in layout `PER_TOKEN`.
     """
     groups = latent_dim // LATENT_GROUP
     if interpreted():
@@ -365,14 +368,14 @@ def clear_scales(scales: Ref, live_mask: jax.Array, page_tokens: int, latent_dim
 
 
 def _scales_of(scales: ir.Value, row: ir.Value, page_tokens: int, groups: int) -> ir.Value:
-    """Pointer to the scales of a token; those of the eight next ones follow."""
+    """Return a pointer to the scales of a token. The token 8 rows later is in the same page."""
     in_page, page = masked(row, page_tokens - 1), shifted(row, page_tokens.bit_length() - 1)
     place = plus(times(in_page, groups), times(page, ir.MemRefType(scales.type).shape[1]))
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [place], ir.F32Type.get())
 
 
 def token_index() -> jax.Array:
-    """Index of each token of a tile, int32 [TOKENS] in layout `PER_TOKEN`, not kept in registers between tiles."""
+    """Return the index of each token of a tile, int32 [TOKENS] in layout `PER_TOKEN`, recomputed for each tile."""
     if interpreted():
         return jnp.arange(TOKENS, dtype=jnp.int32)
 
@@ -393,9 +396,9 @@ def token_index() -> jax.Array:
 
 
 def store_heads(total: jax.Array, to: Ref) -> None:
-    """Write total [K, N], channels in the order of `as_values`, to [N, K] in global memory, channels in order.
+    """Write total [K, N], with channels in the order of `as_values`, to [N, K] in global memory, channels in order.
 
-    A thread has two neighbouring channels of a head, and eight threads 16: 32 bytes of 16-bit numbers.
+    A thread holds two adjacent channels of a head, eight threads hold 16 channels: 32 bytes of a 16-bit output.
     """
     if interpreted():
         rows, columns = total.shape
@@ -420,9 +423,8 @@ def store_heads(total: jax.Array, to: Ref) -> None:
 
 
 def store_fragments(total: jax.Array, to: Ref) -> None:
-    """Write total [K, N], channels in the order of `as_values`, as `split_states.store_fragments` writes [64, K].
-
-    Rows of heads after the last are not written.
+    """Write total [K, N], with channels in the order of `as_values`, in the format in which `merge.store_fragments`
+    writes [64, K]. Heads N to 63 are not written.
     """
     if interpreted():
         rows, columns = total.shape
@@ -435,7 +437,7 @@ def store_fragments(total: jax.Array, to: Ref) -> None:
     def write(_: Any, total: Any, to: ir.Value) -> None:
         warp, lane = warp_and_lane()
         number = ir.F32Type.get()
-        group = shifted(lane, 2)  # of two channels
+        group = shifted(lane, 2)  # index of a pair of channels
         fragment = plus(times(warp, 2), shifted(group, 2))
         thread = plus(times(masked(lane, 3), 8), masked(group, 3))
         own = plus(times(fragment, 512), times(thread, 4))
@@ -449,8 +451,9 @@ def store_fragments(total: jax.Array, to: Ref) -> None:
 
 
 def _channel_pairs(total: Any) -> list[tuple[tuple[int, int, int], list[ir.Value]]]:
-    """A thread's pairs of neighbouring channels: block of 64 channels, block of 8 heads and which of two, and the
-    numbers.
+    """Return a thread's pairs of adjacent channels, each with its index (block of 64 channels, block of 8 heads, head).
+
+    The head index is 0 or 1: a thread holds two heads of each block.
     """
     channels, columns = total.shape
     registers = total.registers.reshape(channels // BLOCK, columns // 8, 2)

@@ -1,4 +1,7 @@
-"""The seesaw kernel of `mla_decode`, for many query rows: widths of latents and of pages, dtypes, drafts, and plans."""
+"""Compile-gate cases of the two-warpgroup kernels of `mla_decode`: widths, page sizes, dtypes, drafts, plans.
+
+Case names contain "seesaw", FlashMLA's name of the scheme.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent
 from pallas_attn.mosaic.primitives import shared_memory
-from pallas_attn.ops.mla_decode.config import seesaw_config
-from pallas_attn.ops.mla_decode.mosaic_raw import RawDecodeScratch, RawDecodeStatic
-from pallas_attn.ops.mla_decode.mosaic_seesaw import SeesawScratch, SeesawStatic
+from pallas_attn.ops.mla_decode.config import two_warpgroup_config
+from pallas_attn.ops.mla_decode.mosaic_two_warpgroup_bf16 import DecodeBf16Static
+from pallas_attn.ops.mla_decode.mosaic_two_warpgroup_fp8 import DecodeFp8Scratch, DecodeFp8Static
 from pallas_attn.runtime import tuning
 from tests.aot import mla_swap_ab
 from tests.aot.case import Case, DeferredCase, Tile, deferred, shape
@@ -27,22 +30,25 @@ from tests.aot.mla_swap_ab import BATCH, TOKENS, WIDTHS
 from tests.aot.plans import fitted
 
 ROWS = 64
-"""Query rows of a program."""
+"""Query rows of a CTA."""
 
 OPERATION = "mla_decode/mosaic"
-"""Operation under which tunings are packaged."""
+"""Key of the packaged tunings."""
 
 mla_decode = functools.partial(pallas_attn.mla_decode, sm_scale=0.1, return_lse=True, implementation="mosaic")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Parameters that the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
-      heads: query heads, a block of rows for each 64; an even number of blocks makes clusters.
-      out: dtype of the output; None for the queries'.
-      quantised: whether latents have 8 bits.
+      latent_dim, rope_dim: L, R.
+      heads: query heads. Every 64 heads are a block of rows; with an even number of blocks the kernel uses clusters.
+      page_size: tokens of a page.
+      dtype: dtype of queries and of 16-bit latents.
+      out: dtype of the output; None for the dtype of the queries.
+      quantised: whether latents are fp8.
     """
 
     latent_dim: int = 512
@@ -61,23 +67,21 @@ class Configuration:
 
     @property
     def shapes(self) -> mla_swap_ab.Configuration:
-        """Configuration of swap-AB with arguments of the same shapes."""
+        """Configuration of the swap-AB kernel whose arguments have the same shapes."""
         sizes = {"page_size": self.page_size, "dtype": self.dtype, "quantised": self.quantised}
         return mla_swap_ab.Configuration(self.latent_dim, self.rope_dim, **sizes)
 
     def arguments(
         self, queries: int = 1, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH
     ) -> dict[str, Any]:
-        """Shapes of a call of so many queries, with a plan for as many programs as an H200 runs at once."""
+        """Return the shapes of a call, with a plan for the number of CTAs that an H200 runs concurrently."""
         blocks = -(-self.heads * queries // ROWS)
         plan = self.shapes.plan(mode, max(1, 132 // blocks), batch)
         return self.shapes.arguments(queries, self.heads, batch) | {"plan": plan}
 
     @property
     def tile(self) -> Tile:
-        """Tile of `TOKENS` tokens for one block of rows; each of two blocks in a cluster copies half of it, but
-        in 8 bits all.
-        """
+        """Tile of `TOKENS` tokens for one block of rows. A CTA of a cluster copies half of a 16-bit tile."""
         keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
         sharers = 2 if -(-self.heads // ROWS) % 2 == 0 and not self.quantised else 1
         num_bytes = self.shapes.tile.num_bytes if self.quantised else keys * jnp.dtype(self.dtype).itemsize
@@ -88,10 +92,10 @@ class Configuration:
         """Shared memory of the kernel of `arguments`, without a tuning."""
         if self.quantised:
             facts = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim, "queries": 1, "heads": self.heads}
-            raw = RawDecodeStatic(**facts, page_size=self.page_size, causal=True, sm_scale=0.1)
-            return shared_memory.block_bytes(RawDecodeScratch.types(raw, self.dtype))
-        sizes = seesaw_config(self.latent_dim, self.rope_dim, self.page_size)
-        static = SeesawStatic(
+            fp8 = DecodeFp8Static(**facts, page_size=self.page_size, causal=True, sm_scale=0.1)
+            return shared_memory.block_bytes(DecodeFp8Scratch.types(fp8, self.dtype))
+        sizes = two_warpgroup_config(self.latent_dim, self.rope_dim, self.page_size)
+        static = DecodeBf16Static(
             latent_dim=self.latent_dim,
             rope_dim=self.rope_dim,
             queries=1,
@@ -103,12 +107,13 @@ class Configuration:
             sm_scale=0.1,
         )
         reductions = plgpu.CompilerParams().reduction_scratch_bytes
-        return shared_memory.block_bytes(SeesawScratch.types(static, self.dtype), reduction_bytes=reductions)
+        return shared_memory.block_bytes(static.scratch_types(self.dtype), reduction_bytes=reductions)
 
     @deferred
     def case(self, arguments: dict[str, Any] | None = None, *, device: str = "untuned") -> Case:
-        """Call with the sizes that are packaged for a device, or the heuristic ones. Of all temporaries, partial states
-        take most: 128 KB for each split of 64 rows.
+        """Return a case with the sizes packaged for a device, or with the heuristic sizes.
+
+        Partial states are the largest temporaries: 128 KB for each split of 64 rows.
         """
 
         def call(**arguments: Any) -> Any:
@@ -129,7 +134,7 @@ class Configuration:
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every width with every page, in clusters and alone; then other dtypes."""
+    """Return all widths with all page sizes, with and without clusters, then other dtypes."""
     for latent_dim, rope_dim in WIDTHS:
         for page_size in (16, 32, 64, 128):
             shared = Configuration(latent_dim, rope_dim, page_size=page_size)
@@ -147,7 +152,7 @@ CONFIGURATIONS = list(configurations())
 
 
 def tuned_devices() -> list[str]:
-    """Devices with packaged tunings of the kernel."""
+    """Return the devices with packaged tunings of the kernel."""
     folder = resources.files(pallas_attn) / "tuned"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
     return [file.name.removesuffix(".json") for file in files if OPERATION in json.loads(file.read_text())]
@@ -158,7 +163,7 @@ def tuned_devices() -> list[str]:
 
 @deferred
 def drafts(heads: int, queries: int, page_size: int = 64, *, quantised: bool = False) -> DeferredCase:
-    """Call with draft trees."""
+    """Return a case with draft trees."""
     configuration = Configuration(heads=heads, page_size=page_size, quantised=quantised)
     mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
     return configuration.case(configuration.arguments(queries) | mask).replace(tile=None)
@@ -166,7 +171,7 @@ def drafts(heads: int, queries: int, page_size: int = 64, *, quantised: bool = F
 
 @deferred
 def without(configuration: Configuration, *names: str) -> DeferredCase:
-    """Call without some arguments, which the operation then makes."""
+    """Return a case without some optional arguments."""
     return configuration.case({k: v for k, v in configuration.arguments().items() if k not in names})
 
 
@@ -174,7 +179,7 @@ LAYERS = 4
 
 
 def layers(q_latent: Any, q_rope: Any, cache: PagedLatent, block_tables: Any, kv_lens: Any, plan: Any) -> Any:
-    """A step of a model whose layers share one pool, each with pages of its own."""
+    """A model step whose layers share one pool; each layer has separate pages."""
     pages, page_size, _ = cache.pages.shape
     offsets = jnp.arange(BATCH + 1, dtype=jnp.int32)
     slots = pallas_attn.slot_mapping(block_tables, offsets, kv_lens, page_size=page_size, length=BATCH)
@@ -199,11 +204,11 @@ def in_layers() -> DeferredCase:
 
 DEEPSEEK = Configuration()
 LARGE = PagedLatent(shape(2**17, 64, 576))  # pyrefly: ignore[bad-argument-type]
-"""A pool of more than 2**32 elements."""
+"""A pool with more than 2**32 elements."""
 
 UNLIKE: dict[str, DeferredCase] = {
     "fp8-drafts": drafts(64, 4, quantised=True),
-    "20-heads": Configuration(heads=20).case(Configuration(heads=20).arguments()),  # few enough rows for swap-AB
+    "20-heads": Configuration(heads=20).case(Configuration(heads=20).arguments()),  # uses the swap-AB kernel
     "20-heads-8-queries": drafts(20, 8),
     "9-heads-8-queries": drafts(9, 8, page_size=16),
     "128-heads-2-queries": DEEPSEEK.case(DEEPSEEK.arguments(queries=2)),
@@ -215,14 +220,14 @@ UNLIKE: dict[str, DeferredCase] = {
     "large-pool": DEEPSEEK.case(DEEPSEEK.arguments() | {"cache": LARGE}),
 }
 
-MLA_SEESAW: dict[str, DeferredCase] = {
+MLA_TWO_WARPGROUP: dict[str, DeferredCase] = {
     str(DEEPSEEK): DEEPSEEK.case(),
     "mla-decode-layers": UNLIKE["layers"],
     "mla-decode-one-sequence": UNLIKE["one-sequence"],
 }
 """Typical configurations and calls."""
 
-MLA_SEESAW_MORE: dict[str, DeferredCase] = {
+MLA_TWO_WARPGROUP_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in CONFIGURATIONS},
     **{f"{c}@{device}": c.case(device=device) for device in tuned_devices() for c in CONFIGURATIONS},
     **{f"mla-decode-{name}": case for name, case in UNLIKE.items()},
