@@ -16,11 +16,11 @@ from flax import nnx
 from models.config import GQA_PRESETS, PRESETS, GQAConfig, HeadWindows, ModelConfig
 from models.decoder import AttentionSettings, Decoder, split_model
 from models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Speculation
+from models.engine.compile_options import gpu_options
 from models.engine.config import Bucket, EngineConfig, RunnerConfig
 from models.engine.group_sizes import group_sizes
-from models.engine.runner import gpu_options
 from models.engine.speculation.step import allocate_state, proposer_sizes, run_speculative_step
-from models.engine.step.layered import LayeredStep, apply_piece
+from models.engine.step.layered import LayeredStep, apply_layer_range
 from models.engine.step.packed import PackedStep
 from models.engine.step.plain import run_step
 from pallas_attn import FULL
@@ -87,18 +87,18 @@ def step(
 
 
 @deferred
-def first_piece(config: ModelConfig, bucket: Bucket, num_pieces: int) -> Case:
+def first_layers(config: ModelConfig, bucket: Bucket, num_programs: int) -> Case:
     """The first layers of a step that is launched in pieces, and what comes before them, as a single program: those of
     layers alone take plans, whose shapes depend on the card."""
     model, sizes = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16)), _sizes(config)
-    layered = LayeredStep(model, sizes, num_pieces)
-    layers, arguments = layered.layers[: layered.pieces[0].stop], _arguments(model, sizes, bucket)
+    layered = LayeredStep(model, sizes, num_programs)
+    layers, arguments = layered.layers[: layered.layer_ranges[0].stop], _arguments(model, sizes, bucket)
     arguments["caches"] = arguments["caches"][: len(layers)]
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
         x, *shared = layered.begin(bucket, weights, caches[0], packed, last_tokens)
         kinds, own = [layer.kind for layer in layers], [layer.weights(weights) for layer in layers]
-        return apply_piece(kinds, own, caches, x, None, *shared)
+        return apply_layer_range(kinds, own, caches, x, None, *shared)
 
     return Case(
         call,
@@ -170,8 +170,8 @@ ENGINE = {
     "engine-one-row": step(V2_LITE, Bucket(1, 0)),
     "engine-mixed": step(V2_LITE, MIXED),
     "engine-few-prompts": step(V2_LITE, Bucket(64, 512)),
-    "engine-piece": first_piece(V2_LITE, MIXED, 2),
-    "engine-gpt-oss-piece": first_piece(GPT_OSS, MIXED, 2),
+    "engine-piece": first_layers(V2_LITE, MIXED, 2),
+    "engine-gpt-oss-piece": first_layers(GPT_OSS, MIXED, 2),
     "engine-gpt-oss-decode": step(GPT_OSS, DECODE),
     "engine-gpt-oss-mixed": step(GPT_OSS, MIXED),
     "engine-head-windows-mixed": step(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),

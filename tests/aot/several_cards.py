@@ -25,9 +25,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, over_mesh, split_model
 from models.decoder.mesh import DATA, HEADS, TENSOR, cache_partition, normal_mesh, num_devices
+from models.engine.compile_options import gpu_options
 from models.engine.config import Bucket
 from models.engine.group_sizes import group_sizes
-from models.engine.runner import gpu_options
 from models.engine.step.packed import PackedStep
 from models.engine.step.plain import run_step
 from pallas_attn import (

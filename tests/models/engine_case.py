@@ -111,10 +111,10 @@ def plain(index: int, params: SamplingParams) -> tuple[int, ...]:
     """Continues a prompt with one uncached forward for every token; margins are large enough to demand equality."""
     tokens: list[int] = []
     for _ in range(params.max_tokens):
-        choices, margins, _ = _plain_run().choose(Decoded(PROMPTS[index], tokens, params), 0.0)
-        if margins[-1] < 1e-3:
+        choices = _plain_run().choose(Decoded(PROMPTS[index], tokens, params))
+        if choices.margins[-1] < 1e-3:
             raise RuntimeError(f"prompt {index} has a near tie after {len(tokens)} tokens: choose another seed")
-        tokens.append(int(choices[-1]))
+        tokens.append(int(choices.tokens[-1]))
     return tuple(tokens)
 
 

@@ -154,8 +154,8 @@ class FakeEngine:
         """
         begins = [row.start for row in plan.rows]
         for i, row in enumerate(plan.decode):
-            assert row.start < self.lens[row.slot] <= row.start + 1 + self.limits.lag * self.limits.num_drafts
-            begins[i] = self.lens[row.slot] - 1
+            assert row.start < self.lens[row.request_slot] <= row.start + 1 + self.limits.lag * self.limits.num_drafts
+            begins[i] = self.lens[row.request_slot] - 1
         cached = [self.read(plan, i, begin) for i, begin in enumerate(begins)]
         samples = []
         for i, (row, views, begin) in enumerate(zip(plan.rows, cached, begins, strict=True)):
@@ -166,13 +166,13 @@ class FakeEngine:
                 self.write(plan, i, views, position, row.request.token_ids[position])
             if row.samples:
                 samples.append(RowTokens([self.next(views, end)]))
-                self.last_tokens[row.slot], self.lens[row.slot] = samples[-1].tokens[0], end + 1
+                self.last_tokens[row.request_slot], self.lens[row.request_slot] = samples[-1].tokens[0], end + 1
         return samples
 
     def verify(self, plan: StepPlan, row: int, views: list[dict[int, object]]) -> RowTokens:
         """Computes a decode row: its newest token and all drafts, of which the first wrong one ends what it gets."""
         planned = plan.decode[row]
-        slot, length = planned.slot, self.lens[planned.slot]
+        slot, length = planned.request_slot, self.lens[planned.request_slot]
         if length >= planned.limit:
             return RowTokens([])  # it has come to its end in a step that was not read when this one was planned
         drafts = min(planned.num_drafts, planned.limit - length - 1)
@@ -260,15 +260,15 @@ class FakeEngine:
     def check_plan(self, plan: StepPlan) -> None:
         limits, rows = self.limits, plan.rows
         assert 0 < plan.num_tokens <= limits.max_batched_tokens
-        assert len({row.slot for row in rows}) == len({row.request for row in rows}) == len(rows)
+        assert len({row.request_slot for row in rows}) == len({row.request for row in rows}) == len(rows)
         assert all(row.num_tokens == 1 and row.samples for row in plan.decode)
         assert sum(not row.samples for row in plan.prefill) <= 1
         assert limits.max_prefill_seqs is None or len(plan.prefill) <= limits.max_prefill_seqs
         for row in rows:
             request, end = row.request, row.start + row.num_tokens
-            assert row.slot == request.slot
-            assert row.slot in range(limits.max_num_seqs)
-            assert end <= self.pools.pools[0].allocated_tokens(row.slot)
+            assert row.request_slot == request.request_slot
+            assert row.request_slot in range(limits.max_num_seqs)
+            assert end <= self.pools.pools[0].allocated_tokens(row.request_slot)
             assert row.samples == (end >= request.prefill_end)
             assert request.num_tokens <= min(limits.max_len, len(request.prompt_ids) + request.params.max_tokens)
             if not limits.chunked_prefill and not row.samples:
@@ -288,11 +288,11 @@ class FakeEngine:
         self.unfinished = [request for request in self.unfinished if request.finish_reason is None]
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert [*running, *waiting] == self.unfinished
-        slots = [request.slot for request in running if request.slot is not None]
+        slots = [request.request_slot for request in running if request.request_slot is not None]
         assert len(slots) == len(running)
         for request in self.unfinished:
-            assert (request.slot is not None) == (request in running)
-        ends = {request.slot: request.num_computed for request in running}
+            assert (request.request_slot is not None) == (request in running)
+        ends = {request.request_slot: request.num_computed for request in running}
         for slot, pool in itertools.product(range(self.limits.max_num_seqs), self.pools.pools):
             pages = -(-ends.get(slot, 0) // self.limits.page_size)
             for_drafts = (self.limits.lag + 2) * (1 + self.limits.num_drafts)

@@ -201,7 +201,7 @@ def test_an_import_that_is_cut_short_loses_no_request(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("kind", "changes", "match"),
     [
-        (LATENT_KIND, {"seed": 4}, "pages: expected those of an engine like this one, got weights of "),
+        (LATENT_KIND, {"seed": 4}, "pages: expected pages of an engine like this one, got weights of "),
         (LATENT_KIND, {"page_size": 8}, "got page_size of 4, this engine's is 8"),
         (LATENT_KIND, {"cache_dtype": "float16"}, "got arrays of .*float32.*, this engine's is .*float16"),
         (HEADWISE, {"recycling": False}, "got groups of "),

@@ -107,15 +107,15 @@ class FakeRunner:
         (plan,), steps = plans, list[Any]()
         for i, row in enumerate(plan.rows):  # all is read before anything is written
             decodes, salt = i < len(plan.decode), row.request.salt
-            if decodes and self.lens[row.slot] >= row.limit:
+            if decodes and self.lens[row.request_slot] >= row.limit:
                 steps.append((row, [], [], 0))
                 continue
-            start = self.lens[row.slot] - 1 if decodes else row.start
+            start = self.lens[row.request_slot] - 1 if decodes else row.start
             drafts = min(row.num_drafts, row.limit - start - 2) if decodes else 0
             end, table = start + row.num_tokens + drafts, plan.tables[0][i, 0]
             places = [(int(table[at // self.page_size]), at % self.page_size) for at in range(end)]
             seen = [self.memory[place] for place in places[:start]]
-            known = [self.last_tokens[row.slot]] if decodes else row.request.token_ids[start:end]
+            known = [self.last_tokens[row.request_slot]] if decodes else row.request.token_ids[start:end]
             steps.append((row, places, seen + [(salt, token) for token in known], drafts))
         return FakeResult(plans, [self.compute(*step) for step in steps if step[0].samples or self.store(*step[1:3])])
 
@@ -129,7 +129,10 @@ class FakeRunner:
                 got.append(next_token(seen))
         self.store(places, seen)
         if got:
-            self.last_tokens[row.slot], self.lens[row.slot] = max(got[-1], 0), len(seen) - drafts + len(got)
+            self.last_tokens[row.request_slot], self.lens[row.request_slot] = (
+                max(got[-1], 0),
+                len(seen) - drafts + len(got),
+            )
         return RowTokens(got, drafts)
 
     def store(self, places: list[Any], seen: list[Any]) -> None:

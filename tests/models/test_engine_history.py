@@ -68,7 +68,7 @@ def test_the_newest_requests_and_steps_are_kept(monkeypatch):
     waiting = engine.add_request([1], SamplingParams(max_tokens=30))
     refused = [engine.add_request([1] * 50) for _ in range(2)]
     assert list(engine._tracked) == [*ids[-3:], waiting, *refused]
-    with pytest.raises(ValueError, match="no request 0; of finished ones the newest 5 are kept"):
+    with pytest.raises(ValueError, match="no request 0; the engine remembers the newest 5 finished requests"):
         engine.output(ids[0])
     stats = engine.stats()
     assert len(stats.steps) == 5

@@ -13,7 +13,7 @@ import pytest
 from models.checkpoints import random_model
 from models.config import GQA_PRESETS, ModelConfig
 from models.engine import Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer, runner
-from models.engine.step.layered import StepInPieces, pieces_of
+from models.engine.step.layered import StepPrograms, split_layers
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 
@@ -43,8 +43,8 @@ SIZES = EngineConfig(
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts every step that has prompts, into programs of two layers."""
-    monkeypatch.setattr(runner, "SIDE_BY_SIDE_TOKENS", 0)
-    monkeypatch.setattr(runner, "LAYERS_AT_ONCE", 2)
+    monkeypatch.setattr(runner, "CONCURRENT_TOKENS", 0)
+    monkeypatch.setattr(runner, "MAX_LAYERS_PER_PROGRAM", 2)
 
 
 def make(config: ModelConfig, **changes: Any) -> Engine:
@@ -65,8 +65,8 @@ def tokens_of(engine: Engine, salt: str = "") -> list[list[int]]:
     return [engine.output(i).output_ids for i in ids]
 
 
-def in_pieces(engine: Engine) -> list[StepInPieces]:
-    return [step for step in engine._runner._compiled.values() if isinstance(step, StepInPieces)]
+def in_pieces(engine: Engine) -> list[StepPrograms]:
+    return [step for step in engine._runner._compiled.values() if isinstance(step, StepPrograms)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -82,8 +82,8 @@ def test_steps_in_pieces_leave_what_whole_ones_do(name: str, request: pytest.Fix
     assert {bucket.prefill_tokens for bucket in engine._runner._compiled} == {0, 16}
     assert len(steps) == sum(bucket.prefill_tokens > 0 for bucket in engine._runner._compiled) > 0
     for step in steps:
-        assert [len(piece) for piece in step.pieces] == lengths
-        assert len({id(program) for program in step.of_pieces}) == num_programs
+        assert [len(piece) for piece in step.layer_ranges] == lengths
+        assert len({id(program) for program in step.programs_of_layers}) == num_programs
     for one, other in zip(*(jax.tree.leaves(e._runner._caches) for e in (whole, engine)), strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-3, atol=1e-4)
 
@@ -95,7 +95,7 @@ def test_programs_copy_no_cache(cut: None) -> None:
     tokens_of(engine, "copies")
     assert all(array.is_deleted() for array in before)
     for step in in_pieces(engine):
-        for piece, program in zip(step.pieces, step.of_pieces, strict=True):
+        for piece, program in zip(step.layer_ranges, step.programs_of_layers, strict=True):
             assert isinstance(program, jax.stages.Compiled)
             memory = program.memory_analysis()
             assert memory is not None
@@ -103,18 +103,18 @@ def test_programs_copy_no_cache(cut: None) -> None:
 
 
 def test_an_engine_goes_on_after_a_piece_that_fails(cut: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, run, fails = deep(), StepInPieces.__call__, [False, True]
+    engine, run, fails = deep(), StepPrograms.__call__, [False, True]
     wanted = tokens_of(engine, "whole")
 
-    def failing(self: StepInPieces, *arguments: Any, **named: Any) -> Any:
+    def failing(self: StepPrograms, *arguments: Any, **named: Any) -> Any:
         def fail(*_: Any) -> Any:
             raise MemoryError("no memory")
 
-        first, _, *rest = self.of_pieces
-        step = dataclasses.replace(self, of_pieces=[first, fail, *rest]) if fails and fails.pop(0) else self
+        first, _, *rest = self.programs_of_layers
+        step = dataclasses.replace(self, programs_of_layers=[first, fail, *rest]) if fails and fails.pop(0) else self
         return run(step, *arguments, **named)
 
-    monkeypatch.setattr(StepInPieces, "__call__", failing)
+    monkeypatch.setattr(StepPrograms, "__call__", failing)
     ids = [engine.add_request(prompt, PARAMS, salt="failing") for prompt in PROMPTS]
     failures = 0
     while engine.has_unfinished:
@@ -162,6 +162,6 @@ def test_steps_that_stay_whole(cut: None, changes: dict[str, Any]) -> None:
     ],
 )
 def test_pieces_are_of_one_length_but_the_first(layers: int, pieces: int, period: int, wanted: list[int]) -> None:
-    cut = pieces_of(layers, pieces, period)
+    cut = split_layers(layers, pieces, period)
     assert [len(piece) for piece in cut] == wanted
     assert [layer for piece in cut for layer in piece] == [*range(layers)]

@@ -415,7 +415,7 @@ def test_engines_refuse_other_meshes():
     with pytest.raises(ValueError, match="mesh: expected axes among data, tensor, context, expert, got 'x'"):
         EngineConfig(mesh=jax.make_mesh((2,), ("x",)))
     with pytest.raises(
-        ValueError, match=r"mesh: expected the one that the model was loaded for, one device; got data=1"
+        ValueError, match=r"mesh: expected the mesh that the model was loaded for, one device; got data=1"
     ):
         Engine(model(LATENT), EngineConfig(mesh=devices_of(2)))
     with pytest.raises(ValueError, match=r"loaded for, data=1,tensor=2,.* of devices \[0, 1\]; got one device"):

@@ -122,7 +122,7 @@ def test_rows_of_windowed_heads_go_where_heads_are_split_alike():
     """A row is a head of a page on each device, so that only like devices take it."""
     first, tokens = computed("windows", 2)
     pages = passed_on(first.export_prefix_cache())
-    with pytest.raises(ValueError, match="pages: expected those of an engine like this one, got groups of"):
+    with pytest.raises(ValueError, match="pages: expected pages of an engine like this one, got groups of"):
         make("windows", None).import_pages(pages)
     second = make("windows", 2)
     assert second.import_pages(pages) > 0
@@ -136,7 +136,7 @@ def test_other_weights_and_layers_as_they_arrive_are_refused():
     split, _ = computed("latents", 2)
     pages = one.export_prefix_cache()
     other = dataclasses.replace(pages, made_for={**pages.made_for, "weights": "others"})
-    with pytest.raises(ValueError, match="pages: expected those of an engine like this one, got weights of others"):
+    with pytest.raises(ValueError, match="pages: expected pages of an engine like this one, got weights of others"):
         split.import_pages(other)
-    with pytest.raises(NotImplementedError, match="mesh: layers are written as they arrive on one device alone"):
+    with pytest.raises(NotImplementedError, match="mesh: pages can arrive layer by layer only on one device"):
         split.receive_pages(PROMPTS[4], split.cache_format)

@@ -10,19 +10,19 @@ import pytest
 
 from models.config import HeadWindows
 from models.engine import SamplingParams
+from models.engine.compile_options import (
+    CONCURRENT,
+    CONCURRENT_TOKENS,
+    GPU_OPTIONS,
+    MESH_OPTIONS,
+    WITH_PROMPTS,
+    WITHOUT_TRITON,
+    gpu_options,
+)
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
 from models.engine.request import Request
-from models.engine.runner import (
-    GPU_OPTIONS,
-    MESH_OPTIONS,
-    SIDE_BY_SIDE,
-    SIDE_BY_SIDE_TOKENS,
-    WITH_PROMPTS,
-    WITHOUT_TRITON,
-    Runner,
-    gpu_options,
-)
+from models.engine.runner import Runner
 from models.engine.step.packed import PackedStep
 from models.engine.step.plan import ScheduledRow, StepPlan
 from pallas_attn import FULL
@@ -84,14 +84,14 @@ def test_a_packed_step_unpacks_to_what_was_planned():
     assert packed.dtype == np.int32
     assert packed.shape == (PackedStep.size(SIZES, bucket),)
     step = PackedStep.of(SIZES, bucket, jnp.asarray(packed))
-    np.testing.assert_array_equal(step.decode_slots, [2, -1, -1, -1])
+    np.testing.assert_array_equal(step.decode_request_slots, [2, -1, -1, -1])
     np.testing.assert_array_equal(step.decode_kv_lens, [10, 0, 0, 0])
     np.testing.assert_array_equal(step.decode_tables[0][0], [5, 1, 7, -1, -1, -1])
     np.testing.assert_array_equal(step.prefill_tables[0], [[3, 9, 2, -1, -1, -1], [11, *[-1] * 5]])
     np.testing.assert_array_equal(step.prefill_ids[:7], [4, 5, 6, 7, 8, 0, 1])
     np.testing.assert_array_equal(step.cu_q_lens, [0, 5, 7])
     np.testing.assert_array_equal(step.prefill_kv_lens, [9, 2])
-    np.testing.assert_array_equal(step.prefill_slots, [0, -1])
+    np.testing.assert_array_equal(step.prefill_request_slots, [0, -1])
     rows = step.sampling_rows()
     np.testing.assert_array_equal(rows.temperature, np.array([0.5, 0, 0, 0, 0, 0], np.float32))
     np.testing.assert_array_equal(rows.top_p, np.array([0.25, 0, 0, 0, 1, 1], np.float32))
@@ -103,9 +103,9 @@ def test_positions_and_slots_are_those_of_the_plan():
     step = PackedStep.of(SIZES, Bucket(4, 8), jnp.asarray(PackedStep.pack(SIZES, Bucket(4, 8), MIXED)))
     metadata = step.metadata(SIZES.page_size, jnp.arange(1, dtype=jnp.int32))
     np.testing.assert_array_equal(metadata.positions, [9, 0, 0, 0, 4, 5, 6, 7, 8, 0, 1, 0])
-    decode_slots = [7 * 4 + 1, -1, -1, -1]
+    decode_request_slots = [7 * 4 + 1, -1, -1, -1]
     [group] = metadata.groups
-    np.testing.assert_array_equal(group.slots, [*decode_slots, 36, 37, 38, 39, 8, 44, 45, -1])
+    np.testing.assert_array_equal(group.slots, [*decode_request_slots, 36, 37, 38, 39, 8, 44, 45, -1])
 
 
 def test_every_cache_group_has_tables_and_slots_of_its_own():
@@ -216,7 +216,7 @@ def test_flags_of_the_user_win(monkeypatch, tmp_path, flags, kept, in_file):
 
 def test_small_and_large_steps_have_options_of_their_own_on_one_device(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    assert gpu_options(Bucket(8, 0)) == GPU_OPTIONS | SIDE_BY_SIDE
-    assert gpu_options(Bucket(8, SIDE_BY_SIDE_TOKENS)) == GPU_OPTIONS | SIDE_BY_SIDE | WITH_PROMPTS
-    assert gpu_options(Bucket(8, SIDE_BY_SIDE_TOKENS + 1)) == GPU_OPTIONS | WITHOUT_TRITON
+    assert gpu_options(Bucket(8, 0)) == GPU_OPTIONS | CONCURRENT
+    assert gpu_options(Bucket(8, CONCURRENT_TOKENS)) == GPU_OPTIONS | CONCURRENT | WITH_PROMPTS
+    assert gpu_options(Bucket(8, CONCURRENT_TOKENS + 1)) == GPU_OPTIONS | WITHOUT_TRITON
     assert gpu_options(Bucket(8, 0), on_mesh=True) == gpu_options(on_mesh=True) == GPU_OPTIONS | MESH_OPTIONS

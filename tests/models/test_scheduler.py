@@ -136,8 +136,8 @@ def test_eos_ends_a_sequence_unless_ignored(ignore_eos):
 
 
 def first_page(engine: FakeEngine, request: Request) -> int:
-    assert request.slot is not None
-    return engine.pools.tables([request.slot])[0][0, 0, 0]
+    assert request.request_slot is not None
+    return engine.pools.tables([request.request_slot])[0][0, 0, 0]
 
 
 def test_pages_are_shared_from_the_step_after_they_were_written():
@@ -174,7 +174,7 @@ def test_exhaustion_preempts_the_youngest_and_delivers_what_it_had_in_flight():
     assert summary(engine.planned_step().rows) == [(0, 4, 1, True)], "its next page was the youngest's"
     assert engine.scheduler.waiting == (young, third)
     assert engine.scheduler.num_preemptions == 1
-    assert (young.slot, young.num_computed) == (None, 0)
+    assert (young.request_slot, young.num_computed) == (None, 0)
     assert len(young.output_ids) == 1, "sampled before it lost its pages"
     engine.run()
     assert engine.cache.hit_tokens == 2, "it lost its last page first, and found the other one again"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.engine import ConsumerError, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer
-from models.engine.step.layered import LayeredStep, StepInPieces
+from models.engine.step.layered import LayeredStep, StepPrograms
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make
@@ -25,9 +25,9 @@ def shared_layers(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     """Engines of one kind share the programs of their layers, as they do whole steps."""
     make_layered = LayeredStep.__init__
 
-    def sharing(self: LayeredStep, model: Any, config: Any, num_pieces: int) -> None:
-        make_layered(self, model, config, num_pieces)
-        self.compiled = compiled_steps.setdefault(f"{len(self.pieces)} pieces {id(model)} {config}", {})
+    def sharing(self: LayeredStep, model: Any, config: Any, num_programs: int) -> None:
+        make_layered(self, model, config, num_programs)
+        self.compiled = compiled_steps.setdefault(f"{len(self.layer_ranges)} pieces {id(model)} {config}", {})
 
     monkeypatch.setattr(LayeredStep, "__init__", sharing)
 
@@ -105,18 +105,18 @@ def test_all_pages_of_prompts_are_told_of_once(kind: str) -> None:
 def test_a_layer_is_told_of_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer 1 of every step waits until the consumer has the pages of layer 0."""
     engine, came = make(LATENT_KIND), threading.Semaphore(0)
-    in_time, run = [], StepInPieces.__call__
+    in_time, run = [], StepPrograms.__call__
 
-    def running(self: StepInPieces, *arguments: Any, **named: Any) -> Any:
-        first, second = self.of_pieces
+    def running(self: StepPrograms, *arguments: Any, **named: Any) -> Any:
+        first, second = self.programs_of_layers
 
         def waiting(*arguments: Any) -> Any:
             in_time.append(came.acquire(timeout=60))
             return second(*arguments)
 
-        return run(dataclasses.replace(self, of_pieces=[first, waiting]), *arguments, **named)
+        return run(dataclasses.replace(self, programs_of_layers=[first, waiting]), *arguments, **named)
 
-    monkeypatch.setattr(StepInPieces, "__call__", running)
+    monkeypatch.setattr(StepPrograms, "__call__", running)
     feed = engine.watch_written(lambda written: came.release() if written.layer == 0 else None)
     engine.generate([PROMPTS[4]], SamplingParams(max_tokens=2))
     feed.wait(60)
@@ -225,7 +225,7 @@ def test_a_consumer_too_far_behind_is_given_up() -> None:
 def test_a_closed_feed_ends() -> None:
     engine, told = make(LATENT_KIND), list[WrittenLayer]()
     feed = engine.watch_written(told.append)
-    with pytest.raises(ValueError, match="consumer: the engine has one already"):
+    with pytest.raises(ValueError, match="consumer: the engine already has an open feed"):
         engine.watch_written(told.append)
     feed.close()
     feed.wait(60)
@@ -274,7 +274,7 @@ def test_a_step_that_fails_half_way_is_void(monkeypatch: pytest.MonkeyPatch) -> 
             {"speculate": Speculation(NGramProposer(), 2)},
             {},
             NotImplementedError,
-            "speculate: proposers see whole steps",
+            "speculate: proposers need whole steps",
         ),
     ],
     ids=["no function", "no bytes", "no pieces", "batch-invariant", "drafts"],

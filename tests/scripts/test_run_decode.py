@@ -165,7 +165,7 @@ def test_prefixes_are_found_in_the_file_of_the_last_run(run_json, write_ids, gol
 def test_a_file_without_prefixes_of_this_model_is_refused(refused, write_ids, tmp_path):
     file, run = tmp_path / "prefixes", [*SMALL, *write_ids(PROMPTS[:2]), "--prefix-cache", tmp_path / "prefixes"]
     file.write_bytes(CachedPages({"page_size": 3}, (), ()).to_bytes())
-    assert f"--prefix-cache: {file}: pages: expected those of an engine like this one, got page_size of 3" in refused(
+    assert f"--prefix-cache: {file}: pages: expected pages of an engine like this one, got page_size of 3" in refused(
         *run
     )
     file.write_bytes(b"rubbish")

@@ -267,14 +267,14 @@ def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[li
 def _draft_rows(config: RunnerConfig, step: PackedStep, state: SpeculativeState, lane: tuple[int, int]) -> DraftRows:
     """The decode rows as the device knows them. A row that reached its end in a step that the host had not read when it
     planned this one is idle."""
-    slots = jnp.maximum(step.decode_slots, 0)
-    lens = jnp.where((step.decode_slots >= 0) & (state.lens[slots] < step.decode_limits), state.lens[slots], 0)
+    slots = jnp.maximum(step.decode_request_slots, 0)
+    lens = jnp.where((step.decode_request_slots >= 0) & (state.lens[slots] < step.decode_limits), state.lens[slots], 0)
     sampling = step.sampling_rows()
     of_decode = jax.tree.map(lambda values: values[: lens.shape[0]], sampling)
     group, head = lane
     table = step.decode_tables[group]
     return DraftRows(
-        slots=step.decode_slots,
+        slots=step.decode_request_slots,
         tokens=state.newest[slots],
         lens=lens,
         max_drafts=jnp.maximum(jnp.minimum(step.decode_drafts, step.decode_limits - lens - 1), 0),
@@ -297,7 +297,7 @@ def _metadata(
     reach: Bool[Array, "Bd Q Q"] | None = None,
 ) -> StepMetadata:
     """Joins the metadata of the decode rows with that of the prefill rows."""
-    if not step.decode_slots.shape[0]:
+    if not step.decode_request_slots.shape[0]:
         return step.metadata(config.page_size, logit_rows)
     decode = decode_metadata(
         step.decode_tables, kv_lens, q_lens, queries, page_size=config.page_size, logit_rows=logit_rows, reach=reach
@@ -307,7 +307,7 @@ def _metadata(
 
 def _sampling_rows(step: PackedStep, places: Int32[Array, "BdQ"], queries: int) -> SamplingRows:
     """Sampling parameters after every query of the decode rows, then of the prefill rows."""
-    given, num_rows = step.sampling_rows(), step.decode_slots.shape[0]
+    given, num_rows = step.sampling_rows(), step.decode_request_slots.shape[0]
 
     def each(values: Array) -> Array:
         return jnp.concatenate([jnp.repeat(values[:num_rows], queries), values[num_rows:]])
@@ -374,14 +374,14 @@ def _observe(
     counts = verified.next_tokens != _NOTHING
     got = jnp.where(counts, jnp.maximum(verified.next_tokens, 0), -1).reshape(-1)
     firsts = jnp.arange(verified.tokens.shape[0], dtype=jnp.int32) * verified.tokens.shape[1]
-    decode_slots = jnp.where(verified.lens > 0, step.decode_slots, -1)
+    decode_request_slots = jnp.where(verified.lens > 0, step.decode_request_slots, -1)
     return ObservedStep(
         metadata=metadata,
         tokens=tokens,
         next_tokens=jnp.concatenate([got, jnp.where(is_prompt, following, -1)]),
         counts=jnp.concatenate([counts.reshape(-1), is_prompt]),
         hidden=hidden,
-        row_slots=jnp.concatenate([decode_slots, step.prefill_slots]),
+        row_slots=jnp.concatenate([decode_request_slots, step.prefill_request_slots]),
         last=jnp.concatenate([firsts + verified.last, num_decode + jnp.maximum(ends - 1, 0)]),
         lens=jnp.concatenate([verified.lens, step.prefill_kv_lens + 1]),
         rows=rows,
