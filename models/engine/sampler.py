@@ -83,7 +83,8 @@ def _highest(
 
 
 def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, "n V"]:
-    """Perturb the logits of drawn rows: temperature · (masked scaled logits + Gumbel noise). Greedy rows are unchanged."""
+    """Perturb the logits of drawn rows: temperature · (masked scaled logits + Gumbel noise). Return greedy rows
+    unchanged."""
     greedy = rows.temperature == 0
     temperature = jnp.where(greedy, 1.0, rows.temperature)[:, None]
     scaled = logits / temperature

@@ -221,7 +221,7 @@ def test_what_the_module_keeps_counts_as_cache():
 def test_what_cannot_be_is_refused():
     _, mtp = modules()
     two = random_model(dataclasses.replace(LAYER, num_nextn_predict_layers=2))
-    with pytest.raises(NotImplementedError, match="mtp: expected one module, as published checkpoints have, got 2"):
+    with pytest.raises(NotImplementedError, match="mtp: expected one module, as in published checkpoints, got 2"):
         MTPProposer(random_mtp(two))
     for wrong in (0, 9, True, 1.5):
         with pytest.raises(ValueError, match="alternatives: expected an integer from 1 to 8"):

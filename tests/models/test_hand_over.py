@@ -19,11 +19,11 @@ import pytest
 from models.engine import (
     CachedPages,
     Engine,
-    HandOverError,
     IncomingPages,
     RemotePrefill,
     SamplingParams,
     SocketTransport,
+    TransferError,
     WrittenLayer,
     serve_prefill,
 )
@@ -191,11 +191,11 @@ def test_a_prefill_process_that_dies_half_way_loses_nothing(tmp_path: Path) -> N
         remote = RemotePrefill(engine, transport)
         for i, prompt in enumerate(PROMPTS):
             remote.add_request(prompt, PARAMS, request_id=i)
-        with pytest.raises(HandOverError, match="in the middle of a message|the connection is lost"):
+        with pytest.raises(TransferError, match="in the middle of a message|the connection is lost"):
             drive(remote, engine)
         assert running.wait(60) == 9
     assert 0 < len(remote.pending) < len(PROMPTS)
-    with pytest.raises(HandOverError):
+    with pytest.raises(TransferError):
         remote.poll()
     remote.compute_here()
     assert outputs_of(engine, range(len(PROMPTS))) == computed(HEADWISE)[1]
@@ -207,7 +207,7 @@ def test_a_prefill_process_that_dies_half_way_loses_nothing(tmp_path: Path) -> N
 def test_a_decode_process_that_dies_half_way_leaves_no_pages_held(tmp_path: Path) -> None:
     engine = make(LATENT_KIND)
     with process(CLIENT, tmp_path) as (transport, running):
-        with pytest.raises(HandOverError, match="the other side is gone|the connection is lost"):
+        with pytest.raises(TransferError, match="the other process closed the connection|the connection is lost"):
             serve_prefill(engine, transport)
         assert running.wait(60) == 9
     assert not any(engine.knows(i) and engine.output(i).finish_reason is None for i in range(len(PROMPTS)))
@@ -254,7 +254,7 @@ def test_fuzz_of_two_processes(tmp_path: Path) -> None:
                         engine._runner.reset()  # as after a step that was cut short
                         engine._intact = False
                     engine.step()
-            except HandOverError:
+            except TransferError:
                 died += 1
                 remote.compute_here()
                 for i, prompt in enumerate(prompts):
@@ -408,7 +408,7 @@ def test_salts_and_refusals_travel() -> None:
         assert [tuple(output.output_ids) for output in outputs] == [computed(LATENT_KIND)[1][4]] * 3
         assert [output.cached_tokens for output in outputs] == [48] * 3
         remote.close()
-        with pytest.raises(HandOverError, match="transport: closed"):
+        with pytest.raises(TransferError, match="transport: closed"):
             remote.poll()
     check(engine)
 
@@ -420,12 +420,12 @@ def test_engines_unlike_refuse_each_other() -> None:
     def serve() -> None:
         try:
             serve_prefill(make(LATENT_KIND, page_size=8), SocketTransport(there))
-        except (ValueError, HandOverError) as error:
+        except (ValueError, TransferError) as error:
             errors.append(error)
 
     thread = threading.Thread(target=serve)
     thread.start()
-    with pytest.raises(ValueError, match="engine: expected one like the other side's, which has page_size of 8"):
+    with pytest.raises(ValueError, match="expected the cache format of the other process, which has page_size of 8"):
         RemotePrefill(make(LATENT_KIND), SocketTransport(here))
     thread.join(60)
     assert len(errors) == 1
@@ -439,7 +439,7 @@ def test_a_silent_process_is_not_waited_for() -> None:
         remote = RemotePrefill(engine, SocketTransport(here), timeout_s=0.3)
         assert remote.poll(0.5) == []  # nothing is wanted of it
         remote.add_request(PROMPTS[0], PARAMS, request_id=0)
-        with pytest.raises(HandOverError, match=r"nothing came for 0\.3 s"):
+        with pytest.raises(TransferError, match=r"no message for 0\.3 s"):
             remote.poll(0.5)
         assert remote.compute_here() == [0]
         assert outputs_of(engine, [0]) == (computed(LATENT_KIND)[1][0],)
@@ -460,7 +460,7 @@ def test_messages_that_do_not_fit_end_it(header: dict) -> None:
         remote = RemotePrefill(engine, SocketTransport(here))
         remote.add_request(PROMPTS[0], PARAMS, request_id=0)
         other.send(header)
-        with pytest.raises(HandOverError, match="^transport: "):
+        with pytest.raises(TransferError, match="^transport: "):
             remote.poll(60)
         assert remote.pending == (0,)
         remote.close()

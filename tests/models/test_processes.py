@@ -121,7 +121,7 @@ def test_a_process_that_is_gone_is_named_on_all_others(store: Store):
     gone._close()  # no more beats
     numbers = [process.publish("step 0") for process in others]
     for process, number in zip(others, numbers, strict=True):
-        expect_verdict(process, number, "process 2 shows no sign of life for 1 s")
+        expect_verdict(process, number, "process 2 sent no heartbeat for 1 s")
 
 
 def test_a_process_that_does_not_get_on_is_named_and_given_up(store: Store):
@@ -167,7 +167,7 @@ def test_process_0_that_cannot_be_reached_is_named(store: Store):
 def test_a_computation_that_fails_is_blamed_on_the_process_that_failed(store: Store):
     first, second = store.join(2)
     second._close()
-    with pytest.raises(ProcessError, match="process 1 shows no sign of life"), first.blamed():
+    with pytest.raises(ProcessError, match="process 1 sent no heartbeat"), first.blamed():
         raise jax.errors.JaxRuntimeError("Connection closed by peer")
     first.leave("failed")
 
@@ -272,11 +272,11 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("killed", "process 1 shows no sign of life for 2 s"),
+        ("killed", "process 1 sent no heartbeat for 2 s"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("stopped", "process 1 shows no sign of life for 2 s"),
+                ("stopped", "process 1 sent no heartbeat for 2 s"),
                 ("hanging", "process 1 did not get to step 5 within 2 s"),
                 ("disagreeing", "process 1 disagrees with process 0 on step 5"),
                 ("none", "left"),
@@ -399,9 +399,9 @@ def test_processes_agree_on_drafts(group: Group, tmp_path: Path, proposer: str, 
 @pytest.mark.parametrize(
     ("fault", "at", "message"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "process 1 shows no sign of life for 3 s"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 0, "process 0 shows no sign of life for 3 s"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", 1, "process 1 shows no sign of life for 3 s"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "process 1 sent no heartbeat for 3 s"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 0, "process 0 sent no heartbeat for 3 s"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", 1, "process 1 sent no heartbeat for 3 s"),
         ("time.sleep(1000)", 1, "process 1 did not get to step 11 within 3 s"),
         ("engine.abort(0)", 1, "process 1 disagrees with process 0 on step 11"),
         ("engine.abort(0)", 0, "process 1 disagrees with process 0 on step 11"),

@@ -159,12 +159,12 @@ def test_trees_of_drafts_change_no_token(family: str):
 
 def test_trees_are_refused_where_attention_goes_by_slots():
     trees = Speculation(KnowingTreeProposer([], 1.0, VOCAB_SIZE), 8)
-    with pytest.raises(NotImplementedError, match="drafts that are a tree lie side by side; windows count slots"):
+    with pytest.raises(NotImplementedError, match="a tree of drafts needs decode rows of several tokens; windows"):
         make("windows", speculate=trees)
-    with pytest.raises(NotImplementedError, match="batch_invariant computes each token as a row of its own"):
+    with pytest.raises(NotImplementedError, match="batch_invariant computes each token in a separate row"):
         make(speculate=trees, batch_invariant=True)
     expanding = random_model(LATENTS, seed=3, settings=AttentionSettings(mla="expand"))
-    with pytest.raises(NotImplementedError, match="expanded decode rows take one token each"):
+    with pytest.raises(NotImplementedError, match="expanded decode rows have one token each"):
         Engine(expanding, dataclasses.replace(SHORT, speculate=trees))
 
 
@@ -226,7 +226,7 @@ def test_a_draft_model_is_ready_after_steps_without_drafts():
 
 
 def test_draft_models_that_do_not_fit_are_refused():
-    with pytest.raises(NotImplementedError, match="draft model: expected layers whose heads all see the same"):
+    with pytest.raises(NotImplementedError, match="draft model: expected heads with equal windows"):
         DraftModelProposer(model("windows"))
     smaller = random_model(dataclasses.replace(LATENTS, vocab_size=32), seed=3)
     with pytest.raises(ValueError, match="draft model: expected the target's vocabulary of 64 tokens, got 32"):

@@ -66,13 +66,13 @@ FRAME = frame_of(ARRAYS)
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        (b"", "the other side is gone, between messages"),
-        (FRAME[:30], "the other side is gone, in the middle of a message"),
-        (FRAME[:-1], "the other side is gone, in the middle of a message"),
-        (b"GET / HTTP/1.1\r\n\r\n\r\n", "no message, or one that is too large"),
-        (struct.pack(">4sIQI", b"pgs1", 2**31, 0, 0), "no message, or one that is too large"),
-        (struct.pack(">4sIQI", b"pgs1", 2, 2**40, 0), "no message, or one that is too large"),
-        (struct.pack(">4sIQI", b"pgs1", 2, 0, 0) + b"{}", "its checksum is another"),
+        (b"", "the other process closed the connection between messages"),
+        (FRAME[:30], "the other process closed the connection in the middle of a message"),
+        (FRAME[:-1], "the other process closed the connection in the middle of a message"),
+        (b"GET / HTTP/1.1\r\n\r\n\r\n", "not a message, or too large"),
+        (struct.pack(">4sIQI", b"pgs1", 2**31, 0, 0), "not a message, or too large"),
+        (struct.pack(">4sIQI", b"pgs1", 2, 2**40, 0), "not a message, or too large"),
+        (struct.pack(">4sIQI", b"pgs1", 2, 0, 0) + b"{}", "its checksum differs"),
     ],
     ids=["nothing", "half a header", "all but a byte", "another protocol", "a large header", "large arrays", "damage"],
 )
@@ -102,16 +102,16 @@ def test_a_message_that_stops_half_way_is_not_waited_for() -> None:
     left, right = socket.socketpair()
     with left, right:
         left.sendall(FRAME[:-1])
-        with pytest.raises(TransportError, match=r"the rest of a message did not come within 0\.2 s"):
+        with pytest.raises(TransportError, match=r"the rest of a message did not arrive within 0\.2 s"):
             SocketTransport(right, timeout_s=0.2).receive()
 
 
 def test_who_takes_nothing_is_not_waited_for(ends: tuple[SocketTransport, SocketTransport]) -> None:
     first, _ = ends
     large = {"pages": np.zeros((1 << 24,), np.int8)}
-    with pytest.raises(TransportError, match=r"the other side took nothing for 0\.5 s"):
+    with pytest.raises(TransportError, match=r"the other process received nothing for 0\.5 s"):
         first.send({"kind": "layer"}, large)
-    with pytest.raises(TransportError, match="a message before this one was cut short"):
+    with pytest.raises(TransportError, match="an earlier message was sent incompletely"):
         first.send({"kind": "bye"})
 
 
@@ -120,9 +120,9 @@ def test_closing_ends_who_waits(ends: tuple[SocketTransport, SocketTransport]) -
     threading.Timer(0.2, second.close).start()
     with pytest.raises(TransportError):
         second.receive()
-    with pytest.raises(TransportError, match="the other side is gone"):
+    with pytest.raises(TransportError, match="the other process closed the connection"):
         first.receive()
-    with pytest.raises(TransportError, match="the other side is gone"):
+    with pytest.raises(TransportError, match="the other process closed the connection"):
         first.send({"kind": "bye"})
 
 

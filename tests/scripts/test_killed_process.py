@@ -22,7 +22,7 @@ def test_the_other_process_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert killed_process.main(options) == 0
     result = json.loads(out.read_text())["result"]
     assert result["status"] == 3
-    assert result["line"] == f"run_decode: error: process {killed} shows no sign of life for 2 s"
+    assert result["line"] == f"run_decode: error: process {killed} sent no heartbeat for 2 s"
     assert 2 <= result["seconds"] < 10
 
 

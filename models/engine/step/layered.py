@@ -22,11 +22,11 @@ from jaxtyping import Array, Float, Int32
 from models.decoder import Caches, Decoder, apply_layers, split_module
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
-from models.engine.kv_transfer.cached_pages import RowParts, gather_layers, rows_on_device
+from models.engine.kv_transfer.cached_pages import RowCopies, gather_layers, rows_on_device
 from models.engine.step.packed import PackedStep
 from models.engine.step.plain import read_step, sample_rows
 
-type OnLayer = Callable[[int, RowParts], None]
+type OnLayer = Callable[[int, RowCopies], None]
 """Function (layer, copies), called after the layer has been launched. The device makes the copies of the layer's page
 rows after the layer has run."""
 
@@ -238,8 +238,8 @@ def copying_rows(rows: Sequence[Int32[np.ndarray, "n"]], groups: Sequence[GroupS
 
     def on_program(layer_range: range, caches: Caches) -> None:
         copies = gather_layers(caches, [of_layers[layer] for layer in layer_range])
-        for layer, parts in zip(layer_range, copies, strict=True):
-            on_layer(layer, parts)
+        for layer, of_layer in zip(layer_range, copies, strict=True):
+            on_layer(layer, of_layer)
 
     return on_program
 
