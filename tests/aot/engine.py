@@ -1,8 +1,7 @@
-"""Steps of the engine, and whatever is chosen by itself: layers of DeepSeek-V2-Lite's widths, one dense and two of
-experts, and of gpt-oss-20b's, with its own windows or heads of unlike ones. For a B200 layers of DeepSeek-V3's widths
-and of Qwen3-8B's, too. In Triton they are compiled for an H200 and, where nothing else has kernels, for an L4. Every
-step has to be one CUDA graph.
-"""
+"""Compile-gate cases of whole engine steps. Models: layers of DeepSeek-V2-Lite's widths (one dense, two with experts),
+and of gpt-oss-20b's, with its own windows or with windows per head. For a B200 also layers of DeepSeek-V3's and of
+Qwen3-8B's widths. Triton kernels are compiled for an H200, and for an L4 if nothing else has kernels there. Every step
+must be one CUDA graph."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ QWEN3 = dataclasses.replace(
 HEADS = HeadWindows((FULL,) * 2 + (4096,) * 6, (0,) * 2 + (64,) * 6)
 
 UNTIMED: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-"""Options for compiling without a card: XLA's own kernels for some products have no sizes before they are timed."""
+"""Options for compilation without a card, where XLA cannot time candidates to choose the tile sizes of its kernels."""
 
 SIZES = RunnerConfig(
     num_pages=32768,
@@ -63,7 +62,8 @@ def step(
     speculate: Speculation | None = None,
     temporaries: int = 512 * 2**20,
 ) -> Case:
-    """A step of a bucket: all that it makes beside its caches are activations, at most those of all rows' experts."""
+    """Case of a bucket's step. Apart from its caches it may allocate only activations, at most the activations of all
+    experts of all rows."""
     model = nnx.eval_shape(lambda: Decoder(config, settings, jnp.bfloat16))
     sizes = _sizes(config, speculate)
     arguments = _arguments(model, sizes, bucket)
@@ -88,8 +88,8 @@ def step(
 
 @deferred
 def first_layers(config: ModelConfig, bucket: Bucket, num_programs: int) -> Case:
-    """The first layers of a step that is launched in pieces, and what comes before them, as a single program: those of
-    layers alone take plans, whose shapes depend on the card."""
+    """The first layers of a step that is split into programs, together with the inputs of all layers, as one program. A
+    program of layers alone takes plans, whose shapes depend on the card."""
     model, sizes = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16)), _sizes(config)
     layered = LayeredStep(model, sizes, num_programs)
     layers, arguments = layered.layers[: layered.layer_ranges[0].stop], _arguments(model, sizes, bucket)
@@ -136,9 +136,8 @@ def _arguments(model: Decoder, sizes: RunnerConfig, bucket: Bucket) -> dict[str,
 
 
 def _packed_output(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
-    """Shape of the array that decode rows and chunks of a mixed step are written to. With latents, XLA's products with
-    W_UV and its merges of prefixes come after the kernels, and what joins them is fused with those.
-    """
+    """Shape of the array to which decode rows and chunks of a mixed step are written. With latents, XLA fuses the
+    concatenation with its products with W_UV and the merges of prefixes, which follow the kernels."""
     if not isinstance(config, GQAConfig) or not (bucket.decode_rows and bucket.prefill_tokens):
         return ()
     tokens = bucket.decode_rows * (1 + bucket.num_drafts) + bucket.prefill_tokens
@@ -153,7 +152,7 @@ def _last_tokens(config: ModelConfig, sizes: RunnerConfig) -> Any:
 
 
 class Forking(Proposer):
-    """Proposes the newest token at every place, twice at the first."""
+    """Proposes the newest token at every position, twice at the first."""
 
     makes_trees = True
 
@@ -178,7 +177,7 @@ ENGINE = {
     "engine-drafts": step(V2_LITE, DRAFTS, speculate=NGRAM),
     "engine-tree": step(V2_LITE, DRAFTS, speculate=TREE),
     "engine-qwen3-tree": step(QWEN3, DRAFTS, speculate=TREE, temporaries=1280 * 2**20),
-    # Logits of 320 rows in float32 are 257 MB, of which verifying drafts holds four arrays.
+    # Verifying drafts holds four arrays of logits: 320 rows in float32 are 257 MB each.
     "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM, temporaries=1280 * 2**20),
     "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
     "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
@@ -211,4 +210,4 @@ SM100_ENGINE = on_b200(
         for bucket in BUCKETS.buckets()
     }
 )
-"""For a B200 every bucket of an engine, of decode rows and prefill tokens."""
+"""Every bucket of an engine on a B200: (decode rows, prefill tokens)."""

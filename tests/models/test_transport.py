@@ -1,4 +1,4 @@
-"""Messages through a socket: what comes is what was sent, and anything else is an error."""
+"""Messages through a socket: they arrive unchanged, and invalid data raises an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ends() -> Iterator[tuple[SocketTransport, SocketTransport]]:
     second.close()
 
 
-def test_messages_come_as_they_were_sent(ends: tuple[SocketTransport, SocketTransport]) -> None:
+def test_messages_arrive_unchanged(ends: tuple[SocketTransport, SocketTransport]) -> None:
     first, second = ends
     for number in range(3):
         first.send({"kind": "layer", "number": number}, ARRAYS)
@@ -76,7 +76,7 @@ FRAME = frame_of(ARRAYS)
     ],
     ids=["nothing", "half a header", "all but a byte", "another protocol", "a large header", "large arrays", "damage"],
 )
-def test_what_is_no_message_is_refused(data: bytes, match: str) -> None:
+def test_invalid_data_is_rejected(data: bytes, match: str) -> None:
     left, right = socket.socketpair()
     with left, right:
         left.sendall(data)
@@ -87,7 +87,7 @@ def test_what_is_no_message_is_refused(data: bytes, match: str) -> None:
 
 @given(position=st.integers(0, len(FRAME) - 1), value=st.integers(1, 255))
 @settings(max_examples=200, deadline=None)
-def test_any_damage_is_noticed(position: int, value: int) -> None:
+def test_damaged_message_is_rejected(position: int, value: int) -> None:
     data = bytearray(FRAME)
     data[position] ^= value
     left, right = socket.socketpair()
@@ -98,7 +98,7 @@ def test_any_damage_is_noticed(position: int, value: int) -> None:
             SocketTransport(right).receive()
 
 
-def test_a_message_that_stops_half_way_is_not_waited_for() -> None:
+def test_incomplete_message_times_out() -> None:
     left, right = socket.socketpair()
     with left, right:
         left.sendall(FRAME[:-1])
@@ -106,7 +106,7 @@ def test_a_message_that_stops_half_way_is_not_waited_for() -> None:
             SocketTransport(right, timeout_s=0.2).receive()
 
 
-def test_who_takes_nothing_is_not_waited_for(ends: tuple[SocketTransport, SocketTransport]) -> None:
+def test_send_without_a_receiver_times_out(ends: tuple[SocketTransport, SocketTransport]) -> None:
     first, _ = ends
     large = {"pages": np.zeros((1 << 24,), np.int8)}
     with pytest.raises(TransportError, match=r"the other process received nothing for 0\.5 s"):
@@ -115,7 +115,7 @@ def test_who_takes_nothing_is_not_waited_for(ends: tuple[SocketTransport, Socket
         first.send({"kind": "bye"})
 
 
-def test_closing_ends_who_waits(ends: tuple[SocketTransport, SocketTransport]) -> None:
+def test_close_ends_a_waiting_receive(ends: tuple[SocketTransport, SocketTransport]) -> None:
     first, second = ends
     threading.Timer(0.2, second.close).start()
     with pytest.raises(TransportError):
@@ -127,7 +127,7 @@ def test_closing_ends_who_waits(ends: tuple[SocketTransport, SocketTransport]) -
 
 
 @pytest.mark.parametrize(("changes", "match"), [({"timeout_s": 0}, "timeout_s"), ({"max_bytes": 0}, "max_bytes")])
-def test_refusals(changes: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_are_rejected(changes: dict[str, Any], match: str) -> None:
     left, right = socket.socketpair()
     with left, right, pytest.raises(ValueError, match=f"^{match}: expected"):
         SocketTransport(left, **changes)

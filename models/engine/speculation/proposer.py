@@ -141,8 +141,8 @@ class DraftRows:
 
     def decode_step(self, ahead: int = 0, queries: int = 1) -> StepMetadata:
         """Return metadata of a step for a model whose cache uses the same pages. Each row has `queries` tokens, the
-        last of them `ahead` positions after the newest token. Rows without room are idle. Logits are computed for the last
-        token of each row."""
+        last of them `ahead` positions after the newest token. Rows without room are idle. Logits are computed for each
+        row's last token."""
         rows = self.lens.shape[0]
         is_real = (self.lens > 0) & (ahead <= self.max_drafts)
         kv_lens = jnp.where(is_real, self.lens + ahead, 0)
