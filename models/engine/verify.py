@@ -24,9 +24,10 @@ wrong cache. Therefore the rounding error is measured, and losses are compared w
    deviations plus the largest single loss of step 3.
 
 A correct engine rounds differently from the plain run, but its error has the same size, so its total is near the sum of
-the means. With faults in the cache of `v3-tiny` (256 tokens, bfloat16, the noisiest of the small models) the totals are
-10 standard deviations above the mean if one KV row is zeroed or decode reads one token less, and 90 or more if a page
-is overwritten or decode positions are shifted by one. Without faults the total is 0.1 standard deviations above.
+the means. Measured with `v3-tiny` in bfloat16 (256 tokens), the noisiest of the small models: the total of a correct
+engine is 0.1 and 2.1 standard deviations above the mean, with two implementations of attention. It is 10 standard deviations
+above if one KV row of a shared prefix is zeroed or decode reads one token less, and 90 or more if a page is overwritten
+or decode positions are shifted by one.
 """
 
 from __future__ import annotations
@@ -68,13 +69,13 @@ TOLERANCE = {"float32": 1e-3, "int8": 0.05, "float8_e4m3fn": 0.05}
 MOST_TIED = 0.05
 """Largest share of tokens of a float32 model that may differ within the tolerance."""
 
-SIGMAS = 5.0
+SIGMAS = 6.0
 """Standard deviations by which the losses of a bfloat16 model may exceed their expectation."""
 
 _FEW_TIED = 4  # tokens that may differ within the tolerance, whatever the share
-_NUM_SHIFTS = 16  # noise vectors per position
-_LARGEST_LOSS = 256.0  # upper end of the search for the loss of a drawn token
-_HALVINGS = 24  # of the search: its resolution is _LARGEST_LOSS / 2**24
+_NUM_SHIFTS = 8  # noise vectors per position
+_LARGEST_LOSS = 64.0  # upper end of the search for the loss of a drawn token
+_HALVINGS = 20  # of the search: its resolution is _LARGEST_LOSS / 2**20
 
 
 @dataclasses.dataclass(frozen=True)

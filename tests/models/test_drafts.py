@@ -192,7 +192,7 @@ def test_number_of_drafts_is_largest_for_right_and_zero_for_wrong_drafts():
     assert tried[1] - tried[0] <= PROBE_STEPS, "soon after the first that is accepted"
 
 
-def test_accepted_probe_resets_the_probe_interval():
+def test_probes_are_rare_after_an_accepted_probe():
     control, pair = DraftControl((0, 1, 2, 4), step_cost(0.2e9, 30e9, 6 / 64, 2)), requests(2)
     simulate(control, pair, False, 4 * RAREST_PROBE_STEPS)
     while control.num_drafts(pair) == 0:

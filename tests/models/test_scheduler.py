@@ -303,7 +303,7 @@ def test_invalid_tokens_change_no_state():
 
 
 def test_failed_allocations_change_no_token(monkeypatch):
-    """Each allocation fails once, whether or not pages are free."""
+    """In each run one allocation fails, whether or not pages are free: the first, the second, and so on."""
     for failing in range(12):
         engine = FakeEngine(Limits(num_pages=6), sees_progress=False)
         allocate, calls = engine.pools.allocate, iter(range(10**6))
@@ -425,7 +425,7 @@ def test_params_of_the_wrong_type_are_rejected():
         Request("a", (1,), params)
 
 
-def test_preempted_requests_are_admitted_again_without_chunked_prefill():
+def test_preempted_requests_are_admitted_again():
     base = Limits(num_pages=6, max_batched_tokens=5, max_num_seqs=4)
     for limits in (
         base,
