@@ -60,6 +60,24 @@ def best(logits: Float[Array, "n V"], rows: SamplingRows, count: int) -> Int32[A
     return _highest(logits, rows, count)[1]
 
 
+def losses(logits: Float[Array, "n V"], rows: SamplingRows, tokens: Int32[Array, "n"]) -> Float[Array, "n"]:
+    """Return the amount by which the logit of each token has to rise for `sample` to choose the token; 0 for the tokens
+    that it chooses.
+
+    A token that top-k and top-p allow has to reach the highest perturbed logit. Another token has to reach the lowest
+    allowed logit, too. For top-p this is an upper bound, because the threshold falls as the token's probability rises.
+    """
+    row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    greedy = (rows.temperature == 0)[:, None]
+    temperature = jnp.where(greedy[:, 0], 1.0, rows.temperature)[:, None]
+    scaled = logits / temperature
+    allowed = greedy | _is_allowed(scaled, rows.top_k, rows.top_p)
+    perturbed = jnp.where(greedy, logits, (scaled + _noise(rows, logits.shape[-1])) * temperature)
+    to_the_best = jnp.max(jnp.where(allowed, perturbed, -jnp.inf), axis=-1) - perturbed[row, tokens]
+    to_the_allowed = jnp.min(jnp.where(allowed, logits, jnp.inf), axis=-1) - logits[row, tokens]
+    return jnp.maximum(jnp.maximum(to_the_best, jnp.where(greedy[:, 0], 0.0, to_the_allowed)), 0.0)
+
+
 def _highest(
     logits: Float[Array, "n V"], rows: SamplingRows, count: int
 ) -> tuple[Float[Array, "n count"], Int32[Array, "n count"]]:
@@ -89,7 +107,7 @@ def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, 
     temperature = jnp.where(greedy, 1.0, rows.temperature)[:, None]
     scaled = logits / temperature
     allowed = jnp.where(_is_allowed(scaled, rows.top_k, rows.top_p), scaled, -jnp.inf)
-    noise = jax.vmap(lambda seed, position: _gumbel(seed, position, logits.shape[-1]))(rows.seed, rows.position)
+    noise = _noise(rows, logits.shape[-1])
     return jnp.where(greedy[:, None], logits, (allowed + noise) * temperature)
 
 
@@ -134,6 +152,11 @@ def _highest_reaching(
         return reached + (jnp.sum(reaching, axis=0, dtype=jnp.uint32)[:, None] << shift)
 
     return lax.fori_loop(0, 8, with_digit, jnp.zeros((ranks.shape[0], 1), jnp.uint32))
+
+
+def _noise(rows: SamplingRows, vocab_size: int) -> Float[Array, "n V"]:
+    """Gumbel noise of each row's draw."""
+    return jax.vmap(lambda seed, position: _gumbel(seed, position, vocab_size))(rows.seed, rows.position)
 
 
 def _gumbel(seed: UInt32[Array, ""], position: Int32[Array, ""], vocab_size: int) -> Float[Array, "V"]:

@@ -4,8 +4,8 @@ The plain run computes each sequence in one forward pass: no chunks, no batch, n
 is teacher-forced: token i is compared with the plain run's choice after the engine's first i tokens, with the same seed
 and position. So one wrong token does not make the following tokens wrong.
 
-The loss of a token is the amount by which its logit would have to rise for the plain run to choose it. It is 0 if both
-choose the same token. For greedy sampling it is the difference to the highest logit.
+The loss of a token is the amount by which its logit would have to rise for the plain run to choose it (`losses` of
+`sampler.py`). It is 0 if both choose the same token. For greedy sampling it is the difference to the highest logit.
 
 float32. Every token may lose at most `TOLERANCE`. In 28,000 tokens of small random models and of the goldens, logits
 differed by at most 4e-5, and no token differed. Quantised caches have a larger tolerance, because a rounding error in
@@ -25,9 +25,9 @@ wrong cache. Therefore the rounding error is measured, and losses are compared w
 
 A correct engine rounds differently from the plain run, but its error has the same size, so its total is near the sum of
 the means. Measured with `v3-tiny` in bfloat16 (256 tokens), the noisiest of the small models: the total of a correct
-engine is 0.1 and 2.1 standard deviations above the mean, with two implementations of attention. It is 10 standard deviations
-above if one KV row of a shared prefix is zeroed or decode reads one token less, and 90 or more if a page is overwritten
-or decode positions are shifted by one.
+engine is 0.1 and 2.1 standard deviations above the mean, with two implementations of attention. It is 10 standard
+deviations above if one KV row of a shared prefix is zeroed or decode reads one token less, and 90 or more if a page is
+overwritten or decode positions are shifted by one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from models.decoder import (
 )
 from models.decoder.mesh import replicated, spans_processes
 from models.engine.request import NONFINITE, SamplingParams
-from models.engine.sampler import SamplingRows, sample
+from models.engine.sampler import SamplingRows, losses, sample
 
 TOLERANCE = {"float32": 1e-3, "int8": 0.05, "float8_e4m3fn": 0.05}
 """Largest loss of a token of a float32 model, by the dtype of the model and of its cache."""
@@ -74,8 +74,6 @@ SIGMAS = 6.0
 
 _FEW_TIED = 4  # tokens that may differ within the tolerance, whatever the share
 _NUM_SHIFTS = 8  # noise vectors per position
-_LARGEST_LOSS = 64.0  # upper end of the search for the loss of a drawn token
-_HALVINGS = 20  # of the search: its resolution is _LARGEST_LOSS / 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,9 +416,9 @@ def _choose(
     with jax.default_matmul_precision("highest"):  # the default on GPUs rounds float32 operands to TF32
         exact, _ = run_sequence(step, exact_weights, allocate[0], tokens, num_tokens, rows)
     wanted, margins = sample(exact, sampling)
-    losses = _losses(exact, sampling, following)
+    lost = losses(exact, sampling, following)
     if len(allocate) == 1:
-        return wanted, margins, losses
+        return wanted, margins, lost
     rounded, _ = run_sequence(step, weights, allocate[1], tokens, num_tokens, rows)
     noise = rounded - exact  # [n, V]
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
@@ -428,34 +426,9 @@ def _choose(
     def losses_at(shift: Int32[Array, ""]) -> Float[Array, "n"]:
         """Losses of the choices with the noise of the position `shift` positions later."""
         chosen, _ = sample(exact + noise[(row + shift) % num_outputs], sampling)
-        return _losses(exact, sampling, jnp.maximum(chosen, 0))
+        return losses(exact, sampling, jnp.maximum(chosen, 0))
 
     by_rounding = jax.lax.map(losses_at, jnp.arange(_NUM_SHIFTS, dtype=jnp.int32))  # [shifts, n]
     wanted = jnp.where(jnp.all(jnp.isfinite(noise), axis=-1), wanted, NONFINITE)
     statistics = (jnp.mean(by_rounding, axis=0), jnp.var(by_rounding, axis=0), jnp.max(by_rounding, axis=0))
-    return wanted, margins, losses, *statistics
-
-
-def _losses(logits: Float[Array, "n V"], sampling: SamplingRows, tokens: Int32[Array, "n"]) -> Float[Array, "n"]:
-    """Amount by which the logit of each token has to rise for the token to be chosen; at most `_LARGEST_LOSS` for a
-    drawn token."""
-    row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-
-    def search() -> Float[Array, "n"]:
-        """Find the loss by bisection: with top-k and top-p no formula exists."""
-
-        def is_chosen(rise: Float[Array, "n"]) -> Array:
-            return sample(logits.at[row, tokens].add(rise), sampling)[0] == tokens
-
-        def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-            low, high = bounds
-            middle = (low + high) / 2
-            chosen = is_chosen(middle)
-            return jnp.where(chosen, low, middle), jnp.where(chosen, middle, high)
-
-        zeros = jnp.zeros(row.shape, jnp.float32)
-        _, high = jax.lax.fori_loop(0, _HALVINGS, halve, (zeros, jnp.full_like(zeros, _LARGEST_LOSS)))
-        return jnp.where(is_chosen(zeros), 0.0, high)
-
-    greedy = jnp.max(logits, axis=-1) - logits[row, tokens]
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), search, lambda: greedy)
+    return wanted, margins, lost, *statistics
