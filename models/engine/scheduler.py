@@ -23,7 +23,8 @@ class Scheduler:
     `schedule` plans a step, which the engine launches; `retire` takes its sampled tokens. A step may be scheduled and
     launched before earlier steps are retired, so that reading tokens overlaps with computation. Consequences:
 
-    - A request that ends with a token in flight may have one more token in flight. `retire` drops it.
+    - The end of a request is known only after its last token is read. So it may have surplus tokens in flight, which
+      `retire` drops.
     - Launched steps may still use the pages of a request that ended or was preempted. The pages are nevertheless
       released at once. This is safe because the device runs steps in launch order, and the next owner writes to the
       pages in a later step. For the same reason the prefix cache can match a page once the step that fills it has been

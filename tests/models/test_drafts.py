@@ -81,7 +81,7 @@ trees = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=7).ma
 @settings(deadline=None, max_examples=60)
 @given(trees, st.lists(st.integers(0, 2), min_size=8, max_size=8), st.integers(0, 7))
 def test_one_branch_of_a_tree_is_accepted(drafts: list[tuple[int, int]], chosen: list[int], num_drafts: int):
-    """Of equal drafts after one token the first is accepted."""
+    """The first of equal drafts after one token is accepted."""
     parents, tokens = [parent for parent, _ in drafts], [token for _, token in drafts]
     ways, at = branches(parents), 0
     num_drafts = min(num_drafts, len(drafts))

@@ -72,7 +72,7 @@ def received(connection: Connection) -> CachedPages:
 @pytest.mark.slow  # test_cached_pages.py has pages as bytes, and later tests have dying processes
 @pytest.mark.parametrize("dies_at", [None, 4], ids=["whole", "killed half-way"])
 def test_tokens_equal_one_engine(tmp_path: Path, dies_at: int | None) -> None:
-    """If the other process dies, pages that have arrived completely are used, and the rest is computed here."""
+    """Pages that arrived completely before the other process died are used, and the rest is computed here."""
     _, tokens = computed("windows of heads, int8")
     engine = make("windows of heads, int8")
     with Listener(str(tmp_path / "pages"), "AF_UNIX") as listener:

@@ -313,7 +313,8 @@ class RemotePrefill:
 
         Raises:
           TransferError: the prefill process ended, does not answer, or sent an invalid message. Complete pages stay in
-            the prefix cache, incomplete pages are released. `compute_here` adds the pending prompts to the engine.
+            the prefix cache. `compute_here` adds the pending prompts to the engine; it and `close` release incomplete
+            pages.
         """
         self._check()
         given: list[RequestId] = []
