@@ -239,8 +239,8 @@ def differences(verification: Verification) -> list[str]:
     rounding = verification.rounding
     if rounding is not None and verification.lost_too_much:
         sentences.append(
-            f"{verification.tied} of {verification.compared} tokens differ, with a loss of {rounding.loss:.3g} in float32"
-            f" logits; rounding explains at most {rounding.allowed:.3g}"
+            f"{verification.tied} of {verification.compared} tokens differ, with a loss of {rounding.loss:.3g} in"
+            f" float32 logits; rounding explains at most {rounding.allowed:.3g}"
         )
     if verification.too_many_tied:
         sentences.append(

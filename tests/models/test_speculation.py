@@ -131,8 +131,8 @@ def totals(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
     ],
 )
 def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
-    """All drafts are accepted if all are right. That requires that the proposer gets every known token: of chunks, of shared
-    pages and of preempted requests."""
+    """All drafts are accepted if all are right. That requires that the proposer gets every known token: of chunks, of
+    shared pages and of preempted requests."""
     engine = speculating()
     for share in (1.0, 0.0, 0.6):
         before = engine.stats()
