@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.engine import SamplingParams
-from models.engine.sampler import SamplingRows, _is_kept, sample
+from models.engine.sampler import SamplingRows, _is_allowed, sample
 
-sample_rows, is_kept = jax.jit(sample), jax.jit(_is_kept)
+sample_rows, is_kept = jax.jit(sample), jax.jit(_is_allowed)
 
 
 def rows(n: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0) -> SamplingRows:
