@@ -27,8 +27,8 @@ A correct engine rounds differently from the plain run, but its error has the sa
 the means. Measured with `v3-tiny` in bfloat16 (256 tokens), the noisiest of the small models: the total of a correct
 engine is 0.1 and 2.1 standard deviations above the mean, with two implementations of attention. It is 10 standard
 deviations above if decode reads one token less, and 90 or more if a page of a shared prefix is overwritten or decode
-positions are shifted by one. A single zeroed KV row is at the limit of detection in this model: the total was 10 standard
-deviations above the mean in one run, and within the limit in another. In a dense model a zeroed row is noticed.
+positions are shifted by one. A single zeroed KV row is at the limit of detection in this model: the total was 10
+standard deviations above the mean in one run, and within the limit in another. In a dense model such a row is noticed.
 """
 
 from __future__ import annotations
