@@ -222,9 +222,7 @@ class EngineTransfers:
         if self._config.speculate is not None:
             raise NotImplementedError("speculate: proposers need whole steps, not steps launched layer by layer")
         if self._config.batch_invariant:
-            raise NotImplementedError(
-                "batch_invariant: a step launched layer by layer is another program, whose bits differ"
-            )
+            raise NotImplementedError("batch_invariant: steps launched layer by layer are different programs")
 
     def launch(self, plans: Sequence[StepPlan | None], capture_logits: bool) -> StepResult:
         """Launch a step. If it completes pages and a feed is open, launch it layer by layer with copies of the
