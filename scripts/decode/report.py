@@ -111,6 +111,8 @@ class Report:
         }
         if self.verification is not None:
             run["verified"] = self.verification.passed
+            if (rounding := self.verification.rounding) is not None:
+                run |= {"verified_loss": rounding.loss, "verified_loss_allowed": rounding.allowed}
         if self.speculate is not None:
             run |= {"speculate": self.speculate, "drafted": self.drafted, "accepted": self.accepted}
         if self.mesh is not None:
@@ -230,16 +232,16 @@ def nonfinite(outputs: Sequence[RequestOutput]) -> list[str]:
 
 
 def differences(verification: Verification) -> list[str]:
-    """Return one sentence per request that differs from the plain run, and one sentence if the tied tokens exceed their
-    limit in number or difference.
+    """Return one sentence for each request that differs from the plain run, and one sentence if too many tokens are
+    tied or their total loss is too large.
     """
     found = [(i, check.difference) for i, check in enumerate(verification.requests)]
     sentences = [_difference(i, difference) for i, difference in found if difference is not None]
-    if verification.too_many_far:
-        first = next((i, check.far[0]) for i, check in enumerate(verification.requests) if check.far)
+    rounding = verification.rounding
+    if rounding is not None and verification.lost_too_much:
         sentences.append(
-            f"{verification.far} of {verification.compared} tokens differ by more than {verification.tolerance:g} from"
-            f" the plain run's; the first: {_difference(*first)}"
+            f"{verification.tied} of {verification.compared} tokens differ, with a loss of {rounding.loss:.3g} in"
+            f" float32 logits; rounding explains at most {rounding.allowed:.3g}"
         )
     if verification.too_many_tied:
         sentences.append(
@@ -260,8 +262,16 @@ def _difference(i: int, found: Difference) -> str:
 def _verdict(verification: Verification) -> Text:
     if not verification.passed:
         return Text("NO\n" + "\n".join(differences(verification)), style="bold red")
-    ties = f", {verification.tied} tied within {verification.tolerance:g}" if verification.tied else ""
-    ties += f", {verification.far} by near ties of experts" if verification.far else ""
+    rounding = verification.rounding
+    if not verification.tied:
+        ties = ""
+    elif rounding is None:
+        ties = f", {verification.tied} tied within {verification.tolerance:g}"
+    else:
+        ties = (
+            f", {verification.tied} differ by rounding errors (loss {rounding.loss:.3g} in logits, allowed"
+            f" {rounding.allowed:.3g})"
+        )
     equal = f"{verification.equal} of {verification.compared} tokens equal the uncached, unchunked run's"
     return Text(f"yes: {equal}{ties}", "green")
 

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from models.engine import Difference, EngineStats, RequestCheck, RequestOutput, StepRecord, Verification
+from models.engine.verify import RoundingLoss
 from scripts.cli.command_line import UsageError
 from scripts.cli.prompts import demo_ids, demo_texts
 from scripts.cli.speculate import SpeculateOption, parse_speculate
@@ -89,12 +90,14 @@ def test_differences_and_ties_are_shown():
     assert "request 1, output position 1: got the end, wanted 7, margin 0.25" in printed(report(verification=wrong))
     many = Verification((RequestCheck(4, 8, None),), 5.0)
     assert "8 of 12 tokens differ, each within 5" in " ".join(printed(report(verification=many)).split())
-    far = Verification((RequestCheck(30, 1, None), RequestCheck(30, 0, None, (Difference(2, 5, 7, 0.25),))), 5.0)
-    assert "60 of 62 tokens equal" in printed(report(verification=far))
-    assert "1 by near ties of experts" in " ".join(printed(report(verification=far)).split())
-    more = Verification((RequestCheck(1, 0, None, (Difference(2, 5, 7, 0.25), Difference(3, 5, 7, 1.0))),), 5.0)
-    text = " ".join(printed(report(verification=more)).split())
-    assert "2 of 3 tokens differ by more than 5 from the plain run's; the first: request 0, output position 2" in text
+    rounded = Verification((RequestCheck(30, 2, None, RoundingLoss(1.5, 1.0, 0.25, 0.5)),), None)
+    text = " ".join(printed(report(verification=rounded)).split())
+    assert "30 of 32 tokens equal" in text
+    assert "2 differ by rounding errors (loss 1.5 in logits, allowed 4.5)" in text
+    assert report(verification=rounded).to_json()["run"]["verified_loss_allowed"] == 4.5
+    lost = Verification((RequestCheck(30, 2, None, RoundingLoss(5.5, 1.0, 0.25, 0.5)),), None)
+    text = " ".join(printed(report(verification=lost)).split())
+    assert "2 of 32 tokens differ, with a loss of 5.5 in float32 logits; rounding explains at most 4.5" in text
 
 
 def test_json_omits_missing_values():

@@ -166,10 +166,8 @@ def test_prefix_cache_file_is_reused_by_the_next_run(run_json, write_ids, golden
 def test_prefix_cache_file_of_another_model_is_an_error(usage_error, write_ids, tmp_path):
     file, run = tmp_path / "prefixes", [*SMALL, *write_ids(PROMPTS[:2]), "--prefix-cache", tmp_path / "prefixes"]
     file.write_bytes(CachedPages({"page_size": 3}, (), ()).to_bytes())
-    assert (
-        f"--prefix-cache: {file}: pages: expected those of an engine like this one, got page_size of 3"
-        in usage_error(*run)
-    )
+    expected = f"--prefix-cache: {file}: pages: expected pages of an engine like this one, got page_size of 3"
+    assert expected in usage_error(*run)
     file.write_bytes(b"rubbish")
     assert f"--prefix-cache: {file}: data: no cached pages in these 7 bytes" in usage_error(*run)
     file.unlink()

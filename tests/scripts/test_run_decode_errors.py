@@ -92,7 +92,7 @@ class TestRefusals:
             (["--mesh", "tensor=3"], "mesh: tensor: devices: expected a divisor of 4 query heads, got 3"),
             (
                 ["--random", "v3-tiny", "--mesh", "context=2", "--speculate", "mtp:2:2"],
-                "speculate: drafts that are a tree lie side by side; devices that share contexts compute each token",
+                "speculate: a tree of drafts needs decode rows of several tokens; with split contexts each token",
             ),
             (
                 ["--mesh=tensor=2", "--prefix-cache=x", "--coordinator=host:1", "--num-processes=2", "--process-id=0"],
