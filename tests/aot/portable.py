@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_attn
-from models.moe import layer as moe
+from models.moe import dispatch, split_experts
+from models.moe.experts import ClampedSwiglu, Experts
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
 from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
 
@@ -121,16 +122,16 @@ def ragged_attention() -> Case:
 def routed_experts(tokens: int) -> DeferredCase:
     """The experts of DeepSeek-V2-Lite: 64, of which every token takes 6."""
     count, width, hidden = 64, 2048, 1408
-    return experts_case(tokens, 6, lambda: moe.Experts(bf16(count, width, 2 * hidden), bf16(count, hidden, width)))
+    return experts_case(tokens, 6, lambda: Experts(bf16(count, width, 2 * hidden), bf16(count, hidden, width)))
 
 
 def biased_experts(tokens: int) -> DeferredCase:
     """The experts of gpt-oss-20b: 32, of which every token takes 4; their width leaves half a tile."""
     count, width = 32, 2880
 
-    def make() -> moe.Experts:
+    def make() -> Experts:
         weights = bf16(count, width, 2 * width), bf16(count, width, width)
-        return moe.Experts(*weights, bf16(count, 2 * width), bf16(count, width), moe.ClampedSwiglu(1.702, 7.0))
+        return Experts(*weights, bf16(count, 2 * width), bf16(count, width), ClampedSwiglu(1.702, 7.0))
 
     return experts_case(tokens, 4, make)
 
@@ -140,7 +141,7 @@ def bf16(*dims: int) -> jax.Array:
 
 
 @deferred
-def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Case:
+def experts_case(tokens: int, top_k: int, make: Callable[[], Experts]) -> Case:
     experts = jax.eval_shape(make)
     num_experts, hidden, width = experts.down.shape
     arguments = {
@@ -151,9 +152,9 @@ def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Ca
     }
     # Not all experts times the pairs, which is what jax.lax.ragged_dot takes. Results of the first product for few rows
     # lie as rows of each expert, and groups of others begin at multiples of 8 rows.
-    spread = num_experts * hidden * 2 * (-(-tokens // 8) * 8 if tokens <= moe.SPREAD_ROWS else 8)
+    spread = num_experts * hidden * 2 * (-(-tokens // 8) * 8 if tokens <= dispatch.MAX_FEW_ROWS else 8)
     temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden) + spread
-    return Case(moe.routed_experts, arguments, temporaries=temporaries)
+    return Case(split_experts.routed_experts, arguments, temporaries=temporaries)
 
 
 PORTABLE = {

@@ -14,7 +14,8 @@ from models.config import GQA_PRESETS, GQAConfig, HeadWindows
 from models.decoder import AttentionSettings
 from models.engine import Decoded, Engine, EngineConfig, SamplingParams
 from models.engine.verify import verify
-from models.moe import layer as moe
+from models.moe import expert_gemms
+from models.moe.experts import Experts
 from pallas_attn import FULL
 from tests.models.test_moe import biased_experts, draw_experts
 
@@ -73,11 +74,12 @@ def test_kernels_make_the_tokens_of_a_plain_run(config: GQAConfig):
 @pytest.mark.gpu
 def test_experts_of_gpt_oss_are_multiplied_by_groups(rng):
     """The kernel at gpt-oss's own width, which leaves half a tile, agrees with the portable loop over blocks."""
-    experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 2880, 2880, jnp.bfloat16)))
-    assert moe.hopper_takes(experts)
+    experts = biased_experts(rng, Experts(*draw_experts(rng, 2880, 2880, jnp.bfloat16)))
+    assert expert_gemms.hopper_supports(experts)
     sizes = jnp.asarray([700, 0, 3, 321], jnp.int32)
     rows, source = jnp.asarray(rng.standard_normal((1024, 2880)), jnp.bfloat16), jnp.arange(1024, dtype=jnp.int32)
     (out, row), (wanted, place) = (
-        multiply(rows, source, experts, sizes) for multiply in (jax.jit(moe.hopper_groups), moe.block_groups)
+        multiply(rows, source, experts, sizes)
+        for multiply in (jax.jit(expert_gemms.hopper_grouped), expert_gemms.blockwise)
     )
     np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (out[row], wanted[place])), atol=0.06, rtol=0.02)

@@ -22,7 +22,9 @@ from models.config import DeepSeekConfig, GQAConfig, ModelConfig, YarnConfig
 from models.decoder import AttentionSettings, Decoder, gqa, indexer, layers, mla, model, rope, split_model
 from models.decoder.caches import IndexedLatent
 from models.decoder.rope import halves_order
-from models.moe import layer as moe
+from models.moe import router
+from models.moe.layer import BiasedMoE, MoE
+from models.moe.router import Router
 from pallas_attn import PagedIndexKeys, Rope, index_cache_spec
 from pallas_attn.portable import index_tiles
 from tests.models.step_case import PAGE_SIZE, Pages, step
@@ -180,19 +182,19 @@ def replaced(owner: object, name: str, value: object) -> Callable[[Patch], None]
 
 
 def groups_ignored(patch: Patch) -> None:
-    patch.setattr(moe, "_keep_best_groups", lambda choice, config: choice)
+    patch.setattr(router, "_mask_groups", lambda choice, config: choice)
 
 
 def group_score_counts(method: str) -> Callable[[Patch], None]:
     """Ranks groups as the other family ranks them."""
-    right = moe._keep_best_groups
+    right = router._mask_groups
     wrong = lambda choice, config: right(choice, dataclasses.replace(config, topk_method=method))  # noqa: E731
-    return replaced(moe, "_keep_best_groups", wrong)
+    return replaced(router, "_mask_groups", wrong)
 
 
 def masked_groups_score_zero(patch: Patch) -> None:
-    right = moe._keep_best_groups
-    patch.setattr(moe, "_keep_best_groups", lambda *args: jnp.nan_to_num(right(*args), neginf=0.0))
+    right = router._mask_groups
+    patch.setattr(router, "_mask_groups", lambda *args: jnp.nan_to_num(right(*args), neginf=0.0))
 
 
 def tensors_dropped(ending: str) -> Callable[[Patch], None]:
@@ -202,9 +204,9 @@ def tensors_dropped(ending: str) -> Callable[[Patch], None]:
 
 
 def bias_in_weights(patch: Patch) -> None:
-    right = moe.Router.__call__
+    right = Router.__call__
 
-    def route(router: moe.Router, x):
+    def route(router: Router, x):
         experts, _ = right(router, x)
         assert router.e_score_correction_bias is not None
         biased = jax.nn.sigmoid(x @ router.weight[...]) + router.e_score_correction_bias[...][None, :]
@@ -212,20 +214,20 @@ def bias_in_weights(patch: Patch) -> None:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return experts, weights * router.config.routed_scaling_factor
 
-    patch.setattr(moe.Router, "__call__", route)
+    patch.setattr(Router, "__call__", route)
 
 
 def shared_experts_dropped(patch: Patch) -> None:
-    right = moe.MoE.__call__
+    right = MoE.__call__
 
-    def mix(layer: moe.MoE, *args):
+    def mix(layer: MoE, *args):
         shared = layer.shared_experts
         layer.shared_experts = None
         y = right(layer, *args)
         layer.shared_experts = shared
         return y
 
-    patch.setattr(moe.MoE, "__call__", mix)
+    patch.setattr(MoE, "__call__", mix)
 
 
 def fp8_blocks_of_equal_size(patch: Patch) -> None:
@@ -269,9 +271,9 @@ def prefilled_with(**changes: Callable) -> Callable[[Patch], None]:
 
 
 def ramp_of_whole_frequencies(patch: Patch) -> None:
-    right = rope._kept_by_yarn
+    right = rope._yarn_share
     truncated = lambda yarn, *args: right(dataclasses.replace(yarn, truncate=True), *args)  # noqa: E731
-    patch.setattr(rope, "_kept_by_yarn", truncated)
+    patch.setattr(rope, "_yarn_share", truncated)
 
 
 def windows_on_the_other_layers(patch: Patch) -> None:
@@ -289,11 +291,11 @@ def windows_on_the_other_layers(patch: Patch) -> None:
 
 
 def weights_among_all_experts(patch: Patch) -> None:
-    def route(layer: moe.BiasedMoE, x):
+    def route(layer: BiasedMoE, x):
         weights, chosen = jax.lax.top_k(jax.nn.softmax(layer.router(x)), layer.config.num_experts_per_tok)
         return chosen, weights
 
-    patch.setattr(moe.BiasedMoE, "_route", route)
+    patch.setattr(BiasedMoE, "_route", route)
 
 
 def gates_in_the_first_half(patch: Patch) -> None:
@@ -413,8 +415,8 @@ ALL_KEPT, NONE_KEPT = (lambda yarn, theta, width, share=share: np.full(width // 
 MISTAKES: dict[str, Callable[[Patch], None]] = {
     "softmax_mscale_dropped": replaced(YarnConfig, "score_scale", 1.0),
     "rotary_mscale_dropped": replaced(YarnConfig, "rotary_scale", 1.0),
-    "yarn_interpolation_dropped": replaced(rope, "_kept_share", ALL_KEPT),
-    "yarn_interpolates_all_frequencies": replaced(rope, "_kept_share", NONE_KEPT),
+    "yarn_interpolation_dropped": replaced(rope, "_unscaled_share", ALL_KEPT),
+    "yarn_interpolates_all_frequencies": replaced(rope, "_unscaled_share", NONE_KEPT),
     "rope_in_halves": reconfigured(rope_interleave=False),
     "attention_norms_use_rms_norm_eps": attention_norms_use_rms_norm_eps,
     "groups_ignored": groups_ignored,
@@ -451,8 +453,8 @@ MISTAKES: dict[str, Callable[[Patch], None]] = {
     ),
     "shared_layers_take_the_first_choice": shared_layers_take_the_first_choice,
     "rope_in_pairs": rope_is(style="interleaved"),
-    "llama3_interpolation_dropped": replaced(rope, "_kept_share", ALL_KEPT),
-    "llama3_interpolates_all_frequencies": replaced(rope, "_kept_share", NONE_KEPT),
+    "llama3_interpolation_dropped": replaced(rope, "_unscaled_share", ALL_KEPT),
+    "llama3_interpolates_all_frequencies": replaced(rope, "_unscaled_share", NONE_KEPT),
     "qk_norms_dropped": rope_is(q_norm=None, k_norm=None),
     "kv_heads_dealt_round": kv_heads_dealt_round,
     "scores_scaled_by_the_hidden_size": replaced(
