@@ -230,12 +230,12 @@ def test_wrong_steps_are_refused(unchecked_shapes):
     model = random_model(SMALL)
     pages = Pages.scatter(1, 2)
     caches, metadata = pages.allocate(model), step(pages, prefill=[(0, 0, 4)])
-    with pytest.raises(ValueError, match="caches: expected one for each of 2 layers, got 1"):
+    with pytest.raises(ValueError, match="caches: expected one per layer, 2, got 1"):
         model(jnp.zeros(4, jnp.int32), caches[:1], metadata)
     with pytest.raises(ValueError, match=r"tokens: expected 4 as metadata has, got \[5\]"):
         model(jnp.zeros(5, jnp.int32), caches, metadata)
     no_sequence = step(pages, padding=4)
-    with pytest.raises(ValueError, match="4 tokens cannot be 0 decode tokens and the prefill tokens of 0 sequences"):
+    with pytest.raises(ValueError, match="4 tokens do not fit 0 decode tokens and the prefill tokens of 0 sequences"):
         model(jnp.zeros(4, jnp.int32), caches, no_sequence)
     with pytest.raises(ValueError, match="mla: expected auto, absorb or expand, got 'both'"):
         AttentionSettings(mla="both")  # pyrefly: ignore[bad-argument-type]

@@ -118,13 +118,13 @@ def test_layers_and_caches_that_do_not_fit_are_refused() -> None:
     full, shared = pages.allocate(model)
     metadata, tokens = step(pages, prefill=[(0, 0, len(TOKENS))]), jnp.asarray(TOKENS, jnp.int32)
     for caches, message in (
-        ((shared, shared), "cache: expected one with index keys"),
-        ((full, full), "cache: expected one without index keys"),
+        ((shared, shared), "cache: expected index keys"),
+        ((full, full), "cache: expected no index keys"),
     ):
         with pytest.raises(ValueError, match=message):
             model(tokens, caches, metadata)
     x, angles, [(slots, parts)] = model.begin(tokens, full, metadata)
-    with pytest.raises(ValueError, match="choice: expected that of the layer before"):
+    with pytest.raises(ValueError, match="choice: expected the selection of the layer before"):
         model.layers[1](x, angles, shared, slots, parts)
 
 
