@@ -1,6 +1,6 @@
-"""The portable implementations at serving sizes, and what jax brings that our model uses on Hopper.
+"""Cases of the portable implementations at serving sizes, and of the expert GEMMs on Hopper.
 
-Pools are of tens of gigabytes and tables of 128k tokens a sequence, of which a call must make no copy.
+Pools have tens of gigabytes, and block tables cover 128k tokens per sequence. A call must not copy them.
 """
 
 from __future__ import annotations
@@ -120,13 +120,13 @@ def ragged_attention() -> Case:
 
 
 def routed_experts(tokens: int) -> DeferredCase:
-    """The experts of DeepSeek-V2-Lite: 64, of which every token takes 6."""
+    """Routed experts of DeepSeek-V2-Lite: 64 experts, 6 per token."""
     count, width, hidden = 64, 2048, 1408
     return experts_case(tokens, 6, lambda: Experts(bf16(count, width, 2 * hidden), bf16(count, hidden, width)))
 
 
 def biased_experts(tokens: int) -> DeferredCase:
-    """The experts of gpt-oss-20b: 32, of which every token takes 4; their width leaves half a tile."""
+    """Experts of gpt-oss-20b: 32 experts, 4 per token. Their width is not a multiple of 128."""
     count, width = 32, 2880
 
     def make() -> Experts:
@@ -150,10 +150,10 @@ def experts_case(tokens: int, top_k: int, make: Callable[[], Experts]) -> Case:
         "weights": shape(tokens, top_k, dtype=jnp.float32),
         "experts": experts,
     }
-    # Not all experts times the pairs, which is what jax.lax.ragged_dot takes. Results of the first product for few rows
-    # lie as rows of each expert, and groups of others begin at multiples of 8 rows.
-    spread = num_experts * hidden * 2 * (-(-tokens // 8) * 8 if tokens <= dispatch.MAX_FEW_ROWS else 8)
-    temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden) + spread
+    # The limit is far below experts · pairs, which jax.lax.ragged_dot allocates. For few rows, the results of GEMM1 are
+    # stored per expert. For many rows, the groups of the experts are padded to multiples of 8 rows.
+    per_expert = num_experts * hidden * 2 * (-(-tokens // 8) * 8 if tokens <= dispatch.MAX_FEW_ROWS else 8)
+    temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden) + per_expert
     return Case(split_experts.routed_experts, arguments, temporaries=temporaries)
 
 

@@ -361,6 +361,12 @@ def test_pairs_link_equal_experts():
     assert [following.tolist()[pair] for pair in (0, 1, 3, 4, 5, 6)] == [3, 4, 5, 7, 7, 7]
 
 
+@pytest.mark.parametrize(("multiprocessors", "ctas"), [(78, 78), (None, pipeline.DEFAULT_CTAS)])
+def test_num_ctas_is_number_of_multiprocessors(monkeypatch, multiprocessors: int | None, ctas: int):
+    monkeypatch.setattr(pipeline, "capability", lambda: Capability("gpu", (9, 0), multiprocessors))
+    assert pipeline.num_ctas() == ctas
+
+
 @pytest.mark.parametrize("num_shared", [0, 2])
 def test_hopper_all_experts_equals_loop(rng, monkeypatch, num_shared: int):
     """The interpreted kernel equals a loop over experts.
