@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_attn import capability
 
-FEW_ROWS = 8
+MAX_UNSPLIT_ROWS = 8
 """Maximum rows for which a GPU multiplies float32 weights without splitting them, which is faster for few rows. A
 single row is also multiplied as this many equal rows."""
 
@@ -33,22 +33,22 @@ def project(
     """
     on_gpu, num_rows = capability().platform == "gpu", math.prod(x.shape[:-1])
     if weight.dtype == jnp.float32:
-        if on_gpu and x.dtype == jnp.bfloat16 and num_rows > FEW_ROWS:
-            return project_by_parts(x, weight).astype(out_dtype or jnp.float32)
+        if on_gpu and x.dtype == jnp.bfloat16 and num_rows > MAX_UNSPLIT_ROWS:
+            return project_split_weights(x, weight).astype(out_dtype or jnp.float32)
         x = x.astype(jnp.float32)
-    in_parts = on_gpu and num_rows <= SPLIT_ROWS and depth_parts(weight.shape[0]) > 1
-    multiply = _product_of_parts if in_parts else _product
+    splits_k = on_gpu and num_rows <= MAX_SPLIT_K_ROWS and num_k_splits(weight.shape[0]) > 1
+    multiply = _split_k_matmul if splits_k else _matmul
     if on_gpu and num_rows == 1:
-        rows = jax.lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (FEW_ROWS, x.shape[-1])))
+        rows = jax.lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (MAX_UNSPLIT_ROWS, x.shape[-1])))
         return multiply(rows, weight, out_dtype)[0].reshape(*x.shape[:-1], -1)
     return multiply(x, weight, out_dtype)
 
 
-SPLIT_ROWS = 64
+MAX_SPLIT_K_ROWS = 64
 """Maximum rows for which XLA may use split-K, with up to 16 splits."""
 
 
-def depth_parts(depth: int) -> int:
+def num_k_splits(depth: int) -> int:
     """Return the number of splits of a long K, 1 for none.
 
     A K that is not divisible by 16 · 16 is split here, because XLA's split-K would pad the weights in every call. On an
@@ -56,26 +56,26 @@ def depth_parts(depth: int) -> int:
     """
     if depth < 8192 or depth % 256 == 0:
         return 1
-    return max((parts for parts in (3, 5, 7, 9) if depth % (16 * parts) == 0), default=1)
+    return max((splits for splits in (3, 5, 7, 9) if depth % (16 * splits) == 0), default=1)
 
 
-def _product_of_parts(
+def _split_k_matmul(
     x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None
 ) -> Float[Array, "*rows F"]:
     """Return x @ weight as a sum over splits of D."""
-    parts = depth_parts(weight.shape[0])
-    of_parts = x.reshape(-1, parts, weight.shape[0] // parts).swapaxes(0, 1)
-    products = _product(of_parts, weight.reshape(parts, -1, weight.shape[1]), jnp.float32)
+    splits = num_k_splits(weight.shape[0])
+    rows = x.reshape(-1, splits, weight.shape[0] // splits).swapaxes(0, 1)  # [splits, rows, D / splits]
+    products = _matmul(rows, weight.reshape(splits, -1, weight.shape[1]), jnp.float32)
     return jnp.sum(products, axis=0).reshape(*x.shape[:-1], -1).astype(out_dtype or x.dtype)
 
 
-def _product(
-    x: Float[Array, "*rows D"], weight: Float[Array, "*parts D F"], out_dtype: DTypeLike | None
+def _matmul(
+    x: Float[Array, "*rows D"], weight: Float[Array, "*splits D F"], out_dtype: DTypeLike | None
 ) -> Float[Array, "*rows F"]:
     return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype or x.dtype)
 
 
-def project_by_parts(x: Float[Array, "*rows D"], weight: Float32[Array, "D F"]) -> Float32[Array, "*rows F"]:
+def project_split_weights(x: Float[Array, "*rows D"], weight: Float32[Array, "D F"]) -> Float32[Array, "*rows F"]:
     """Return x @ weight for bfloat16 rows and float32 weights in float32 accuracy, on tensor cores.
 
     Each weight is split into the sum of three bfloat16 values, whose products with bfloat16 values are exact in

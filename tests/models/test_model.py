@@ -235,7 +235,7 @@ def test_gpu_splits_k_that_xla_would_pad(rows: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(layers, "capability", lambda: Capability("gpu", (9, 0)))
     assert "f32[9,1216,3]" in str(jax.make_jaxpr(layers.project)(x, weight))
     np.testing.assert_allclose(layers.project(x, weight), wanted, rtol=1e-4, atol=1e-3)
-    assert [layers.depth_parts(depth) for depth in (10944, 11008, 2880, 8208, 8200)] == [9, 1, 1, 9, 1]
+    assert [layers.num_k_splits(depth) for depth in (10944, 11008, 2880, 8208, 8200)] == [9, 1, 1, 9, 1]
 
 
 def test_invalid_steps_raise(unchecked_shapes):
