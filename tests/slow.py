@@ -21,7 +21,6 @@ SLOW = (
     r"scripts/test_bench_ops.py::test_a_report_adds_up\[(paged_(decode|prefill)-int8-head|mla_decode-f32)-xla",
     r"scripts/test_bench_serving.py::test_all_decode_side_by_side",
     r"scripts/test_bench_peers.py::test_latent_attention_comes_to_ours\[(1-decode|2-)|test_paged_attention_comes_to_ours\[3",
-    # Prompt logits of every golden family are in every run, and greedy tokens of one of each kind of attention.
     # Engines: a scenario of each kind of cache stays, which has chunks, hits, preemptions and drawn tokens together.
     r"models/test_cached_pages.py::.*\[(latents|latents in 8 bits|windows of heads)\]",  # others have index keys, int8
     r"models/test_engine.py::test_the_first_to_come",  # tests/models/test_scheduler.py has order under preemption
