@@ -279,7 +279,9 @@ def run_warpgroups(
         if stores_by_tma:
             plgpu.wait_smem_to_gmem(0)
 
-    lax.cond(lax.axis_index("warpgroup") < num_consumers, consume, produce)
+    warpgroup = lax.axis_index("warpgroup")
+    is_consumer = warpgroup == 0 if num_consumers == 1 else warpgroup < num_consumers
+    lax.cond(is_consumer, consume, produce)
 
 
 def wgmma_swap_ab(accumulator: Any, weights: Any, x: Any) -> None:
