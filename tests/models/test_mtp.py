@@ -246,11 +246,11 @@ def joined(change: Callable[[MTPModule, jax.Array, jax.Array], Sequence[jax.Arra
 
 
 def fed(**changes: Callable[[Fed], Any]) -> Callable[[Fed, Patch], None]:
-    def mistake(fed: Fed, patch: Patch) -> None:
+    def mutation(fed: Fed, patch: Patch) -> None:
         for name, change in changes.items():
             setattr(fed, name, change(fed))
 
-    return mistake
+    return mutation
 
 
 def weight(name: str) -> np.ndarray:
@@ -266,7 +266,7 @@ def head_normed_as_the_decoders(fed: Fed, patch: Patch) -> None:
     patch.setattr(golden_case().mtp.depths[0], "norm", golden_case().model.norm)
 
 
-MISTAKES: dict[str, Callable[[Fed, Patch], None]] = {
+MUTATIONS: dict[str, Callable[[Fed, Patch], None]] = {
     "hidden_before_the_embedding": joined(lambda m, embedded, hidden: (m.hnorm(hidden), m.enorm(embedded))),
     "embedding_not_normed": joined(lambda m, embedded, hidden: (embedded, m.hnorm(hidden))),
     "hidden_not_normed": joined(lambda m, embedded, hidden: (m.enorm(embedded), hidden)),
@@ -285,14 +285,14 @@ FIRST, SECOND = 60, 15
 """Entries of the longest prompt in two chunks, and entries that chain with hidden states of the second chunk."""
 
 
-def chunks_and_a_chain(mistake: Callable[[Fed, Patch], None] | None = None) -> list[np.ndarray]:
+def chunks_and_a_chain(mutation: Callable[[Fed, Patch], None] | None = None) -> list[np.ndarray]:
     """Return logits of two chunks of entries, and of the entries that chain with the second chunk."""
     case, pages = golden_case(), Pages.scatter(1, 12)
     fed = Fed(case.hidden[-1], np.array(case.next_tokens(-1)), np.ones(case.config.hidden_size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mtp, "layer_function", lambda: jitted_layer)  # no mutation changes this part
-        if mistake is not None:
-            mistake(fed, patch)
+        if mutation is not None:
+            mutation(fed, patch)
         caches = jax.tree.map(lambda x: jnp.full_like(x, np.nan), case.mtp.allocate_caches(13, PAGE_SIZE))
         hidden, tokens, given, results = fed.hidden, fed.tokens, np.zeros(0), []
         for begin, end in ((0, FIRST), (FIRST, FIRST + SECOND), (FIRST + SECOND, FIRST + 2 * SECOND)):
@@ -327,13 +327,15 @@ SOME = ("embedding_not_normed", "tokens_not_shifted", "given_before_the_modules_
 """Mutations of the ordinary run. The slow run has all."""
 
 
-@pytest.mark.parametrize("mistakes", [SOME, pytest.param(tuple(MISTAKES), marks=pytest.mark.slow)], ids=["some", "all"])
-def test_mutations_are_detected(mistakes: tuple[str, ...]):
-    def moved(mistake: Callable[[Fed, Patch], None] | None = None) -> list[float]:
-        pairs = zip(chunks_and_a_chain(mistake), wanted_of_the_chain(), strict=True)
+@pytest.mark.parametrize(
+    "mutations", [SOME, pytest.param(tuple(MUTATIONS), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_mutations_are_detected(mutations: tuple[str, ...]):
+    def moved(mutation: Callable[[Fed, Patch], None] | None = None) -> list[float]:
+        pairs = zip(chunks_and_a_chain(mutation), wanted_of_the_chain(), strict=True)
         return [np.nan_to_num(np.abs(got - wanted), nan=np.inf).max() for got, wanted in pairs]
 
     assert max(moved()) <= LOGIT_TOLERANCE
-    seen = {name: moved(MISTAKES[name]) for name in mistakes}
+    seen = {name: moved(MUTATIONS[name]) for name in mutations}
     assert not {name: most for name, most in seen.items() if max(most) < 100 * LOGIT_TOLERANCE}
     assert max(seen["given_before_the_modules_norm"][:2]) <= LOGIT_TOLERANCE, "only the chain is made of what is given"
