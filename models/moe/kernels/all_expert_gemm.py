@@ -243,4 +243,5 @@ def _kernel(
         ring.release_last(number)
         store(*tile_of(number), results)
 
-    run_warpgroups(ring, items, copies, compute, num_consumers=1, stores_by_tma=True)
+    is_consumer = lax.axis_index("warpgroup") == 0
+    run_warpgroups(ring, items, copies, compute, is_consumer=is_consumer, num_consumers=1, stores_by_tma=True)

@@ -271,4 +271,5 @@ def _kernel(
         else:
             lax.while_loop(lambda pair: pair < num_pairs, store, first)
 
-    run_warpgroups(ring, items, copies, compute, num_consumers=1, stores_by_tma=False)
+    is_consumer = lax.axis_index("warpgroup") == 0
+    run_warpgroups(ring, items, copies, compute, is_consumer=is_consumer, num_consumers=1, stores_by_tma=False)

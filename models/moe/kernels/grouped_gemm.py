@@ -176,4 +176,5 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
         lax.cond(rows > 0, compute_rows, lambda: ring.read(number, lambda _: None))
         ring.release_last(number)
 
-    run_warpgroups(ring, items, copies, compute, num_consumers=CONSUMERS, stores_by_tma=True)
+    is_consumer = warpgroup < CONSUMERS
+    run_warpgroups(ring, items, copies, compute, is_consumer=is_consumer, num_consumers=CONSUMERS, stores_by_tma=True)

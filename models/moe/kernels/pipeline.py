@@ -252,6 +252,7 @@ def run_warpgroups(
     copies: Callable[[Any], Callable[[Any, Any], None]],
     compute: Callable[[Any], None],
     *,
+    is_consumer: Any,
     num_consumers: int,
     stores_by_tma: bool,
 ) -> None:
@@ -262,7 +263,8 @@ def run_warpgroups(
       items: work items of this CTA.
       copies: takes the number of a work item, returns `copy(stage, step)`, which starts the TMA copies of one step.
       compute: computes and stores the work item with this number.
-      num_consumers: number of consumer warpgroups; warpgroup `num_consumers` is the producer.
+      is_consumer: whether this warpgroup is a consumer; the last warpgroup is the producer.
+      num_consumers: number of consumer warpgroups.
       stores_by_tma: whether `compute` stores by TMA, so that the stores have to complete before the kernel ends.
     """
 
@@ -279,8 +281,6 @@ def run_warpgroups(
         if stores_by_tma:
             plgpu.wait_smem_to_gmem(0)
 
-    warpgroup = lax.axis_index("warpgroup")
-    is_consumer = warpgroup == 0 if num_consumers == 1 else warpgroup < num_consumers
     lax.cond(is_consumer, consume, produce)
 
 

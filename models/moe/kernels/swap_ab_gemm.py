@@ -178,4 +178,5 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
             first = column + warpgroup * own_width + block * COLUMNS
             store_rows(out_tile, out.at[:, pl.ds(first, COLUMNS)], start, tiles.rows[tile])
 
-    run_warpgroups(ring, items, copies, compute, num_consumers=consumers, stores_by_tma=True)
+    is_consumer = warpgroup < consumers
+    run_warpgroups(ring, items, copies, compute, is_consumer=is_consumer, num_consumers=consumers, stores_by_tma=True)
