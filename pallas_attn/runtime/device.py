@@ -43,6 +43,8 @@ class Capability:
     Attributes:
       platform: "cpu", "gpu", "tpu", ...
       compute_capability: (9, 0) on an H200; None on a platform without compute capabilities.
+      num_multiprocessors: number of multiprocessors of the device, or None if unknown; does not affect equality. In the
+        interpreter it is the small number that interpreted kernels use.
 
     Example:
       >>> pallas_attn.Capability("gpu", (9, 0)).compute_capability
@@ -51,6 +53,7 @@ class Capability:
 
     platform: str
     compute_capability: Architecture | None
+    num_multiprocessors: int | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,10 +195,11 @@ def capability() -> Capability:
 
     Example:
       >>> pallas_attn.capability()
-      Capability(platform='cpu', compute_capability=None)
+      Capability(platform='cpu', compute_capability=None, num_multiprocessors=None)
     """
     here = _described(_traced_device())
-    return Capability(here.platform, here.capability)
+    multiprocessors = INTERPRETED_MULTIPROCESSORS if interpreted() else here.multiprocessors
+    return Capability(here.platform, here.capability, multiprocessors)
 
 
 def interpreted() -> bool:

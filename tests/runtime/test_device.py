@@ -57,7 +57,7 @@ def test_a_gpu_mesh_over_a_cpu_as_default_device() -> None:
     """No such device is attached: name and cores come from the mesh, other facts from the table of architectures."""
     with jax.default_device(jax.devices("cpu")[0]), use_abstract_mesh(mesh_of("NVIDIA H200", 132)):
         assert device.current() == device.Device("gpu", "NVIDIA H200", (9, 0), 132, 227 * 1024, 228 * 1024)
-        assert capability() == Capability("gpu", (9, 0))
+        assert (capability(), capability().num_multiprocessors) == (Capability("gpu", (9, 0)), 132)
         assert tuning.device_name() == "nvidia_h200"
         assert basics.multiprocessors() == 132
     with jax.default_device(jax.devices("cpu")[0]), use_abstract_mesh(mesh_of("NVIDIA Something New", 10)):

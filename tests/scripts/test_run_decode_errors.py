@@ -47,7 +47,7 @@ class TestRefusals:
             (["--random", "qwen3-tiny", "--mla", "absorb"], "a qwen3 has no latents to absorb"),
             (
                 ["--random", "v32-tiny", "--mla", "expand"],
-                "mla: a deepseek_v32 attends to the latents that tokens choose",
+                "mla: expand does not support the sparse attention of a deepseek_v32",
             ),
             (["--random", "v3-tiny", "--index-topk", "8"], "--index-topk: a deepseek_v3 attends to all keys"),
             (["--random", "v32-tiny", "--index-topk", "0"], "--index-topk: expected at least 1, got 0"),
