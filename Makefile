@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv, from constraints.txt; `make help` lists them.
+# Each target installs what it needs in .venv, with the versions of constraints.txt. `make help` lists the targets.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && echo $$p && break; done)
 UV := $(shell command -v uv 2>/dev/null)
@@ -9,22 +9,22 @@ BASE := .[plot,triton,cuda$(CUDA)]
 else
 BASE := .[plot]
 endif
-# uv where there is one, else venv and pip: .venv's, for the others, too. Python compiles what is imported; compiling all
-# that is installed took a third of the time.
+# uv if it is installed, else venv and pip. pip compiles nothing: Python compiles modules when they are imported, and
+# compiling all installed modules took a third of the installation time.
 install = $(if $(UV),$(UV) pip install --quiet --python,$(BIN)/python -m pip --quiet --disable-pip-version-check --python) $(1)/bin/python $(if $(UV),,install --no-compile)
 create = $(if $(UV),$(UV) venv --quiet --python $(PYTHON) $(1),$(PYTHON) -m venv $(2) $(1))
 
-# Tests spend their time compiling, not running what was compiled; XLA's older emitters take half the time of those
-# that go through MLIR. Neighbours compile the same, so a worker gets neighbours. What took how long is printed in part,
-# and kept for every test.
+# Tests spend most of their time in compilation. XLA's older emitters compile in half the time of the MLIR emitters.
+# `worksteal` gives a worker neighbouring tests, which compile the same programs. pytest prints the slowest tests; the
+# JUnit file has the times of all tests.
 COMPILE_QUICKLY := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0 \
 	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 MEASURED := -n auto --dist worksteal --durations=15 --durations-min=1
-# Hundreds of processes import the same modules, also where the environment wants no bytecode beside their sources.
+# Hundreds of processes import the same modules: cache their bytecode even if the environment disables bytecode.
 KEEP_BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/.pytest_cache/bytecode
 PYTEST := $(KEEP_BYTECODE) $(COMPILE_QUICKLY) $(BIN)/python -m pytest $(MEASURED)
 
-# What compiles kernels without a GPU is there for Linux on x86-64; elsewhere those tests are skipped.
+# Compilers that need no GPU exist for Linux on x86-64; on other platforms the compile gate is skipped.
 ifeq ($(shell uname -s -m),Linux x86_64)
 AOT := .aot/cuda13.stamp .aot/cuda12.stamp
 endif
@@ -34,12 +34,12 @@ endif
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-environment: $(VENV)/all.stamp $(AOT)  ## install at once what the other targets install when they need it
+environment: $(VENV)/all.stamp $(AOT)  ## install the requirements of all other targets
 
 demo: $(VENV)/demo$(CUDA).stamp  ## decode a batch on a small random model and check it (CUDA=13 or 12 for a GPU)
-	$(BIN)/python scripts/run_decode.py --verify $(if $(CUDA),--dtype bfloat16)  # which is what kernels take
+	$(BIN)/python scripts/run_decode.py --verify $(if $(CUDA),--dtype bfloat16)  # the kernels need 16-bit queries
 
-test: $(VENV)/test.stamp $(AOT)  ## everything that needs no GPU
+test: $(VENV)/test.stamp $(AOT)  ## all tests that need no GPU and are not marked slow
 	$(PYTEST) -m "not slow" --junitxml=.pytest_cache/test.xml
 
 test-slow: $(VENV)/test.stamp $(AOT)  ## the long tests (SHARD=2/8: the second of eight parts)
@@ -48,7 +48,7 @@ test-slow: $(VENV)/test.stamp $(AOT)  ## the long tests (SHARD=2/8: the second o
 test-aot: $(VENV)/test.stamp $(AOT)  ## every kernel configuration, compiled for Hopper under both CUDA plugins
 	$(PYTEST) tests/aot --junitxml=.pytest_cache/test-aot.xml
 
-test-gpu: $(VENV)/test.stamp  ## what needs an NVIDIA GPU, the contract suites and goldens on compiled kernels (after make demo CUDA=13)
+test-gpu: $(VENV)/test.stamp  ## tests that need an NVIDIA GPU, contract suites and goldens on compiled kernels (after make demo CUDA=13)
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m pytest tests/contract tests/models/test_triton_goldens.py -m "not slow and not gpu" -k "mosaic or triton"
 
@@ -62,10 +62,10 @@ test-latest: | $(BIN)/python  ## the tests, on the newest jax and triton that py
 	$(call install,.venv-latest) --upgrade -e '.[test]'
 	.venv-latest/bin/python -c 'import jax; print("jax", jax.__version__)'
 	.venv-latest/bin/python -c 'import triton; print("triton", triton.__version__)'
-	@echo "left out: tests/aot but for Triton's, whose compilers are pinned to the jax of constraints.txt, and what is marked slow or gpu"
+	@echo "skipped: tests/aot except for Triton (the compilers are pinned to the jax of constraints.txt), and tests marked slow or gpu"
 	$(KEEP_BYTECODE) $(COMPILE_QUICKLY) .venv-latest/bin/python -m pytest $(MEASURED) -m "not slow" --ignore-glob='tests/aot/test_[!t]*'
 
-tile-budget: $(VENV)/test.stamp $(AOT)  ## what the kernels' main loops cost per tile, beside what its bytes take
+tile-budget: $(VENV)/test.stamp $(AOT)  ## cost of each kernel's main loop per tile, compared with the time of its memory accesses
 	rm -rf .aot/listings
 	$(BIN)/python -m tests.aot '*-decode-*-n8' mla-swap-ab-512-64-n16 mla-seesaw-512-64-h128 'ragged-1*-128' paged-prefill-d128 --listings .aot/listings
 	$(BIN)/python scripts/tools/tile_budget.py .aot/listings/*.sass --results benchmarks/results
@@ -90,10 +90,10 @@ bench: $(VENV)/demo$(CUDA).stamp  ## measure the engine and the operations here;
 	$(BIN)/python scripts/bench_ops.py paged_decode --grid $(if $(CUDA),gqa-quick,small)
 	$(BIN)/python scripts/bench_ops.py write_kv --grid $(if $(CUDA),writes,small)
 
-first-run: $(VENV)/test.stamp $(VENV)/demo$(CUDA).stamp  ## on a card that is new: what runs, what is right, how fast it is (CUDA=13 or 12)
+first-run: $(VENV)/test.stamp $(VENV)/demo$(CUDA).stamp  ## on a new kind of GPU: what runs, what is correct, how fast it is (CUDA=13 or 12)
 	$(BIN)/python -m scripts.tools.first_run
 
-dist: | $(BIN)/python  ## a wheel in dist/, tried in an empty environment with the README's example
+dist: | $(BIN)/python  ## build a wheel in dist/ and run the README's example with it in an empty environment
 	rm -rf dist .venv-dist
 	$(call create,.venv-dist,--without-pip)
 	$(if $(UV),$(UV) build --quiet --wheel --out-dir dist,$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .)
@@ -101,7 +101,7 @@ dist: | $(BIN)/python  ## a wheel in dist/, tried in an empty environment with t
 	cd dist && ../.venv-dist/bin/python ../scripts/tools/readme_example.py ../README.md
 	@ls dist/*.whl
 
-clean:  ## remove what the targets made
+clean:  ## remove everything that the targets created
 	rm -rf .venv .venv-latest .venv-dist .aot dist build out/docs .pytest_cache .ruff_cache .hypothesis
 
 python:
@@ -135,6 +135,6 @@ aot-%: .aot/%.stamp ;
 .aot/%.stamp: tests/aot/%.txt | $(BIN)/python
 	rm -rf .aot/$*
 	$(call install,$(VENV)) --no-deps --target .aot/$* -r $<
-	@# Mosaic GPU looks for the disassembler beside the assembler.
+	@# Mosaic GPU expects the disassembler in the assembler's folder.
 	@cd .aot/$*/nvidia && { test -d cu13/nvvm || ln -s ../../cu13/bin/nvdisasm cuda_nvcc/bin/; }
 	@touch $@

@@ -1,7 +1,7 @@
-"""Lets the documentation site hold files from outside docs/: README, BUILD, LICENSE, benchmarks.
+"""mkdocs hook that adds files outside docs/ to the site: README, BUILD, CHANGELOG, LICENSE, benchmarks.
 
-A hook of mkdocs (`mkdocs.yml` names it). Links in the repository lead from file to file, as readers of the repository
-follow them; they become links between pages of the site. `Examples` is for the API's pages.
+`mkdocs.yml` loads it. Links between files of the repository become links between pages of the site. `Examples` is for
+the API pages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,22 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("README.md", "BUILD.md", "LICENSE", "benchmarks/**/*.md", "benchmarks/**/*.json", "benchmarks/**/*.png")
+OUTSIDE = (
+    "README.md",
+    "BUILD.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "LICENSE",
+    "benchmarks/**/*.md",
+    "benchmarks/**/*.json",
+    "benchmarks/**/*.png",
+)
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?\)")
 
 
 class Examples(griffe.Extension):
-    """Shows the example of a docstring as code, which the parser expects under the plural."""
+    """Rename the docstring section `Example` to `Examples`, which the parser shows as code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
@@ -52,12 +62,12 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
 
 
 def site_path(name: str) -> str:
-    """Where the site has a file of the repository: docs/ is its root, and the README its first page."""
+    """Path on the site of a file of the repository. docs/ is the root, README.md the first page."""
     return "index.md" if name == "README.md" else name.removeprefix("docs/")
 
 
 def repository_path(name: str) -> str:
-    """Which file of the repository a page of the site is."""
+    """Path in the repository of a page of the site."""
     if name == "index.md":
         return "README.md"
     return name if (ROOT / name).exists() else f"docs/{name}"

@@ -1,0 +1,1 @@
+"""Decoder models, their checkpoints and the serving engine, built on the public names of `pallas_attn`."""

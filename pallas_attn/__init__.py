@@ -1,6 +1,6 @@
-"""The attention stack of an LLM inference engine in JAX; this module is the whole public surface."""
+"""Attention for LLM inference engines in JAX. This module is the complete public API."""
 
-# Attention over paged caches, and over packed sequences without one.
+# Attention over paged caches and over packed sequences.
 from pallas_attn.ops.cascade_decode import cascade_decode as cascade_decode
 from pallas_attn.ops.cascade_decode import count_shared_pages as count_shared_pages
 from pallas_attn.ops.mla_decode import mla_decode as mla_decode
@@ -12,23 +12,23 @@ from pallas_attn.portable.merge import lse_from_base2 as lse_from_base2
 from pallas_attn.portable.merge import lse_to_base2 as lse_to_base2
 from pallas_attn.portable.merge import merge_states as merge_states
 
-# A whole step in one call, new tokens written first, as engines for TPUs have it.
+# A whole step in one call, which writes the new tokens first: the interface of JAX engines for TPUs.
 from pallas_attn.ops.mla_ragged_paged_attention import mla_ragged_paged_attention as mla_ragged_paged_attention
 from pallas_attn.ops.ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 
-# Sparse attention: which keys a token attends to, and attention to those.
+# Sparse attention: selection of the keys of each token, and attention to the selected keys.
 from pallas_attn.ops.index_scores import index_scores as index_scores
 from pallas_attn.ops.index_top_k import index_top_k as index_top_k
 from pallas_attn.ops.mla_sparse import mla_sparse as mla_sparse
 from pallas_attn.ops.select_top_k import select_top_k as select_top_k
 
-# Writing caches, and reading latents back.
+# Cache writes, and reads of latents.
 from pallas_attn.ops.gather_latent import gather_latent as gather_latent
 from pallas_attn.ops.write_index_keys import write_index_keys as write_index_keys
 from pallas_attn.ops.write_kv import write_kv as write_kv
 from pallas_attn.ops.write_latent import write_latent as write_latent
 
-# Once a step, for all layers: how programs share the pages, and where tokens stand.
+# Metadata of a step, computed once for all layers.
 from pallas_attn.ops.plan_decode import plan_decode as plan_decode
 from pallas_attn.portable.metadata import cumulative_lens as cumulative_lens
 from pallas_attn.portable.metadata import is_prefill as is_prefill
@@ -37,7 +37,7 @@ from pallas_attn.portable.metadata import token_positions as token_positions
 from pallas_attn.portable.metadata import token_slots as token_slots
 from pallas_attn.portable.metadata import validate_metadata as validate_metadata
 
-# Caches, what describes a call, and their shapes.
+# Caches, their shapes, and arguments of calls.
 from pallas_attn.types import FULL as FULL
 from pallas_attn.types import PAGE_NONE as PAGE_NONE
 from pallas_attn.types import CacheSpec as CacheSpec
@@ -52,7 +52,7 @@ from pallas_attn.types import index_cache_spec as index_cache_spec
 from pallas_attn.types import kv_cache_spec as kv_cache_spec
 from pallas_attn.types import latent_cache_spec as latent_cache_spec
 
-# Caches as other engines lay them out.
+# Conversions between this cache layout and the layouts of other engines.
 from pallas_attn.convert import from_csr as from_csr
 from pallas_attn.convert import from_nhd as from_nhd
 from pallas_attn.convert import from_records as from_records
@@ -64,20 +64,20 @@ from pallas_attn.convert import token_tables as token_tables
 from pallas_attn.convert import view_fused as view_fused
 from pallas_attn.convert import view_nhd as view_nhd
 
-# What runs here, and why nothing better does.
+# Report of the implementation that runs a call, and why better implementations do not.
 from pallas_attn.runtime.device import Capability as Capability
 from pallas_attn.runtime.device import capability as capability
 from pallas_attn.runtime.dispatch import Explanation as Explanation
 from pallas_attn.runtime.explain import explain as explain
 
-# Kernels of others, lowered once as ours are; and all of them compiled ahead.
+# Cache of lowered kernels, also for user functions, and compilation of kernels ahead of time.
 from pallas_attn.runtime.kernel_cache import compile_ahead as compile_ahead
 from pallas_attn.runtime.kernel_cache import call_cached as call_cached
 
-# On several devices.
+# Several devices.
 from pallas_attn import parallel as parallel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _RENAMED = {"run_kept": "call_cached"}
 """Former public names. Each still works, with a DeprecationWarning, until the next minor version."""

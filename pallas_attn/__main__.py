@@ -1,4 +1,4 @@
-"""Prints what runs here: the device, versions, and the implementation that each operation would choose.
+"""Print the device, the versions, and the implementation that each operation would choose on this device.
 
 python -m pallas_attn
 """
@@ -27,7 +27,7 @@ INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
 
 
 def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of a typical bfloat16 call of each operation, as shapes."""
+    """Return the arguments of a typical bfloat16 call of each operation, as shapes."""
 
     def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -74,7 +74,7 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 def device_words(here: device.Device, memory: int | None) -> str:
-    """The card in words, as far as it is known."""
+    """Return a description of the device: name, compute capability and sizes, as far as they are known."""
     words = [here.name]
     if here.capability is not None:
         words.append("compute capability " + ".".join(map(str, here.capability)))
@@ -92,7 +92,7 @@ def device_words(here: device.Device, memory: int | None) -> str:
 
 
 def versions() -> str:
-    """Versions of Python and of the packages that are installed."""
+    """Return the versions of Python and of the installed packages."""
     found = [f"python {platform.python_version()}"]
     for package in PACKAGES:
         try:
@@ -103,7 +103,7 @@ def versions() -> str:
 
 
 def lines() -> Iterator[str]:
-    """The report, line by line."""
+    """Yield the lines of the report."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     rows = [("pallas_attn", __version__), ("device", device_words(device.current(), memory)), ("versions", versions())]
     rows += [(name, os.environ[name]) for name in VARIABLES if os.environ.get(name)]
@@ -121,13 +121,13 @@ def lines() -> Iterator[str]:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The cells of a table in columns of equal width."""
+    """Return the rows of a table as lines with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def main() -> None:
-    """Prints the report. Operations are explained for a bfloat16 call of typical shapes; nothing runs."""
+    """Print the report. It explains a bfloat16 call of typical shapes of each operation, and runs nothing."""
     for line in lines():
         print(line)
 

@@ -1,6 +1,6 @@
-"""Static validation of shapes, dtypes and ratios: a ValueError names the argument, what came and what was wanted.
+"""Static validation of shapes, dtypes and sizes. A ValueError names the argument, the expectation and the actual value.
 
-Lengths are data on the device, of which nothing can be told there: these are held to what there is room for.
+Lengths are on the device and cannot be validated here. Implementations clip them to the sizes of the arrays.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pallas_attn.types import (
 )
 
 MAY_BE_EMPTY = ("B", "Q", "S", "T", "U")
-"""Symbols of shapes that may be 0: a step may have nothing to decode, to prefill or to write."""
+"""Shape symbols that may be 0: a step may have nothing to decode, prefill or write."""
 
 INT32_RANGE = np.iinfo(np.int32)
 
 
 class Dims:
-    """Binds the symbols of shape strings to sizes as arguments are checked, and holds later arguments to them.
+    """Sizes of shape symbols. The first argument with a symbol binds its size; later arguments must match it.
 
     >>> dims = Dims()
     >>> dims.check("q", q, "B Q Hq D")
@@ -56,7 +56,7 @@ class Dims:
         return symbol in self._sizes
 
     def check(self, name: str, array: Any, shape: str, dtypes: tuple[Any, ...] | None = None) -> None:
-        """Checks `array` against symbols, integers and `symbol+1`, separated by spaces; binds symbols that are new."""
+        """Check an array's shape against symbols, integers and `symbol+1`, separated by spaces; bind new symbols."""
         wanted = shape.split()
         check_array(name, array)
         got = tuple(array.shape)
@@ -75,7 +75,9 @@ class Dims:
             check_dtype(name, array, dtypes)
 
     def bind(self, symbol: str, size: int, why: str = "") -> None:
-        """Binds a symbol to a size that no shape says; raises ValueError with the reason if it has another one."""
+        """Bind a symbol to a size that no shape contains; raise ValueError with the reason `why` if it has another
+        size.
+        """
         if self._sizes.setdefault(symbol, size) != size:
             raise ValueError(f"{why}, expected {symbol} = {size}, got {self._sizes[symbol]}")
 
@@ -88,13 +90,13 @@ class Dims:
 
 
 def check_array(name: str, array: Any) -> None:
-    """Raises ValueError unless the value is an array, of jax or numpy, or the shape of one."""
+    """Raise ValueError unless the value is a JAX or NumPy array or a `jax.ShapeDtypeStruct`."""
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         raise ValueError(f"{name}: expected an array, got {_described(array)}")
 
 
 def check_dtype(name: str, array: Any, dtypes: tuple[Any, ...]) -> None:
-    """Raises ValueError unless the array's dtype is one of `dtypes`."""
+    """Raise ValueError unless the array's dtype is one of `dtypes`."""
     check_array(name, array)
     got = jnp.dtype(array.dtype)
     wanted = [jnp.dtype(d) for d in dtypes]
@@ -103,7 +105,7 @@ def check_dtype(name: str, array: Any, dtypes: tuple[Any, ...]) -> None:
 
 
 def output_dtype(out_dtype: Any, default: Any) -> jnp.dtype:
-    """`out_dtype`, or `default` for None; raises ValueError unless it is one that attention computes."""
+    """Return `out_dtype`, or `default` for None; raise ValueError unless attention supports this output dtype."""
     wanted = " or ".join(d.name for d in PLAIN_DTYPES)
     try:
         dtype = jnp.dtype(default if out_dtype is None else out_dtype)
@@ -120,14 +122,16 @@ F32 = (jnp.float32,)
 PLAIN = PLAIN_DTYPES
 
 
-# --- arguments that may come in several forms
+# --- conversion of arguments
 
 
 def int32(**arguments: Any) -> list[Any]:
-    """The arguments, with lists and numpy's integers of any width as int32; jax arrays, shapes and None as they are.
+    """Return the arguments, with lists and NumPy integers of any width converted to int32.
+
+    JAX arrays, shapes and None are returned unchanged.
 
     Raises:
-      ValueError: values that are no integers, or that an int32 does not hold.
+      ValueError: values are no integers or do not fit int32.
     """
     return [_as_int32(name, values) for name, values in arguments.items()]
 
@@ -147,10 +151,10 @@ def _as_int32(name: str, values: Any) -> Any:
 
 
 def number(name: str, value: Any, wanted: str = "a positive finite number, or None") -> float | None:
-    """A positive finite number as a Python float, whatever class it comes in, or None.
+    """Return a positive finite number of any numeric class as a Python float; return None for None.
 
     Raises:
-      ValueError: any other number or class; a traced array, since kernels are compiled for the number.
+      ValueError: another number or class, or a traced array, because kernels are compiled for the number.
     """
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name}: expected a number that is known while tracing, got {_described(value)}")
@@ -160,7 +164,7 @@ def number(name: str, value: Any, wanted: str = "a positive finite number, or No
     is_number = isinstance(single, numbers.Real) and not isinstance(single, bool)
     try:
         converted = float(single) if is_number else 0.0
-    except OverflowError:  # an int that no float holds
+    except OverflowError:  # the int exceeds the range of float
         converted = 0.0
     if not 0 < converted < float("inf"):
         raise ValueError(f"{name}: expected {wanted}, got {_described(value)}")
@@ -168,14 +172,14 @@ def number(name: str, value: Any, wanted: str = "a positive finite number, or No
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False as a Python bool; raises ValueError for anything else, such as a traced one."""
+    """Return True or False as a Python bool; raise ValueError for anything else, for example a traced value."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}: expected True or False, known while tracing, got {_described(value)}")
     return bool(value)
 
 
 def required_number(name: str, value: Any) -> float:
-    """Check a number; see `number`. None is refused."""
+    """Return a positive finite number as a Python float; see `number`. Raise ValueError for None."""
     wanted = "a positive finite number"
     if (given := number(name, value, wanted)) is None:
         raise ValueError(f"{name}: expected {wanted}, got None")
@@ -183,10 +187,10 @@ def required_number(name: str, value: Any) -> float:
 
 
 def size(name: str, value: Any, most: int = INT32_RANGE.max) -> int:
-    """An integer from 1 to `most`, whatever class it comes in.
+    """Return an integer from 1 to `most` as a Python int.
 
     Raises:
-      ValueError: any other number or class.
+      ValueError: another number or class.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{name}: expected an int of at least 1, got {_described(value)}")
@@ -198,12 +202,12 @@ def size(name: str, value: Any, most: int = INT32_RANGE.max) -> int:
 
 
 def window(value: Any) -> Any:
-    """A window with numpy's integers as Python's; `check_window` checks it."""
+    """Return a window with NumPy integers converted to Python integers. `check_window` validates it."""
     return int(value) if isinstance(value, np.integer) else value
 
 
 def _described(value: Any) -> str:
-    """A value for messages: its type where it is no number and no name."""
+    """Return a value for messages: numbers and strings themselves, for other values the type and the shape."""
     if value is None or isinstance(value, str | numbers.Number):
         return repr(value)
     shaped = f" of shape {list(value.shape)}" if hasattr(value, "shape") and hasattr(value, "dtype") else ""
@@ -211,29 +215,29 @@ def _described(value: Any) -> str:
     return f"{kind}{shaped}"
 
 
-# --- what arguments have to be
+# --- validation of arguments
 
 
 def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
-    """Raises ValueError unless every KV head serves the same number of query heads."""
+    """Raise ValueError unless all KV heads have the same number of query heads."""
     if num_kv_heads < 1 or num_q_heads % num_kv_heads:
         raise ValueError(f"q: its {num_q_heads} heads must be a multiple of the {num_kv_heads} KV heads")
 
 
 def check_block_tables(block_tables: Any, dims: Dims, *, rows: str) -> None:
-    """Checks tables of page ids [rows, P] or of row ids [rows, Hkv, P], binding P."""
+    """Check tables of page ids [rows, P] or of row ids [rows, Hkv, P]; bind P."""
     check_array("block_tables", block_tables)
     dims.check("block_tables", block_tables, f"{rows} P" if block_tables.ndim == 2 else f"{rows} Hkv P", INT)
 
 
 def check_class(name: str, value: Any, wanted: type) -> None:
-    """Raises ValueError unless the value is of the class."""
+    """Raise ValueError unless the value is an instance of the class."""
     if not isinstance(value, wanted):
         raise ValueError(f"{name}: expected a {wanted.__name__}, got {_described(value)}")
 
 
 def check_kv(kv: PagedKV, dims: Dims) -> None:
-    """Checks a K/V cache, against D and Dv if they are bound, binding N, Hkv, ps, D and Dv."""
+    """Check a K/V cache, also against D and Dv if they are bound; bind N, Hkv, ps, D and Dv."""
     check_class("kv", kv, PagedKV)
     if kv.is_fused:
         _check_fused(kv.k, dims)
@@ -247,7 +251,7 @@ def check_kv(kv: PagedKV, dims: Dims) -> None:
                 raise ValueError(f"{name}: a {kv.k.dtype.name} cache needs scales, got None")
             continue
         if not quantised:
-            raise ValueError(f"{name}: a {kv.k.dtype.name} cache has no scales, got some of shape {list(scale.shape)}")
+            raise ValueError(f"{name}: a {kv.k.dtype.name} cache has no scales, got shape {list(scale.shape)}")
         check_dtype(name, scale, F32)
         _check_scale_shape(name, scale, dims, "Dv" if name == "kv.v_scale" else "D")
     if not quantised:
@@ -258,7 +262,7 @@ def check_kv(kv: PagedKV, dims: Dims) -> None:
 
 
 def query_scale(q_scale: Any, q: Any) -> Any:
-    """A scale of queries as an array, one of each head where it is a number; None and arrays as they are."""
+    """Return a scale of queries as an array with one entry per head; return arrays and None unchanged."""
     if q_scale is None or hasattr(q_scale, "dtype"):
         return q_scale
     check_array("q", q)
@@ -266,29 +270,31 @@ def query_scale(q_scale: Any, q: Any) -> Any:
 
 
 def query_dtypes(kv: PagedKV, q_scale: Any) -> tuple[Any, ...]:
-    """Dtypes that queries may have: with a scale, the cache's float8 as well."""
+    """Return the dtypes that queries may have: with a scale, also the cache's float8."""
     is_float8 = q_scale is not None and jnp.dtype(kv.k.dtype) in FLOAT8
     return (*PLAIN, kv.k.dtype) if is_float8 else PLAIN
 
 
 def check_8_bit_queries(q: Any, kv: PagedKV, out_dtype: Any) -> None:
-    """Checks what queries of 8 bits need, which a scale says they are or are to be.
+    """Check the requirements of 8-bit queries, which a call has if it has a `q_scale`.
 
     Raises:
       NotImplementedError: the cache is not in a float8 dtype.
-      ValueError: queries that come in 8 bits do not say what the output has.
+      ValueError: the queries are float8 and `out_dtype` is None.
     """
     if jnp.dtype(kv.k.dtype) not in FLOAT8:
         names = " or ".join(dtype.name for dtype in FLOAT8)
         raise NotImplementedError(
-            f"q_scale: takes a cache in {names}, of the queries' 8 bits; got one in {kv.k.dtype.name}"
+            f"q_scale: takes a cache in {names}, the dtype of the 8-bit queries; got one in {kv.k.dtype.name}"
         )
     if q.dtype not in PLAIN and out_dtype is None:
         raise ValueError(f"out_dtype: expected one of 16 or 32 bits with queries in {q.dtype.name}, got None")
 
 
 def _check_fused(pages: Any, dims: Dims) -> None:
-    """Checks pages of keys and values beside each other: W >= D columns of either, D of all where it is not bound."""
+    """Check pages with keys and values in one array of W >= D columns each. D is half of the columns if it is not
+    bound.
+    """
     dims.check("kv.k", pages, "N Hkv ps columns", (*PLAIN, *QMAX))
     width = dims["D"] if "D" in dims else dims["columns"] // 2
     if dims["columns"] % 2 or dims["columns"] < 2 * width:
@@ -311,8 +317,10 @@ def _check_scale_shape(name: str, scale: Any, dims: Dims, width: str) -> None:
 
 
 def check_latent(cache: PagedLatent, dims: Dims, *, unscaled: bool = False) -> None:
-    """Checks a latent cache, against L and R if they are bound, binding N and ps. With `unscaled` also one that has
-    latents and rotated keys of 8 bits in one array, without scales.
+    """Check a latent cache, also against L and R if they are bound; bind N and ps.
+
+    Args:
+      unscaled: whether to accept 8-bit latents and rotated keys in one array without scales.
     """
     check_class("cache", cache, PagedLatent)
     unscaled = unscaled and cache.scale is None and cache.rope is None
@@ -337,8 +345,10 @@ def check_latent(cache: PagedLatent, dims: Dims, *, unscaled: bool = False) -> N
 
 
 def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *, cast: bool = False) -> None:
-    """Checks new latents [T, L + R] against a checked cache: of its dtype unless it is quantised or `cast` says that
-    they become so. They have 8 bits only if it has no scales.
+    """Check new latents [T, L + R] against a checked cache.
+
+    The latents must have the cache's dtype, unless the cache is quantised or `cast` permits a conversion. 8-bit latents
+    are accepted only if the cache has no scales.
     """
     dtypes = PLAIN if cast or cache.is_quantised else (cache.pages.dtype,)
     if not cache.is_quantised and cache.pages.dtype not in PLAIN:
@@ -347,7 +357,7 @@ def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *
 
 
 def check_index_keys(index: PagedIndexKeys, dims: Dims) -> None:
-    """Checks a cache of index keys, binding N, ps and Di."""
+    """Check a cache of index keys; bind N, ps and Di."""
     check_class("index", index, PagedIndexKeys)
     dims.check("index.keys", index.keys, "N ps Di", (*PLAIN, LATENT_8BIT))
     dtype = jnp.dtype(index.keys.dtype)
@@ -359,29 +369,8 @@ def check_index_keys(index: PagedIndexKeys, dims: Dims) -> None:
         dims.check("index.scale", index.scale, "N ps 1", F32)
 
 
-def check_indexed(
-    q: Any,
-    weights: Any,
-    index: PagedIndexKeys,
-    block_tables: Any,
-    cu_q_lens: Any,
-    kv_lens: Any,
-    draft_mask: Any,
-) -> None:
-    """Checks index queries and their weights against a cache of index keys, tables, lengths and a mask."""
-    dims = Dims()
-    dims.check("q", q, "T Hi Di", PLAIN)
-    dims.check("weights", weights, "T Hi", F32)
-    check_index_keys(index, dims)
-    dims.check("block_tables", block_tables, "S P", INT)
-    dims.check("cu_q_lens", cu_q_lens, "S+1", INT)
-    dims.check("kv_lens", kv_lens, "S", INT)
-    if draft_mask is not None:
-        dims.check("draft_mask", draft_mask, "T M", BOOL)
-
-
 def check_rope(rope: Rope, dims: Dims, *, has_q: bool) -> None:
-    """Checks rotation and norms against the T and D already bound, binding half."""
+    """Check rotation and norms against the bound T and D; bind half."""
     check_class("rope", rope, Rope)
     dims.check("rope.cos", rope.cos, "T half", F32)
     dims.check("rope.sin", rope.sin, "T half", F32)
@@ -400,7 +389,7 @@ def check_rope(rope: Rope, dims: Dims, *, has_q: bool) -> None:
 
 
 def check_window(window: int | HeadWindow | None, num_kv_heads: int, name: str = "window") -> None:
-    """Checks an int window or a HeadWindow of one entry a KV head, whose values on the device stay unseen."""
+    """Check an int window, or a HeadWindow with one entry per KV head. Values on the device are not checked."""
     if isinstance(window, HeadWindow):
         dims = Dims(Hkv=num_kv_heads)
         dims.check(f"{name}.window", window.window, "Hkv", INT)
@@ -412,7 +401,7 @@ def check_window(window: int | HeadWindow | None, num_kv_heads: int, name: str =
 
 
 def check_int_window(window: int | None, name: str = "window") -> None:
-    """Checks a window that is the same for all heads."""
+    """Check a window that is the same for all heads."""
     if isinstance(window, bool) or not isinstance(window, int | None):
         raise ValueError(f"{name}: expected None or an int of at least 1 for all heads, got {_described(window)}")
     if window is not None and not 1 <= window < 2**31:
@@ -420,59 +409,58 @@ def check_int_window(window: int | None, name: str = "window") -> None:
 
 
 def check_causal_window(window: int | HeadWindow | None, *, causal: bool, name: str = "window") -> None:
-    """Raises ValueError for a window without causality: where all queries see all keys, none has a place among them
-    that a window could end at.
+    """Raise ValueError for a window without causality: without causality, a query has no position that a window could
+    end at.
     """
     if window is not None and not causal:
         raise ValueError(
-            f"{name}: expected None with causal=False, where a query has no place among the keys for a window to end "
-            f"at, got {_described(window)}"
+            f"{name}: expected None with causal=False, where queries have no positions; got {_described(window)}"
         )
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """Raises ValueError unless the value is None or a positive finite number."""
+    """Raise ValueError unless the value is None or a positive finite number."""
     number(name, value)
 
 
 def check_plan(plan: DecodePlan, call: PlanKey) -> None:
-    """Raises ValueError unless the plan was made for such a call."""
+    """Raise ValueError unless the plan was made for the call."""
     check_class("plan", plan, DecodePlan)
     for field in dataclasses.fields(PlanKey):
         made_for, wanted = (getattr(key, field.name) for key in (plan.made_for, call))
         if made_for != wanted:
             raise ValueError(
                 f"plan: was made for {field.name} = {made_for!r}, this call has {field.name} = {wanted!r}; "
-                "plan_decode makes one from the arrays and options of the call itself"
+                "call plan_decode with the arrays and options of this call"
             )
 
 
 def window_key(window: int | HeadWindow | None) -> int | str | None:
-    """A window as a `PlanKey` has it."""
+    """Return a window in the form that `PlanKey` contains."""
     if isinstance(window, HeadWindow):
         return "per head"
     return None if window == FULL else window
 
 
-# --- lengths on the device, where nothing can raise
+# --- clipping of lengths on the device, where nothing can raise
 
 
 def bound_sums(cu_lens: Int32[Array, "S_plus_1"], total: int) -> Int32[Array, "S_plus_1"]:
-    """Prefix sums as operations follow them: never falling, and within 0 to `total`, the number of packed tokens.
+    """Return prefix sums clipped to valid values: never decreasing, from 0 to `total`, the number of packed tokens.
 
-    So sequences for which sums are padded with zeros, or with any number up to the last, have no tokens; and tokens
-    before the first sum, as after the last, belong to no sequence.
+    Sequences whose sums are padded with zeros, or with any number up to the last sum, get no tokens. Tokens before the
+    first sum and after the last sum belong to no sequence.
     """
     return jnp.clip(lax.cummax(cu_lens), 0, total)
 
 
 def bound_lens(lens: Int32[Array, "S"], most: Int32[Array, "#S"] | int) -> Int32[Array, "S"]:
-    """Lengths within 0 to `most`, which may be more than an int32 holds."""
+    """Return lengths clipped to 0 to `most`, which may exceed the range of int32."""
     return jnp.clip(lens, 0, min(most, INT32_RANGE.max) if isinstance(most, int) else most)
 
 
 def bound_window(window: int | HeadWindow | None) -> int | HeadWindow | None:
-    """The window, of which heads see a key at least and sink tokens are not negative."""
+    """Return the window clipped to valid values: at least one key and no negative number of sink tokens."""
     if not isinstance(window, HeadWindow):
         return window
     return HeadWindow(jnp.maximum(window.window, 1), jnp.maximum(window.sink_tokens, 0))

@@ -1,27 +1,27 @@
-"""Caches laid out by other engines, and ours.
+"""Conversions between this package's cache layout and the layouts of other engines.
 
-Pages lie heads before tokens, [N, Hkv, ps, D], which FlashInfer calls HND and `PagedKV` holds as it is, or tokens
-before heads, [N, ps, Hkv, D], which it calls NHD; keys and values are apart or stacked in one array, [2, N, ...] as in
-vLLM or [N, 2, ...] as in FlashInfer. Some ways across:
+Pages have heads before tokens, [N, Hkv, ps, D] (`PagedKV`, HND in FlashInfer), or tokens before heads, [N, ps, Hkv, D]
+(NHD in FlashInfer). Keys and values are separate or stacked in one array: [2, N, ...] in vLLM, [N, 2, ...] in
+FlashInfer. Examples:
 
     kv = from_nhd(k, v)
     kv = from_nhd(*split_kv(pages, axis=1))
     kv = PagedKV(*split_kv(pages, axis=0))
     pages = join_kv(kv.k, kv.v, axis=0)
 
-Latents in 8 bits are apart from their scales and rotated keys in `PagedLatent`, and beside them in the records of
-others, which `from_records` and `to_records` convert.
+`PagedLatent` stores 8-bit latents, scales and rotated keys in separate arrays. Other engines store them in one record
+per token; `from_records` and `to_records` convert these.
 
-These copy, under `jax.jit` as well: they are for handing a cache over, not for every step.
+These functions copy, also under `jax.jit`. Use them to transfer a cache, not in every step.
 
-`view_nhd` copies nothing: pages of ps tokens that lie tokens before heads are pages of one token each,
-[N·ps, Hkv, 1, D], with the same slots. `view_fused` is the same for arrays that hold the key and the value of a head
-beside each other. `token_tables` makes their tables:
+`view_nhd` copies nothing: pages of ps tokens with tokens before heads are pages of one token each, [N·ps, Hkv, 1, D],
+with the same slots. `view_fused` does the same for arrays that store the key and the value of a head next to each
+other. `token_tables` returns the block tables of these pages:
 
     kv, tables = view_nhd(k, v), token_tables(block_tables, page_size=k.shape[1])
 
-Any call with a `PagedKV` may have both instead, and writes and reads the arrays where they lie. A token's table entry
-is 4 bytes, beside its Hkv·D keys and values.
+Every operation that takes a `PagedKV` accepts this pair, and reads and writes the arrays in place. A token's table
+entry has 4 bytes, which is little compared with its Hkv·D keys and values.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def from_nhd(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
 ) -> PagedKV:
-    """Makes a cache of pages that lie tokens before heads.
+    """Return a cache from pages with tokens before heads.
 
     Args:
-      k, v: of a dtype `PagedKV` holds.
-      k_scale, v_scale: float32 or None: static [Hkv] or [Hkv, D], which stay as they are, or dynamic with groups of
-        tokens before heads, [N, g, Hkv].
+      k, v: in a dtype of `PagedKV`.
+      k_scale, v_scale: float32 or None: static [Hkv] or [Hkv, D], which are used unchanged, or dynamic with token
+        groups before heads, [N, g, Hkv].
 
     Raises:
-      ValueError: shapes or dtypes that do not fit each other.
+      ValueError: shapes or dtypes do not fit each other.
 
     Example:
       >>> pages = jnp.ones((6, 4, 2, 8))  # 6 pages of 4 tokens, 2 KV heads
@@ -68,11 +68,12 @@ def from_nhd(
 def to_nhd(
     kv: PagedKV,
 ) -> tuple[Num[Array, "N ps Hkv D"], Num[Array, "N ps Hkv Dv"], Float[Array, "..."] | None, Float[Array, "..."] | None]:
-    """The cache's k, v, k_scale and v_scale with tokens before heads, as `from_nhd` takes them; of fused ones, the two
-    halves of the columns.
+    """Return the k, v, k_scale and v_scale of a cache with tokens before heads, the inverse of `from_nhd`.
+
+    For a fused cache, k and v are the two halves of the columns.
 
     Raises:
-      ValueError: a cache whose arrays do not fit each other.
+      ValueError: the arrays of the cache do not fit each other.
 
     Example:
       >>> pages = jnp.ones((6, 2, 4, 8))  # 6 pages, 2 KV heads, 4 tokens
@@ -95,22 +96,22 @@ def view_nhd(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
 ) -> PagedKV:
-    """The cache of pages of one token that pages with tokens before heads are, without a copy.
+    """Return pages with tokens before heads as a cache with one token per page, without a copy.
 
-    Call operations with it and with the `token_tables` of its block tables; slots of tokens are the same numbers. The
-    arrays of a cache that is returned have the shape they had after `kv.k.reshape(k.shape)`, again without a copy.
-    A dense cache, [B, S, Hkv, D], is one whose page b holds sequence b: its block tables are `jnp.arange(B)[:, None]`.
+    Call operations with this cache and with the `token_tables` of its block tables. Slots of tokens stay the same. For
+    a returned cache, `kv.k.reshape(k.shape)` restores the shape of the array, also without a copy. A dense cache [B, S,
+    Hkv, D] is a paged cache whose page b holds sequence b: its block tables are `jnp.arange(B)[:, None]`.
 
-    Triton's kernels read and write these pages on any card, and `xla` anywhere; Mosaic's, whose copies take whole pages
-    of a head, refuse them.
+    Triton kernels support these pages on any GPU, and `xla` supports them on any device. Mosaic kernels copy whole
+    pages of a head, and do not support them.
 
     Args:
-      k, v: of a dtype `PagedKV` holds.
-      k_scale, v_scale: float32 or None: static [Hkv] or [Hkv, D], or dynamic with one for each token, [N, ps, Hkv].
+      k, v: in a dtype of `PagedKV`.
+      k_scale, v_scale: float32 or None: static [Hkv] or [Hkv, D], or dynamic with one scale per token, [N, ps, Hkv].
 
     Raises:
-      ValueError: shapes or dtypes that do not fit each other.
-      NotImplementedError: scales that several tokens share.
+      ValueError: shapes or dtypes do not fit each other.
+      NotImplementedError: several tokens share a scale.
 
     Example:
       >>> pages = jnp.ones((6, 4, 2, 8))  # 6 pages of 4 tokens, 2 KV heads
@@ -133,13 +134,13 @@ def view_nhd(
 
 
 def _scale_of_tokens(name: str, scale: Float[Array, "..."] | None, dims: checks.Dims) -> Float[Array, "..."] | None:
-    """Scales of pages of one token; N, ps and Hkv are bound."""
+    """Return the scales of pages of one token; N, ps and Hkv are bound."""
     if scale is None or scale.ndim != 3:
         return scale
     if scale.shape[1] != dims["ps"]:
         raise NotImplementedError(
-            f"{name}: takes static scales, or one for each of ps={dims['ps']} tokens of a page and head, got"
-            f" {list(scale.shape)}: pages of one token share no scale; from_nhd converts the cache"
+            f"{name}: expected static scales, or one for each of ps={dims['ps']} tokens of a page and head, got"
+            f" {list(scale.shape)}: pages of one token cannot share a scale; from_nhd converts the cache"
         )
     dims.check(name, scale, "N ps Hkv", checks.F32)
     return jnp.reshape(scale, (dims["N"] * dims["ps"], dims["Hkv"], 1))
@@ -151,27 +152,26 @@ def view_fused(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
 ) -> PagedKV:
-    """The cache of pages of one token that pages of keys and values in one array are, tokens before heads, without a
-    copy.
+    """Return pages with keys and values in one array as a cache with one token per page, without a copy.
 
-    What `view_nhd` says of tables, slots, returned arrays and implementations holds here. All that is asked of the
-    array is that behind each token the key and then the value of each head follow, W columns each:
+    Tables, slots, returned arrays and implementations are as for `view_nhd`. The array must store, for each token and
+    each head, W columns of the key followed by W columns of the value:
 
     - [N, ps, 2·Hkv, W], keys and values alternating (levanter, tpu-inference);
     - [N, ps, 2·Hkv / packing, packing, W], the same with more axes;
-    - [N, ps, Hkv, 2·W], side by side.
+    - [N, ps, Hkv, 2·W], key and value in one row.
 
-    Queries, and new keys and values, may be narrower than W: what is behind their columns, such as the padding to 128
-    lanes, is neither read nor written.
+    Queries, new keys and new values may be narrower than W. The columns after them, for example the padding to 128
+    lanes, are neither read nor written.
 
     Args:
-      pages: of a dtype `PagedKV` holds.
+      pages: in a dtype of `PagedKV`.
       num_kv_heads: Hkv.
-      k_scale, v_scale: as `view_nhd` has them.
+      k_scale, v_scale: see `view_nhd`.
 
     Raises:
-      ValueError: columns that are not those of so many heads; shapes or dtypes that do not fit each other.
-      NotImplementedError: scales that several tokens share.
+      ValueError: the number of columns does not fit the number of heads, or shapes or dtypes do not fit each other.
+      NotImplementedError: several tokens share a scale.
 
     Example:
       >>> pages = jnp.ones((6, 4, 4, 8))  # 6 pages of 4 tokens, 2 KV heads, keys and values alternating
@@ -187,13 +187,13 @@ def view_fused(
     checks.check_dtype("pages", pages, (*checks.PLAIN, *QMAX))
     if pages.ndim < 4 or not pages.size:
         raise ValueError(
-            f"pages: expected shape [N, ps, 2·Hkv, W] or with other axes behind ps, got {list(pages.shape)}"
+            f"pages: expected shape [N, ps, 2·Hkv, W] or with other axes after ps, got {list(pages.shape)}"
         )
     num_pages, page_size, *rest = pages.shape
     columns, left = divmod(math.prod(rest), num_kv_heads)
     if left or columns % 2:
         raise ValueError(
-            f"pages: expected keys and values of num_kv_heads={num_kv_heads} heads behind N and ps, got {rest}"
+            f"pages: expected keys and values of num_kv_heads={num_kv_heads} heads after N and ps, got {rest}"
         )
     dims = checks.Dims(N=num_pages, ps=page_size, Hkv=num_kv_heads)
     scales = (_scale_of_tokens(name, scale, dims) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)))
@@ -203,12 +203,12 @@ def view_fused(
 
 
 def token_tables(block_tables: Int32[Array, "S P"], *, page_size: int) -> Int32[Array, "S entries"]:
-    """Block tables of pages of one token each, for the same tokens in pages of ps.
+    """Return the block tables for pages of one token each, from block tables for pages of ps tokens.
 
-    Entry i·ps + t is that of token t of page i. Entries that name no page stay so.
+    Entry i·ps + t is the page of token t of page i. Entries without a page stay PAGE_NONE.
 
     Raises:
-      ValueError: tables of another rank or dtype, or a page size below 1.
+      ValueError: the tables have another rank or dtype, or the page size is below 1.
 
     Example:
       >>> tables = jnp.array([[3, 1], [0, pallas_attn.PAGE_NONE]], jnp.int32)
@@ -235,20 +235,20 @@ def from_csr(
     page_size: int,
     table_pages: int,
 ) -> tuple[Int32[Array, "S P"], Int32[Array, "S"]]:
-    """Block tables and lengths of sequences whose page ids stand one after the other, as FlashInfer has them.
+    """Return block tables and lengths of sequences from concatenated page ids, the format of FlashInfer.
 
     Args:
-      indptr: sequence s has the pages indices[indptr[s] : indptr[s + 1]]; it may have none.
-      indices: page ids; those behind indptr[S] may be anything.
-      last_page_len: tokens in the last page of each sequence, 1 to ps; anything without pages.
+      indptr: sequence s has the pages indices[indptr[s] : indptr[s + 1]], which may be empty.
+      indices: page ids; ids from indptr[S] on may have any value.
+      last_page_len: tokens in the last page of each sequence, 1 to ps; any value for a sequence without pages.
       page_size: ps.
-      table_pages: P, pages of a row. Of a sequence with more the first P are taken, and its length is P·ps.
+      table_pages: P, pages per row. A sequence with more pages is truncated to P pages and the length P·ps.
 
     Returns:
-      Tables, PAGE_NONE behind a sequence's pages, and the tokens that each sequence holds.
+      Tables, with PAGE_NONE after a sequence's pages, and the number of tokens of each sequence.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit each other, or sizes below 1.
+      ValueError: shapes or dtypes do not fit each other, or sizes are below 1.
 
     Example:
       >>> indptr, indices = jnp.array([0, 2, 2, 3], jnp.int32), jnp.array([5, 1, 4], jnp.int32)
@@ -279,7 +279,8 @@ def from_csr(
 
 
 def split_kv(pages: Num[Array, "..."], *, axis: int) -> tuple[Num[Array, "N A B D"], Num[Array, "N A B D"]]:
-    """Keys and values of pages that hold both, [2, N, A, B, D] for axis 0 or [N, 2, A, B, D] for axis 1.
+    """Split pages that hold keys and values, [2, N, A, B, D] for axis 0 or [N, 2, A, B, D] for axis 1, into keys and
+    values.
 
     Raises:
       ValueError: another shape or axis.
@@ -295,10 +296,10 @@ def split_kv(pages: Num[Array, "..."], *, axis: int) -> tuple[Num[Array, "N A B 
 
 
 def join_kv(k: Num[Array, "N A B D"], v: Num[Array, "N A B D"], *, axis: int) -> Num[Array, "..."]:
-    """Pages that hold both keys and values, the inverse of `split_kv`.
+    """Join keys and values into pages that hold both, the inverse of `split_kv`.
 
     Raises:
-      ValueError: shapes or dtypes that differ, or another axis.
+      ValueError: shapes or dtypes differ, or another axis.
 
     Example:
       >>> pallas_attn.join_kv(jnp.ones((6, 4, 1, 8)), jnp.ones((6, 4, 1, 8)), axis=0).shape
@@ -312,20 +313,20 @@ def join_kv(k: Num[Array, "N A B D"], v: Num[Array, "N A B D"], *, axis: int) ->
 
 
 def from_records(records: UInt8[Array, "N ps bytes"], *, latent_dim: int = 512) -> PagedLatent:
-    """Makes a quantised latent cache of token records, byte for byte.
+    """Return a quantised latent cache from token records, byte for byte.
 
-    A record is L float8_e4m3fn numbers, then the L / 128 float32 scales of their groups of 128, then R rotated key
-    columns in bfloat16, little-endian: 512 + 16 + 128 = 656 bytes for L = 512, R = 64. FlashMLA calls that "FP8 with
-    scale" (its README and tests/quant.py); vLLM's kv-cache dtype "fp8_ds_mla" holds it (`concat_and_cache_ds_mla` in
-    csrc/cache_kernels.cu). Both multiply by the scale to read. FlashMLA's arrays have an axis of one head before the
-    bytes.
+    A record contains L float8_e4m3fn numbers, then L / 128 float32 scales, one per group of 128 numbers, then R rotated
+    key columns in bfloat16, little-endian: 512 + 16 + 128 = 656 bytes for L = 512, R = 64. FlashMLA calls this format
+    "FP8 with scale" (its README and tests/quant.py). vLLM's kv-cache dtype "fp8_ds_mla" uses it
+    (`concat_and_cache_ds_mla` in csrc/cache_kernels.cu). Both multiply by the scale on reading. FlashMLA's arrays have
+    an axis of one head before the bytes.
 
     Args:
       records: pages of records.
       latent_dim: L, a multiple of 128.
 
     Raises:
-      ValueError: another shape or dtype, or a number of bytes that no R goes with.
+      ValueError: another shape or dtype, or the number of bytes fits no R.
 
     Example:
       >>> cache = pallas_attn.from_records(jnp.zeros((6, 64, 656), jnp.uint8))
@@ -357,11 +358,11 @@ def from_records(records: UInt8[Array, "N ps bytes"], *, latent_dim: int = 512) 
 
 
 def to_records(cache: PagedLatent) -> UInt8[Array, "N ps bytes"]:
-    """The token records of a quantised latent cache, the inverse of `from_records`.
+    """Return the token records of a quantised latent cache, the inverse of `from_records`.
 
     Raises:
-      ValueError: a cache whose arrays do not fit each other, one that is not quantised, or rotated keys that
-        are not bfloat16.
+      ValueError: the arrays of the cache do not fit each other, the cache is not quantised, or the rotated keys are not
+        bfloat16.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(
@@ -380,4 +381,4 @@ def to_records(cache: PagedLatent) -> UInt8[Array, "N ps bytes"]:
 
 def _check_axis(axis: int) -> None:
     if axis not in (0, 1):
-        raise ValueError(f"axis: expected 0 or 1, where keys and values are told apart, got {axis!r}")
+        raise ValueError(f"axis: expected 0 or 1, the axis of keys and values, got {axis!r}")

@@ -1,16 +1,18 @@
-"""Caches and calls on several devices, inside `jax.shard_map`: how arrays are split, and decode over split contexts.
+"""Caches and calls on several devices inside `jax.shard_map`: splits of arrays, and decode over split contexts.
 
-Operations know nothing of devices: inside `jax.shard_map` each works on its device's part. What is split says how.
+Inside `jax.shard_map`, each operation works on its device's part of the arrays. Three kinds of split are supported:
 
-- *Heads*: `kv_partition(kv, heads="tensor")`; queries, outputs and sinks alike. `head_split` has the rule that numbers
-  of heads obey. Nothing is exchanged. A latent cache has no heads, so each device has all of it.
-- *Sequences*: queries, tables and lengths over an axis. Page ids count the pages of the device they are used on.
-- *Contexts*: `kv_partition(kv, pages="context")`: each device has a share of the pages of every sequence, attends to
-  those, and `decode_over_contexts` merges what they found. All devices get the same tables of the whole cache, in which
-  entry j of a row is a page of device j % n, whose pages are ids i·N/n to (i + 1)·N/n of N. Neighbouring pages being on
-  different devices keeps the shares even at any length.
+- *Heads*: `kv_partition(kv, heads="tensor")`, with queries, outputs and sinks split in the same way. `head_split`
+  checks the numbers of heads. Devices exchange nothing. A latent cache has no heads, so each device has the whole
+  cache.
+- *Sequences*: queries, tables and lengths are split over an axis. Page ids refer to the pages of the device that uses
+  them.
+- *Contexts*: `kv_partition(kv, pages="context")`. Each device has a share of the pages of every sequence and attends to
+  these pages; `decode_over_contexts` merges the results. All devices receive the same tables of the whole cache. Entry
+  j of a row is a page of device j % n. Device i has the page ids i·N/n to (i + 1)·N/n of N. Consecutive pages are on
+  different devices, so the shares are even for every length.
 
-A plan is one device's: make it inside `jax.shard_map`, from what the operation gets there.
+A plan is for one device: make it inside `jax.shard_map`, from the arguments that the operation receives there.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from pallas_attn.portable.merge import merge_states
 from pallas_attn.types import PAGE_NONE, DecodePlan, PagedKV, PagedLatent
 
 type Axis = str | tuple[str, ...] | None
-"""Mesh axes over which an array's axis is split; None for not."""
+"""Mesh axes that an array axis is split over; None if it is not split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
-    """Heads of one device of several that share them evenly.
+    """Heads per device when several devices share the heads evenly.
 
     Attributes:
       devices: number of devices.
-      q_heads, kv_heads: query and KV heads on each.
-      copies: devices that hold the same KV head; 1 unless there are fewer KV heads than devices.
+      q_heads, kv_heads: query and KV heads per device.
+      copies: number of devices with the same KV head; 1 unless there are fewer KV heads than devices.
 
     Example:
       >>> pallas_attn.parallel.HeadSplit(devices=8, q_heads=4, kv_heads=1, copies=2).kv_heads_of(5)
@@ -53,17 +55,17 @@ class HeadSplit:
     copies: int
 
     def kv_heads_of(self, device: int) -> range:
-        """KV heads of a device: those of its query heads."""
+        """Return the KV heads of a device, which its query heads read."""
         first = device // self.copies * self.kv_heads
         return range(first, first + self.kv_heads)
 
 
 def head_split(num_q_heads: int, num_kv_heads: int, devices: int) -> HeadSplit:
-    """Splits heads over devices so that the query heads of each need no KV head of another.
+    """Split heads over devices so that the query heads of a device need no KV head of another device.
 
     Raises:
-      ValueError: the devices do not divide the query heads; or neither do they divide the KV heads, nor the KV heads
-        them.
+      ValueError: the number of devices does not divide the query heads, or it neither divides the KV heads nor is a
+        multiple of them.
 
     Example:
       >>> pallas_attn.parallel.head_split(num_q_heads=32, num_kv_heads=8, devices=4)
@@ -81,10 +83,10 @@ def head_split(num_q_heads: int, num_kv_heads: int, devices: int) -> HeadSplit:
 
 
 def kv_partition(kv: PagedKV, *, pages: Axis = None, heads: Axis = None) -> PagedKV:
-    """`PartitionSpec` of each array of a cache whose pages and KV heads are split over mesh axes.
+    """Return the `PartitionSpec` of each array of a cache whose pages and KV heads are split over mesh axes.
 
     Args:
-      kv: the cache, or its shapes.
+      kv: the cache or its shapes.
       pages, heads: the mesh axes.
 
     Example:
@@ -101,10 +103,10 @@ def kv_partition(kv: PagedKV, *, pages: Axis = None, heads: Axis = None) -> Page
 
 
 def latent_partition(cache: PagedLatent, *, pages: Axis = None) -> PagedLatent:
-    """`PartitionSpec` of a latent cache whose pages are split over mesh axes.
+    """Return the `PartitionSpec` of a latent cache whose pages are split over mesh axes.
 
     Args:
-      cache: the cache, or its shapes.
+      cache: the cache or its shapes.
       pages: the mesh axes.
 
     Example:
@@ -116,11 +118,12 @@ def latent_partition(cache: PagedLatent, *, pages: Axis = None) -> PagedLatent:
 
 
 def plan_partition(plan: DecodePlan, axes: Axis) -> DecodePlan:
-    """`PartitionSpec` of plans that each device made for itself, to hand them from one `jax.shard_map` to another.
+    """Return the `PartitionSpec` of plans that each device made itself, to pass them from one `jax.shard_map` to
+    another.
 
     Args:
-      plan: one device's plan, or its shapes.
-      axes: the mesh axes over which the plans differ; the arrays of all devices lie one after the other.
+      plan: one device's plan or its shapes.
+      axes: the mesh axes over which the plans differ; the arrays of all devices are concatenated.
 
     Example:
       >>> q, table = jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.int32)
@@ -137,11 +140,11 @@ def plan_partition(plan: DecodePlan, axes: Axis) -> DecodePlan:
 
 @dataclasses.dataclass(frozen=True)
 class ContextPart:
-    """A device's part of the contexts of all rows.
+    """One device's part of the contexts of all rows.
 
     Attributes:
-      block_tables: int32 [B, P'] or [B, Hkv, P'], of the device's own pages.
-      kv_lens: int32 [B], tokens that those hold.
+      block_tables: int32 [B, P'] or [B, Hkv, P'], with ids of the device's own pages.
+      kv_lens: int32 [B], tokens in these pages.
 
     Example:
       >>> pallas_attn.parallel.ContextPart(jnp.array([[3, 1]], jnp.int32), jnp.array([20], jnp.int32)).kv_lens
@@ -159,12 +162,12 @@ def context_part(
     *,
     axis: str,
 ) -> ContextPart:
-    """The part of the contexts that lies in this device's pages; inside `jax.shard_map`.
+    """Return the part of the contexts that is in this device's pages. Call it inside `jax.shard_map`.
 
     Args:
-      block_tables: of the whole cache, as this module's description says. An entry whose page is on another device than
-        its own is invisible.
-      kv_lens: tokens each row sees in all.
+      block_tables: tables of the whole cache; see the module's docstring. An entry whose page is on the wrong device is
+        invisible.
+      kv_lens: total number of tokens that each row sees.
       cache: this device's part of the cache.
       axis: the mesh axis over which pages are split.
 
@@ -183,7 +186,7 @@ def context_part(
     device, devices = lax.axis_index(axis), lax.axis_size(axis)
     num_pages = jax.tree.leaves(cache)[0].shape[0]
     if block_tables.ndim == 3:
-        num_pages *= block_tables.shape[1]  # ids are those of rows
+        num_pages *= block_tables.shape[1]  # the tables contain row ids
     *rows, columns = block_tables.shape
     padding = [(0, 0)] * len(rows) + [(0, -columns % devices)]
     dealt = jnp.pad(block_tables, padding, constant_values=PAGE_NONE).reshape(*rows, -1, devices)
@@ -196,8 +199,9 @@ def context_part(
 
 
 def local_slots(slots: Int32[Array, "T"], cache: PagedKV | PagedLatent, *, axis: str) -> Int32[Array, "T"]:
-    """Slots of the whole cache as those of this device's pages, for `write_kv` and `write_latent`; PAGE_NONE, which is
-    not written, for other devices' slots. Inside `jax.shard_map`.
+    """Return slots of the whole cache as slots of this device's pages, for `write_kv` and `write_latent`.
+
+    Slots of other devices become PAGE_NONE, which is not written. Call it inside `jax.shard_map`.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -215,7 +219,7 @@ def local_slots(slots: Int32[Array, "T"], cache: PagedKV | PagedLatent, *, axis:
 
 
 def _own_ids(ids: Array, count: int, device: Array) -> Array:
-    """Ids of a device's own `count` things, from ids of all devices' things; PAGE_NONE for others'."""
+    """Return global ids as ids of this device, which has `count` of them; PAGE_NONE for ids of other devices."""
     own = ids - device * count
     return jnp.where((ids >= 0) & (own >= 0) & (own < count), own, PAGE_NONE)
 
@@ -234,27 +238,27 @@ def decode_over_contexts(
 ) -> tuple[Float[Array, "B Q Hq_n D"], Float[Array, "B Q Hq_n"]]:
     """Decode over a cache whose pages are split over n devices, inside `jax.shard_map`.
 
-    Each device attends to its own pages for all heads. Devices then exchange heads, so that each merges, by the LSE,
-    what all found for Hq / n of them: those that follow a device's number. One exchange carries outputs and LSEs.
+    Each device attends to its own pages for all heads. The devices then exchange heads. Device i merges, by the LSE,
+    the results of all devices for the i-th share of Hq / n heads. One exchange transfers outputs and LSEs.
 
-    Several queries of a row are rows of their own, since they see different numbers of a device's tokens.
+    Several queries of a row become separate rows, because they see different numbers of a device's tokens.
 
     Args:
       decode: `paged_decode` or `mla_decode`.
-      queries: its queries, [q] or [q_latent, q_rope], the same on all devices.
+      queries: queries of the operation, [q] or [q_latent, q_rope], the same on all devices.
       cache: this device's part.
-      block_tables, kv_lens: of the whole cache, the same on all devices; see `context_part`.
+      block_tables, kv_lens: for the whole cache, the same on all devices; see `context_part`.
       axis: the mesh axis over which pages are split.
-      q_lens: as the operation takes them.
-      sinks: learned sinks of all heads; they enter once.
-      options: more of the operation's. A plan is one for B·Q rows of one query each, from `context_part`'s result.
-        With `out_dtype` float32, what is exchanged is float32, too.
+      q_lens: as for the operation.
+      sinks: learned sinks of all heads; they are applied once.
+      options: other arguments of the operation. A plan must be for B·Q rows of one query each, from the result of
+        `context_part`. With float32 `out_dtype`, the exchange is in float32.
 
     Returns:
-      Output and LSE of the device's heads, as the operation returns them.
+      Output and LSE of the device's heads, in the operation's format.
 
     Raises:
-      ValueError: the devices do not divide the heads, or arguments of the operation do not fit each other.
+      ValueError: the number of devices does not divide the heads, or arguments of the operation do not fit each other.
       NotImplementedError: windows and draft masks, which hide different numbers of tokens on each device.
 
     Example:
@@ -300,21 +304,22 @@ def merge_over_contexts(
     own: tuple[Float[Array, "*rows Hq_n D"], Float[Array, "*rows Hq_n"]] | None = None,
     sinks: Float[Array, "Hq"] | None = None,
 ) -> tuple[Float[Array, "*rows Hq_n D"], Float[Array, "*rows Hq_n"]]:
-    """Merges attention of n devices over disjoint sets of keys, each for its share of the heads: those that follow its
-    number. One exchange carries outputs and LSEs. Inside `jax.shard_map`.
+    """Merge attention of n devices over disjoint sets of keys; device i merges the i-th share of the heads.
+
+    One exchange transfers outputs and LSEs. Call it inside `jax.shard_map`.
 
     Args:
-      out: what this device found for all heads, computed without sinks.
-      lse: float32, natural; -inf where it saw no key.
+      out: this device's output for all heads, computed without sinks.
+      lse: float32 natural LSE; -inf where the device saw no key.
       axis: the mesh axis of the devices.
-      own: attention to more keys, which this device has computed for its share of the heads alone.
-      sinks: learned sinks of all heads; they enter once.
+      own: attention to additional keys, which this device computed only for its share of the heads.
+      sinks: learned sinks of all heads; they are applied once.
 
     Returns:
       Output and LSE of the device's heads.
 
     Raises:
-      ValueError: the devices do not divide the heads, or shapes and dtypes that do not fit each other.
+      ValueError: the number of devices does not divide the heads, or shapes and dtypes do not fit each other.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -342,7 +347,7 @@ def merge_over_contexts(
 def _lens_of_queries(
     kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"] | None, num_queries: int
 ) -> Int32[Array, "BQ"]:
-    """Tokens that each query sees; 0 for those past q_len."""
+    """Return the number of tokens that each query sees; 0 for queries past q_len."""
     index = jnp.arange(num_queries, dtype=jnp.int32)[None]
     real = jnp.full_like(kv_lens, num_queries) if q_lens is None else checks.bound_lens(q_lens, num_queries)
     lens = kv_lens[:, None] - real[:, None] + index + 1
@@ -352,9 +357,10 @@ def _lens_of_queries(
 def _exchange_heads(
     out: Float[Array, "B Q Hq D"], lse: Float[Array, "B Q Hq"], axis: str
 ) -> tuple[Float[Array, "n B Q Hq_n D"], Float[Array, "n B Q Hq_n"]]:
-    """Results of all devices for this device's heads. The LSE travels as more columns of the output, as bits, so that
-    there is one exchange. Bits are integers all the way, since a float that they happen to spell, a NaN say, need not
-    arrive as it was.
+    """Return the results of all devices for this device's heads.
+
+    The LSE is transferred as additional columns of the output, so that one exchange is enough. All columns are
+    transferred as integers: a float with the same bits, for example a NaN, might change on the way.
     """
     devices, width = lax.axis_size(axis), out.shape[-1]
     bits = jnp.dtype(f"uint{8 * out.dtype.itemsize}")

@@ -1,6 +1,6 @@
-"""The data model: caches, windows and plans as frozen pytrees.
+"""Data model: caches, windows and plans as frozen pytrees.
 
-Symbols, here and in every signature: B sequences; Q query tokens per sequence in decode; T packed new tokens; S
+Symbols, here and in all signatures: B sequences; Q query tokens per sequence in decode; T packed new tokens; S
 sequences of a ragged batch; Hq and Hkv query and KV heads, G = Hq / Hkv; D head width; N pages in a pool; ps tokens per
 page; P pages per table row; L latent width; R rotated width.
 """
@@ -19,46 +19,47 @@ from jax import export
 from jaxtyping import Array, Float, Int32, Num
 
 PAGE_NONE = -1
-"""An absent page in a block table: its tokens are invisible. As a slot: write nothing."""
+"""Absent page in a block table; its tokens are invisible. As a slot: write nothing."""
 
 FULL = 2**31 - 1
-"""A window that hides nothing."""
+"""Window that hides no key."""
 
 QMAX = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
-"""The largest magnitude a quantised cache stores, by its dtype; a dtype that is not here is stored unscaled."""
+"""Largest magnitude that a quantised cache stores, by dtype. Dtypes that are not listed are stored unscaled."""
 
 FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-"""Floats among the dtypes of quantised caches."""
+"""Floating-point dtypes of quantised caches."""
 
 PLAIN_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 """Dtypes of unquantised caches."""
 
 LATENT_8BIT = jnp.dtype(jnp.float8_e4m3fn)
-"""The dtype of quantised latents."""
+"""Dtype of quantised latents."""
 
 LATENT_GROUP = 128
-"""Columns of a quantised latent that share a scale."""
+"""Number of columns of a quantised latent that share a scale."""
 
 ROPE_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16))
-"""Dtypes of the rotated keys beside quantised latents."""
+"""Dtypes of the rotated keys of quantised latents."""
 
 type ScaleLayout = Literal["head", "channel"] | int | None
-"""Scales of a quantised cache: static per head [Hkv], static per channel [Hkv, D], dynamic with this many token groups
-a page, or none.
+"""Scales of a quantised cache: "head" (static [Hkv]), "channel" (static [Hkv, D]), an int (dynamic, this number of
+token groups per page), or None.
 """
 
 type Implementation = str | Sequence[str] | None
-"""Which implementation to run: None for the best one that supports the call here, a name, or names to try in order."""
+"""Implementation to run: None for the best one that supports the call on this device, a name, or names to try in order.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """Shapes and dtypes of one layer's cache; the only place they are decided.
+    """Shapes and dtypes of one layer's cache. Only cache specs determine them.
 
     Attributes:
       num_pages: N, pages in the pool.
-      page_size: ps, tokens a page holds.
-      arrays: array name (a field of PagedKV or PagedLatent) to shape and dtype.
+      page_size: ps, tokens per page.
+      arrays: shape and dtype of each array, by its field name in PagedKV, PagedLatent or PagedIndexKeys.
 
     Example:
       >>> pages = jax.ShapeDtypeStruct((8, 4, 6), jnp.bfloat16)
@@ -72,14 +73,14 @@ class CacheSpec:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes one more page costs: its share of every array that grows with the pool."""
+        """Bytes of one page in all arrays whose size grows with the pool."""
         return sum(
             _num_bytes(a) // self.num_pages for a in self.arrays.values() if a.shape[0] == self.num_pages and a.ndim > 2
         )
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays, static scales included."""
+        """Bytes of all arrays, including static scales."""
         return sum(_num_bytes(a) for a in self.arrays.values())
 
 
@@ -88,7 +89,7 @@ def _num_bytes(a: jax.ShapeDtypeStruct) -> int:
 
 
 def _allocate(spec: CacheSpec) -> dict[str, jax.Array]:
-    """Arrays of a cache: zeros, but ones for scales."""
+    """Return the arrays of a cache: ones for scales, zeros for all other arrays."""
     return {
         name: (jnp.ones if name.endswith("scale") else jnp.zeros)(a.shape, a.dtype) for name, a in spec.arrays.items()
     }
@@ -110,17 +111,17 @@ def kv_cache_spec(
     scales: ScaleLayout = None,
     value_dim: int | None = None,
 ) -> CacheSpec:
-    """Shapes and dtypes of a `PagedKV`.
+    """Return the shapes and dtypes of a `PagedKV`.
 
     Args:
       head_dim: D, width of keys.
       dtype: bfloat16, float16, float32, int8, float8_e4m3fn or float8_e5m2.
-      scales: None for unquantised dtypes; for those of 8 bits "head" or "channel" (static), or the number g of
-        token groups a page has (dynamic; g divides page_size, g = page_size is one scale per token and head).
+      scales: None for unquantised dtypes. For 8-bit dtypes "head" or "channel" (static), or the number g of token
+        groups per page (dynamic; g divides page_size; g = page_size is one scale per token and head).
       value_dim: Dv, width of values; None for D.
 
     Raises:
-      ValueError: a size below 1, a dtype no cache has, or scales that do not go with the dtype or the page size.
+      ValueError: a size is below 1, the dtype is unsupported, or the scales do not fit the dtype or the page size.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(
@@ -166,15 +167,16 @@ def latent_cache_spec(
     dtype: jax.typing.DTypeLike,
     rope_dtype: jax.typing.DTypeLike | None = None,
 ) -> CacheSpec:
-    """Shapes and dtypes of a `PagedLatent`.
+    """Return the shapes and dtypes of a `PagedLatent`.
 
     Args:
       dtype: bfloat16, float16 or float32 for pages [N, ps, L + R]; float8_e4m3fn for latents [N, ps, L] with a float32
-        scale for each 128 columns of a token, beside rotated keys [N, ps, R].
-      rope_dtype: of the rotated keys beside float8_e4m3fn latents, bfloat16 (None) or float16; None for other dtypes.
+        scale per 128 columns of a token and separate rotated keys [N, ps, R].
+      rope_dtype: dtype of the rotated keys of float8_e4m3fn latents, bfloat16 (None) or float16; None for other dtypes.
 
     Raises:
-      ValueError: a size below 1, another dtype, or float8_e4m3fn latents whose width is no multiple of 128.
+      ValueError: a size is below 1, the dtype is unsupported, or the width of float8_e4m3fn latents is no multiple of
+        128.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(
@@ -221,14 +223,14 @@ def latent_cache_spec(
 
 
 def index_cache_spec(*, num_pages: int, page_size: int, index_dim: int, dtype: jax.typing.DTypeLike) -> CacheSpec:
-    """Shapes and dtypes of a `PagedIndexKeys`.
+    """Return the shapes and dtypes of a `PagedIndexKeys`.
 
     Args:
       index_dim: Di, columns of an index key.
-      dtype: bfloat16, float16 or float32; or float8_e4m3fn, with a float32 scale for each token.
+      dtype: bfloat16, float16 or float32; or float8_e4m3fn, with a float32 scale per token.
 
     Raises:
-      ValueError: a size below 1, or another dtype.
+      ValueError: a size is below 1, or the dtype is unsupported.
 
     Example:
       >>> spec = pallas_attn.index_cache_spec(num_pages=8, page_size=64, index_dim=128, dtype=jnp.float8_e4m3fn)
@@ -249,15 +251,15 @@ def index_cache_spec(*, num_pages: int, page_size: int, index_dim: int, dtype: j
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedKV:
-    """The paged K/V cache of one layer.
+    """Paged K/V cache of one layer.
 
     Attributes:
       k: [N, Hkv, ps, D] in bfloat16, float16, float32, int8, float8_e4m3fn or float8_e5m2.
-      v: [N, Hkv, ps, Dv], likewise; or None where keys and values are fused. Then k is [N, Hkv, ps, 2·W], W >= D = Dv:
-        columns [:D] are the key and columns [W : W + D] the value, and others are neither read nor written.
+      v: [N, Hkv, ps, Dv] in the dtype of k; None if keys and values are fused. Then k is [N, Hkv, ps, 2·W] with W >= D
+        = Dv: columns [:D] are the key and columns [W : W + D] the value. Other columns are neither read nor written.
       k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D] and [Hkv, Dv], or dynamic
-        per token group [N, Hkv, g], where group j of a page covers its tokens [j·ps/g, (j+1)·ps/g). A stored value
-        times its scale is the value meant.
+        per token group [N, Hkv, g], where group j of a page covers its tokens [j·ps/g, (j+1)·ps/g). The cached value is
+        the stored value times its scale.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
@@ -266,13 +268,13 @@ class PagedKV:
     """
 
     k: Num[Array, "N Hkv ps D"]
-    v: Num[Array, "N Hkv ps Dv"] | Any = None  # not Optional: few caches are fused, and all others have an array here
+    v: Num[Array, "N Hkv ps Dv"] | Any = None  # Any instead of None: callers of caches that are not fused need no check
     k_scale: Float[Array, "Hkv"] | Float[Array, "Hkv D"] | Float[Array, "N Hkv g"] | None = None
     v_scale: Float[Array, "Hkv"] | Float[Array, "Hkv Dv"] | Float[Array, "N Hkv g"] | None = None
 
     @staticmethod
     def allocate(spec: CacheSpec) -> PagedKV:
-        """Zeroed pages and unit scales, as `kv_cache_spec` lays them down."""
+        """Return a cache with zeroed pages and unit scales for a spec from `kv_cache_spec`."""
         return PagedKV(**_allocate(spec))
 
     @property
@@ -281,36 +283,37 @@ class PagedKV:
 
     @property
     def is_fused(self) -> bool:
-        """Whether k holds keys and values, beside each other."""
+        """Whether k contains both keys and values."""
         return self.v is None
 
     def value_dim(self, head_dim: int) -> int:
-        """Dv, for keys of width D."""
+        """Return Dv for keys of width D."""
         return head_dim if self.v is None else self.v.shape[-1]
 
     @property
     def values(self) -> tuple[Num[Array, "N Hkv ps columns"], int]:
-        """The array that holds values, and their first column in it."""
+        """Array that contains the values, and the first column of the values in it."""
         return (self.k, self.k.shape[-1] // 2) if self.v is None else (self.v, 0)
 
     def with_pages(self, k: Array, v: Array, k_scale: Array | None, v_scale: Array | None) -> PagedKV:
-        """The cache with other contents; v is not looked at where it is fused."""
+        """Return a cache with other arrays. `v` is ignored if the cache is fused."""
         return PagedKV(k, None if self.is_fused else v, k_scale, v_scale)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedLatent:
-    """The paged latent cache of one MLA layer.
+    """Paged latent cache of one MLA layer.
 
     Attributes:
-      pages: [N, ps, L + R] in bfloat16, float16 or float32; columns [:L] are the normed latent (keys and values alike),
-        columns [L:] the rotated shared key. With `scale` and `rope`: the quantised latents alone, [N, ps, L] in
-        float8_e4m3fn. Without these also [N, ps, L + R] in float8_e4m3fn or float8_e5m2, which `write_latent` casts to
-        and `mla_decode` reads as they are: their one scale is an argument of `mla_ragged_paged_attention`.
-      scale: [N, ps, L / 128] in float32, or None: entry j times the stored columns [128·j : 128·(j + 1)] is the latent
-        meant.
-      rope: [N, ps, R] in bfloat16 or float16, or None: the rotated shared keys of quantised latents.
+      pages: [N, ps, L + R] in bfloat16, float16 or float32. Columns [:L] are the normed latent, which is both key and
+        value; columns [L:] are the shared rotated key. With `scale` and `rope`: the quantised latents, [N, ps, L] in
+        float8_e4m3fn. Without `scale` and `rope`, float8_e4m3fn and float8_e5m2 pages [N, ps, L + R] are also
+        supported: `write_latent` casts to them, and `mla_decode` reads them unscaled. Their single scale is an argument
+        of `mla_ragged_paged_attention`.
+      scale: float32 [N, ps, L / 128] or None. Columns [128·j : 128·(j + 1)] of the latent are the stored columns times
+        entry j.
+      rope: [N, ps, R] in bfloat16 or float16, or None: the shared rotated keys of quantised latents.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(
@@ -326,7 +329,7 @@ class PagedLatent:
 
     @staticmethod
     def allocate(spec: CacheSpec) -> PagedLatent:
-        """Zeroed pages and unit scales, as `latent_cache_spec` lays them down."""
+        """Return a cache with zeroed pages and unit scales for a spec from `latent_cache_spec`."""
         return PagedLatent(**_allocate(spec))
 
     @property
@@ -340,20 +343,20 @@ class PagedLatent:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether latents are stored in 8 bits, with scales."""
+        """Whether latents are stored in 8 bits with scales."""
         return self.scale is not None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedIndexKeys:
-    """The paged index keys of one layer of sparse attention, which all its index heads share.
+    """Paged index keys of one layer of sparse attention. All index heads of the layer share them.
 
-    They lie in the same pages and slots as the layer's latents, in arrays of their own.
+    Index keys use the same pages and slots as the layer's latents, but separate arrays.
 
     Attributes:
       keys: [N, ps, Di] in bfloat16, float16, float32 or float8_e4m3fn.
-      scale: [N, ps, 1] in float32 for float8_e4m3fn keys, else None: a stored key times its scale is the key meant.
+      scale: float32 [N, ps, 1] for float8_e4m3fn keys, else None. An index key is the stored key times its scale.
 
     Example:
       >>> spec = pallas_attn.index_cache_spec(num_pages=8, page_size=16, index_dim=128, dtype=jnp.bfloat16)
@@ -366,7 +369,7 @@ class PagedIndexKeys:
 
     @staticmethod
     def allocate(spec: CacheSpec) -> PagedIndexKeys:
-        """Zeroed keys and unit scales, as `index_cache_spec` lays them down."""
+        """Return a cache with zeroed keys and unit scales for a spec from `index_cache_spec`."""
         return PagedIndexKeys(**_allocate(spec))
 
     @property
@@ -377,11 +380,10 @@ class PagedIndexKeys:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadWindow:
-    """Keys that each KV head of a layer sees: the first `sink_tokens` and the last `window` ones, the query's own
-    included.
+    """Window per KV head: a query sees the first `sink_tokens` keys and the last `window` keys, including its own key.
 
     Attributes:
-      window: int32 [Hkv], at least 1; FULL hides nothing.
+      window: int32 [Hkv], at least 1; FULL hides no key.
       sink_tokens: int32 [Hkv], at least 0.
 
     Example:
@@ -398,20 +400,20 @@ class HeadWindow:
 
 @dataclasses.dataclass(frozen=True)
 class PlanKey:
-    """The static facts of a decode call that its plan depends on.
+    """Static facts of a decode call that its plan depends on.
 
-    Lengths, and the values of a `HeadWindow`, are data on the device, which nothing can compare while a call is traced:
-    that they are those of the call remains the caller's promise.
+    Lengths and the values of a `HeadWindow` are on the device and cannot be compared while a call is traced. The caller
+    must ensure that a plan was made for the lengths and windows of the call.
 
     Attributes:
       op: "paged_decode" or "mla_decode".
       batch: B.
       num_queries: Q.
-      num_q_heads, num_kv_heads: Hq and Hkv; 1 KV head for latents.
+      num_q_heads, num_kv_heads: Hq and Hkv; Hkv is 1 for latents.
       page_size: ps.
       table_pages: P.
-      window: an int, "per head" for a `HeadWindow`, or None where nothing is hidden.
-      q_lens: whether the call has them.
+      window: an int, "per head" for a `HeadWindow`, or None if the window hides no key.
+      q_lens: whether the call has `q_lens`.
 
     Example:
       >>> key = pallas_attn.PlanKey("mla_decode", 2, 1, 16, 1, 64, 8, window=None, q_lens=False)
@@ -433,27 +435,29 @@ class PlanKey:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """Division of a step's visible pages among the programs of a decode kernel. It changes speed and rounding, never
-    meaning.
+    """Partition of the visible pages of a step over the CTAs of a decode kernel. It changes speed and rounding only.
 
-    A row is one KV head of one sequence, row b·Hkv + h. A plan lists rows in an order of its own, `row_order`; all
-    other fields are in that order, and index it. The visible pages of the row at index i are numbered 0 to num_pages[i]
-    in the order of its table: first `sink_pages[i]` from entry 0, then the window's from entry `first_page[i]`. Program
-    j takes the pages from (cta_row[j], cta_page[j]) up to where program j + 1 starts, and in `fixed` mode also cuts
-    every row at multiples of `split_pages`. A row cut in n splits has split_indptr[i + 1] - split_indptr[i] = n partial
-    states to merge; n = 1 needs no merge and n = 0 is an idle row. Splits are numbered in the order of rows and pages.
+    A row is one KV head of one sequence, row b·Hkv + h. `row_order` lists the rows in the order of the plan; all other
+    fields use this order. The visible pages of the row at index i have the numbers 0 to num_pages[i] in the order of
+    its table: first `sink_pages[i]` pages from entry 0, then the pages of the window from entry `first_page[i]`. CTA j
+    processes the pages from (cta_row[j], cta_page[j]) up to the start of CTA j + 1. In `fixed` mode it also cuts each
+    row at multiples of `split_pages`. The row at index i has n = split_indptr[i + 1] - split_indptr[i] splits, whose
+    partial states are merged; n = 1 needs no merge, and n = 0 is an idle row. Splits are numbered in the order of rows
+    and pages.
 
     Attributes:
-      row_order: int32 [B·Hkv], rows in the plan's order.
+      row_order: int32 [B·Hkv], rows in the order of the plan.
       sink_pages, first_page, num_pages: int32 [B·Hkv].
       next_row: int32 [B·Hkv], index of the next row that is not idle; B·Hkv after the last.
-      merged_rows: int32 [B·Hkv + 1], indices of the rows without exactly one split, which a merge writes; then B·Hkv.
-      split_indptr: int32 [B·Hkv + 1], number of each row's first split.
-      cta_row, cta_page: int32 [num_programs + 1], where each program starts.
-      cta_split: int32 [num_programs + 1], number of each program's first split.
-      made_for: the calls that may follow the plan; others refuse it.
-      implementation: which one of the operation follows it, such as "mosaic_sm90"; "xla" and "reference" follow none.
-      split_pages: pages of one split in `fixed` mode, 0 in `balanced` mode.
+      merged_rows: int32 [B·Hkv + 1], indices of the rows that the merge kernel writes, which do not have exactly one
+        split; then B·Hkv.
+      split_indptr: int32 [B·Hkv + 1], number of the first split of each row.
+      cta_row, cta_page: int32 [num_programs + 1], start of each CTA.
+      cta_split: int32 [num_programs + 1], number of the first split of each CTA.
+      made_for: facts of the decode call; other calls reject the plan.
+      implementation: implementation of the operation that uses the plan, for example "mosaic_sm90"; "xla" and
+        "reference" ignore plans.
+      split_pages: pages per split in `fixed` mode, 0 in `balanced` mode.
 
     Example:
       >>> q, table = jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.int32)
@@ -482,11 +486,11 @@ class DecodePlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary embedding, and the norms that go with it, as `write_kv` fuses them into the cache write.
+    """Rotary embedding and the norms around it, which `write_kv` fuses into the cache write.
 
     Attributes:
-      cos, sin: float32 [T, rotary / 2], of the tokens' positions; only the first `rotary` columns of a head are
-      rotated.
+      cos, sin: float32 [T, rotary / 2] for the positions of the tokens. Only the first `rotary` columns of a head are
+        rotated.
       q_norm, k_norm: RMSNorm weights [D], or None for no norm.
       style: "neox" rotates column i with i + rotary/2, "interleaved" column 2i with 2i + 1.
       norm_order: "before_rope" (Qwen3) or "after_rope".
@@ -518,10 +522,11 @@ def _as_json(static_fields: tuple[Any, ...]) -> bytes:
 
 
 def _from_json(text: bytes) -> tuple[Any, ...]:
-    """The static fields of a type; the one field that is an object is the key of a plan."""
+    """Return the static fields of a type. The only field that is an object is the `PlanKey` of a plan."""
     return tuple(PlanKey(**field) if isinstance(field, dict) else field for field in json.loads(text))
 
 
+# Registration lets users export functions that take these types.
 for _type in (
     PagedKV,
     PagedLatent,
@@ -529,7 +534,7 @@ for _type in (
     HeadWindow,
     DecodePlan,
     Rope,
-):  # so that calls that take them can be exported
+):
     export.register_pytree_node_serialization(
         _type,
         serialized_name=f"pallas_attn.{_type.__name__}",

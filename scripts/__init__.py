@@ -1,5 +1,5 @@
-"""Scripts for users: `run_decode.py`, `calibrate.py`, `tune.py`, `bench_ops.py` and `bench_engine.py`.
+"""Scripts for users: `run_decode.py`, `calibrate.py`, `bench_ops.py`, `bench_engine.py` and other benchmarks.
 
-Beside them the packages that these are made of: `cli` (command lines, models and prompts as options), `decode` (parts
-of `run_decode.py`), `bench` (measuring), and `tools` for contributors.
+The packages have the parts of these scripts: `cli` (command lines, model and prompt options), `decode` (parts of
+`run_decode.py`), `bench` (benchmarks) and `tools` (tools for contributors).
 """

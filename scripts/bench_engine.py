@@ -1,21 +1,21 @@
-"""Measures the engine end to end: prefill and decode speed by batch size, and what prefix cache and windows save.
+"""Measure the engine end to end: prefill and decode speed by batch size, and the savings of prefix cache and windows.
 
     python scripts/bench_engine.py [--config v3-tiny mla-25m] [--batch 1 8 32] [--transformers PYTHON]
     python scripts/bench_engine.py --config v2-lite [--batch 1 8 64] [--contexts 1024 8192 32768] [--step-tokens 16384]
         [--limit-seconds 300]
     python scripts/bench_engine.py --head-windows [--windowed 1 7] [--plot OUT.png] [--limit-seconds 300]
 
-Every number is the median of several runs on a warm engine; compilation is reported apart. The first token ends the
-prefill: prefill speed is batch x prompt tokens divided by the time of a run with one new token, decode speed is batch x
-(new tokens - 1) divided by the additional time of the whole run. With `--transformers PYTHON`, a Python that has torch
-and transformers, the same weights are also timed under transformers' own `generate`
-(scripts/bench/peers/transformers_generate.py), in turn with ours.
+Each number is the median of several runs of a warm engine; compilation time is reported separately. Prefill speed is
+batch x prompt tokens divided by the time of a run with one new token. Decode speed is batch x (new tokens - 1) divided
+by the additional time of the whole run. `--transformers PYTHON` names a Python that has torch and transformers:
+transformers' `generate` then runs the same weights, interleaved with our runs
+(scripts/bench/peers/transformers_generate.py).
 
-`v2-lite` is of a real size and is measured otherwise (scripts/bench/engine/serving.py): random weights are made on the
-device, in bfloat16, and times are compared with the fastest that the card could do.
+`v2-lite` has a real size and a different measurement (scripts/bench/engine/serving.py): the device makes random
+bfloat16 weights, and times are compared with a roofline.
 
-`--head-windows` measures the savings of windows for some KV heads (scripts/bench/engine/head_windows.py): how many
-contexts a pool holds, their throughput, and waiting times.
+`--head-windows` measures the savings of windows for some KV heads (scripts/bench/engine/head_windows.py): contexts per
+pool, their throughput, and waiting times.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from scripts.cli.command_line import UsageError, as_usage_error, check_outputs, 
 from scripts.cli.model import implementations
 
 LARGE = "v2-lite"
-"""Configuration that is too large to be written to disk first."""
+"""A configuration too large to be written to disk."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "small models": {
@@ -71,7 +71,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "--head-windows": {"windowed": [1, 7], "plot": None, "limit_seconds": math.inf},
 }
-"""Options and their defaults by kind of measurement, beside the options that all kinds take."""
+"""Options and their defaults by kind of measurement. All kinds also take the common options."""
 
 
 def settings_of(args: argparse.Namespace) -> AttentionSettings:
@@ -91,13 +91,13 @@ def serving_of(args: argparse.Namespace) -> Serving:
 
 
 def head_wise() -> tuple[GQAConfig, HeadWindowSizes]:
-    """Returns the model whose heads get windows, and its sizes."""
+    """Return the model whose heads get windows, and its sizes."""
     backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
     return head_windows.MODELS[backend], head_windows.SIZES[backend]
 
 
 def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
-    """Measures the large configuration, and writes the report after each case, so that a run may end at any time."""
+    """Measure the large configuration. Write the report after each case, so an interrupted run keeps its results."""
     work = serving_of(args)
     report = description() | {"dtype": args.dtype, "workload": dataclasses.asdict(work)}
     for result in serving.run(PRESETS[LARGE], work, settings_of(args), args.dtype):
@@ -106,7 +106,7 @@ def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
 
 
 def bench_head_wise(args: argparse.Namespace, console: Console, out: Path) -> None:
-    """Measures windows of some KV heads, and writes the report after each case."""
+    """Measure windows of some KV heads. Write the report after each case."""
     config, sizes = head_wise()
     bench = head_windows.HeadWindowBench(config, args.dtype, settings_of(args), sizes, tuple(args.windowed))
     report = description() | {"machine": machine()}
@@ -126,7 +126,7 @@ def machine() -> str:
 
 
 def bench_small(args: argparse.Namespace, console: Console, out: Path) -> None:
-    """Measures the configurations that are written to disk first, and writes the report after each."""
+    """Measure the configurations that are written to disk first. Write the report after each configuration."""
     work, results = workload_of(args), []
     report = description() | {"machine": machine(), "dtype": args.dtype}
     report |= {"workload": dataclasses.asdict(work), "results": results}
@@ -147,28 +147,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", nargs="+", choices=PRESETS, help="default: v3-tiny mla-25m")
     parser.add_argument("--head-windows", action="store_true", help="measure windows of some KV heads instead")
     parser.add_argument(
-        "--windowed", nargs="+", type=int, help="of --head-windows: KV heads with a window, of 8 (default: 1 7)"
+        "--windowed", nargs="+", type=int, help="for --head-windows: KV heads with a window, of 8 (default: 1 7)"
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="OUT.png", help="of --head-windows: rows in use as a context grows"
+        "--plot", type=Path, metavar="OUT.png", help="for --head-windows: plot of rows in use as a context grows"
     )
-    parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 32; of v2-lite 1 8 64")
-    parser.add_argument("--prompt-tokens", type=int, help="of small models (default: 128)")
+    parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 32; for v2-lite 1 8 64")
+    parser.add_argument("--prompt-tokens", type=int, help="for small models (default: 128)")
     parser.add_argument("--contexts", nargs="+", type=int, help="prompt tokens of v2-lite (default: 1024 8192 32768)")
     parser.add_argument("--new-tokens", type=int, help="at least 2, for one decode step (default: 64)")
-    parser.add_argument("--step-tokens", type=int, help="new tokens of a step of v2-lite, at most (default: 4096)")
-    parser.add_argument("--repeats", type=int, help="of small models (default: 3)")
-    parser.add_argument("--limit-seconds", type=float, help="begin no case of v2-lite or windows after this")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; of a large model bfloat16")
-    parser.add_argument("--implementation", default="auto", metavar="NAME[,NAME...]", help="of attention operations")
+    parser.add_argument("--step-tokens", type=int, help="maximum new tokens of a step, for v2-lite (default: 4096)")
+    parser.add_argument("--repeats", type=int, help="for small models (default: 3)")
+    parser.add_argument("--limit-seconds", type=float, help="start no case of v2-lite or windows after this time")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32; for v2-lite bfloat16")
     parser.add_argument(
-        "--transformers", metavar="PYTHON", help="a Python with torch and transformers, to time as well"
+        "--implementation", default="auto", metavar="NAME[,NAME...]", help="implementation of attention"
     )
+    parser.add_argument("--transformers", metavar="PYTHON", help="also time transformers with this Python")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/engine_<device>.json")
     args = parser.parse_args(argv)
     large = not args.head_windows and LARGE in (args.config or ())
     if large and len(args.config) > 1:
-        parser.error(f"--config: {LARGE} is measured on its own")
+        parser.error(f"--config: {LARGE} is measured separately")
     measured = "--head-windows" if args.head_windows else f"--config {LARGE}" if large else "small models"
     for name in {name: None for options in DEFAULTS.values() for name in options}:
         if getattr(args, name) is None:
@@ -198,7 +198,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_models(args: argparse.Namespace) -> None:
-    """Raises UsageError, ValueError or NotImplementedError if a model cannot be run with these options."""
+    """Raise UsageError, ValueError or NotImplementedError if a model cannot run with these options."""
     settings = settings_of(args)
     if args.head_windows:
         config, sizes = head_wise()
@@ -217,19 +217,21 @@ def check_models(args: argparse.Namespace) -> None:
                 engine = work.engine_config(max(args.batch), longest, prefix_caching=True)
         limit = PRESETS[name].max_position_embeddings
         if longest > limit:
-            raise UsageError(f"{flag}: expected sequences of at most {limit} tokens, which {name} takes, got {longest}")
+            raise UsageError(
+                f"{flag}: expected sequences of at most {limit} tokens, the maximum of {name}, got {longest}"
+            )
         implementations(PRESETS[name], settings, engine.runner_config(longest).largest_step, args.dtype)
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Makes the directories of the files to be written; raises UsageError if it cannot."""
+    """Create the folders of the output files. Raise UsageError on failure."""
     check_outputs({"--json": args.json, "--plot": args.plot}, make_folders=True)
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
 
 
 def check_transformers(python: str) -> None:
-    """Raises UsageError if this is no Python with torch and transformers."""
+    """Raise UsageError if `python` is not a Python with torch and transformers."""
     try:
         subprocess.run([python, "-c", "import torch, transformers"], check=True, capture_output=True, text=True)
     except OSError as error:
@@ -241,14 +243,14 @@ def check_transformers(python: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
-        # A large model needs most of the memory. Parsing looks at the device, after which this has no effect.
+        # A large model needs most of the device memory. Set the fraction before parsing, which initializes the device.
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
     args = parse_args(argv)
     return exit_status("bench_engine", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures what the arguments ask for; raises Failure if a result cannot be written."""
+    """Run the measurements of the arguments. Raise Failure if a result cannot be written."""
     console, kind = Console(), jax.devices()[0].device_kind.lower().replace(" ", "_")
     if args.head_windows:
         name, bench = "engine_head_windows", bench_head_wise

@@ -1,7 +1,7 @@
-"""Measures handing a cache over, layer by layer: `python scripts/bench_hand_over.py [--config v2-lite]`.
+"""Measure a KV-cache transfer layer by layer: `python scripts/bench_hand_over.py [--config v2-lite]`.
 
-What is measured: scripts/bench/engine/hand_over.py. On one card two processes share it, each with less than half of its
-memory; `--prefill-device 1` gives the second one another card.
+scripts/bench/engine/hand_over.py describes the measurement. On one GPU, both processes share it, each with less than
+half of its memory. `--prefill-device 1` gives the second process another GPU.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__.partition("\n")[0])
     parser.add_argument("--config", choices=hand_over.CONFIGS, default="v2-lite", help="default: %(default)s")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768], help="default: 2048 8192 32768")
-    parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of a step (default: 2048)")
+    parser.add_argument("--step-tokens", type=int, default=2048, help="maximum tokens of a step (default: 2048)")
     parser.add_argument("--page-size", type=int, default=64, help="default: 64")
-    parser.add_argument("--pieces", type=int, default=hand_over.PIECES, help="of a step with a consumer (default: 4)")
+    parser.add_argument(
+        "--pieces", type=int, default=hand_over.PIECES, help="launches per step with a consumer (default: 4)"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="default: 7")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--implementation", help="of attention (default: the fastest that runs)")
-    parser.add_argument("--prefill-device", metavar="N", help="card of the second process (default: the same)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each length")
+    parser.add_argument("--implementation", help="implementation of attention (default: the best on this device)")
+    parser.add_argument("--prefill-device", metavar="N", help="GPU of the second process (default: the same)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="results, written after each length")
     args = parser.parse_args(argv)
     if min(*args.lengths, args.step_tokens, args.page_size, args.repeats, args.pieces) < 1:
         parser.error("--lengths, --step-tokens, --page-size, --repeats and --pieces are at least 1")
@@ -46,7 +48,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     check_outputs({"--json": args.json})
     if args.prefill_device is None:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # of each process; read when jax first runs
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # per process; jax reads it on first use
     console, results = Console(), []
     work = HandOver(
         args.config,
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     return exit_status(PROG, lambda: run(parse_args(argv)))
 
 

@@ -1,7 +1,7 @@
-"""Measures the engine on several devices beside one: `python scripts/bench_mesh.py --mesh none data=2 tensor=2`.
+"""Compare the engine on several devices with one device: `python scripts/bench_mesh.py --mesh none data=2 tensor=2`.
 
-What is measured: scripts/bench/engine/several_devices.py. Several processes, each of which sees its own devices, run
-one model with --coordinator, --num-processes and --process-id, as run_decode.py does; process 0 reports.
+scripts/bench/engine/several_devices.py describes the measurement. With --coordinator, --num-processes and --process-id,
+several processes with separate devices run one model, as in run_decode.py; process 0 reports.
 """
 
 from __future__ import annotations
@@ -43,26 +43,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__.partition("\n")[0])
     parser.add_argument("--config", choices=CONFIGS, default="v2-lite", help="default: %(default)s")
     parser.add_argument(
-        "--mesh", nargs="*", default=["none"], metavar="AXIS=N[,AXIS=N...]", help="layouts in turn; none is one device"
+        "--mesh", nargs="*", default=["none"], metavar="AXIS=N[,AXIS=N...]", help="layouts; none is one device"
     )
-    parser.add_argument("--batch", nargs="+", type=int, default=[64], help="requests at once (default: 64)")
-    parser.add_argument("--per-device", action="store_true", help="--batch is of each device")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[1024], help="tokens of a prompt (default: 1024)")
+    parser.add_argument("--batch", nargs="+", type=int, default=[64], help="simultaneous requests (default: 64)")
+    parser.add_argument("--per-device", action="store_true", help="--batch is per device")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024], help="tokens per prompt (default: 1024)")
     parser.add_argument("--new-tokens", type=int, default=64, help="at least 2 (default: 64)")
-    parser.add_argument("--step-tokens", type=int, default=4096, help="of a step, on each data rank (default: 4096)")
     parser.add_argument(
-        "--most-tokens", type=int, metavar="N", help="leave out cases of more prompt tokens in all (default: none)"
+        "--step-tokens", type=int, default=4096, help="maximum tokens of a step on each data rank (default: 4096)"
+    )
+    parser.add_argument(
+        "--most-tokens", type=int, metavar="N", help="skip cases with more prompt tokens in total (default: none)"
     )
     parser.add_argument("--exchanges", action="store_true", help="also time an all-reduce and an all-to-all")
     parser.add_argument("--operation", action="store_true", help="also time latent decode over split contexts")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each case")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="results, written after each case")
     add_processes(parser.add_argument_group("several processes"))
     args = parser.parse_args(argv)
     if min(*args.batch, *args.contexts, args.step_tokens) < 1 or args.new_tokens < 2:
         parser.error("--batch, --contexts and --step-tokens are at least 1, --new-tokens 2")
     if args.most_tokens is not None and args.most_tokens < min(args.batch) * min(args.contexts):
-        parser.error(f"--most-tokens: expected at least those of the smallest case, got {args.most_tokens}")
+        parser.error(f"--most-tokens: expected at least the tokens of the smallest case, got {args.most_tokens}")
     try:
         check_processes(args)
         args.layouts = tuple({} if given == "none" else parse_mesh(given) or {} for given in args.mesh)
@@ -122,9 +124,9 @@ def run(args: argparse.Namespace, processes: Processes | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.93"  # before the device is looked at
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.93"  # before jax initializes the device
     joined = Joined(PROG)
     return joined.end(exit_status(PROG, lambda: _join(parse_args(argv), joined)))
 

@@ -1,11 +1,11 @@
-"""Measures operations on this device: ours and other projects' implementations, beside the most the device can do.
+"""Measure operations on this device: our implementations and other projects', compared with the roofline.
 
     python scripts/bench_ops.py paged_decode --grid gqa-quick [--limit-seconds 90] [--contenders mosaic xla ...]
 
-Copy bandwidth and matrix rate are measured first, in the same run. They give each case a floor: the time to move the
-bytes that must be moved, or to do the arithmetic, whichever is longer. A result's fraction is floor / time. How times
-are taken is described in scripts/bench/harness/timing.py. A case that fails, or a contender that is not available here,
-is reported with the reason, and the rest goes on; the report is written after each case, so a run may end at any time.
+The run measures copy bandwidth and matrix rate first. The floor of a case is the longer of the times to move its bytes
+and to do its arithmetic at these rates. The fraction of a result is floor / time. scripts/bench/harness/timing.py
+describes the timing. If a case fails or a baseline is not available, the report has the reason and the run continues.
+The report is written after each case, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory of the same card
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # baselines need memory of the same card
 
 from rich.console import Console
 
@@ -37,15 +37,15 @@ from scripts.cli.command_line import check_outputs, exit_status, write_report, w
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operation", choices=OPERATIONS, metavar="OP", help=", ".join(OPERATIONS))
-    parser.add_argument("--grid", default="small", help="default: small, which any machine can run")
+    parser.add_argument("--grid", default="small", help="default: small, for any machine")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument(
-        "--match", nargs="+", metavar="TEXT", default=[""], help="only cases with one of these in their names"
+        "--match", nargs="+", metavar="TEXT", default=[""], help="only cases whose name contains one of these"
     )
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="begin no case after this")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="start no case after this time")
     parser.add_argument("--samples", type=int, default=Stopwatch.samples)
     parser.add_argument("--sample-seconds", type=float, default=Stopwatch.sample_seconds)
-    parser.add_argument("--kernels", action="store_true", help="also the time of each kernel, from CUPTI")
+    parser.add_argument("--kernels", action="store_true", help="also measure the time of each kernel with CUPTI")
     parser.add_argument("--json", type=Path, metavar="OUT", help="default: benchmarks/results/OP_<device>.json")
     args = parser.parse_args(argv)
     bench = load(args.operation)
@@ -64,11 +64,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures what the arguments ask for.
+    """Run the measurements of the arguments.
 
     Raises:
-      UsageError: the results cannot be written.
-      Failure: they cannot be written after all.
+      UsageError: the results cannot be written (checked before the run).
+      Failure: the results cannot be written after the run.
     """
     out = args.json or RESULTS / f"{args.operation}_{tuning.device_name()}.json"
     picture = out.with_suffix(".png")
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     console.width = max(console.width, 160)
     stopwatch = Stopwatch(args.sample_seconds, args.samples, args.kernels)
     rates = measure_rates(stopwatch)
-    console.print(f"copy {rates.copy / 1e12:.2f} TB/s, bf16 product {rates.matrix / 1e12:.1f} TFLOP/s")
+    console.print(f"copy {rates.copy / 1e12:.2f} TB/s, bf16 GEMM {rates.matrix / 1e12:.1f} TFLOP/s")
     session = Session(bench, args.contenders or list(bench.contenders), stopwatch, rates)
     cases = [case for case in bench.grids[args.grid] if any(text in case.name for text in args.match)]
     report = description() | {"operation": args.operation, "grid": args.grid, "rates": dataclasses.asdict(rates)}

@@ -1,6 +1,6 @@
-"""Measures waiting times while requests arrive at random: `python scripts/bench_serving.py [--config v2-lite]`.
+"""Measure latencies while requests arrive at random: `python scripts/bench_serving.py [--config v2-lite]`.
 
-What is measured: scripts/bench/engine/arrivals.py.
+scripts/bench/engine/arrivals.py describes the measurement.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ PROG = "bench_serving"
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__.partition("\n")[0])
     parser.add_argument("--config", choices=CONFIGS, default="v2-lite", help="default: %(default)s")
-    parser.add_argument("--rates", nargs="+", type=float, default=[2, 8], help="requests a second (default: 2 8)")
-    parser.add_argument("--requests", type=int, default=96, help="of each rate (default: 96)")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="mean; half to one and a half of it")
+    parser.add_argument("--rates", nargs="+", type=float, default=[2, 8], help="requests per second (default: 2 8)")
+    parser.add_argument("--requests", type=int, default=96, help="requests per rate (default: 96)")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="mean; lengths are 0.5 to 1.5 of it")
     parser.add_argument("--new-tokens", type=int, default=128, help="the same")
     parser.add_argument(
-        "--step-tokens", nargs="+", type=int, default=[512, 4096], help="of a step, at most (default: 512 4096)"
+        "--step-tokens", nargs="+", type=int, default=[512, 4096], help="maximum tokens of a step (default: 512 4096)"
     )
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="requests at once (default: 64)")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="maximum running requests (default: 64)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
     parser.add_argument("--implementation", default="auto", metavar="NAME[,NAME...]", help="of attention operations")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each rate")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="results, written after each rate")
     args = parser.parse_args(argv)
     if min(*args.step_tokens, args.requests, args.prompt_tokens, args.new_tokens, args.max_num_seqs) < 1:
         parser.error("--requests, --prompt-tokens, --new-tokens, --step-tokens and --max-num-seqs are at least 1")
     if not all(0 < rate < 1e6 for rate in args.rates):
         parser.error("--rates: expected positive numbers")
     if min(args.step_tokens) < args.max_num_seqs:
-        parser.error("--step-tokens: expected at least --max-num-seqs, a token for each request")
+        parser.error("--step-tokens: expected at least --max-num-seqs, one token per request")
     return args
 
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     return exit_status(PROG, lambda: run(parse_args(argv)))
 
 

@@ -1,7 +1,8 @@
-"""Measures decoding over long contexts, sparse and dense, over caches of 16 and of 8 bits:
-`python scripts/bench_sparse.py [--cases 16x32768 16x131072] [--caches bfloat16 fp8]`.
+"""Measure sparse and dense decoding over long contexts with 16-bit and fp8 caches.
 
-What is measured: scripts/bench/engine/filled.py. No prompt is computed, and weights are random.
+    python scripts/bench_sparse.py [--cases 16x32768 16x131072] [--caches bfloat16 fp8]
+
+scripts/bench/engine/filled.py describes the measurement. No prompt is computed, and weights are random.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CACHES = {"float32": "float32", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 def case(text: str) -> tuple[int, int]:
-    """Parses BATCHxCONTEXT."""
+    """Parse BATCHxCONTEXT."""
     batch, _, context = text.partition("x")
     return int(batch), int(context)
 
@@ -48,12 +49,12 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, FilledWork]:
     parser.add_argument(
         "--caches", nargs="+", choices=CACHES, default=["bfloat16", "fp8"], help="default: bfloat16 fp8"
     )
-    parser.add_argument("--new-tokens", type=int, default=48, help="of each request (default: 48)")
+    parser.add_argument("--new-tokens", type=int, default=48, help="new tokens per request (default: 48)")
     parser.add_argument("--page-size", type=int, default=64, help="default: 64")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--implementation", help="of attention (default: the fastest that runs)")
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="begin no case after this")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each case")
+    parser.add_argument("--implementation", help="implementation of attention (default: the best on this device)")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="start no case after this time")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="results, written after each case")
     args = parser.parse_args(argv)
     try:
         caches = tuple(CACHES[name] for name in args.caches)
@@ -77,9 +78,9 @@ def run(argv: list[str] | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"  # read when jax first runs
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"  # jax reads it on first use
     return exit_status(PROG, lambda: run(argv))
 
 

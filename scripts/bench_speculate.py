@@ -1,6 +1,6 @@
-"""Measures speculative decoding at set acceptance rates: `python scripts/bench_speculate.py [--config v2-lite]`.
+"""Measure speculative decoding at given acceptance rates: `python scripts/bench_speculate.py [--config v2-lite]`.
 
-What is measured, and the bound that it is compared with: scripts/bench/engine/drafting.py.
+scripts/bench/engine/drafting.py describes the measurement and the bound in the report.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="default: 1 8")
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192], help="default: 1024 8192")
     parser.add_argument("--rates", nargs="+", type=float, default=[0, 0.5, 0.8, 1], help="default: 0 0.5 0.8 1")
-    parser.add_argument("--num-drafts", type=int, default=4, help="drafts of a row, at most (default: 4)")
-    parser.add_argument("--new-tokens", type=int, default=512, help="measured tokens, in all (default: 512)")
-    parser.add_argument("--fixed", action="store_true", help="always so many drafts, whatever is accepted")
+    parser.add_argument("--num-drafts", type=int, default=4, help="maximum drafts per row (default: 4)")
+    parser.add_argument("--new-tokens", type=int, default=512, help="total measured tokens (default: 512)")
+    parser.add_argument("--fixed", action="store_true", help="fixed number of drafts, for any acceptance")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="all results, after each case")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="results, written after each case")
     args = parser.parse_args(argv)
     if min(*args.batch, *args.contexts, args.num_drafts, args.new_tokens) < 1 or not args.num_drafts <= 64:
         parser.error("--batch, --contexts and --new-tokens are at least 1, --num-drafts from 1 to 64")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     return exit_status(PROG, lambda: run(parse_args(argv)))
 
 

@@ -1,4 +1,4 @@
-"""Find static scales for a quantised K/V cache: `python scripts/calibrate.py --help`."""
+"""Find static scales for a quantized KV cache: `python scripts/calibrate.py --help`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import jax
 import numpy as np
 from rich import box
 from rich.table import Table
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.checkpoints import kv_scales_content, load_tokenizer
 from models.checkpoints.calibration import calibrate, check_inputs
@@ -32,37 +35,37 @@ from scripts.cli.prompts import read_prompts
 PROG = "calibrate"
 
 MOST_TOKENS = 10**8
-"""Random tokens, at most: they are drawn before the model is read."""
+"""Maximum number of random tokens. They are drawn before the model is read."""
 
 DESCRIPTION = """\
-Runs a model over sample prompts, and chooses scales by which a cache of 8 bits just holds the keys and values met:
-one scale for each KV head, or for each channel of it. Prompts like those to be served are best; with none, random
-tokens are taken, which tell the least."""
+Run a model on sample prompts and compute static scales of an int8 or fp8 cache from the keys and values: one scale
+per KV head, or per channel of a KV head. Prompts should resemble the prompts to be served. The default, random tokens,
+gives the least accurate scales."""
 
 EPILOG = """\
 examples:
   calibrate.py --model DIR --prompt-ids sample.json --kv-dtype int8 --out scales.safetensors
   run_decode.py --model DIR --kv-dtype int8 --kv-scales scales.safetensors --prompt "What is a page table?"
 
-The file holds k_scale and v_scale in float32, [layers, KV heads] or [layers, KV heads, head width]. A channel in which
-only zeros were met gets a scale of 1.
+The file has k_scale and v_scale (float32, [layers, KV heads] or [layers, KV heads, head width]). A channel with zeros
+only gets scale 1.
 
 exit status:
-  0  written     2  wrong input, or more than the device holds: one line on stderr says what     130  interrupted
-  3  anything else that fails, such as scales that cannot be written: stderr says what
+  0  written     2  wrong input, or not enough device memory: one line on stderr has the reason     130  interrupted
+  3  any other failure, such as scales that cannot be written: stderr has the reason
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     return exit_status(PROG, lambda: run(parse_options(argv)))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Calibrates as the options ask for, and prints the scales.
+    """Calibrate with the options and print the scales.
 
     Raises:
-      UsageError: the options, or a file they name, are wrong.
+      UsageError: wrong options, or a wrong input file.
       Failure: the scales cannot be written or printed.
     """
     with as_usage_error(ValueError, NotImplementedError, OSError):
@@ -82,10 +85,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the options.
+    """Parse and check the options.
 
     Raises:
-      UsageError: options that are wrong by themselves or together, or a file that cannot be written.
+      UsageError: an option or a combination of options is wrong, or a file cannot be written.
     """
     options = _parser().parse_args(argv)
     check_prompts(options)
@@ -100,26 +103,28 @@ def _parser() -> Parser:
     add_model(parser.add_mutually_exclusive_group(required=True))
     prompts = parser.add_mutually_exclusive_group()
     add_prompts(prompts)
-    prompts.add_argument("--tokens", type=int, default=512, metavar="N", help="so many random ones (default: 512)")
+    prompts.add_argument("--tokens", type=int, default=512, metavar="N", help="number of random tokens (default: 512)")
     add_computation(parser)
     parser.add_argument(
-        "--kv-dtype", choices=("int8", "fp8"), default="int8", help="of the cache that scales are for (default: int8)"
+        "--kv-dtype", choices=("int8", "fp8"), default="int8", help="dtype of the cache (default: int8)"
     )
     parser.add_argument(
         "--scales",
         choices=("head", "channel"),
         default="channel",
-        help="one for each KV head, or for each of its channels (default: channel)",
+        help="one scale per KV head, or per channel (default: channel)",
     )
     parser.add_argument(
         "--percentile",
         type=float,
         default=100.0,
         metavar="P",
-        help="of the magnitudes in a prompt that the cache is to hold; below 100 the few larger ones saturate"
+        help="percentile of magnitudes in a prompt that the cache represents; larger magnitudes saturate"
         " (default: 100, all)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors", help="what run_decode reads")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.safetensors", help="input of run_decode --kv-scales"
+    )
     return parser
 
 
@@ -133,7 +138,7 @@ def _prompts(options: argparse.Namespace, config: ModelConfig) -> list[list[int]
 
 
 def _table(title: str, scales: KVScales) -> Table:
-    """Makes a table of the spread of each layer's scales."""
+    """Return a table with the spread of each layer's scales."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layer", justify="right")
     for kind in ("keys", "values"):

@@ -1,19 +1,23 @@
-"""Decode a batch of prompts, and report on the run: `python scripts/run_decode.py --help`."""
+"""Decode a batch of prompts and report on the run: `python scripts/run_decode.py --help`."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.checkpoints import Tokenizer, TokenizerError, load_kv_scales, load_tokenizer
 from models.config import ModelConfig
@@ -56,7 +60,7 @@ DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     joined = Joined(PROG)
     return joined.end(exit_status(PROG, lambda: _join(parse_options(argv), joined)))
 
@@ -67,16 +71,17 @@ def _join(options: argparse.Namespace, joined: Joined) -> int:
 
 
 def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
-    """Decodes, verifies and reports what the options ask for; returns the exit status. Of several processes, all of
-    which decode and verify, the first one reports.
+    """Decode, verify and report as the options say; return the exit status.
+
+    With several processes, all processes decode and verify, and the first process reports.
 
     Raises:
-      UsageError: the options, or a file they name, are wrong.
-      Failure: decoding fails, results cannot be written or printed, or verifying fails; all other results, and what
-        was decoded so far, were written and printed.
+      UsageError: wrong options, or a wrong input file.
+      Failure: decoding fails, results cannot be written or printed, or verification fails. All other results, and the
+        tokens decoded before the failure, are written and printed.
     """
     display = Display(shown=sys.stderr.isatty() and not options.no_progress and writes(processes))
-    with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; is JAX_PLATFORMS right? "):
+    with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; check JAX_PLATFORMS. "):
         device_name()
     with as_usage_error(ValueError, NotImplementedError, OSError):
         config = announce_module(options, read_config(options))
@@ -114,30 +119,49 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
         mesh=options.mesh,
         loading=loading,
     )
-    if not writes(processes):
-        if stopped is not None:
-            raise stopped
-        if options.verify:
-            report = dataclasses.replace(report, verification=_verify(options, model, engine, prompts, outputs))
-        return _status(report)
-    try:  # Printing comes last, since the reader may be gone; failures keep back none of the other results.
+    check = functools.partial(_verify, options, model, engine, prompts, outputs)
+    if writes(processes):
+        return _finish(options, engine, report, stopped, failures, check, display)
+    if stopped is not None:
+        raise stopped
+    return _status(dataclasses.replace(report, verification=check()) if options.verify else report)
+
+
+def _finish(
+    options: argparse.Namespace,
+    engine: Engine,
+    report: Report,
+    stopped: BaseException | None,
+    failures: Failures,
+    check: Callable[[], Verification],
+    display: Display,
+) -> int:
+    """Write the results, verify and print; return the exit status.
+
+    Args:
+      stopped: exception that interrupted the run; None for a complete run.
+      check: decodes again and compares.
+
+    Raises:
+      Failure, KeyboardInterrupt: like `run`.
+    """
+    try:  # Print last: the reader of a pipe may be gone. A failure holds back no other result.
         try:
             _write_files(options, report, engine, failures)
             if options.verify and stopped is None:
-                if options.json is not None and is_replaced(options.json):  # a pipe takes a report only once
-                    with contextlib.suppress(Failure):  # in case verifying is killed; it is written again below
+                if options.json is not None and is_replaced(options.json):  # a pipe takes one report only
+                    with contextlib.suppress(Failure):  # written again after verification
                         write_report("--json", options.json, report.to_json())
-                with failures.kept(), display.doing("verifying"):
-                    verification = _verify(options, model, engine, prompts, outputs)
-                    report = dataclasses.replace(report, verification=verification)
+                with failures.recording(), display.doing("verifying"):
+                    report = dataclasses.replace(report, verification=check())
         except KeyboardInterrupt as interrupt:
             stopped = interrupt
         finally:
-            with failures.kept():
+            with failures.recording():
                 if options.json is not None:
                     write_report("--json", options.json, report.to_json())
     finally:
-        with failures.kept():
+        with failures.recording():
             report.print(StandardOutput())
     status = _status(report)
     _print_errors(report)
@@ -150,8 +174,8 @@ def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
 
 
 def _texts(tokenizer: Tokenizer | None, outputs: Sequence[RequestOutput], failures: Failures) -> Sequence[str] | None:
-    """Decodes the outputs to texts; None without a tokenizer, or one that fails."""
-    with failures.kept(), as_failure(TokenizerError):
+    """Decode the outputs to texts. None without a tokenizer, or if the tokenizer fails."""
+    with failures.recording(), as_failure(TokenizerError):
         return None if tokenizer is None else [tokenizer.decode(output.output_ids) for output in outputs]
 
 
@@ -165,9 +189,11 @@ def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokeni
 
 
 def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[Sequence[int]]) -> EngineConfig:
-    """Makes the engine's configuration; sizes that the options leave open suit the prompts and each other. Where bits
-    must not depend on the other requests, they suit any prompts."""
-    of_rank = -(-len(prompts) // (options.mesh or {}).get("data", 1))  # requests of each data rank, at most
+    """Return the engine configuration. Sizes without an option are derived from the prompts and the other sizes.
+
+    For batch-invariant results, the derived sizes do not depend on the prompts.
+    """
+    of_rank = -(-len(prompts) // (options.mesh or {}).get("data", 1))  # maximum number of requests per data rank
     lengths = sorted(len(prompt) for prompt in prompts)[-of_rank:]
     num_seqs, num_tokens, num_pages = options.max_num_seqs, options.max_batched_tokens, options.num_pages
     if num_seqs is None:
@@ -198,7 +224,7 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
     )
     if options.batch_invariant:
         return sizes
-    # A step is never larger than the whole batch: larger buckets would only take time to compile.
+    # A step never exceeds the whole batch. Larger buckets would only take time to compile.
     if options.decode_buckets is None:
         num_seqs = min(num_seqs, of_rank)
         sizes = dataclasses.replace(sizes, max_num_seqs=num_seqs, decode_buckets=_buckets(num_seqs))
@@ -209,7 +235,7 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
 
 
 def _largest_step(options: argparse.Namespace, sizes: EngineConfig, config: ModelConfig) -> StepSizes:
-    """The largest step of each device."""
+    """Largest step per device."""
     largest = sizes.runner_config(sizes.max_model_len or config.max_position_embeddings).largest_step
     if options.speculate is not None:
         largest = dataclasses.replace(largest, decode_queries=1 + options.speculate.num_drafts)
@@ -228,7 +254,7 @@ def _kv_scales(path: Path) -> KVScales:
 
 
 def _buckets(size: int) -> tuple[int, ...] | None:
-    """One bucket if padding costs less than compiling; else None, for the engine's choice."""
+    """One bucket if padding costs less than compilation; None to let the engine choose."""
     return (size,) if size <= 64 else None
 
 
@@ -249,11 +275,11 @@ def _engine(
     display: Display,
     processes: Processes | None,
 ) -> Engine:
-    """Makes an engine, warmed up, with the prompts as its requests 0, 1, ...; the same one on all processes.
+    """Return a warmed-up engine with the prompts as requests 0, 1, ...; the same engine on all processes.
 
     Raises:
-      UsageError: a prompt it refuses, sizes that do not fit the device, or a shape nothing can run.
-      ProcessError: another process has failed, or makes another engine.
+      UsageError: an unsupported prompt, sizes that do not fit the device, or a shape that no implementation supports.
+      ProcessError: another process has failed, or makes a different engine.
     """
     with as_usage_error(ValueError, NotImplementedError, MemoryError, jax.errors.JaxRuntimeError):
         engine = Engine(model, sizes, capture_logits=options.dump_logits is not None, processes=processes)
@@ -270,19 +296,19 @@ def _engine(
     ):
         engine.warmup()
     if processes is not None:
-        engine_sizes = dataclasses.replace(sizes, speculate=None)  # a proposer is told by the option that made it
+        engine_sizes = dataclasses.replace(sizes, speculate=None)  # the option text describes the proposer
         settings = (model.config, model.settings, dtype_of(options, model.config), engine_sizes, options.speculate)
-        told = (
+        shared = (
             repr((settings, options.dump_logits is None)),
             repr((prompts, options.params, options.verify)),
             json.dumps(versions()),
         )
-        processes.agree("the model, the sizes of the engine or the requests", *(part.encode() for part in told))
+        processes.agree("the model, the sizes of the engine or the requests", *(part.encode() for part in shared))
     return engine
 
 
 def _find_prefixes(engine: Engine, path: Path) -> None:
-    """Lets the engine begin with the pages of a file; raises UsageError if that cannot be."""
+    """Load cached pages from a file into the engine. Raise UsageError if this is not possible."""
     with (
         as_usage_error(OSError, prefix=f"--prefix-cache: cannot read {path}: "),
         as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError, prefix=f"--prefix-cache: {path}: "),
@@ -295,8 +321,10 @@ def _find_prefixes(engine: Engine, path: Path) -> None:
 def _drive(
     options: argparse.Namespace, engine: Engine, num_requests: int, display: Display
 ) -> tuple[float, BaseException | None]:
-    """Steps until all requests have ended; returns the seconds it took, and what cut it short, such as Ctrl-C or a
-    device that fails. Then requests that had not ended are aborted, and keep the tokens that have arrived."""
+    """Step until all requests have ended. Return the seconds, and the exception that interrupted the run or None.
+
+    After an interrupt (Ctrl-C, or a device failure), the remaining requests are aborted and keep their tokens.
+    """
     began = time.perf_counter()
     stopped: BaseException | None = None
     try:
@@ -322,10 +350,10 @@ def _verify(
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[RequestOutput],
 ) -> Verification:
-    """Decodes again and compares.
+    """Decode again without cache and compare.
 
     Raises:
-      Failure: memory does not suffice, or the device fails.
+      Failure: not enough memory, or the device fails.
     """
     decoded = [
         Decoded(prompt, output.output_ids, options.params) for prompt, output in zip(prompts, outputs, strict=True)
@@ -341,18 +369,18 @@ def _verify(
 
 
 def _write_files(options: argparse.Namespace, report: Report, engine: Engine, failures: Failures) -> None:
-    """Writes the files that verifying adds nothing to."""
+    """Write the files that do not depend on verification."""
     if options.dump_logits is not None:
         logits = {f"logits_{i}": engine.prompt_logits(i) for i in range(len(report.outputs))}
-        with failures.kept(), writing("--dump-logits", options.dump_logits) as file:
+        with failures.recording(), writing("--dump-logits", options.dump_logits) as file:
             np.savez(file, allow_pickle=False, **logits)
     if options.prefix_cache is not None:
-        with failures.kept(), as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="--prefix-cache: "):
+        with failures.recording(), as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="--prefix-cache: "):
             pages = engine.export_prefix_cache().to_bytes()
             with writing("--prefix-cache", options.prefix_cache) as file:
                 file.write(pages)
     if options.plot is not None:
-        with failures.kept(), writing("--plot", options.plot) as file:
+        with failures.recording(), writing("--plot", options.plot) as file:
             plot_run(file, report)
 
 

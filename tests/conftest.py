@@ -51,7 +51,9 @@ if jax.default_backend() != "gpu":
 # pallas_attn.types is left out, because a pytree node may contain shapes, axes or shardings instead of arrays.
 _CHECKED = [
     *("pallas_attn.ops", "pallas_attn.cache", "pallas_attn.convert", "models.decoder", "models.checkpoints"),
-    *(f"models.engine.{name}" for name in ("packed_step", "runner", "sampler", "step_plan", "verify")),
+    "models.moe",
+    *(f"models.engine.{name}" for name in ("runner", "sampler", "verify", "step.packed", "step.plan", "step.result")),
+    "models.engine.kv_transfer.cache_rows",
 ]
 _hook = install_import_hook(_CHECKED, "beartype.beartype")
 

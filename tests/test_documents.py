@@ -152,7 +152,7 @@ def test_tables_and_charts_match_the_results():
 
 
 def test_unknown_table_is_an_error():
-    with pytest.raises(ValueError, match=r"page\.md asks for table 'nothing'; there are paged_decode, "):
+    with pytest.raises(ValueError, match=r"page\.md has the unknown table 'nothing'; known tables: paged_decode, "):
         performance.with_tables("page.md", "<!-- table nothing -->\n<!-- end -->\n")
 
 
@@ -208,8 +208,7 @@ def test_implementation_table_of_the_readme_matches_dispatch():
 COMMON_FILES = (
     "runtime/dispatch.py",
     "runtime/kernel_cache.py",
-    "runtime/sharded_calls.py",
-    "portable/varying.py",
+    "portable/arguments.py",
     "mosaic/primitives/basics.py",
 )
 """Files that every call uses. The reading orders leave them out."""

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_attn", "models", "scripts", "tests")
 OURS = re.compile(rf"({'|'.join(PACKAGES)})(\.|$)")
-IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(\w+)\.(?!config\b|call\b)(\w+)$")
-"""Any module in the folder of an operation but its configuration and its call object."""
+IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(\w+)\.(?!config\b|call\b|composition\b)(\w+)$")
+"""Any module in the folder of an operation but its configuration, its call object and its composition of operations."""
 
 
 # --- reading
@@ -116,7 +116,7 @@ def calls_stand_below(module: str, imports: list[Import]) -> Found:
     """A call object knows shapes and their validation, and is there before any operation is."""
     if not re.fullmatch(r"pallas_attn\.ops\.\w+\.call", module):
         return
-    below = "types", "checks", "portable.schedule", "portable.quantise"
+    below = "types", "checks", "ops.call_base", "portable.schedule", "portable.quantise"
     for i in imports:
         if OURS.match(i.module) and not i.reaches(*(f"pallas_attn.{name}" for name in below)):
             yield i.line, f"imports {i.target}; a call has types and checks"
@@ -124,7 +124,7 @@ def calls_stand_below(module: str, imports: list[Import]) -> Found:
 
 def configurations_belong_to_their_operation(module: str, imports: list[Import]) -> Found:
     for i in imports:
-        match = re.match(r"pallas_attn\.ops\.(\w+)\.config\b", i.target)
+        match = re.match(r"pallas_attn\.ops\.(\w+)\.(?:config|composition)\b", i.target)
         if match and not f"{module}.".startswith((f"pallas_attn.ops.{match[1]}.", "tests.")):
             yield i.line, f"imports {i.target}, of another operation"
 
@@ -153,7 +153,7 @@ def users_use_what_is_public(module: str, imports: list[Import]) -> Found:
     for i in imports:
         if not i.reaches("pallas_attn"):
             continue
-        measures = module.startswith(("scripts.bench", "scripts.tune"))
+        measures = module.startswith("scripts.bench")
         if measures and i.target == "pallas_attn.runtime.tuning":
             continue
         if i.module not in ("pallas_attn", "pallas_attn.cache"):
@@ -245,7 +245,7 @@ BANNED = {
     "pallas_call": "on a GPU that is the Triton lowering, which jax deprecates",
 }
 
-ALLOWED = ("pallas_attn.portable.gradients", "custom_jvp")
+ALLOWED = ("pallas_attn.portable.arguments", "custom_jvp")
 """Which says that there is no gradient."""
 
 
@@ -392,7 +392,7 @@ BAD = [
     ("pallas_attn.mosaic.hopper.wgmma", "from pallas_attn.ops.paged_decode import config"),
     ("pallas_attn.mosaic.hopper.wgmma", "from pallas_attn.triton import call"),
     ("pallas_attn.triton.launch", "from pallas_attn.mosaic import basics"),
-    ("pallas_attn.triton.pieces", "from pallas_attn.ops.paged_decode import config"),
+    ("pallas_attn.triton.softmax", "from pallas_attn.ops.paged_decode import config"),
     ("pallas_attn.portable.merge", "import triton.language as tl"),
     ("pallas_attn.mosaic.blackwell.decode", "from pallas_attn.mosaic.hopper.tiles import operand"),
     ("pallas_attn.cache.page_pool", "import jax"),
@@ -409,7 +409,7 @@ BAD = [
     ("models.decoder.mla", "import pallas_attn.runtime.tuning"),
     ("models.decoder.mla", "import pallas_attn\npallas_attn.dispatch.capability()"),
     ("scripts.bench_ops", "from pallas_attn.ops import paged_decode"),
-    ("scripts.tune", "from pallas_attn.ops.paged_decode import config"),
+    ("scripts.bench_mesh", "from pallas_attn.ops.paged_decode import config"),
     ("scripts.run_decode", "from pallas_attn.runtime import tuning"),
     ("models.config.windows", "from models.decoder import StepMetadata"),
     ("models.config", "from models.engine import Engine"),
@@ -431,11 +431,11 @@ BAD = [
     ("models.checkpoints.weights", "import torch.nn as nn"),
     (XLA, "import jax\n@jax.custom_vjp\ndef f(x): return x"),
     (XLA, "from jax import custom_jvp"),
-    ("pallas_attn.portable.gradients", "from jax import custom_vjp"),
+    ("pallas_attn.portable.arguments", "from jax import custom_vjp"),
     ("pallas_attn.portable.merge", "from jax import custom_jvp"),
     ("models.moe.layer", "from jax import custom_vjp as rule"),
     (XLA, "from jax.experimental import pallas as pl\npl.pallas_call(f)"),
-    ("scripts.tune", "from jax.experimental.pallas import pallas_call"),
+    ("scripts.bench_mesh", "from jax.experimental.pallas import pallas_call"),
     ("pallas_attn.checks", "def f(x):\n    assert x"),
     ("models.engine", "assert True"),
 ]
@@ -462,7 +462,7 @@ GOOD = [
     ("models.decoder.mla", "import pallas_attn\nfrom pallas_attn import mla_decode\npallas_attn.mla_decode"),
     ("models.decoder.mla", "import pallas_attn.cache\nfrom pallas_attn import cache"),
     ("scripts.bench_ops", "from scripts.bench.shapes import DECODE\nfrom scripts.cli.prompts import read_prompts"),
-    ("scripts.tune", "from pallas_attn.runtime import tuning"),
+    ("scripts.bench.harness.case", "from pallas_attn.runtime import tuning"),
     ("scripts.tools.make_goldens", "import torch"),
     (
         "tests.models.test_engine",

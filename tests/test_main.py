@@ -1,4 +1,4 @@
-"""`python -m pallas_attn` says what it runs on, and which implementation each operation would choose."""
+"""`python -m pallas_attn` prints the device and the implementation that each operation would choose."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from pallas_attn.runtime import device, dispatch
 from pallas_attn.runtime.explain import CANDIDATES_OF
 
 
-def test_the_command() -> None:
+def test_command() -> None:
     command = [sys.executable, "-m", "pallas_attn"]
     result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     first, *_ = result.stdout.splitlines()
@@ -24,20 +24,20 @@ def test_the_command() -> None:
 
 
 def chosen() -> dict[str, str]:
-    """Implementation of each operation, as the table says."""
+    """Return the implementation of each operation in the table."""
     printed = list(report.lines())
     table = printed[printed.index("") + 2 :]
     return dict(line.split()[:2] for line in table if not line.startswith(" "))
 
 
-def test_every_operation_is_there_and_runs() -> None:
+def test_report_has_every_operation() -> None:
     assert set(report.typical_calls()) == set(CANDIDATES_OF)
     with jax.default_device("cpu"):
         assert chosen() == dict.fromkeys(CANDIDATES_OF, "xla")
 
 
 @pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
-def test_kernels_take_the_typical_calls(architecture: device.Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_support_the_typical_calls(architecture: device.Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.INTERPRET_VARIABLE, "{}.{}".format(*architecture))
     with jax.default_device("cpu"), plgpu.force_gpu_interpret_mode():
         has_kernel = {op: ("mosaic", architecture) in modules for op, modules in dispatch.MODULES.items()}
@@ -45,7 +45,7 @@ def test_kernels_take_the_typical_calls(architecture: device.Architecture, monke
         assert any("Mosaic kernels interpreted" in line for line in report.lines())
 
 
-def test_why_the_better_ones_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_against_better_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE, raising=False)
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "mosaic, triton, reference")
     with jax.default_device("cpu"):
@@ -60,7 +60,7 @@ def test_why_the_better_ones_would_not_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert chosen()["paged_decode"] == "none"
 
 
-def test_cards_are_described_as_far_as_they_are_known() -> None:
+def test_device_description() -> None:
     card = device.Device("gpu", "NVIDIA H200", (9, 0), 132, 232448, 233472)
     assert report.device_words(card, 150 * 2**30) == (
         "NVIDIA H200, compute capability 9.0, 132 multiprocessors, 227 KiB of shared memory a block, "

@@ -1,4 +1,4 @@
-"""The model of communication: its arithmetic by hand, and its table in the documents."""
+"""Communication model: its arithmetic, and its table in the documents."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from scripts.tools import scaling
 V3, LINKS = scaling.MODELS["DeepSeek-V3"], scaling.Links()
 
 
-def test_data_ranks_gather_all_rows_and_add_up_parts():
+def test_data_ranks_gather_rows_and_sum_parts():
     step, sent = scaling.data_step(V3, 64, 8, LINKS), 7 * 64 * 14336
     assert step.sent_mb == pytest.approx(58 * 2 * sent / 1e6)
     assert step.ms == pytest.approx(58 * 2 * (24 + sent / 270e3) / 1e3)
 
 
-def test_hosts_gather_from_each_other_and_share_within():
+def test_hosts_gather_from_each_other():
     step, rows = scaling.data_step(V3, 64, 16, LINKS), 64 * 14336
     assert step.sent_mb == pytest.approx(58 * 2 * 15 * rows / 1e6)
     assert step.ms == pytest.approx(58 * 2 * (30 + 14 * rows / 270e3 + rows / 50e3) / 1e3)
 
 
-def test_very_many_ranks_send_rows_to_experts_and_get_results_back():
+def test_many_ranks_exchange_rows_with_experts():
     step, sent = scaling.data_step(V3, 64, 64, LINKS), 64 * 8 * 14336
     assert step.sent_mb == pytest.approx(58 * 2 * sent * 63 / 64 / 1e6)
     assert step.ms == pytest.approx(58 * (3 * 30 + 2 * sent * 56 / 64 / 50e3) / 1e3)
 
 
-def test_every_row_is_added_up_twice_a_layer_on_all_gpus():
+def test_two_sums_per_layer_on_all_gpus():
     step = scaling.tensor_step(V3, 1, 16, LINKS)
     near, far = 2 * 7 / 8 * 16 * 14336, 2 * 1 / 2 * 16 * 14336 / 8
     assert step.sent_mb == pytest.approx(122 * (near + far) / 1e6)
@@ -37,13 +37,13 @@ def test_every_row_is_added_up_twice_a_layer_on_all_gpus():
 
 
 @pytest.mark.parametrize(("gpus", "sent", "latencies"), [(16, 8 * 64 * 14336, 2), (64, 64 * 8 * 14336 * 7 / 8, 3)])
-def test_hosts_add_up_within_and_gather_or_exchange_among_each_other(gpus: int, sent: float, latencies: int):
+def test_sums_within_hosts_and_exchange_between_hosts(gpus: int, sent: float, latencies: int):
     step, sums = scaling.host_step(V3, 64, gpus, LINKS), scaling.tensor_step(V3, 64, 8, LINKS)
     assert step.sent_mb == pytest.approx(sums.sent_mb + 58 * 2 * sent / 1e6)
     assert step.ms == pytest.approx(sums.ms + 58 * (latencies * 30 + 2 * sent / 50e3) / 1e3)
 
 
-def test_the_document_has_the_table(capsys):
+def test_document_has_the_table(capsys):
     scaling.main([])
     page = Path(__file__).parents[1] / "docs" / "scaling.md"
     assert capsys.readouterr().out.strip() in page.read_text()

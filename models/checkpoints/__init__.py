@@ -1,8 +1,8 @@
-"""Hugging Face directories, and files beside them. This room imports `models.config` and `models.decoder`.
+"""Loading of Hugging Face directories, and calibration. It imports `models.config` and `models.decoder`.
 
-In reading order: `files` (config.json and safetensors headers), `weights` (tensors into parameters, random models),
-`mxfp4` (packed experts), `tokenizer` (texts and chat templates, which `text_process` handles in a process of its own),
-`kv_scales` (static scales of quantised caches) and `calibration` (how such scales are found).
+In reading order: `files` (config.json and safetensors headers), `weights` (conversion of tensors to parameters, random
+models), `mxfp4` (packed experts), `tokenizer` (texts and chat templates; `text_process` handles them in a separate
+process), `kv_scales` (files of static scales of quantised caches) and `calibration` (computation of these scales).
 """
 
 from models.checkpoints.files import CheckpointError as CheckpointError

@@ -1,7 +1,7 @@
-"""Calibration: static scales of a quantised K/V cache, measured on the keys and values of sample prompts.
+"""Calibration: static scales of a quantised K/V cache, computed from the keys and values of sample prompts.
 
-An 8-bit cache holds x / scale, saturated at qmax (127 in int8, 448 in e4m3). So the best scale maps the largest value
-to qmax. Keys are taken as they are cached: normed and rotated.
+An int8 or fp8 cache stores x / scale, saturated at qmax (127 for int8, 448 for e4m3). The scale maps the largest value
+to qmax. Keys are measured as they are cached, normed and rotated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models.decoder.caches import QUANTISED
 from pallas_attn import PagedKV
 
 type Layout = Literal["head", "channel"]
-"""Whether a KV head has one scale, or one for each of its channels."""
+"""One scale per KV head, or one scale per channel of a KV head."""
 
 
 def calibrate(
@@ -32,21 +32,21 @@ def calibrate(
     layout: Layout = "channel",
     percentile: float = 100.0,
 ) -> KVScales:
-    """Runs prompts, each in one forward over a cache in the model's own dtype, and measures the cached values.
+    """Run each prompt in one forward pass over a cache in the model's dtype, and compute scales of the cached values.
 
     Args:
-      model: with keys and values to cache.
+      model: model that caches keys and values.
       prompts: token ids, at least one prompt of at least one token.
-      dtype: int8 or float8_e4m3fn, of the cache the scales are for.
-      layout: whether each head or each channel has a scale of its own.
-      percentile: percentile of a prompt's magnitudes that maps to qmax, in (0, 100]; the prompt with the largest
-        decides. Below 100 a few values saturate, for finer steps of all others.
+      dtype: int8 or float8_e4m3fn, the dtype of the quantised cache.
+      layout: one scale per head or per channel.
+      percentile: percentile of a prompt's magnitudes that maps to qmax, in (0, 100]. The largest value of all prompts
+        is used. Below 100, a few values saturate and all others are quantised in finer steps.
 
     Returns:
-      Scales [layers, Hkv] or [layers, Hkv, D]: magnitude / qmax, and 1 where all values are zero.
+      Scales [layers, Hkv] or [layers, Hkv, D]: magnitude / qmax, and 1 if all values are zero.
 
     Raises:
-      ValueError: as `check_inputs`; or keys or values that are not finite.
+      ValueError: as `check_inputs`, or keys or values are not finite.
     """
     check_inputs(model.config, prompts, dtype, layout, percentile)
     step, weights = split_model(model)
@@ -64,11 +64,11 @@ def check_inputs(
     layout: Layout = "channel",
     percentile: float = 100.0,
 ) -> None:
-    """Validates the arguments of `calibrate`, given the model's configuration alone.
+    """Validate the arguments of `calibrate`, given only the configuration of the model.
 
     Raises:
-      ValueError: a model that caches latents; a prompt that is empty, too long for the model or has ids outside the
-        vocabulary; another argument that is not as `calibrate` takes it.
+      ValueError: the model caches latents; a prompt is empty, too long for the model or has ids outside the
+        vocabulary; or another argument is invalid.
     """
     if isinstance(config, DeepSeekConfig):
         raise ValueError(f"model: a {config.model_type} caches latents, which have no static scales")
@@ -96,8 +96,7 @@ def _magnitudes(
     tokens: Int32[Array, "T"],
     num_tokens: Int32[Array, ""],
 ) -> tuple[Float32[Array, "layers ..."], Float32[Array, "layers ..."]]:
-    """Magnitudes of keys and of values in each layer, the maximum or percentile over the axes `reduced` of [Hkv, T,
-    D]."""
+    """Return magnitudes of keys and values per layer: the maximum or percentile over axes `reduced` of [Hkv, T, D]."""
     _, caches = run_sequence(step, weights, allocate, tokens, num_tokens, jnp.zeros(1, jnp.int32))
     largest = functools.partial(_percentile, num_tokens=num_tokens, percentile=percentile, reduced=reduced)
     stored = [cache for cache in caches if isinstance(cache, PagedKV)]
@@ -107,7 +106,7 @@ def _magnitudes(
 def _percentile(
     pages: Float[Array, "N Hkv ps D"], *, num_tokens: Int32[Array, ""], percentile: float, reduced: tuple[int, ...]
 ) -> Float32[Array, "..."]:
-    """Percentile of the magnitudes of the first `num_tokens` tokens, whose pages are in order."""
+    """Return the percentile of the magnitudes of the first `num_tokens` tokens. The pages are in order."""
     heads, width = pages.shape[1], pages.shape[3]
     magnitudes = jnp.abs(pages.astype(jnp.float32)).swapaxes(0, 1).reshape(heads, -1, width)
     is_token = (jnp.arange(magnitudes.shape[1], dtype=jnp.int32) < num_tokens)[None, :, None]
@@ -116,11 +115,11 @@ def _percentile(
     else:
         found = jnp.nanpercentile(jnp.where(is_token, magnitudes, jnp.nan), percentile, axis=reduced)
     finite = jnp.all(jnp.isfinite(magnitudes) | ~is_token, axis=reduced)
-    return jnp.where(finite, found, jnp.nan)  # XLA's maximum may pass NaN over
+    return jnp.where(finite, found, jnp.nan)  # XLA's maximum may ignore NaN
 
 
 def _scales(magnitudes: Float32[np.ndarray, "..."], dtype: DTypeLike) -> Float32[np.ndarray, "..."]:
-    """magnitudes / qmax; 1 where that is below the smallest normal float32, which some devices flush to 0."""
+    """Return magnitudes / qmax, or 1 below the smallest normal float32, because some devices flush subnormals to 0."""
     qmax = jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max
     scales = magnitudes / np.float32(qmax)
     return np.where(scales < np.finfo(np.float32).tiny, np.float32(1), scales)

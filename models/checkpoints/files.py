@@ -1,6 +1,7 @@
-"""Hugging Face checkpoint directories: config.json, and safetensors whose headers are checked before a tensor is read.
+"""Hugging Face checkpoint directories: config.json and safetensors files.
 
-Nothing in a directory is ever executed: pickles are refused, and accompanying code is not read.
+All headers are checked before a tensor is read. No code of a directory is executed: pickles are rejected, and Python
+files are not read.
 """
 
 from __future__ import annotations
@@ -31,29 +32,28 @@ _DTYPES = {
 }
 
 _PACKABLE = (".experts.gate_up_proj", ".experts.down_proj")
-"""Endings of the names of tensors that may be packed as MXFP4."""
+"""Suffixes of the names of tensors that may be packed as MXFP4."""
 
 MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
-"""Endings of the names of tensors that a multi-token prediction layer shares with the model."""
+"""Suffixes of the names of tensors that a multi-token prediction layer shares with the model."""
 
 _HEADER_LIMIT = 100_000_000
-"""Largest header that the format allows, in bytes."""
+"""Maximum size of a header in the safetensors format, in bytes."""
 
 _PIECE = 1 << 24
-"""Bytes of tensors that are compared at a time."""
+"""Bytes of two tensors that are compared at a time."""
 
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.")
 
 _ENTRY = ("dtype", "shape", "data_offsets")
-"""Parts of a tensor's entry in a header."""
-
+"""Keys of a tensor's entry in a header."""
 
 type Slices = tuple[slice, ...]
-"""A part of a tensor: a slice along each of its first axes, and all of the others."""
+"""A part of a tensor: a slice along each of its first axes. Other axes are complete."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint directory is unusable; the message says why in one line."""
+    """Error of a checkpoint directory. The message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,10 @@ class StoredTensor:
     """Location of a tensor in a safetensors file.
 
     Attributes:
-      path: its safetensors file.
-      dtype: as the file names it: "BF16", "F8_E4M3", ...
-      shape: its sizes.
-      start, stop: its bytes in the file.
+      path: safetensors file.
+      dtype: dtype as named in the file: "BF16", "F8_E4M3", ...
+      shape: shape of the tensor.
+      start, stop: byte range in the file.
     """
 
     path: Path
@@ -74,12 +74,12 @@ class StoredTensor:
     stop: int
 
     def read(self, part: Slices = ()) -> np.ndarray:
-        """The tensor, or a part of it, as stored; mapped and not copied."""
+        """Return the tensor, or a part of it, as stored. The file is mapped into memory, not copied."""
         raw = np.memmap(self.path, np.uint8, "r")[self.start : self.stop]
         return raw.view(_DTYPES[self.dtype]).reshape(self.shape)[part]
 
     def equals(self, other: StoredTensor) -> bool:
-        """Whether two tensors are the same to the bit; compared a piece at a time, since they may be large."""
+        """Return whether two tensors have the same bits. Large tensors are compared in pieces."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         mine, others = (np.memmap(t.path, np.uint8, "r")[t.start : t.stop] for t in (self, other))
@@ -88,24 +88,23 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A directory whose headers have been read.
+    """A checkpoint directory with parsed headers.
 
     Attributes:
-      config: its config.json.
-      tensors: location of each tensor, by name.
+      config: configuration from config.json.
+      tensors: location of each tensor by name.
     """
 
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str, part: Slices = ()) -> np.ndarray:
-        """Reads a tensor with its quantisation undone: FP8 blocks times their scales in float32, MXFP4 groups times
-        theirs in bfloat16, others as stored.
+        """Read and dequantise a tensor: FP8 to float32, MXFP4 to bfloat16. Other tensors are returned as stored.
 
         Args:
-          name: the tensor's.
-          part: a slice along each axis, to read no more than that; () for all of it. Blocks and groups that it cuts are
-            read whole.
+          name: name of the tensor.
+          part: a slice along each axis; () for the whole tensor. Only this part is read, rounded to whole quantisation
+            blocks.
         """
         if name in self._packed([name]):
             return self._read_packed(name, part)
@@ -120,7 +119,7 @@ class Checkpoint:
         return dequantise(weight, scale, self.config.fp8_block)[tuple(cut.inner for cut in cuts)]
 
     def _read_packed(self, name: str, part: Slices) -> np.ndarray:
-        """Reads a part of experts [E, in, out], which are stored as [E, out, groups of in, ...]."""
+        """Read a part of MXFP4 experts [E, in, out]. They are stored as [E, out, groups of in, ...]."""
         experts, out_width, groups, _ = self.tensors[f"{name}{mxfp4.PARTS[0]}"].shape
         of_experts, rows, columns = _along(part, (experts, groups * MXFP4_GROUP, out_width))
         cut = _whole_blocks(rows, MXFP4_GROUP)
@@ -128,13 +127,13 @@ class Checkpoint:
         return mxfp4.dequantise(*stored)[:, cut.inner]
 
     def inspect(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """Compares the stored tensors with the wanted names and shapes, by headers alone.
+        """Compare the headers of the stored tensors with the wanted names and shapes.
 
         Returns:
-          Tensors that are there and not used, with the reason.
+          Names of unused tensors, with the reason.
 
         Raises:
-          CheckpointError: tensors that are missing, not wanted, misshaped or of a dtype that is not supported.
+          CheckpointError: tensors are missing, unknown, misshaped or have an unsupported dtype.
         """
         bytes_of = {f"{name}{part}" for name in self._packed(wanted) for part in mxfp4.PARTS}
         wanted = self._stored_shapes(wanted)
@@ -153,7 +152,7 @@ class Checkpoint:
         return ignored
 
     def _stored_shapes(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes in stored form: with scales, and packed experts as their parts."""
+        """Return names and shapes as stored, including scales and the parts of packed experts."""
         packed = self._packed(wanted)
         stored = {name: shape for name, shape in wanted.items() if name not in packed}
         for name in packed:
@@ -162,7 +161,7 @@ class Checkpoint:
         return stored | self._wanted_scales(stored)
 
     def _packed(self, names: Iterable[str]) -> set[str]:
-        """The subset of names that are packed as MXFP4; only experts can be."""
+        """Return the names of tensors that are packed as MXFP4. Only experts can be packed."""
         if not isinstance(self.config, GQAConfig) or not self.config.mxfp4_experts:
             return set()
         return {name for name in names if name.endswith(_PACKABLE) and f"{name}_blocks" in self.tensors}
@@ -186,7 +185,7 @@ class Checkpoint:
         return layer is not None and int(layer[1]) in self.config.mtp_layers
 
     def _is_of_unused_indexer(self, name: str) -> bool:
-        """Whether a tensor is of an indexer that config.json leaves out, which the checkpoint was trained with."""
+        """Return whether a tensor belongs to an indexer of a layer that config.json declares as shared."""
         layer = _LAYER.match(name)
         if layer is None or not name[layer.end() :].startswith("self_attn.indexer."):
             return False
@@ -208,12 +207,12 @@ class Checkpoint:
 
 
 class _Cut(NamedTuple):
-    """A slice whose ends may lie within blocks.
+    """A slice, and the whole quantisation blocks that contain it.
 
     Attributes:
-      outer: the slice of the blocks that it touches.
-      blocks: their indices.
-      inner: the slice, counted from the first of those.
+      outer: slice of the elements of these blocks.
+      blocks: slice of the indices of these blocks.
+      inner: the slice relative to the start of `outer`.
     """
 
     outer: slice
@@ -228,20 +227,23 @@ def _whole_blocks(cut: slice, size: int) -> _Cut:
 
 
 def _along(part: Slices, shape: tuple[int, ...]) -> list[slice]:
-    """A slice along each axis, with its start and stop."""
+    """Return a slice with start and stop along each axis."""
     given = [*part, *[slice(None)] * (len(shape) - len(part))]
     return [slice(*cut.indices(size)[:2]) for cut, size in zip(given, shape, strict=True)]
 
 
 def scale_name(name: str) -> str:
-    """Name of the block scales of an FP8 weight."""
+    """Return the name of the block scales of an FP8 weight."""
     return f"{name}_scale_inv"
 
 
 def dequantise(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """weight [out, in] times the float32 scale of its block [ceil(out / rows), ceil(in / columns)], in float32.
+    """Return weight · scale in float32.
 
-    Blocks at the edges are smaller where the sizes do not divide.
+    Args:
+      weight: [out, in].
+      scale: scales of the blocks, [ceil(out / rows), ceil(in / columns)].
+      block: rows and columns of a block. Blocks at the end of an axis may be smaller.
     """
     height, width = (min(of_block, of_weight) for of_block, of_weight in zip(block, weight.shape, strict=True))
     rows = np.repeat(scale.astype(np.float32), height, axis=0)[: weight.shape[0]]
@@ -249,10 +251,10 @@ def dequantise(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int]) ->
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Reads config.json and the headers of all safetensors files.
+    """Read config.json and the headers of all safetensors files.
 
     Raises:
-      CheckpointError: a file is missing or malformed, or there are only pickles.
+      CheckpointError: a file is missing or malformed, or the directory has only pickles.
       ValueError, NotImplementedError: as `read_config`.
     """
     directory = Path(directory)
@@ -270,11 +272,13 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """Reads a directory's configuration; end-of-sequence ids of generation_config.json override those of config.json.
+    """Read the configuration of a directory.
+
+    End-of-sequence ids of generation_config.json override the ids of config.json.
 
     Raises:
-      CheckpointError: there is no readable config.json.
-      ValueError, NotImplementedError: as `read_config`, with the file's name before it.
+      CheckpointError: config.json is missing or malformed.
+      NotImplementedError: as `read_config`; the message starts with the file name.
     """
     path = Path(directory) / "config.json"
     if not _is_present(path):
@@ -291,7 +295,7 @@ def load_config(directory: str | Path) -> ModelConfig:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Puts the name of a file before what is wrong in it."""
+    """Prefix error messages with the name of a file, and turn ValueError into CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -309,10 +313,10 @@ def _is_present(path: Path) -> bool:
 
 
 def read_json_object(path: Path, error_type: type[ValueError] = CheckpointError) -> dict[str, Any]:
-    """Contents of a JSON file.
+    """Return the contents of a JSON file.
 
     Raises:
-      ValueError: the file is not JSON, or not an object; raised as `error_type`.
+      ValueError: the file is not a JSON object. It is raised as `error_type`.
     """
     try:
         content = read_json(path)
@@ -357,7 +361,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored_tensor(path: Path, data: int, name: str, entry: Any, size: int) -> StoredTensor:
-    """Reads the entry of a header for one tensor, whose bytes follow at `data` in a file of `size` bytes."""
+    """Parse the header entry of one tensor. Tensor data starts at byte `data` of a file of `size` bytes."""
     what = f"{path}: not a safetensors file: {shown(name)}"
     dtype, shape, offsets = ((entry if isinstance(entry, dict) else {}).get(key) for key in _ENTRY)
     if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
@@ -371,7 +375,7 @@ def _stored_tensor(path: Path, data: int, name: str, entry: Any, size: int) -> S
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    """Whether a value is a list of integers from 0, few and small enough to be multiplied."""
+    """Return whether a value is a list of at most 32 integers from 0 to 2**63 - 1."""
     return isinstance(value, list) and len(value) <= 32 and all(is_integer(n) and 0 <= n < 2**63 for n in value)
 
 

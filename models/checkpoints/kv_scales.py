@@ -13,14 +13,14 @@ from models.decoder import KVScales
 
 
 def load_kv_scales(path: Path) -> KVScales:
-    """Reads a safetensors file of `k_scale` and `v_scale`, in float32 and the shapes of `KVScales`.
+    """Read a safetensors file of `k_scale` and `v_scale`, float32, with the shapes of `KVScales`.
 
     Raises:
-      ValueError: it is no such file.
-      OSError: it cannot be read.
+      ValueError: missing file, or a file with other contents.
+      OSError: the file cannot be read.
     """
     try:
-        if not is_present(path):  # a pipe would be waited for
+        if not is_present(path):  # opening a pipe would block
             raise FileNotFoundError("there is no such file")
         tensors = load_file(path)
     except (SafetensorError, FileNotFoundError) as error:
@@ -32,10 +32,10 @@ def load_kv_scales(path: Path) -> KVScales:
 
 
 def kv_scales_content(scales: KVScales) -> bytes:
-    """Makes the content of a file that `load_kv_scales` reads."""
+    """Return the contents of a file that `load_kv_scales` reads."""
     return save({"k_scale": scales.k, "v_scale": scales.v})
 
 
 def save_kv_scales(path: Path, scales: KVScales) -> None:
-    """Writes a file that `load_kv_scales` reads; raises OSError if it cannot."""
+    """Write a file that `load_kv_scales` reads. Raises OSError on failure."""
     path.write_bytes(kv_scales_content(scales))

@@ -1,9 +1,9 @@
-"""Tokenizer and chat template of one model, run as a program of their own with little time and memory.
+"""Tokenizer and chat template of one model, run in a separate process with limited time and memory.
 
-Both are untrusted input. A template may loop or ask for terabytes, in more ways than jinja2's sandbox can tell, and the
-tokenizers library ends in a Rust panic or in abort() on some files. In a process with limits of its own, all of that is
-an answer that never comes. `checkpoints.tokenizer` is the other side: a line of JSON each way, [function, arguments...]
-and [true, result] or [false, reason]. Nothing here may import jax or the project, which would take seconds.
+Both are untrusted input. A template may loop or allocate terabytes in ways that jinja2's sandbox does not prevent, and
+the tokenizers library panics or aborts on some files. In a separate process these failures only end the process.
+`checkpoints.tokenizer` is the client. A request is one line of JSON, [function, arguments...]; the response is [true,
+result] or [false, reason]. This module must not import jax or the project, because these imports take seconds.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import jinja2.sandbox
 import tokenizers
 
 LARGEST_TEXT = 2**26
-"""Characters that a template may render, at most."""
+"""Maximum number of characters that a template may render."""
 
 
 class Text:
-    """Tokenizer and chat template of a model; each public method answers a request."""
+    """Tokenizer and chat template of a model. Each public method handles one kind of request."""
 
     core: tokenizers.Tokenizer
     template: jinja2.Template
 
     def load_core(self, path: str) -> None:
         self.core = tokenizers.Tokenizer.from_file(path)
-        self.core.no_truncation()  # settings left from training, which would change prompts
+        self.core.no_truncation()  # settings from training would change prompts
         self.core.no_padding()
 
     def load_template(self, source: str) -> None:
         self.template = environment().from_string(source)
 
     def render(self, messages: list[dict[str, str]], special_tokens: dict[str, str]) -> str:
-        # Templates may test tools and documents with `is none`, which is false for undefined names.
+        # Templates may test tools and documents with `is none`, which is false for undefined variables.
         assumed = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         text = self.template.render(assumed, **special_tokens)
         if len(text) > LARGEST_TEXT:
@@ -59,7 +59,7 @@ class Text:
 
 
 def environment() -> jinja2.Environment:
-    """Makes jinja2's immutable sandbox, with the settings and helpers that templates have in transformers."""
+    """Return jinja2's immutable sandbox with the settings and helpers of chat templates in transformers."""
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
     )
@@ -71,7 +71,7 @@ def environment() -> jinja2.Environment:
 
 
 class Generation(jinja2.ext.Extension):
-    """Renders the contents of {% generation %}, the tag around an assistant's text that training masks by."""
+    """Render the contents of {% generation %}, the tag that marks an assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (typed so by jinja2)
 
@@ -95,25 +95,25 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Replaces jinja2's own filter, which escapes HTML's special characters."""
+    """Replacement of jinja2's filter `tojson`, which escapes HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def limit(kind: int, amount: int) -> None:
-    """Lowers a limit that the system keeps for this process."""
+    """Lower a resource limit of this process."""
     most = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (amount if most == resource.RLIM_INFINITY else min(amount, most), most))
 
 
 def limit_memory(size: int) -> None:
-    """Limits this process to `size` bytes of addresses, and lets it leave no core behind."""
+    """Limit the address space of this process to `size` bytes, and disable core dumps."""
     limit(resource.RLIMIT_CORE, 0)
-    if sys.platform == "linux":  # other systems refuse or ignore it
+    if sys.platform == "linux":  # not supported on other systems
         limit(resource.RLIMIT_AS, size)
 
 
 def limit_time(seconds: int) -> None:
-    """Has the system end this process after so many more seconds of computing; waiting does not count."""
+    """End this process after `seconds` more seconds of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds + 1)
 
@@ -121,14 +121,14 @@ def limit_time(seconds: int) -> None:
 def answer(text: Text, function: str, arguments: list[Any]) -> list[Any]:
     try:
         return [True, getattr(text, function)(*arguments)]
-    except BaseException as error:  # noqa: BLE001  a panic of the tokenizers library derives from BaseException alone
+    except BaseException as error:  # noqa: BLE001  panics of the tokenizers library derive from BaseException
         return [False, str(error) or type(error).__name__]
 
 
 def main(seconds: int, memory: int) -> None:
-    """Answers the requests on standard input until it ends."""
+    """Handle requests from standard input until it is closed."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # nothing else may write among the answers
+    os.dup2(2, 1)  # other output goes to stderr, not between the responses
     limit_memory(memory)
     text = Text()
     for line in sys.stdin.buffer:

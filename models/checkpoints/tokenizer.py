@@ -1,6 +1,6 @@
-"""Text to token ids and back, by the tokenizer.json and the chat template of a Hugging Face directory.
+"""Conversion between text and token ids with the tokenizer.json and the chat template of a Hugging Face directory.
 
-Both are untrusted input, and are run by a process of their own (`text_process`), whose time and memory are limited.
+Both are untrusted input. They run in a separate process (`text_process`) with limited time and memory.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from models.config.json_files import is_present, read_bounded, shown
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 SECONDS = 30
-"""Processor time of an answer, at most: far more than reading the largest tokenizer or encoding a book takes."""
+"""Maximum processor time of a request. Loading the largest tokenizer or encoding a book takes far less."""
 
 MEMORY = 2**32
-"""Bytes of addresses that the process may have."""
+"""Maximum address space of the process in bytes."""
 
-# Threads and pools of memory would take addresses by the core; reports of panics would take time.
+# Threads and memory pools would reserve address space per core. Backtraces of panics would take time.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "2", "RUST_BACKTRACE": "0"}
 
 
 class TokenizerError(ValueError):
-    """A directory's tokenizer or chat template is unusable; the message says why in one line."""
+    """Error of a tokenizer or chat template. The message is one line."""
 
 
 class Tokenizer:
-    """A tokenizer with the special tokens and the chat template of its model.
+    """Tokenizer, special tokens and chat template of a model.
 
     Attributes:
-      special_tokens: name to text of those that chat templates may ask for: bos_token, eos_token, ...
-      add_bos: whether plain text starts with the bos_token even where tokenizer.json does not say so.
-      chat_template: its source; None for a model that takes plain text.
+      special_tokens: text of the special tokens that chat templates may use, by name: bos_token, eos_token, ...
+      add_bos: whether plain text starts with the bos_token even if tokenizer.json does not add it.
+      chat_template: source of the template; None for a model that takes plain text.
 
     Args:
-      path: its tokenizer.json.
-      template_path: the file that the chat template is from.
+      path: path of tokenizer.json.
+      template_path: path of the file that contains the chat template.
 
     Raises:
       TokenizerError: the file or the template is malformed.
@@ -71,11 +71,13 @@ class Tokenizer:
             self._process.ask(f"{template_path}: the chat template is malformed", "load_template", chat_template)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encodes a user's text as a prompt: the only message of a chat if the model has a template, else the text
-        itself after any special tokens that start a sequence.
+        """Encode a user's text as a prompt.
+
+        With a chat template, the text is the only message of a chat. Otherwise the prompt is the text, after special
+        tokens that start a sequence.
 
         Raises:
-          TokenizerError: as `encode`; or the template refuses the chat.
+          TokenizerError: as `encode`, or the template raises an error.
         """
         if self.chat_template is not None:
             return self.encode(self._render([{"role": "user", "content": text}]), add_special_tokens=False)
@@ -84,11 +86,11 @@ class Tokenizer:
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encodes a text. Special tokens spelled out in it are recognised.
+        """Encode a text. Special tokens in the text are recognised.
 
         Raises:
-          TokenizerError: a text with bytes that are no UTF-8 (surrogates); or the tokenizer fails, such as at a word it
-            does not know.
+          TokenizerError: the text contains surrogates (bytes that are not UTF-8), or the tokenizer fails, for example
+            at an unknown word.
         """
         try:
             check_unicode(text)
@@ -97,7 +99,7 @@ class Tokenizer:
         return self._ask("encode", text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decodes ids to text, leaving out special tokens and unknown ids.
+        """Decode ids to text. Special tokens and unknown ids are skipped.
 
         Raises:
           TokenizerError: the tokenizer fails.
@@ -113,10 +115,11 @@ class Tokenizer:
 
 
 class _Process:
-    """A process that answers for one model."""
+    """The `text_process` of one model."""
 
     def __init__(self) -> None:
-        # Not "-m": the package imports jax. Not this process's group: Ctrl-C is for us, who may have texts to decode.
+        # Run as a file, because "-m" would import the package and jax. Use a separate process group: Ctrl-C must
+        # not end the process while texts remain to be decoded.
         command = [sys.executable, "-P", str(Path(__file__).with_name("text_process.py")), str(SECONDS), str(MEMORY)]
         self._popen = subprocess.Popen(
             command,
@@ -129,7 +132,7 @@ class _Process:
         self._lock = threading.Lock()
 
     def ask(self, what: str, function: str, *arguments: Any) -> Any:
-        """Calls a function of the process; raises TokenizerError, beginning with `what`, if that fails."""
+        """Call a function of the process. On failure, raise a TokenizerError whose message starts with `what`."""
         request = json.dumps([function, *arguments]).encode() + b"\n"
         pipes = self._popen.stdin, self._popen.stdout
         with self._lock:
@@ -139,7 +142,7 @@ class _Process:
                 reply = pipes[1].readline()  # pyrefly: ignore[missing-attribute]
             except BrokenPipeError:
                 reply = b""
-            except BaseException:  # an interrupt: the answer may come later, and would be taken for the next one
+            except BaseException:  # after an interrupt, a late response would be read by the next request
                 self._popen.kill()
                 raise
         if not reply.endswith(b"\n"):
@@ -155,7 +158,7 @@ class _Process:
 
 
 def check_unicode(text: str) -> None:
-    """Raises ValueError for a text with surrogates, which stand for bytes of a command line that are no UTF-8."""
+    """Raise ValueError if a text contains surrogates, which represent command-line bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -170,10 +173,10 @@ def _why_ended(status: int) -> str:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer | None:
-    """Loads the tokenizer of a Hugging Face directory; None if it has no tokenizer.json.
+    """Load the tokenizer of a Hugging Face directory; None if it has no tokenizer.json.
 
-    The chat template is that of chat_template.jinja, else of tokenizer_config.json (of several, the one named
-    "default").
+    The chat template is chat_template.jinja if present, else the template in tokenizer_config.json. Of several
+    templates, the template named "default" is used.
 
     Raises:
       TokenizerError: a file is malformed.
@@ -201,7 +204,7 @@ def _is_present(path: Path) -> bool:
 
 
 def _special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Reads special tokens, each given as its text or as an object with the text as its content."""
+    """Read special tokens. Each is a string, or an object with the string as its `content`."""
     given = {name: config.get(name) for name in _SPECIAL_TOKENS}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str | None)]:
@@ -210,7 +213,7 @@ def _special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _read_template(path: Path, config_path: Path, config: Mapping[str, Any]) -> tuple[str | None, Path]:
-    """Reads the chat template, if there is one, and returns the file it is from, too."""
+    """Return the chat template, or None, and the path of its file."""
     source = config.get("chat_template")
     if isinstance(source, list):
         named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]

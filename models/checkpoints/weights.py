@@ -1,9 +1,10 @@
-"""Conversion of a checkpoint's tensors to the model's weights, and small random models in their place.
+"""Conversion of the tensors of a checkpoint to the weights of a model, and random models.
 
-The tables `weight_sources` and `mtp_sources` are the whole of it: for every parameter of ours, by its path in the
-module, the Hugging Face tensors it is made of and the change of layout. Projections are transposed to [in, out], gates
-joined with up projections, queries with keys and values, experts stacked, `kv_b_proj` cut into W_UK and W_UV, rotary
-columns moved from pairs to halves (`rope`), gpt-oss's gates from every second column to the first half.
+The tables `weight_sources` and `mtp_sources` list, for every parameter by its path in the module, the Hugging Face
+tensors that it is made from and the change of layout. Projections are transposed to [in, out]. Gate projections are
+joined with up projections, and queries with keys and values. Experts are stacked. `kv_b_proj` is split into W_UK and
+W_UV. Rotary columns are reordered from pairs to halves (`rope`). Gate columns of gpt-oss, every second column, become
+the first half.
 """
 
 from __future__ import annotations
@@ -54,24 +55,26 @@ _log = logging.getLogger(__name__)
 
 type Shape = tuple[int, ...]
 type Read = Callable[[str, Slices], np.ndarray]
-"""Function from the name of a checkpoint's tensor, and a part of it, to its values there."""
+"""Function (name of a checkpoint tensor, part of the tensor) -> values."""
 
 type Order = Callable[[], np.ndarray]
-"""Makes the permutation of a projection's outputs; called once the headers have confirmed its size."""
+"""Function that returns the permutation of a projection's outputs. It is called after the headers have been checked."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The tensors that a parameter is made from.
+    """Checkpoint tensors that a parameter is made from.
 
     Attributes:
-      tensors: name to shape of the checkpoint's tensors, in the order `pack` takes them.
-      pack: makes the parameter of them.
-      in_f32: whether it stays in float32 whatever the model's dtype.
-      of_heads: whether it is of heads, which devices along `context` share.
-      added_once: whether it is added to what devices add up, so that on a mesh all but the first have zeros.
-      of_experts: whether it is of whole experts. It may be made of fewer than a device has; the others are zeros.
-      experts: those of them that are taken from tensors of all experts, if there are such.
+      tensors: shapes of the tensors by name, in the order in which `pack` takes them.
+      pack: makes the parameter from the tensors.
+      in_f32: whether the parameter is float32 for every dtype of the model.
+      of_heads: whether the parameter belongs to heads and is therefore the same on all devices along `context`.
+      added_once: whether the parameter is a bias of a sum over devices. On a mesh, it is zero on all devices except the
+        first.
+      of_experts: whether the parameter belongs to whole experts. If there are fewer experts than a device has, the
+        remaining experts are zero.
+      experts: the experts to take from tensors that contain all experts; None if each expert has its own tensors.
     """
 
     tensors: Mapping[str, Shape]
@@ -86,8 +89,14 @@ class Source:
 def weight_sources(
     config: ModelConfig, split: ExpertSplit = ExpertSplit(), device: int = 0, contexts: int = 1
 ) -> dict[str, Source]:
-    """The source of every parameter, by its dotted path in `Decoder`: on one of the devices that share the experts, and
-    of so many that share contexts."""
+    """Return the source of every parameter by its dotted path in `Decoder`.
+
+    Args:
+      config: the model, or the part of it on a device.
+      split: devices that the experts are split over.
+      device: index of the device in `split`.
+      contexts: number of devices that contexts are split over.
+    """
     embedding = (config.vocab_size, config.hidden_size)
     sources = {
         "embed_tokens": Source({"model.embed_tokens.weight": embedding}),
@@ -103,8 +112,10 @@ def weight_sources(
 def mtp_sources(
     config: DeepSeekConfig, split: ExpertSplit = ExpertSplit(), device: int = 0, contexts: int = 1
 ) -> dict[str, Source]:
-    """The source of every parameter of multi-token prediction modules, by its dotted path in a list of `MTPModule`;
-    arguments as for `weight_sources`."""
+    """Return the source of every parameter of multi-token prediction modules by its path in a list of `MTPModule`.
+
+    Arguments as for `weight_sources`.
+    """
     width, sources = config.hidden_size, {}
     for k, i in enumerate(config.mtp_layers):
         name = f"model.layers.{i}"
@@ -120,7 +131,7 @@ def mtp_sources(
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor that a checkpoint of this model must hold."""
+    """Return the name and shape of every tensor that a checkpoint of this model must contain."""
     return _shapes(weight_sources(config))
 
 
@@ -129,7 +140,7 @@ def _shapes(sources: Mapping[str, Source]) -> dict[str, Shape]:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Number of parameters of a model, found without allocating it."""
+    """Return the number of parameters of a model, without allocating it."""
     return sum(int(np.prod(shape, dtype=np.int64)) for shape in checkpoint_shapes(config).values())
 
 
@@ -162,12 +173,12 @@ def _bias(name: str, width: int, order: Order | None = None, *, added_once: bool
 
 
 def _ordered(tensor: np.ndarray, order: Order | None) -> np.ndarray:
-    """Puts the rows in order, if one is given; else they stay as stored."""
+    """Reorder the rows if an order is given."""
     return tensor if order is None else tensor[order()]
 
 
 def _attention(config: ModelConfig, index: int, name: str, contexts: int) -> dict[str, Source]:
-    """Sources of a layer's attention; the output's projection takes the heads that a device along `context` merges."""
+    """Return the sources of a layer's attention. The output projection has the heads that a device merges."""
     is_mla = isinstance(config, DeepSeekConfig)
     sources = _mla(config, index, name, contexts) if is_mla else _gqa(config, name, contexts)
     of_heads = ("q_proj.weight", "q_b_proj.weight", "w_uk", "w_uv", "qkv_proj.weight", "qkv_proj.bias", "sinks")
@@ -178,10 +189,10 @@ def _mla(config: DeepSeekConfig, index: int, name: str, contexts: int) -> dict[s
     heads, rank, width = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
     nope, value = config.qk_nope_head_dim, config.v_head_dim
 
-    def before_rotary(kept: int) -> np.ndarray:
-        """Order of columns that are kept and rotary ones after them."""
+    def before_rotary(plain: int) -> np.ndarray:
+        """Return the order of `plain` columns that are not rotated, followed by the rotary columns."""
         rotary = halves_order(config.qk_rope_head_dim) if config.rope_interleave else np.arange(config.qk_rope_head_dim)
-        return np.concatenate([np.arange(kept), kept + rotary])
+        return np.concatenate([np.arange(plain), plain + rotary])
 
     def query_order() -> np.ndarray:
         return (np.arange(heads)[:, None] * config.qk_head_dim + before_rotary(nope)[None, :]).reshape(-1)
@@ -215,7 +226,7 @@ def _mla(config: DeepSeekConfig, index: int, name: str, contexts: int) -> dict[s
 
 
 def _indexer(config: DeepSeekConfig, name: str) -> dict[str, Source]:
-    """Sources of an indexer, whose rotary columns are the first ones of queries and keys."""
+    """Return the sources of an indexer. The first columns of its queries and keys are rotary."""
     heads, width, rotary = config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim
 
     def key_order() -> np.ndarray:
@@ -296,8 +307,10 @@ def _moe(config: DeepSeekConfig, name: str, split: ExpertSplit, device: int) -> 
 
 
 def _biased_moe(config: GQAConfig, name: str, split: ExpertSplit, device: int) -> dict[str, Source]:
-    """Sources of gpt-oss's experts; its checkpoints hold all experts of a layer in one tensor, gate and up columns
-    alternating."""
+    """Return the sources of the experts of gpt-oss.
+
+    Its checkpoints store all experts of a layer in one tensor, with alternating gate and up columns.
+    """
     experts, width, hidden = config.num_local_experts, config.hidden_size, config.intermediate_size
     own = split.own(experts, device)
 
@@ -326,16 +339,17 @@ def load_model(
     windows: Windows | None = None,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """Loads a model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
+    """Load a model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
 
-    Every header is read and held against config.json before a weight is allocated; then one parameter is made at a
-    time. On a mesh, each device gets its slice of it, and no more than one slice is read at a time.
+    All headers are compared with config.json before a weight is allocated. Then one parameter is made at a time. On a
+    mesh, one slice of a parameter is read at a time.
 
     Args:
-      dtype: float32 or bfloat16; None for the checkpoint's, float16 being read as bfloat16.
+      directory: the directory.
+      dtype: float32 or bfloat16; None for the dtype of the checkpoint, with bfloat16 for float16.
       settings: settings of attention.
-      windows: windows of all layers, in place of those of config.json.
-      mesh: devices that the model is split over, as `EngineConfig` takes them; None for the default device.
+      windows: windows of all layers, which replace the windows of config.json.
+      mesh: devices that the model is split over, as in `EngineConfig`; None for the default device.
 
     Raises:
       CheckpointError: a file or tensor is missing, extra, misshaped or unreadable.
@@ -354,12 +368,12 @@ def load_model(
 
 
 def load_mtp(directory: str | Path, model: Decoder) -> MTP:
-    """Loads a model's multi-token prediction modules from the directory it was loaded from, in its dtype.
+    """Load the multi-token prediction modules of a model from its directory, in the dtype of the model.
 
     Raises:
-      CheckpointError: as `load_model`; or the embedding or head stored with a module is not the model's.
-      ValueError: the directory is another model's, or announces no modules.
-      NotImplementedError: a family without such modules.
+      CheckpointError: as `load_model`, or the embedding or head stored with a module differs from the model's.
+      ValueError: the directory has a different config.json, or no modules.
+      NotImplementedError: the family has no such modules.
     """
     config, checkpoint = require_mtp(model.config), open_checkpoint(directory)
     if checkpoint.config != config:
@@ -379,7 +393,7 @@ def random_model(
     settings: AttentionSettings = AttentionSettings(),
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """Makes the model that `save_random_checkpoint` writes for this seed, split over a mesh if one is given."""
+    """Return the model that `save_random_checkpoint` writes for this seed, split over the mesh if given."""
     mesh, part = _split(config, mesh)
     shapes = checkpoint_shapes(config)
     make = lambda: Decoder(config, settings, dtype, mesh)  # noqa: E731
@@ -388,7 +402,7 @@ def random_model(
 
 
 def _split(config: ModelConfig, mesh: Mesh | None) -> tuple[Mesh | None, ModelConfig]:
-    """The mesh with all its axes, and the part of the model that one of its devices has."""
+    """Return the mesh with all its axes, and the part of the model on one of its devices."""
     mesh = mesh and normal_mesh(mesh)
     return mesh, device_part(config, mesh)
 
@@ -396,16 +410,16 @@ def _split(config: ModelConfig, mesh: Mesh | None) -> tuple[Mesh | None, ModelCo
 def _sources_on(
     mesh: Mesh | None, sources: Callable[[ExpertSplit, int, int], dict[str, Source]]
 ) -> list[dict[str, Source]]:
-    """Sources, of a device's part, on each of the devices that share the experts."""
+    """Return the sources of a device's part, for each of the devices that the experts are split over."""
     split, contexts = ExpertSplit.over(mesh), num_contexts(mesh)
     return [sources(split, device, contexts) for device in range(split.devices)]
 
 
 def random_mtp(model: Decoder, seed: int = 0) -> MTP:
-    """Makes the multi-token prediction modules that `save_random_checkpoint` writes for this seed.
+    """Return the multi-token prediction modules that `save_random_checkpoint` writes for this seed.
 
     Raises:
-      ValueError, NotImplementedError: the model's configuration announces no such modules.
+      ValueError, NotImplementedError: the configuration of the model has no such modules.
     """
     return _assemble_mtp(model, _random_reader(_shapes(mtp_sources(require_mtp(model.config))), seed))
 
@@ -415,8 +429,7 @@ def _random_reader(shapes: Mapping[str, Shape], seed: int) -> Read:
 
 
 def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int = 0) -> None:
-    """Writes a random model as a Hugging Face directory in float32, with the multi-token prediction modules that its
-    configuration announces."""
+    """Write a random model and its multi-token prediction modules as a Hugging Face directory in float32."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     unquantised = dataclasses.replace(config, dtype="float32", fp8_block=None)
@@ -435,8 +448,7 @@ def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int
 
 
 def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
-    """Draws float32 values that keep activations near 1, so that a random model's tokens depend on its whole
-    context."""
+    """Return random float32 values. Activations remain near 1, so that generated tokens depend on the whole context."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = rng.standard_normal(shape, np.float32)
     if name.endswith("norm.weight"):
@@ -465,15 +477,15 @@ def _assemble[Module: nnx.Module](
     mesh: Mesh | None = None,
     whole: Mapping[str, Shape] | None = None,
 ) -> Module:
-    """Makes a module, one parameter at a time, in a dtype of weights.
+    """Make a module, one parameter at a time.
 
     Args:
-      make: makes the module with some values; on a mesh, one device's part of it.
-      sources: of its parameters, in the shapes of that part; on each of the devices that share experts.
+      make: makes the module with arbitrary values; on a mesh, one device's part of it.
+      sources: sources of its parameters in the shapes of this part, for each device that experts are split over.
       read: reads a part of a tensor.
       dtype: float32 or bfloat16.
-      mesh: the devices; None for the default one.
-      whole: shapes of the whole tensors; needed on a mesh.
+      mesh: the devices; None for the default device.
+      whole: shapes of the whole tensors; required on a mesh.
     """
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype: expected float32 or bfloat16, got {jnp.dtype(dtype).name}")
@@ -510,12 +522,12 @@ def _assemble[Module: nnx.Module](
 
 
 def _shared_by(source: Source) -> tuple[str, ...]:
-    """Axes along which devices have slices of the same tensors."""
+    """Return the axes along which devices have different slices of the same tensors."""
     return EXPERT_COLUMNS if source.of_experts else HEADS if source.of_heads else COLUMNS
 
 
 def _split_over(source: Source, whole: Mapping[str, Shape]) -> tuple[str, ...]:
-    """Axes along which a parameter's slices differ, given the shapes of the whole tensors."""
+    """Return the axes along which the slices of a parameter differ, given the shapes of the whole tensors."""
     if source.of_experts:
         return (*EXPERTS, *EXPERT_COLUMNS)
     differs = source.added_once or any(whole[tensor] != own for tensor, own in source.tensors.items())
@@ -523,7 +535,7 @@ def _split_over(source: Source, whole: Mapping[str, Shape]) -> tuple[str, ...]:
 
 
 def weight_axes(config: ModelConfig, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """Axes of a mesh along which the slices of each parameter differ: where random weights are made on the devices.
+    """Return the mesh axes along which the slices of each parameter differ, to make random weights on the devices.
 
     Raises:
       ValueError, NotImplementedError: as `normal_mesh` and `device_part`.

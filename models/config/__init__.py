@@ -1,9 +1,9 @@
-"""Configurations of models, from and to Hugging Face's config.json. This room imports nothing of the others.
+"""Model configurations, from and to Hugging Face's config.json. It imports no other package of `models`.
 
-In reading order: `json_files` (reading of files that anyone may have written), `entries` (entries that families share,
-each held to its type and range), `rope` (rotary embedding and its stretching), `windows` (which keys heads see, and
-which layers share a cache group), `gqa` and `deepseek` (the two configurations), `families` (a config.json of any
-family), `presets` (models by name).
+In reading order: `json_files` (reading untrusted JSON), `entries` (entries that several families have, with their types
+and ranges), `rope` (rotary embedding and its scaling), `windows` (attention windows and cache groups), `gqa` and
+`deepseek` (the two configuration classes), `families` (reading a config.json of any family), `presets` (models by
+name).
 """
 
 from models.config.deepseek import INDEX_ROPE_INTERLEAVE as INDEX_ROPE_INTERLEAVE

@@ -26,27 +26,27 @@ from models.config.rope import YarnConfig, read_rope, rope_entry
 class DeepSeekConfig:
     """A model of the DeepSeek-V2, V3 or V3.2 family. Fields have the names and meanings of Hugging Face's config.json.
 
-    V2 and V3 differ in how experts are chosen, and here only in the fields for it. V3.2 and GLM-5 are V3 with an
-    indexer in every layer, or in some that others share it with (arXiv:2603.12201). Layers before
-    `first_k_dense_replace` are dense, the others mixtures of experts.
+    V2 and V3 differ only in the fields for the selection of experts. V3.2 and GLM-5 are V3 models with an indexer in
+    every layer, or in some layers that share their selected keys with others (arXiv:2603.12201). Layers before
+    `first_k_dense_replace` are dense. The others are mixtures of experts.
 
     Attributes:
-      q_lora_rank: rank of the query projection, None where it is full.
-      topk_method: "greedy" takes the best experts; "group_limited_greedy" (V2) those of the groups with the best single
-        expert; "noaux_tc" (V3) those of the groups with the best two by score plus a learned bias, which chooses but
-        does not weigh.
-      scoring_func: how router logits become scores.
-      norm_topk_prob: whether the chosen weights are made to sum to 1 before they are scaled.
-      index_topk: keys that each token attends to; 0 for all, without an indexer.
-      index_n_heads, index_head_dim: heads of the indexer, and width of its queries and keys.
-      indexer_types: "full" for a layer with an indexer, "shared" for one that attends to the keys that the last full
-        layer before it chose; None where all are full.
-      rope_interleave: whether the checkpoint's rotary columns are interleaved pairs (else two halves).
-      yarn: None for plain rotary embedding.
+      q_lora_rank: rank of the query projection; None for a full-rank projection.
+      topk_method: "greedy" selects the experts with the best scores. "group_limited_greedy" (V2) selects from the
+        groups with the best single expert. "noaux_tc" (V3) selects from the groups with the best two experts, by score
+        plus a learned bias. The bias affects the selection, not the weights.
+      scoring_func: function from router logits to scores.
+      norm_topk_prob: whether the weights of the selected experts are normalised to sum 1 before they are scaled.
+      index_topk: number of keys that each token attends to; 0 for all keys, without an indexer.
+      index_n_heads, index_head_dim: number of heads of the indexer, and width of its queries and keys.
+      indexer_types: "full" for a layer with an indexer, "shared" for a layer that attends to the keys that the last
+        full layer before it selected; None if all layers are full.
+      rope_interleave: whether rotary columns of the checkpoint are interleaved pairs; otherwise two halves.
+      yarn: YaRN parameters; None for unscaled rotary embedding.
       eos_token_ids: ids that end a sequence.
-      dtype: dtype of the stored checkpoint.
-      fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
-      num_nextn_predict_layers: multi-token prediction modules that a checkpoint may hold past the last layer.
+      dtype: dtype of the checkpoint.
+      fp8_block: rows and columns per scale of a block-quantised checkpoint; None for an unquantised checkpoint.
+      num_nextn_predict_layers: number of multi-token prediction modules that a checkpoint may contain.
     """
 
     model_type: Literal["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"]
@@ -111,7 +111,7 @@ class DeepSeekConfig:
     def _check_indexer(self) -> None:
         at_least(1, {name: getattr(self, name) for name in INDEXER})
         if self.q_lora_rank is None:
-            raise ValueError(f"q_lora_rank: a {self.model_type} needs one, index queries are made of what it leaves")
+            raise ValueError(f"q_lora_rank: expected a rank, which the indexer of a {self.model_type} needs")
         if self.index_head_dim < self.qk_rope_head_dim:
             raise ValueError(
                 f"index_head_dim: expected at least qk_rope_head_dim={self.qk_rope_head_dim}, got {self.index_head_dim}"
@@ -151,63 +151,63 @@ class DeepSeekConfig:
 
     @property
     def latent_width(self) -> int:
-        """L + R, the columns that the cache holds per token and layer."""
+        """L + R: cached columns per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def is_sparse(self) -> bool:
-        """Whether tokens choose which keys they attend to."""
+        """Whether tokens attend to keys that an indexer selects."""
         return self.model_type in INDEX_ROPE_INTERLEAVE
 
     def has_indexer(self, layer: int) -> bool:
-        """Whether a layer chooses keys by itself, as multi-token prediction modules past the last layer do."""
+        """Return whether a layer has an indexer. Multi-token prediction modules, past the last layer, have one."""
         return self.is_sparse and not self.shares_choice(layer)
 
     def shares_choice(self, layer: int) -> bool:
-        """Whether a layer attends to the keys that an earlier one chose."""
+        """Return whether a layer attends to the keys that an earlier layer selected."""
         return self.indexer_types is not None and self.indexer_types[layer : layer + 1] == ("shared",)
 
     @property
     def rotary_dim(self) -> int:
-        """R: columns of a query or key that are rotated."""
+        """R: number of rotated columns of a query or key."""
         return self.qk_rope_head_dim
 
     @property
     def rope_scaling(self) -> YarnConfig | None:
-        """Stretching of the rotary embedding, None for plain."""
+        """Scaling of the rotary embedding, or None."""
         return self.yarn
 
     @property
     def windows(self) -> None:
-        """None: all heads share one latent and see everything."""
+        """None: all heads share one latent and see all keys."""
         return None
 
     @property
     def mtp_layers(self) -> range:
-        """Indices under which a checkpoint may hold multi-token prediction modules."""
+        """Layer indices of multi-token prediction modules in a checkpoint."""
         return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer's feed-forward part is dense; the others are mixtures of experts."""
+        """Return whether the feed-forward part of a layer is dense, not a mixture of experts."""
         return layer < self.first_k_dense_replace
 
     @property
     def sm_scale(self) -> float:
-        """Factor of query-key products, YaRN's temperature included."""
+        """Factor of query-key products, including YaRN's temperature."""
         return self.qk_head_dim**-0.5 * (self.yarn.score_scale if self.yarn else 1.0)
 
     @classmethod
     def from_hf(cls, config: Json) -> DeepSeekConfig:
-        """Reads the contents of a config.json, with old or new names of its rope and dtype entries.
+        """Read the contents of a config.json, with old or new names of its rope and dtype entries.
 
         Raises:
-          ValueError: an entry is missing, malformed or contradicts another.
-          NotImplementedError: the model has a feature, named, that this one lacks.
+          ValueError: an entry is missing, malformed or contradicts another entry.
+          NotImplementedError: the model has an unsupported feature, which the message names.
         """
         return _from_hf(config)
 
     def to_hf(self) -> dict[str, Any]:
-        """Contents of a config.json that describes this model; `from_hf` reads it back to an equal configuration."""
+        """Return the contents of a config.json, from which `from_hf` makes an equal configuration."""
         left_out = () if self.is_sparse else (*INDEXER, "indexer_types")
         entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
         yarn, fp8_block, eos = entries.pop("yarn"), entries.pop("fp8_block"), entries.pop("eos_token_ids")
@@ -231,7 +231,7 @@ _ARCHITECTURES = {
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
 }
 
-# How each family may choose experts; the first value is the default of config.json.
+# Supported selections of experts of each family. The first value is the default of config.json.
 ROUTING = {
     "deepseek_v2": {"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)},
     "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
@@ -240,19 +240,19 @@ ROUTING = {
 }
 
 INDEX_ROPE_INTERLEAVE = {"deepseek_v32": False, "glm_moe_dsa": True}
-"""Families with an indexer, and whether a checkpoint's rotary columns of index queries are interleaved pairs."""
+"""Families with an indexer, and whether rotary columns of index queries in a checkpoint are interleaved pairs."""
 
 INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
-"""Entries of an indexer."""
+"""Entries of config.json for an indexer."""
 
 SHARING = ("glm_moe_dsa",)
-"""Families whose layers may share the choice of an earlier one."""
+"""Families whose layers may share the selected keys of an earlier layer."""
 
 INDEXER_LETTERS = {"F": "full", "S": "shared"}
-"""Letters of `index_topk_pattern`, and the entries of `indexer_types` that they stand for."""
+"""Letters of `index_topk_pattern`, and the corresponding entries of `indexer_types`."""
 
-# Entries without which two readers of one config.json could build two models. The nullable ones may be null, but must
-# be present.
+# Entries without a default, because readers of config.json disagree about the defaults. Nullable entries must be
+# present, but may be null.
 _EXPLICIT = ("first_k_dense_replace", "max_position_embeddings", "routed_scaling_factor")
 _NULLABLE = ("q_lora_rank", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _GROUPS = ("n_group", "topk_group")
@@ -271,12 +271,12 @@ def _from_hf(config: Json) -> DeepSeekConfig:
     _refuse_unsupported(config)
     entries = read_fields(DeepSeekConfig, config)
     if model_type == "deepseek_v2":
-        # Older checkpoints of this family have these entries, but its models apply neither.
+        # Older checkpoints of this family have these entries, but its models ignore them.
         entries |= {"norm_topk_prob": False, "rope_interleave": True}
     else:
         entries.setdefault("num_nextn_predict_layers", 1)
     if model_type in INDEX_ROPE_INTERLEAVE:
-        entries["rope_interleave"] = True  # its models have no other, whatever this entry says
+        entries["rope_interleave"] = True  # the only order of these families; the entry is ignored
     else:
         entries |= dict.fromkeys(INDEXER, 0)
     theta, yarn = read_rope(config, ("default", "yarn"))
@@ -319,7 +319,7 @@ def _require(config: Json, topk_method: str) -> None:
 
 
 def _refuse_unsupported(config: Json) -> None:
-    """Raises NotImplementedError for features that would change the model's results and are not implemented."""
+    """Raise NotImplementedError for unsupported features that change the results of the model."""
     refuse_unsupported(config)
     if config.get("head_windows") is not None:
         raise NotImplementedError(f"head_windows: {ONE_LATENT}")
@@ -334,8 +334,11 @@ def _refuse_unsupported(config: Json) -> None:
 
 
 def _check_layers(config: Json, model: DeepSeekConfig) -> None:
-    """Raises NotImplementedError or ValueError where the lists of layers that transformers 5 writes say anything else
-    than the rest of the configuration.
+    """Raise an error if the layer lists of transformers 5 contradict the rest of the configuration.
+
+    Raises:
+      ValueError: a list of another length.
+      NotImplementedError: an unsupported kind of layer.
     """
     dense = min(model.first_k_dense_replace, model.num_hidden_layers)
     kinds = {
@@ -354,14 +357,13 @@ def _check_layers(config: Json, model: DeepSeekConfig) -> None:
 
 
 def _indexer_types(config: Json, num_layers: int) -> tuple[str, ...] | None:
-    """Reads which layers share a choice of keys, from a list or from the schedule of older files, which has to say the
-    same where both are given. None where all layers choose.
+    """Return the type of each layer, from a list or from the schedule of older files; None if all layers are full.
 
     Raises:
-      ValueError: malformed entries, or such as contradict each other.
+      ValueError: malformed entries, or entries that contradict each other.
     """
     given = {name: _types_of(config, name) for name in ("indexer_types", "index_topk_pattern")}
-    if given["index_topk_pattern"] is None:  # which the schedule has no say in
+    if given["index_topk_pattern"] is None:  # a pattern overrides the schedule
         given["index_topk_freq"] = _scheduled_types(config, num_layers)
     known = {name: types for name, types in given.items() if types is not None}
     for name, types in known.items():
@@ -373,8 +375,11 @@ def _indexer_types(config: Json, num_layers: int) -> tuple[str, ...] | None:
 
 
 def _check_indexer_types(name: str, types: tuple[str, ...], num_layers: int, model_type: str) -> None:
-    """Raises ValueError unless there is full or shared for each layer, full for the first; NotImplementedError for
-    layers that share in a family whose layers do not.
+    """Check the types of all layers.
+
+    Raises:
+      ValueError: a type other than full and shared, a wrong number of types, or a first layer that is not full.
+      NotImplementedError: shared layers in a family without them.
     """
     if len(types) != num_layers:
         raise ValueError(f"{name}: expected one for each of {num_layers} layers, got {len(types)}")
@@ -393,7 +398,7 @@ def _check_indexer_types(name: str, types: tuple[str, ...], num_layers: int, mod
 
 
 def _types_of(config: Json, name: str) -> tuple[str, ...] | None:
-    """Reads full or shared for each layer, of a list of them or a string of F and S; None if absent."""
+    """Read full or shared per layer from a list, or from a string of F and S; None if absent."""
     value = config.get(name)
     if value is None:
         return None
@@ -406,8 +411,11 @@ def _types_of(config: Json, name: str) -> tuple[str, ...] | None:
 
 
 def _scheduled_types(config: Json, num_layers: int) -> tuple[str, ...] | None:
-    """Types of layers of which every `index_topk_freq`-th chooses, from layer `index_skip_topk_offset` - 1 on, and all
-    before it; None without a schedule. Defaults are those of transformers."""
+    """Return the types of layers of a schedule; None without a schedule.
+
+    Every `index_topk_freq`-th layer from `index_skip_topk_offset` - 1 on is full, and all layers before it. Defaults
+    are the defaults of transformers.
+    """
     schedule = {"index_topk_freq": 1, "index_skip_topk_offset": 2}
     period, offset = (integer(n, default if config.get(n) is None else config[n]) for n, default in schedule.items())
     at_least(0, {"index_topk_freq": period, "index_skip_topk_offset": offset})

@@ -1,4 +1,4 @@
-"""Entries of a config.json that several families have, with validation of their types."""
+"""Entries of a config.json that several families have, with validation of their types and ranges."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ LARGEST = {
     **dict.fromkeys(("index_n_heads", "index_head_dim"), 10_000),
     "index_topk": 10_000_000,
 }
-"""Largest values of sizes that loops run over, or tables are made of, before a weight has been seen: ten times those of
-published models, or more."""
+"""Maximum values of sizes that determine loops or tables before a weight has been read. They are at least ten times
+the sizes of published models."""
 
 LARGEST_INTEGER = 2**31 - 1
-"""Largest value of all other integers, which shapes and kernels hold in 32 bits."""
+"""Maximum value of all other integers. Shapes and kernels use 32-bit integers."""
 
 LARGEST_NUMBER = 1e30
-"""Largest magnitude of numbers, far from overflow in float32."""
+"""Maximum magnitude of numbers, far below overflow in float32."""
 
 LAYERS_BY_EXPERTS = 500_000
-"""Largest number of experts in all layers of a model."""
+"""Maximum number of experts in all layers of a model together."""
 
 
 def at_least(least: int, values: Mapping[str, int]) -> None:
-    """Raises ValueError, naming the first value below `least` or above its largest."""
+    """Raise ValueError if a value is below `least` or above its maximum."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}")
@@ -47,7 +47,7 @@ def at_least(least: int, values: Mapping[str, int]) -> None:
 
 
 def check_scalars(rope_theta: float, rms_norm_eps: float) -> None:
-    """Raises ValueError for a rotary base or a norm's epsilon that no model has."""
+    """Raise ValueError for an impossible rotary base or epsilon of norms."""
     if rope_theta <= 1:
         raise ValueError(f"rope_theta: expected more than 1, got {rope_theta:g}")
     if rms_norm_eps < 0:
@@ -55,7 +55,7 @@ def check_scalars(rope_theta: float, rms_norm_eps: float) -> None:
 
 
 def check_experts_of_all_layers(layers: int, name: str, experts: int) -> None:
-    """Raises ValueError if the layers have too many experts together."""
+    """Raise ValueError if all layers together have too many experts."""
     if layers * experts > LAYERS_BY_EXPERTS:
         wanted = f"at most {LAYERS_BY_EXPERTS} in all layers"
         raise ValueError(f"{name}: expected {wanted}, got {experts} in each of {layers}")
@@ -68,10 +68,10 @@ def _at_most(name: str, value: int) -> None:
 
 
 def read_fields(cls: type, entries: Json) -> dict[str, Any]:
-    """Reads the dataclass's fields of plain types from the entries, validating each against its annotation.
+    """Read the fields of simple types of a dataclass, and validate each against its annotation.
 
     Raises:
-      ValueError: an entry of another type.
+      ValueError: an entry has another type.
     """
     read: dict[Any, Any] = {
         "int": integer,
@@ -86,7 +86,7 @@ def read_fields(cls: type, entries: Json) -> dict[str, Any]:
 
 
 def integer(name: str, value: Any) -> int:
-    """Validates an integer no larger than such an entry may be; raises ValueError for anything else."""
+    """Return an integer of at most the maximum for this name. Raises ValueError for any other value."""
     if not is_integer(value):
         raise ValueError(f"{name}: expected an integer, got {shown(value)}")
     _at_most(name, value)
@@ -94,12 +94,12 @@ def integer(name: str, value: Any) -> int:
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Whether a value is an integer; true and false are none."""
+    """Return whether a value is an integer. true and false are not integers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def number(name: str, value: Any) -> float:
-    """Validates a finite number of at most LARGEST_NUMBER; raises ValueError for anything else."""
+    """Return a finite number of at most LARGEST_NUMBER. Raises ValueError for any other value."""
     if not is_integer(value) and not (isinstance(value, float) and math.isfinite(value)):
         raise ValueError(f"{name}: expected a finite number, got {shown(value)}")
     if abs(value) > LARGEST_NUMBER:
@@ -114,10 +114,10 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Reads token ids as config.json and generation_config.json give them: absent, one, or a list.
+    """Read token ids of config.json or generation_config.json: absent, one id, or a list.
 
     Raises:
-      ValueError: anything else.
+      ValueError: any other value.
     """
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(is_integer(i) and 0 <= i <= LARGEST_INTEGER for i in ids):
@@ -126,7 +126,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def dtype_of(config: Json, default: str = "float32") -> str:
-    """Dtype that the checkpoint is stored in, by its old or new entry; raises ValueError for an unsupported one."""
+    """Return the dtype of the checkpoint from its old or new entry. Raises ValueError for an unsupported dtype."""
     names = {str(config[key]).removeprefix("torch.") for key in ("dtype", "torch_dtype") if config.get(key)}
     if len(names) > 1:
         raise ValueError(f"dtype and torch_dtype contradict each other: {', '.join(sorted(names))}")
@@ -137,7 +137,7 @@ def dtype_of(config: Json, default: str = "float32") -> str:
 
 
 def json_object(config: Json, name: str) -> Json:
-    """Reads an entry that is an object, empty if absent; raises ValueError for anything else."""
+    """Return an entry that is an object, empty if absent. Raises ValueError for any other value."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}: expected an object, got {shown(value)}")
@@ -145,11 +145,11 @@ def json_object(config: Json, name: str) -> Json:
 
 
 def fp8_block(config: Json) -> tuple[int, int] | None:
-    """Rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
+    """Return the rows and columns per scale of a block-quantised checkpoint; None for an unquantised checkpoint.
 
     Raises:
-      ValueError: a malformed entry.
-      NotImplementedError: another kind of quantisation.
+      ValueError: malformed entry.
+      NotImplementedError: unsupported quantisation.
     """
     quantization = json_object(config, "quantization_config")
     if not quantization:
@@ -167,7 +167,7 @@ def fp8_block(config: Json) -> tuple[int, int] | None:
 
 
 def quantization_entry(fp8_block: tuple[int, int]) -> dict[str, Any]:
-    """Makes the quantization_config that `fp8_block` reads."""
+    """Return a quantization_config that `fp8_block` reads."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -177,7 +177,7 @@ def quantization_entry(fp8_block: tuple[int, int]) -> dict[str, Any]:
 
 
 def refuse_unsupported(config: Json) -> None:
-    """Raises NotImplementedError for unimplemented features, of any family, that would change the model's results."""
+    """Raise NotImplementedError for unsupported features of any family that change the results of the model."""
     if config.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"hidden_act {shown(config['hidden_act'])}: expected 'silu'")
     if config.get("mlp_bias"):

@@ -1,4 +1,4 @@
-"""Configurations of any family, and the only place that tells families apart by config.json."""
+"""Configurations of any family. Only this module selects the family of a config.json."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ type ModelConfig = DeepSeekConfig | GQAConfig
 
 
 def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
-    """Replaces the windows of a model's heads.
+    """Return the configuration with other windows.
 
     Raises:
-      NotImplementedError: a model with latent attention.
-      ValueError: another number of layers or KV heads than the model has.
+      NotImplementedError: the model has latent attention.
+      ValueError: the number of layers or KV heads differs from the model.
     """
     if isinstance(config, DeepSeekConfig):
         raise NotImplementedError(f"head_windows: {ONE_LATENT}")
@@ -26,28 +26,28 @@ def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
 
 
 def require_mtp(config: ModelConfig) -> DeepSeekConfig:
-    """Returns the configuration of a model that has multi-token prediction modules.
+    """Return the configuration if the model has multi-token prediction modules.
 
     Raises:
-      NotImplementedError: a model of another family.
-      ValueError: it announces no modules, or such as no layer can be made of.
+      NotImplementedError: the family has no such modules.
+      ValueError: the configuration has no modules, or is invalid for their layers.
     """
     if isinstance(config, GQAConfig):
         raise NotImplementedError(f"multi-token prediction: a {config.model_type} has no modules for it")
     if not config.num_nextn_predict_layers:
         raise ValueError("num_nextn_predict_layers: expected at least 1 for multi-token prediction, got 0")
-    # With the modules' layers for further ones, what is asked of a decoder's layers is asked of theirs.
+    # Validate the layers of the modules as additional layers of the decoder.
     layers = {"num_hidden_layers": config.mtp_layers.stop, "indexer_types": None}
     dataclasses.replace(config, **layers, num_nextn_predict_layers=0)
     return config
 
 
 def read_config(config: Json) -> ModelConfig:
-    """Reads the contents of a config.json of any family.
+    """Read the contents of a config.json of any family.
 
     Raises:
-      ValueError: an entry is missing, malformed or contradicts another.
-      NotImplementedError: a family or a feature, named, that is not here.
+      ValueError: an entry is missing, malformed or contradicts another entry.
+      NotImplementedError: an unsupported family or feature, which the message names.
     """
     model_type = config.get("model_type")
     if model_type is None:

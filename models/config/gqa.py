@@ -31,14 +31,14 @@ from models.config.windows import (
 )
 
 MXFP4_GROUP = 32
-"""Number of weights that share a scale."""
+"""Number of weights per scale in MXFP4."""
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "gpt_oss": "GptOssForCausalLM"}
-"""Name of the class in Hugging Face transformers, by model_type."""
+"""Class name in Hugging Face transformers by model_type."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# Entries that gpt-oss must have, since its defaults differ from the other families'.
+# Required entries of gpt-oss, whose defaults differ from the defaults of the other families.
 _EXPLICIT = (
     "num_key_value_heads",
     "head_dim",
@@ -55,22 +55,22 @@ _OF_EXPERTS = ("num_local_experts", "num_experts_per_tok", "swiglu_alpha", "swig
 class GQAConfig:
     """A model of the Qwen3, Llama or gpt-oss family. Fields have the names and meanings of Hugging Face's config.json.
 
-    Qwen3 has norms of queries and keys. gpt-oss (arXiv:2508.10925) has learned sinks, and mixtures of experts in all
-    layers, every second one of which attends to a window.
+    Qwen3 has norms of queries and keys. gpt-oss (arXiv:2508.10925) has learned sinks, mixtures of experts in all
+    layers, and a window in every second layer.
 
     Attributes:
-      num_key_value_heads: Hkv, each of which num_attention_heads / Hkv query heads share.
-      head_dim: D, of queries, keys and values; not always hidden_size / num_attention_heads.
+      num_key_value_heads: Hkv. Each KV head is shared by num_attention_heads / Hkv query heads.
+      head_dim: D, width of queries, keys and values. It may differ from hidden_size / num_attention_heads.
       attention_bias: whether the four projections of attention have biases.
-      num_local_experts, num_experts_per_tok: experts of a layer, and experts that each token visits; 0 for dense
-        layers.
-      swiglu_alpha, swiglu_limit: parameters of the experts' gates (`decoder.moe.ClampedSwiglu`).
-      rope_scaling: None for plain rotary embedding.
-      windows: visible keys of each layer's KV heads (see `config.windows`); None if all see everything.
+      num_local_experts, num_experts_per_tok: number of experts of a layer, and of experts that a token selects; 0 for
+        dense layers.
+      swiglu_alpha, swiglu_limit: parameters of the activation of experts (`models.moe.experts.ClampedSwiglu`).
+      rope_scaling: scaling of the rotary embedding, or None.
+      windows: visible keys of the KV heads of each layer (`config.windows`); None if all heads see all keys.
       eos_token_ids: ids that end a sequence.
-      dtype: dtype of the stored checkpoint.
-      fp8_block: rows and columns per scale of a block-quantised checkpoint, None for an unquantised one.
-      mxfp4_experts: whether the checkpoint holds experts in the form that `checkpoints.mxfp4` reads.
+      dtype: dtype of the checkpoint.
+      fp8_block: rows and columns per scale of a block-quantised checkpoint; None for an unquantised checkpoint.
+      mxfp4_experts: whether the experts in the checkpoint are packed as MXFP4 (`checkpoints.mxfp4`).
     """
 
     model_type: Literal["qwen3", "llama", "gpt_oss"]
@@ -135,22 +135,22 @@ class GQAConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether every head of queries and keys is normed before it is rotated."""
+        """Whether each head of queries and keys is normed before it is rotated."""
         return self.model_type == "qwen3"
 
     @property
     def learned_sinks(self) -> bool:
-        """Whether every query head has a learned logit in its softmax denominator."""
+        """Whether each query head has a learned logit in its softmax denominator."""
         return self.model_type == "gpt_oss"
 
     @property
     def is_sparse(self) -> bool:
-        """False: every token attends to all keys its windows show."""
+        """False: tokens attend to all keys within their windows."""
         return False
 
     @property
     def rotary_dim(self) -> int:
-        """Number of rotated columns of a query or key: all D."""
+        """Number of rotated columns of a query or key: D."""
         return self.head_dim
 
     @property
@@ -160,20 +160,20 @@ class GQAConfig:
 
     @property
     def mtp_layers(self) -> range:
-        """Indices of multi-token prediction modules in a checkpoint; these families have none."""
+        """Layer indices of multi-token prediction modules: empty."""
         return range(self.num_hidden_layers, self.num_hidden_layers)
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer's feed-forward part is dense; the same for all layers."""
+        """Return whether the feed-forward part of a layer is dense. It is the same for all layers."""
         return not self.num_local_experts
 
     @classmethod
     def from_hf(cls, config: Json) -> GQAConfig:
-        """Reads the contents of a config.json, with old or new names of its rope and dtype entries.
+        """Read the contents of a config.json, with old or new names of its rope and dtype entries.
 
         Raises:
-          ValueError: an entry is missing, malformed or contradicts another.
-          NotImplementedError: the model has a feature, named, that this one lacks.
+          ValueError: an entry is missing, malformed or contradicts another entry.
+          NotImplementedError: the model has an unsupported feature, which the message names.
         """
         model_type = config.get("model_type")
         if str(model_type) not in FAMILIES:
@@ -197,7 +197,7 @@ class GQAConfig:
         return cls(**entries)
 
     def to_hf(self) -> dict[str, Any]:
-        """Contents of a config.json that describes this model; `from_hf` reads it back to an equal configuration."""
+        """Return the contents of a config.json, from which `from_hf` makes an equal configuration."""
         entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         block, eos, packed = (entries.pop(name) for name in ("fp8_block", "eos_token_ids", "mxfp4_experts"))
         entries |= window_entries(entries.pop("windows"), by_layer=self.model_type != "llama")
@@ -206,7 +206,7 @@ class GQAConfig:
         entries["torch_dtype"] = entries.pop("dtype")
         entries["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
         entries["rope_scaling"] = rope_entry(self.rope_scaling)
-        if self.model_type == "gpt_oss":  # whose defaults are windows and yarn
+        if self.model_type == "gpt_oss":  # whose defaults are windows and YaRN
             if self.windows is None:
                 entries["layer_types"] = ["full_attention"] * self.num_hidden_layers
             entries["rope_scaling"] = entries["rope_scaling"] or {"rope_type": "default"}
@@ -243,7 +243,7 @@ def _has_packed_experts(config: Json) -> bool:
 
 
 def _head_sizes(config: Json) -> dict[str, int]:
-    """Defaults of older Llamas: one KV head for each query head, and heads that divide the hidden size."""
+    """Return the defaults of older Llama models: one KV head per query head, and head_dim = hidden_size / heads."""
     read = read_fields(GQAConfig, config)
     heads, width = read["num_attention_heads"], read["hidden_size"]
     at_least(1, {"num_attention_heads": heads})
@@ -253,7 +253,7 @@ def _head_sizes(config: Json) -> dict[str, int]:
 
 
 def _read_windows(config: Json, num_layers: int) -> Windows | None:
-    """Reads windows from `head_windows` if present, else from the kinds of the layers."""
+    """Read windows from `head_windows` if present, else from the kinds of the layers."""
     if config.get("head_windows") is not None:
         return read_head_windows(config["head_windows"])
     kinds = layer_kinds(config, num_layers)

@@ -1,5 +1,4 @@
-"""Reading of JSON that anyone may have written: its size and depth are bounded, and whatever is wrong is one
-ValueError that names the file."""
+"""Reading of untrusted JSON. Size and depth are limited; every error is a ValueError that names the file."""
 
 from __future__ import annotations
 
@@ -9,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 SIZE_LIMIT = 2**28
-"""Bytes of a file, at most. The largest tokenizer.json that is published has some 35 MB."""
+"""Maximum size of a file in bytes. The largest published tokenizer.json has about 35 MB."""
 
 DEPTH_LIMIT = 50
-"""Lists and objects within each other, at most, so that whatever walks or prints what was read cannot recurse too
-deeply."""
+"""Maximum nesting depth of lists and objects, so that recursive functions cannot exceed the recursion limit."""
 
 
 def is_present(path: Path) -> bool:
-    """Whether there is such a file; raises ValueError for a folder, pipe or device in its place."""
+    """Return whether a file exists. Raises ValueError if the path is a folder, pipe or device."""
     if path.is_file():
         return True
     if path.exists():
@@ -26,7 +24,7 @@ def is_present(path: Path) -> bool:
 
 
 def read_bounded(path: Path) -> bytes:
-    """Reads a file; raises ValueError if it has more than SIZE_LIMIT bytes."""
+    """Read a file. Raises ValueError if it has more than SIZE_LIMIT bytes."""
     with path.open("rb") as file:
         content = file.read(SIZE_LIMIT + 1)
     if len(content) > SIZE_LIMIT:
@@ -35,11 +33,11 @@ def read_bounded(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file.
+    """Read a JSON file.
 
     Raises:
       ValueError: the file is too large, not JSON or nested too deeply.
-      OSError: it cannot be read.
+      OSError: the file cannot be read.
     """
     content = read_bounded(path)
     try:
@@ -49,7 +47,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes) -> Any:
-    """Parses JSON that was read from a file; raises ValueError if it is not JSON or nested too deeply."""
+    """Parse JSON. Raises ValueError if it is not JSON or nested too deeply."""
     try:
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError, MemoryError) as error:
@@ -63,7 +61,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def _children(value: Any) -> list[Any]:
-    """The lists and objects directly within a list or an object."""
+    """Return the lists and objects directly inside a list or an object."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [child for child in inner if isinstance(child, dict | list)]
 
@@ -72,5 +70,5 @@ _shortening = reprlib.Repr(maxstring=80, maxother=80, maxlong=80)
 
 
 def shown(value: Any) -> str:
-    """Formats a value from a file for a message: as `repr`, but short whatever its size."""
+    """Format a value from a file for a message, like `repr` but with limited length."""
     return _shortening.repr(value)

@@ -1,4 +1,4 @@
-"""Models by name: small ones for random weights, and the shapes of real ones."""
+"""Model configurations by name: small models for random weights, and shapes of real models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _tiny = functools.partial(
     max_position_embeddings=2560,
 )
 
-# Latent widths that all published models have.
+# Latent widths of all published models.
 _wide = functools.partial(
     DeepSeekConfig,
     kv_lora_rank=512,
@@ -128,8 +128,8 @@ PRESETS = {
         dtype="bfloat16",
     ),
 }
-"""Name to configuration: `v3-tiny`, `v32-tiny`, `glm-tiny` and `v2-lite-tiny` for demonstrations and tests, `mla-25m`
-for benchmarks on a CPU with the latent widths of real models, `v2-lite` the real DeepSeek-V2-Lite.
+"""Configurations by name. `v3-tiny`, `v32-tiny`, `glm-tiny` and `v2-lite-tiny` are for demonstrations and tests.
+`mla-25m` is for benchmarks on a CPU and has the latent widths of real models. `v2-lite` is DeepSeek-V2-Lite.
 """
 
 GQA_PRESETS = {
@@ -174,6 +174,6 @@ GQA_PRESETS = {
         dtype="bfloat16",
     ),
 }
-"""Name to configuration of models with grouped-query attention: small ones for demonstrations and tests, and
-`gpt-oss-20b` the real one, its experts unpacked.
+"""Configurations of models with grouped-query attention by name. `qwen3-tiny` and `gpt-oss-tiny` are for demonstrations
+and tests. `gpt-oss-20b` is the real model, with unpacked experts.
 """

@@ -1,4 +1,4 @@
-"""Rotary embedding as a config.json describes it: its base, and how it is stretched to longer contexts."""
+"""Rotary embedding entries of a config.json: the base, and scaling to longer contexts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class YarnConfig:
     """Context extension by YaRN (Peng et al., arXiv:2309.00071), with DeepSeek's two temperatures.
 
     Attributes:
-      factor: ratio of the stretched context to the original one.
-      original_max_position_embeddings: tokens the model was pretrained on.
-      beta_fast, beta_slow: turns within the original context above which a frequency is kept and below which it is
-        interpolated; between them the two are blended.
+      factor: ratio of the extended context length to the original length.
+      original_max_position_embeddings: context length of pretraining, in tokens.
+      beta_fast, beta_slow: rotations within the original context. Frequencies above beta_fast are unchanged,
+        frequencies below beta_slow are interpolated, and frequencies between them are blended.
       mscale, mscale_all_dim: strengths of the temperatures of the rotary part and of all scores.
-      attention_factor: factor of cos and sin, in place of the one that follows from the mscales.
-      truncate: whether the blend begins and ends at whole frequencies.
+      attention_factor: factor of cos and sin; None to compute it from mscale and mscale_all_dim.
+      truncate: whether the blend starts and ends at whole frequency indices.
     """
 
     factor: float
@@ -65,7 +65,7 @@ class YarnConfig:
 
     @property
     def score_scale(self) -> float:
-        """Factor of all attention scores: the temperature of both sides of the dot product."""
+        """Factor of all attention scores: the square of the temperature, for queries and keys."""
         return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
@@ -74,10 +74,10 @@ class Llama3RopeConfig:
     """Context extension of Llama 3.1 (Grattafiori et al., arXiv:2407.21783, 3.4.2).
 
     Attributes:
-      factor: divisor of slow frequencies.
-      original_max_position_embeddings: tokens the model was pretrained on.
-      low_freq_factor, high_freq_factor: turns within the original context below which a frequency is interpolated and
-        above which it is kept; between them the two are blended.
+      factor: divisor of low frequencies.
+      original_max_position_embeddings: context length of pretraining, in tokens.
+      low_freq_factor, high_freq_factor: rotations within the original context. Frequencies below low_freq_factor are
+        interpolated, frequencies above high_freq_factor are unchanged, and frequencies between them are blended.
     """
 
     factor: float
@@ -96,7 +96,7 @@ class Llama3RopeConfig:
 
     @property
     def rotary_scale(self) -> float:
-        """Factor of cos and sin, which llama3 leaves at 1."""
+        """Factor of cos and sin: 1."""
         return 1.0
 
 
@@ -104,15 +104,15 @@ type RopeScaling = YarnConfig | Llama3RopeConfig
 
 
 def read_rope(config: Json, kinds: tuple[str, ...]) -> tuple[float, RopeScaling | None]:
-    """Reads base and stretching from `rope_parameters` or the older `rope_scaling` and `rope_theta`.
+    """Read base and scaling from `rope_parameters` or the older `rope_scaling` and `rope_theta`.
 
     Args:
       config: contents of a config.json.
-      kinds: rope types that the family has, "default" among them.
+      kinds: supported rope types of the family, including "default".
 
     Raises:
-      ValueError: an entry is missing, malformed or contradicts another.
-      NotImplementedError: another kind.
+      ValueError: an entry is missing, malformed or contradicts another entry.
+      NotImplementedError: unsupported rope type.
     """
     old, new = json_object(config, "rope_scaling"), json_object(config, "rope_parameters")
     if clashes := [k for k in old.keys() & new.keys() if old[k] != new[k]]:
@@ -131,7 +131,7 @@ def read_rope(config: Json, kinds: tuple[str, ...]) -> tuple[float, RopeScaling 
 
 
 def rope_entry(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Makes the `rope_scaling` that `read_rope` reads."""
+    """Return the `rope_scaling` entry that `read_rope` reads."""
     if scaling is None:
         return None
     given = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}

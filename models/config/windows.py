@@ -1,11 +1,11 @@
-"""Windows of the KV heads of each layer, as a config.json or a file gives them, and the cache groups that follow.
+"""Attention windows of the KV heads of each layer, from a config.json or a file, and the cache groups of a model.
 
-In JSON a model's `head_windows` is a list with one entry a layer:
+In JSON, the `head_windows` of a model is a list with one entry per layer:
 
-- null: every head sees everything.
-- an integer W: every head sees the newest W keys, the query's own included.
-- {"window": [...], "sink_tokens": [...]}: one number per KV head, the window null where the head sees everything;
-  a head also sees its first `sink_tokens` keys (0 where that list is left out).
+- null: every head sees all keys.
+- an integer W: every head sees the newest W keys, including the key of the query token.
+- {"window": [...], "sink_tokens": [...]}: one number per KV head. A head with window null sees all keys. A head also
+  sees the first `sink_tokens` keys; the default is 0.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pallas_attn import FULL, HeadWindow
 
 @dataclasses.dataclass(frozen=True)
 class HeadWindows:
-    """Visible keys of each KV head of a layer: its first `sink_tokens` keys and the newest `window` ones.
+    """Visible keys of each KV head of a layer: the first `sink_tokens` keys and the newest `window` keys.
 
     Attributes:
-      window: one per KV head, at least 1; `pallas_attn.FULL` hides nothing.
-      sink_tokens: one per KV head, at least 0.
+      window: window per KV head, at least 1; `pallas_attn.FULL` for all keys.
+      sink_tokens: number of first keys per KV head, at least 0.
 
     Raises:
-      ValueError: a number out of range, or lists of unlike lengths.
+      ValueError: a number out of range, or lists of different lengths.
     """
 
     window: tuple[int, ...]
@@ -47,25 +47,25 @@ class HeadWindows:
             _in_range("sink_tokens", count, 0)
 
     def array(self) -> HeadWindow:
-        """Converts to the `HeadWindow` that `pallas_attn`'s operations take."""
+        """Return the windows as an argument of `pallas_attn` operations."""
         return HeadWindow(jnp.asarray(self.window, jnp.int32), jnp.asarray(self.sink_tokens, jnp.int32))
 
 
 type LayerWindow = int | HeadWindows | None
-"""Visible keys of a layer's KV heads: all (None), the newest W keys, or a window for each head."""
+"""Visible keys of the KV heads of a layer: all keys (None), the newest W keys, or a window per head."""
 
 type Windows = tuple[LayerWindow, ...]
-"""Windows of every layer."""
+"""Windows of all layers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
-    """Layers with equal windows, which share a pool, tables, slots and plans.
+    """Layers with equal windows, which share a page pool, block tables, slots and decode plans.
 
     Attributes:
-      window: window of the layers. Tables are [B, Hkv, P] of row ids where it is `HeadWindows`, else [B, P] of page
-        ids.
-      layers: their indices, ascending.
+      window: window of the layers. If it is `HeadWindows`, block tables have page rows [B, Hkv, P], else page ids
+        [B, P].
+      layers: indices of the layers, ascending.
     """
 
     window: LayerWindow
@@ -74,7 +74,7 @@ class CacheGroup:
 
 @runtime_checkable
 class _Windowed(Protocol):
-    """Part of a model's configuration that determines its cache groups."""
+    """Part of a model configuration that determines the cache groups."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -84,7 +84,7 @@ class _Windowed(Protocol):
 
 
 def cache_groups(config: _Windowed) -> tuple[CacheGroup, ...]:
-    """Groups a model's layers by their windows, in the order of each group's first layer."""
+    """Group the layers of a model by window. Groups are sorted by their first layer."""
     layers: dict[LayerWindow, list[int]] = {}
     for layer, window in enumerate(config.windows or (None,) * config.num_hidden_layers):
         layers.setdefault(window, []).append(layer)
@@ -92,7 +92,7 @@ def cache_groups(config: _Windowed) -> tuple[CacheGroup, ...]:
 
 
 def check_windows(windows: Windows, num_layers: int, num_kv_heads: int) -> None:
-    """Raises ValueError unless there is a window for each layer, and for each KV head where heads have their own."""
+    """Raise ValueError unless there is one window per layer, and one per KV head in `HeadWindows`."""
     if len(windows) != num_layers:
         raise ValueError(f"head_windows: expected one for each of {num_layers} layers, got {len(windows)}")
     for layer, window in enumerate(windows):
@@ -106,11 +106,11 @@ def check_windows(windows: Windows, num_layers: int, num_kv_heads: int) -> None:
 
 
 def load_windows(path: Path) -> Windows:
-    """Reads a JSON file of `head_windows`.
+    """Read a JSON file of `head_windows`.
 
     Raises:
-      ValueError: it is no such file.
-      OSError: it cannot be read.
+      ValueError: the file has other contents.
+      OSError: the file cannot be read.
     """
     entry = read_json(path)
     try:
@@ -120,10 +120,10 @@ def load_windows(path: Path) -> Windows:
 
 
 def read_head_windows(entry: Any) -> Windows:
-    """Reads the windows of all layers from their `head_windows`, in the form that this module describes.
+    """Read the windows of all layers from `head_windows`. The module docstring describes the format.
 
     Raises:
-      ValueError: another form, or a number out of range.
+      ValueError: another format, or a number out of range.
     """
     if not isinstance(entry, list) or not entry:
         raise ValueError(f"head_windows: expected a list with one entry a layer, got {shown(entry)}")
@@ -154,16 +154,15 @@ def _read_list(layer: int, name: str, entry: Any, null: int | None = None) -> tu
 
 
 def read_layer_types(config: Json, kinds: Sequence[str]) -> Windows | None:
-    """Reads the windows of all layers from their kinds and the `sliding_window` of a config.json; None if no layer has
-    any.
+    """Return the windows of all layers, from their kinds and `sliding_window`; None if no layer has a window.
 
     Args:
-      config: contents of the config.json.
-      kinds: "full_attention" or "sliding_attention", one a layer.
+      config: contents of a config.json.
+      kinds: "full_attention" or "sliding_attention" per layer.
 
     Raises:
-      ValueError: there are sliding layers, but no window.
-      NotImplementedError: another kind.
+      ValueError: a sliding layer without `sliding_window`.
+      NotImplementedError: unsupported kind.
     """
     if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
         raise NotImplementedError(f"layer_types {shown(unknown[0])}: expected full_attention or sliding_attention")
@@ -176,10 +175,10 @@ def read_layer_types(config: Json, kinds: Sequence[str]) -> Windows | None:
 
 
 def layer_kinds(config: Json, num_layers: int) -> list[str] | None:
-    """Reads the `layer_types` of a config.json, None if absent.
+    """Return the `layer_types` of a config.json; None if absent.
 
     Raises:
-      ValueError: they are no list of one name a layer.
+      ValueError: not a list with one name per layer.
     """
     kinds = config.get("layer_types")
     if not kinds:
@@ -190,12 +189,12 @@ def layer_kinds(config: Json, num_layers: int) -> list[str] | None:
 
 
 def window_entries(windows: Windows | None, *, by_layer: bool) -> dict[str, Any]:
-    """Makes the entries of a config.json that describe these windows.
+    """Return the entries of a config.json for these windows.
 
     Args:
-      windows: None for no entries.
-      by_layer: whether Hugging Face's own model of the family has windows. Its entries, `layer_types` and
-        `sliding_window`, are used where they can: where some layers have one window for all heads, the others none.
+      windows: windows of all layers; None for no entries.
+      by_layer: whether the family supports windows in Hugging Face transformers. Then the entries `layer_types` and
+        `sliding_window` are used if all windows are one integer or None. Otherwise `head_windows` is used.
     """
     if windows is None:
         return {}

@@ -1,10 +1,10 @@
-"""The decoder: weights and one step over packed tokens, in Flax NNX. This room imports `models.config` alone.
+"""The decoder in Flax NNX: weights, and one step over packed tokens. It imports `models.config` and `models.moe`.
 
-In reading order: `model` (the decoder and its layers), `settings` (how to attend), `step_metadata` (where a step's
-tokens belong), `caches` (caches of each family), `gqa` and `mla` (attention), `indexer` (of sparse attention), `moe`
-(experts), `layers` and `rope`; `mesh` (how a model is split over devices) and `expert_exchange` (tokens for experts of
-other devices); `mtp` (prediction modules beside the decoder); then `explain` (the implementations that attention would
-run on) and `whole_sequence` (a sequence in one forward).
+In reading order: `model` (the decoder and its layers), `settings` (attention settings), `step_metadata` (positions and
+cache slots of a step's tokens), `caches` (caches of each family), `gqa` and `mla` (attention), `indexer` (key selection
+of sparse attention), `layers` and `rope`, `mesh` (a model split over devices), `contexts` (split contexts), `mtp`
+(multi-token prediction modules), `explain` (the implementations that attention would use) and `whole_sequence` (one
+sequence in one forward pass). Mixtures of experts are in `models.moe`.
 """
 
 from models.decoder.caches import Caches as Caches

@@ -1,4 +1,4 @@
-"""A model's caches: the shapes of its layers' pages, and the scales of quantised keys and values."""
+"""Caches of a model: shapes of the pages of each layer, and scales of quantised keys and values."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from pallas_attn import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IndexedLatent:
-    """The paged cache of one layer of sparse attention: latents, and index keys in the same pages and slots."""
+    """Paged cache of one layer of sparse attention: latents, and index keys in the same pages and slots."""
 
     latent: PagedLatent
     index: PagedIndexKeys
 
 
 type LatentCache = PagedLatent | IndexedLatent
-"""The paged cache of one layer of MLA."""
+"""Paged cache of one MLA layer."""
 
 type LayerCache = LatentCache | PagedKV
-"""The paged cache of one layer: latents of MLA, keys and values of GQA."""
+"""Paged cache of one layer: latents of MLA, or keys and values of GQA."""
 
 type Caches = tuple[LayerCache, ...]
-"""Caches of every layer."""
+"""Caches of all layers."""
 
 INDEX = "index_"
-"""Beginning of the names of index keys' arrays in a `CacheSpec`."""
+"""Prefix of the names of index key arrays in a `CacheSpec`."""
 
 QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 """Dtypes of keys and values that are stored with scales."""
@@ -51,13 +51,13 @@ QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KVScales:
-    """Static scales of a quantised cache, found by calibration: a stored value times its scale is the value meant.
+    """Static scales of a quantised cache, from calibration. Stored value · scale is the value.
 
     Attributes:
-      k, v: one scale a layer and KV head [layers, Hkv], or also a channel [layers, Hkv, D].
+      k, v: scales per layer and KV head [layers, Hkv], or per channel [layers, Hkv, D].
 
     Raises:
-      ValueError: scales that are not positive and finite, or k and v of unlike shapes.
+      ValueError: scales that are not positive and finite, or k and v of different shapes.
     """
 
     k: Float32[np.ndarray, "..."]
@@ -74,7 +74,7 @@ class KVScales:
                 raise ValueError(f"kv_scales: expected positive finite numbers, {name} has others")
 
     def of_part(self, config: ModelConfig) -> KVScales:
-        """Scales of as many heads as a device of a mesh has: the first ones, which stand for any by their shape."""
+        """Return scales with the shape of one device of a mesh, whose `config` has fewer KV heads: the first heads."""
         heads = slice(config.num_key_value_heads if isinstance(config, GQAConfig) else None)
         return KVScales(self.k[:, heads], self.v[:, heads])
 
@@ -88,21 +88,21 @@ def cache_spec(
     *,
     layer: int = 0,
 ) -> CacheSpec:
-    """Shapes of one layer's cache.
+    """Return the shapes of one layer's cache.
 
-    Arrays of index keys are named index_keys and index_scale. Layers without an indexer have none.
+    Arrays of index keys are named index_keys and index_scale. Layers without an indexer do not have them.
 
     Args:
       config: the model.
-      num_pages, page_size: of the pool.
-      dtype: bfloat16, float16, float32 or float8_e4m3fn; for keys and values also int8. Rotated keys beside
+      num_pages, page_size: size of the pool in pages, and of a page in tokens.
+      dtype: bfloat16, float16, float32 or float8_e4m3fn; keys and values may also be int8. The rotated keys of
         float8_e4m3fn latents are bfloat16.
-      scales: static scales of int8 or float8_e4m3fn keys and values; without, every token and head has one of its own.
-      layer: which; past the last one, a multi-token prediction module's.
+      scales: static scales of int8 or float8_e4m3fn keys and values. Without them there is one scale per token and
+        head.
+      layer: index of the layer. Indices past the last layer are multi-token prediction modules.
 
     Raises:
-      ValueError: a size below 1, a dtype such a cache does not have, latents too narrow to have scales, or scales of
-        other layers and heads.
+      ValueError: a size below 1, an unsupported dtype, latents too narrow for scales, or scales of the wrong shape.
     """
     if isinstance(config, DeepSeekConfig):
         if scales is not None:
@@ -133,7 +133,7 @@ def cache_spec(
 
 
 def latent_cache(spec: CacheSpec, make: Callable[[CacheSpec, type], Any]) -> LatentCache:
-    """The cache of one layer of MLA whose parts `make` makes, of their specs and classes."""
+    """Make the cache of one MLA layer: `make(spec, class)` makes its latents and its index keys."""
 
     def part(arrays: dict[str, Any], kind: type) -> Any:
         return make(dataclasses.replace(spec, arrays=arrays), kind)
@@ -144,7 +144,7 @@ def latent_cache(spec: CacheSpec, make: Callable[[CacheSpec, type], Any]) -> Lat
 
 
 def cache_arrays(cache: LayerCache) -> dict[str, jax.Array]:
-    """The arrays of a layer's cache, by their names in its `CacheSpec`."""
+    """Return the arrays of a layer's cache by their names in its `CacheSpec`."""
     if isinstance(cache, IndexedLatent):
         index = {f"{INDEX}{name}": array for name, array in _fields(cache.index).items()}
         return _fields(cache.latent) | index
@@ -157,7 +157,7 @@ def _fields(cache: PagedLatent | PagedIndexKeys | PagedKV) -> dict[str, jax.Arra
 
 
 def with_arrays(cache: LayerCache, arrays: Mapping[str, jax.Array]) -> LayerCache:
-    """A layer's cache with other arrays, by names as `cache_arrays` gives them."""
+    """Return a layer's cache with other arrays, named as in `cache_arrays`."""
     if not isinstance(cache, IndexedLatent):
         return dataclasses.replace(cache, **arrays)
     index = {name.removeprefix(INDEX): array for name, array in arrays.items() if name.startswith(INDEX)}
@@ -166,7 +166,7 @@ def with_arrays(cache: LayerCache, arrays: Mapping[str, jax.Array]) -> LayerCach
 
 
 def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"]) -> LayerCache:
-    """Copies what a layer's cache holds in some slots to others, in place; nothing where the target is -1.
+    """Copy tokens of a layer's cache from source slots to target slots, in place. Targets of -1 are skipped.
 
     Raises:
       NotImplementedError: tokens of a page share a scale.
@@ -181,7 +181,7 @@ def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Ar
         if array.shape[1 + of_heads] != page_size:
             raise NotImplementedError(f"{name}: tokens that share a scale are not moved, got {list(array.shape)}")
         where = (jnp.where(targets < 0, array.shape[0], target), *[slice(None)] * of_heads, to)
-        # Fused with what overwrites them, XLA would copy the cache to read them.
+        # Without the barrier, XLA fuses the reads with the update and copies the cache.
         taken = jax.lax.optimization_barrier(array[(source, *[slice(None)] * of_heads, at)])
         return array.at[where].set(taken, mode="drop")
 
@@ -189,7 +189,7 @@ def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Ar
 
 
 def allocate_latents(spec: CacheSpec) -> LatentCache:
-    """Allocates an empty cache of one layer of MLA."""
+    """Allocate an empty cache of one MLA layer."""
     return latent_cache(spec, lambda spec, kind: kind.allocate(spec))
 
 
@@ -199,13 +199,13 @@ def allocate_caches(
     scales: KVScales | None = None,
     own_heads: Callable[[Array], Array] = lambda scale: scale,
 ) -> Caches:
-    """Allocates empty caches of all layers, laid out as `cache_spec` does for these scales.
+    """Allocate empty caches of all layers.
 
     Args:
       config: the model.
-      specs: of each layer.
+      specs: `cache_spec` of each layer, for these scales.
       scales: static scales of all KV heads.
-      own_heads: takes a layer's scales to those of the heads in these caches.
+      own_heads: maps the scales of a layer to the scales of the heads in these caches.
     """
     if isinstance(config, DeepSeekConfig):
         return tuple(map(allocate_latents, specs))

@@ -1,4 +1,4 @@
-"""Explanations, from shapes alone, of which implementations a model's attention would run on."""
+"""Explain, from shapes only, which implementations the attention of a model would use."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pallas_attn import Explanation, HeadWindow, PagedKV, Rope, explain
 
 @dataclasses.dataclass(frozen=True)
 class StepSizes:
-    """The largest step of an engine, and the cache it runs over.
+    """Sizes of the largest step of an engine and of its cache.
 
     Attributes:
-      num_pages, page_size: of each layer's cache.
-      table_pages: pages a sequence can have.
-      decode_rows: rows of decode attention.
-      prefill_tokens, prefill_seqs: new tokens of prefill chunks, and how many sequences they belong to.
-      cache_dtype: of latents or keys and values; None for the dtype of the weights.
-      kv_scales: static scales of quantised keys and values; None for one a token and head.
-      decode_queries: tokens of a decode row, with its drafts.
+      num_pages, page_size: pages of each layer's cache, and tokens per page.
+      table_pages: maximum pages of a sequence.
+      decode_rows: number of decode rows.
+      prefill_tokens, prefill_seqs: number of new tokens of prefill chunks, and of their sequences.
+      cache_dtype: dtype of latents or keys and values; None for the dtype of the weights.
+      kv_scales: static scales of quantised keys and values; None for one scale per token and head.
+      decode_queries: tokens of a decode row, including drafts.
     """
 
     num_pages: int
@@ -47,19 +47,19 @@ class StepSizes:
 def explain_attention(
     config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike
 ) -> dict[str, Explanation]:
-    """Explains every operation that the model calls, in the shapes of its largest step (`pallas_attn.explain`).
+    """Explain every operation that the model calls, with the shapes of its largest step (`pallas_attn.explain`).
 
     Args:
       config: the model.
-      settings: how it attends.
-      sizes: of the step and the cache.
-      dtype: of the weights; also of the cache unless `sizes` says otherwise.
+      settings: attention settings.
+      sizes: sizes of the step and the cache.
+      dtype: dtype of the weights, and of the cache if `sizes` has no cache_dtype.
 
     Returns:
-      Operation to explanation; one whose `chosen` is None makes every step fail.
+      Explanation of each operation. If `chosen` of one of them is None, every step fails.
 
     Raises:
-      ValueError: an implementation that no operation has, or a dtype or size that they refuse.
+      ValueError: unknown implementation, or a dtype or size that the operations do not support.
     """
     if settings.batch_invariant:  # every token is a decode row
         rows = sizes.decode_tokens + sizes.prefill_tokens
@@ -72,7 +72,7 @@ def explain_attention(
         explained["write_index_keys"] = shapes.write_index_keys()
     if shapes.chooses_keys:
         explained |= shapes.sparse()
-        if settings.batch_invariant:  # tokens choose though they may choose all
+        if settings.batch_invariant:  # keys are always selected, see `is_sparse`
             return explained
     if settings.mla != "expand":
         explained["mla_decode"] = shapes.mla_decode()
@@ -85,7 +85,7 @@ def explain_attention(
 def _explain_gqa(
     config: GQAConfig, settings: AttentionSettings, sizes: StepSizes, dtype: jnp.dtype
 ) -> dict[str, Explanation]:
-    """Explains the operations of GQA, each for the cache group that the fewest implementations accept."""
+    """Explain the operations of GQA, each for the cache group that the fewest implementations support."""
     layers = [_HeadShapes(config, settings, sizes, dtype, group.window) for group in cache_groups(config)]
 
     def hardest(explained: list[Explanation]) -> Explanation:
@@ -101,8 +101,7 @@ def _explain_gqa(
 
 
 class _HeadShapes:
-    """Calls of one layer of GQA, by their shapes; heads with windows of their own have tables and slots of their
-    own."""
+    """Shapes of the calls of one GQA layer. If windows differ between heads, tables and slots are per head."""
 
     def __init__(
         self,
@@ -157,7 +156,7 @@ class _HeadShapes:
 
 
 class _LatentShapes:
-    """Calls of one layer of MLA, by their shapes."""
+    """Shapes of the calls of one MLA layer."""
 
     def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike):
         self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, jnp.dtype(dtype)
@@ -192,7 +191,7 @@ class _LatentShapes:
 
     @property
     def chooses_keys(self) -> bool:
-        """Whether tokens attend to keys that they choose in steps whose tables are as wide as they get."""
+        """Whether tokens attend to selected keys in steps with the widest block tables."""
         capacity = self._sizes.table_pages * self._sizes.page_size
         return is_sparse(self._config, self._settings, capacity)
 
@@ -202,7 +201,7 @@ class _LatentShapes:
         return self._explain("write_index_keys", self._index, keys, _ints(tokens))
 
     def sparse(self) -> dict[str, Explanation]:
-        """Explains attention to chosen keys, in whichever of decode rows and chunks has more tokens."""
+        """Explain attention to selected keys, for decode rows or for chunks, whichever have more tokens."""
         config, sizes = self._config, self._sizes
         tokens, heads = max(sizes.decode_tokens, sizes.prefill_tokens), config.num_attention_heads
         top_k = self._settings.index_topk or config.index_topk

@@ -1,7 +1,7 @@
 """Grouped-query attention (Ainslie et al., arXiv:2305.13245) over a paged K/V cache.
 
-Keys are normed and rotated as they are written, queries in the same pass. Then the decode rows of a step attend over
-their pages, sharing them as one plan for all layers of equal windows says, and the prefill chunks over theirs.
+`write_kv` normalises and rotates keys and queries while it writes the cache. Then decode rows attend over their pages,
+with one decode plan for all layers of a cache group, and prefill chunks attend over their pages.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from pallas_attn import (
 )
 
 
-@typing.no_type_check  # a pytree node may hold shapes in place of its arrays
+@typing.no_type_check  # the leaves of a pytree may be shapes instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GQAStep:
     """Metadata and plan of a step that the layers of a cache group share.
 
     Attributes:
-      metadata: places of its tokens.
-      tables: tables and slots of the group.
-      plan: division of the decode rows' pages among programs; None without decode rows.
-      decode_kv_lens: [Bd], tokens that each decode row sees on this device.
-      window: window of the group's heads.
+      metadata: metadata of the step.
+      tables: block tables and cache slots of the group.
+      plan: decode plan of the decode rows; None without decode rows.
+      decode_kv_lens: [Bd], number of tokens that each decode row sees on this device.
+      window: attention window of the layers of the group.
     """
 
     metadata: StepMetadata
@@ -58,7 +58,7 @@ class GQAStep:
     window: LayerWindow = dataclasses.field(default=None, metadata={"static": True})
 
     def window_argument(self) -> int | HeadWindow | None:
-        """Converts the window to the form that the operations take."""
+        """Return the window as an argument of the operations."""
         return self.window.array() if isinstance(self.window, HeadWindows) else self.window
 
 
@@ -70,17 +70,17 @@ def plan_step(
     dtype: DTypeLike,
     contexts: int = 1,
 ) -> tuple[GQAStep, ...]:
-    """Plans the decode rows of a step, once for each cache group.
+    """Plan the decode rows of a step, once per cache group.
 
     Args:
       config, settings: of the model.
       metadata: the step.
-      cache: any layer's; only its shapes and dtypes matter.
-      dtype: of the queries.
+      cache: cache of any layer; only its shapes and dtypes matter.
+      dtype: dtype of the queries.
       contexts: number of devices that contexts are split over.
 
     Returns:
-      A step for each of the model's `cache_groups`.
+      One `GQAStep` per entry of `cache_groups(config)`.
     """
     rows = (metadata.decode_kv_lens.shape[0], metadata.decode_queries)
     q = jax.ShapeDtypeStruct((*rows, config.num_attention_heads, config.head_dim), jnp.dtype(dtype))
@@ -108,8 +108,10 @@ def plan_step(
 
 
 class GQA(nnx.Module):
-    """Grouped-query attention of one layer; q, k and v are projected as one. Where contexts are split, each device has
-    the output's projection of its share of the heads."""
+    """Grouped-query attention of one layer. One projection computes q, k and v.
+
+    With split contexts, each device has the output projection of its share of the heads.
+    """
 
     def __init__(self, config: GQAConfig, settings: AttentionSettings, dtype: DTypeLike, contexts: int = 1):
         if settings.mla != "auto":
@@ -131,7 +133,11 @@ class GQA(nnx.Module):
         slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
         step: GQAStep,
     ) -> tuple[Float[Array, "T D"], PagedKV]:
-        """Attention output of every token, and the cache with the step's keys and values in it."""
+        """Write keys and values of a step to the cache, and attend.
+
+        Returns:
+          Attention output of every token, and the written cache.
+        """
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         joined = self.qkv_proj(x).reshape(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
         q, k, v = jnp.split(joined, [heads, heads + kv_heads], axis=1)
@@ -161,7 +167,7 @@ class GQA(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         out: Any = None
         if num_decode < metadata.num_tokens:
-            # To prefill, decode rows are padding in front of the first sequence, which paged_decode fills in place.
+            # For paged_prefill, decode rows are padding before the first sequence. paged_decode fills them in place.
             out = paged_prefill(
                 q,
                 cache,
@@ -197,7 +203,7 @@ class GQA(nnx.Module):
         cos: Float32[Array, "T half"],
         sin: Float32[Array, "T half"],
     ) -> Float[Array, "T heads D"]:
-        """Queries or keys as `write_kv` leaves them."""
+        """Normalise and rotate queries or keys as `write_kv` does."""
         if norm is not None:
             x = norm(x.reshape(-1, x.shape[2])).reshape(x.shape)
         return rotate(x, cos, sin)
@@ -210,7 +216,7 @@ class GQA(nnx.Module):
         cache: PagedKV,
         step: GQAStep,
     ) -> Float[Array, "T own D"]:
-        """Attention of this device's share of the heads, to all tokens, of which it has a part."""
+        """Attend with this device's share of the heads to all tokens, of which the device has a part."""
         metadata, num_decode = step.metadata, step.metadata.num_decode
         sinks = None if self.sinks is None else self.sinks[...]
         options = {"sm_scale": self.config.sm_scale, "implementation": self.settings.implementation}
@@ -228,7 +234,7 @@ class GQA(nnx.Module):
             out, _ = parallel.merge_over_contexts(out, lse, axis=CONTEXT, sinks=sinks)
             outputs.append(out[:, 0])
         if num_decode < metadata.num_tokens:
-            # The prefix for all heads, of the tokens that are here; the chunk, which is here as a whole, for its own.
+            # This device attends to its tokens of the prefix with all heads, and to the whole chunk with its own heads.
             q, k, v = (x[num_decode:] for x in (q, k, v))
             cu_q_lens = metadata.cu_q_lens
             prefix = jnp.maximum(metadata.prefill_kv_lens - jnp.diff(cu_q_lens), 0)

@@ -1,8 +1,8 @@
-"""The indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1): queries, weights and keys by which a
-token chooses what it attends to.
+"""Indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1).
 
-As in transformers, scores are those of the projections themselves: without the Hadamard rotation that DeepSeek's own
-code applies to queries and keys alike, which changes no product.
+Its queries, weights and keys determine the scores by which a token selects the keys that it attends to. As in
+transformers, queries and keys are not rotated by a Hadamard matrix. DeepSeek's code applies this rotation to both,
+which does not change the scores.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from models.decoder.layers import LayerNorm, Linear
 from models.decoder.rope import CosSin, rotate
 
 KEY_NORM_EPS = 1e-6
-"""Epsilon of the norm of index keys, whatever the model's rms_norm_eps."""
+"""Epsilon of the norm of index keys, independent of the model's rms_norm_eps."""
 
 
 class Indexer(nnx.Module):
-    """Index heads of one layer, which share one key a token."""
+    """Index heads of one layer, which share one key per token."""
 
     def __init__(self, config: DeepSeekConfig, dtype: DTypeLike):
         heads, width = config.index_n_heads, config.index_head_dim
@@ -34,15 +34,18 @@ class Indexer(nnx.Module):
     def queries(
         self, residual: Float[Array, "T rank"], x: Float[Array, "T D"], rope: CosSin
     ) -> tuple[Float[Array, "T Hi Di"], Float32[Array, "T Hi"]]:
-        """Index queries, of the normed residual that attention's own queries come from, and the heads' weights."""
+        """Return index queries and the weights of the index heads.
+
+        `residual` is the normed low-rank projection from which attention computes its queries.
+        """
         q = self.wq_b(residual).reshape(residual.shape[0], self.heads, -1)
         return self._rotate(q, rope), self.weights_proj(x.astype(jnp.float32)) * self.heads**-0.5
 
     def keys(self, x: Float[Array, "T D"], rope: CosSin) -> Float[Array, "T Di"]:
-        """Index keys, normed and then rotated, as they are cached."""
+        """Return index keys as they are cached, normed and then rotated."""
         return self._rotate(self.k_norm(self.wk(x)), rope)
 
     def _rotate(self, x: Float[Array, "T *heads Di"], rope: CosSin) -> Float[Array, "T *heads Di"]:
-        """Rotates the first columns; in attention's own queries and keys it is the last."""
+        """Rotate the first columns. In queries and keys of attention, the last columns are rotated."""
         first, rest = jnp.split(x, [self.rotated], axis=-1)
         return jnp.concatenate([rotate(first, *rope), rest], axis=-1)

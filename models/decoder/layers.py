@@ -1,4 +1,4 @@
-"""Plain layers: norm, projection, feed-forward."""
+"""Layers without state other than weights: norms, projections, feed-forward."""
 
 from __future__ import annotations
 
@@ -12,67 +12,74 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_attn import capability
 
-FEW_ROWS = 8
-"""Rows up to which a GPU multiplies float32 weights as they are: cutting them into parts would take longer. One row is
-multiplied as so many, since matrix units compute no fewer."""
+MAX_UNSPLIT_ROWS = 8
+"""Maximum rows for which a GPU multiplies float32 weights without splitting them, which is faster for few rows. A
+single row is also multiplied as this many equal rows."""
 
 
 def project(
     x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*rows F"]:
-    """x @ weight, accumulated in float32; in x's dtype unless `out_dtype` is given, with float32 weights in float32.
+    """Return x @ weight, accumulated in float32.
 
-    Whoever asks for float32 weights means them: without HIGHEST, GPUs would round both operands to TF32. 16-bit
-    operands are not affected. A GPU is given eight equal rows for one: XLA multiplies a vector elementwise, and writes
-    the products to memory before it adds them up, or fuses them with what comes next, in each of whose programs the
-    whole product is computed.
+    The precision is HIGHEST, because GPUs round float32 operands to TF32 otherwise. It does not affect 16-bit operands.
+    On a GPU a single row is multiplied as eight equal rows. XLA multiplies a vector elementwise: it writes the products
+    to memory before the reduction, or recomputes all of them in each thread block of the next kernel.
+
+    Args:
+      x: rows.
+      weight: matrix.
+      out_dtype: dtype of the result. The default is the dtype of x, or float32 with float32 weights.
     """
     on_gpu, num_rows = capability().platform == "gpu", math.prod(x.shape[:-1])
     if weight.dtype == jnp.float32:
-        if on_gpu and x.dtype == jnp.bfloat16 and num_rows > FEW_ROWS:
-            return project_by_parts(x, weight).astype(out_dtype or jnp.float32)
+        if on_gpu and x.dtype == jnp.bfloat16 and num_rows > MAX_UNSPLIT_ROWS:
+            return project_split_weights(x, weight).astype(out_dtype or jnp.float32)
         x = x.astype(jnp.float32)
-    in_parts = on_gpu and num_rows <= SPLIT_ROWS and depth_parts(weight.shape[0]) > 1
-    multiply = _product_of_parts if in_parts else _product
+    splits_k = on_gpu and num_rows <= MAX_SPLIT_K_ROWS and num_k_splits(weight.shape[0]) > 1
+    multiply = _split_k_matmul if splits_k else _matmul
     if on_gpu and num_rows == 1:
-        rows = jax.lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (FEW_ROWS, x.shape[-1])))
+        rows = jax.lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (MAX_UNSPLIT_ROWS, x.shape[-1])))
         return multiply(rows, weight, out_dtype)[0].reshape(*x.shape[:-1], -1)
     return multiply(x, weight, out_dtype)
 
 
-SPLIT_ROWS = 64
-"""Rows up to which XLA may cut K into parts that are multiplied side by side, up to 16."""
+MAX_SPLIT_K_ROWS = 64
+"""Maximum rows for which XLA may use split-K, with up to 16 splits."""
 
 
-def depth_parts(depth: int) -> int:
-    """Parts that a long K is cut into here, where 16 of them are no multiples of 16 long: XLA would pad the weights in
-    every call. 28 of 44 us for the 10,944 of DeepSeek-V2-Lite's dense layer (H200; benchmarks/log/114)."""
+def num_k_splits(depth: int) -> int:
+    """Return the number of splits of a long K, 1 for none.
+
+    A K that is not divisible by 16 · 16 is split here, because XLA's split-K would pad the weights in every call. On an
+    H200, padding took 28 of 44 us for K = 10,944, the dense layer of DeepSeek-V2-Lite.
+    """
     if depth < 8192 or depth % 256 == 0:
         return 1
-    return max((parts for parts in (3, 5, 7, 9) if depth % (16 * parts) == 0), default=1)
+    return max((splits for splits in (3, 5, 7, 9) if depth % (16 * splits) == 0), default=1)
 
 
-def _product_of_parts(
+def _split_k_matmul(
     x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None
 ) -> Float[Array, "*rows F"]:
-    """x @ weight as a sum over parts of D."""
-    parts = depth_parts(weight.shape[0])
-    of_parts = x.reshape(-1, parts, weight.shape[0] // parts).swapaxes(0, 1)
-    products = _product(of_parts, weight.reshape(parts, -1, weight.shape[1]), jnp.float32)
+    """Return x @ weight as a sum over splits of D."""
+    splits = num_k_splits(weight.shape[0])
+    rows = x.reshape(-1, splits, weight.shape[0] // splits).swapaxes(0, 1)  # [splits, rows, D / splits]
+    products = _matmul(rows, weight.reshape(splits, -1, weight.shape[1]), jnp.float32)
     return jnp.sum(products, axis=0).reshape(*x.shape[:-1], -1).astype(out_dtype or x.dtype)
 
 
-def _product(
-    x: Float[Array, "*rows D"], weight: Float[Array, "*parts D F"], out_dtype: DTypeLike | None
+def _matmul(
+    x: Float[Array, "*rows D"], weight: Float[Array, "*splits D F"], out_dtype: DTypeLike | None
 ) -> Float[Array, "*rows F"]:
     return jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype or x.dtype)
 
 
-def project_by_parts(x: Float[Array, "*rows D"], weight: Float32[Array, "D F"]) -> Float32[Array, "*rows F"]:
-    """x @ weight of bfloat16 rows and float32 weights, on tensor cores and yet in float32.
+def project_split_weights(x: Float[Array, "*rows D"], weight: Float32[Array, "D F"]) -> Float32[Array, "*rows F"]:
+    """Return x @ weight for bfloat16 rows and float32 weights in float32 accuracy, on tensor cores.
 
-    A weight is the sum of three bfloat16 numbers, whose products with a row's are exact in float32. A product of
-    float32 operands would first write the rows in float32, and multiply them without tensor cores.
+    Each weight is split into the sum of three bfloat16 values, whose products with bfloat16 values are exact in
+    float32. A float32 GEMM would convert the rows to float32 first, and would not use tensor cores.
     """
     parts, left = [], weight
     for _ in range(3):
@@ -91,7 +98,7 @@ def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) · weight (Zhang and Sennrich, arXiv:1910.07467), the mean square taken in float32."""
+    """x / rms(x) · weight (Zhang and Sennrich, arXiv:1910.07467). The mean square is computed in float32."""
 
     def __init__(self, width: int, eps: float, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones(width, dtype))
@@ -120,7 +127,7 @@ class LayerNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x @ weight + bias. The weight is [in, out], the transpose of a checkpoint's: the faster one for a few rows."""
+    """x @ weight + bias. The weight is [in, out], the transpose of the checkpoint's, which is faster for few rows."""
 
     def __init__(self, in_width: int, out_width: int, dtype: DTypeLike, bias: bool = False):
         self.weight = nnx.Param(jnp.zeros((in_width, out_width), dtype))
@@ -132,7 +139,7 @@ class Linear(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Feed-forward layer of a dense block, and the shared experts of a mixture."""
+    """Feed-forward layer of a dense block, or the shared experts of a mixture of experts."""
 
     def __init__(self, width: int, hidden_width: int, dtype: DTypeLike):
         self.gate_up_proj = Linear(width, 2 * hidden_width, dtype)

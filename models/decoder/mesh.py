@@ -1,23 +1,24 @@
-"""A model split over the devices of a mesh: heads and hidden widths, whole experts, and requests.
+"""A model split over the devices of a mesh: heads and hidden columns, whole experts, contexts and requests.
 
-Each device runs the layers of a smaller model, `device_part` of the whole one, inside one `jax.shard_map` around the
-step. What its heads and hidden columns give is a part of a sum, so `DecoderLayer` adds up over the devices once after
-attention and once after the feed-forward layer; all else is the code of one device.
+Each device runs the layers of a smaller model, the `device_part` of the model, inside one `jax.shard_map` around the
+step. The outputs of its heads and hidden columns are terms of a sum. `DecoderLayer` sums over the devices once after
+attention and once after the feed-forward layer. All other code is the same as on one device.
 
-- A weight's slice follows from its shape in the smaller model (`slices_of_device`), so there is no table of them. KV
-  heads that are fewer than the devices are copied, latents of MLA and routers are the same on all.
-- The vocabulary is split, too, where the devices divide it: reading the head's weights takes longer than gathering a
-  step's logits. Each device looks up its own rows of the embedding, and draws from all logits, so that the draw
-  is that of one device.
-- Experts are split by their hidden columns over `tensor`, and whole over `expert`, whose devices share heads and all
-  else as those of `tensor` do. Such devices have the same tokens, so each applies its own experts to those that chose
-  them, and the sum after the layer, which there is anyway, brings the results together: nothing else is exchanged.
-- Over `context`, each device has a share of the tokens of every page (`contexts`), computes queries and what is cached
-  for all heads of its place along the other axes, and has a share of all other columns.
-- Over `data`, each rank has tokens and pages of its own, and all weights but experts, which ranks share: they gather
-  one another's tokens, or, of very many ranks, send each token to those of its experts (`expert_exchange`).
-- An array that is split holds the devices' slices one after the other along its first axis, whichever axis of the
-  weight they are slices of: no code outside `jax.shard_map` reads it.
+- The slice of a weight follows from its shape in the smaller model (`slices_of_device`). If there are fewer KV heads
+  than devices, KV heads are copied. Latents of MLA and routers are the same on all devices.
+- The vocabulary is split if the number of devices divides it, because reading the weights of the head takes longer than
+  gathering the logits of a step. Each device looks up its own rows of the embedding. Each device samples from all
+  logits, so the samples are the same as on one device.
+- Over `tensor`, the hidden columns of experts are split. Over `expert`, whole experts are split, and all other weights
+  as over `tensor`. These devices have the same tokens. Each applies its own experts to the tokens that selected them,
+  and the sum after the layer adds up the results, so no other exchange is necessary.
+- Over `context`, each device caches a part of the tokens of every page (`contexts`). It computes queries and cache
+  entries for all heads of its position along the other axes, and has a part of all other columns.
+- Over `data`, each rank has different requests and pages, and all weights except experts, which are split over the
+  ranks. Ranks gather the tokens of all ranks; with many ranks, they send tokens to the ranks of their experts
+  (`models.moe.exchange`).
+- A split array is the concatenation of the devices' slices along its first axis, whichever axis of the weight is split.
+  No code outside `jax.shard_map` reads it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from pallas_attn import CacheSpec, HeadWindow, PagedKV, parallel
 DATA, TENSOR, CONTEXT, EXPERT = "data", "tensor", "context", "expert"
 
 AXES = (DATA, TENSOR, CONTEXT, EXPERT)
-"""Names of a mesh's axes, in their order."""
+"""Names of the axes of a mesh, in order."""
 
 HEADS = (TENSOR, EXPERT)
 """Axes over which heads are split."""
@@ -59,18 +60,19 @@ EXPERTS = (DATA, EXPERT)
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Makes a mesh of the first devices; of several processes, of all of theirs.
+    """Make a mesh of the first devices, or with several processes of all their devices.
+
+    In `sizes`, `expert` counts devices of `data` x `tensor`: the number of devices that whole experts are split over, a
+    multiple of `data`. The remaining factor of `data` x `tensor` splits the hidden columns of each expert. In the
+    returned mesh, the axes are independent: heads are split over `tensor` x `expert`, experts over `data` x `expert`.
 
     Args:
-      sizes: number of devices along each axis; an axis left out has one. Devices of `expert` are those of `data` and
-        `tensor`: so many of them share the experts, at least those of `data`, and the others the hidden columns of each
-        expert. If `tensor` is left out, heads are split over the devices that `expert` has beyond `data`. Axes of the
-        mesh that is returned have devices of their own: there `tensor` and `expert` together are those that share
-        the heads, and `data` and `expert` those that share the experts.
+      sizes: number of devices along each axis; 1 for axes that are left out, except that `expert` defaults to `data`,
+        and `tensor` to `expert` / `data`.
 
     Raises:
-      ValueError: an unknown axis, a size below 1, more devices than there are, fewer than several processes have, or
-        devices of `expert` that are not those of the other axes.
+      ValueError: unknown axis, size below 1, more devices than available, fewer devices than several processes have, or
+        `expert` is not a multiple of `data` that divides `data` x `tensor`.
     """
     for axis, size in sizes.items():
         if axis not in AXES:
@@ -88,7 +90,7 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
 
 
 def _with_experts(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of a mesh's axes, given those of `make_mesh`."""
+    """Return the sizes of the axes of the mesh, given the argument of `make_mesh`."""
     data = sizes.get(DATA, 1)
     experts = sizes.get(EXPERT, data)
     tensor = sizes.get(TENSOR, max(experts // data, 1))
@@ -99,10 +101,10 @@ def _with_experts(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def normal_mesh(mesh: Mesh) -> Mesh:
-    """The mesh with all `AXES`, in their order; those that it lacks have one device.
+    """Return the mesh with all `AXES` in order. Missing axes are added with one device.
 
     Raises:
-      ValueError: it has other axes, or is no mesh.
+      ValueError: unknown axes, or not a mesh.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: expected a jax.sharding.Mesh or None, got {mesh!r}")
@@ -114,33 +116,37 @@ def normal_mesh(mesh: Mesh) -> Mesh:
 
 
 def over_mesh(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`jax.shard_map` of a step. Values are not checked to be equal where a spec says so, since kernels that jax brings
-    along do not declare how they vary; `psum` and gathers give the same bits on all devices."""
+    """Return `jax.shard_map` of a step.
+
+    Replication is not checked, because kernels of jax do not declare how their outputs vary over the mesh. `psum` and
+    gathers give the same bits on all devices.
+    """
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def specs_of(arrays: Any) -> Any:
-    """`PartitionSpec` of each array on a mesh; arrays that are not placed on one are the same on all devices."""
+    """Return the `PartitionSpec` of each array on a mesh. Arrays without one are replicated."""
     return jax.tree.map(lambda x: getattr(x.sharding, "spec", PartitionSpec()), arrays)
 
 
 def bytes_on_device(array: Array) -> int:
-    """Bytes of an array on each of its devices."""
+    """Return the bytes of an array on each of its devices."""
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Number of devices along several axes together."""
+    """Return the number of devices along several axes together."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-# --- what a device has of a model
+# --- the part of a model on one device
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSplit:
-    """Devices that share a layer's experts. All have equally many; where the devices do not divide the experts, the
-    last ones have experts of zeros, which no token chooses.
+    """Numbers of devices that the experts of a layer are split over.
+
+    All devices have equally many experts. The last devices are padded with zero experts, which no token selects.
 
     Attributes:
       data: devices along `data`.
@@ -152,7 +158,7 @@ class ExpertSplit:
 
     @staticmethod
     def over(mesh: Mesh | None) -> ExpertSplit:
-        """Devices of a mesh; one without."""
+        """Return the split over a mesh; one device without a mesh."""
         return ExpertSplit() if mesh is None else ExpertSplit(*(mesh.shape[axis] for axis in EXPERTS))
 
     @property
@@ -160,11 +166,11 @@ class ExpertSplit:
         return self.data * self.expert
 
     def num_own(self, num_experts: int) -> int:
-        """Experts of each device, with those of zeros."""
+        """Return the number of experts of each device, including padding."""
         return -(-num_experts // self.devices)
 
     def own(self, num_experts: int, device: int) -> range:
-        """Experts of one device, by its number along both axes; without those of zeros."""
+        """Return the experts of one device, without padding. `device` is its index along both axes."""
         each = self.num_own(num_experts)
         return range(min(device * each, num_experts), min((device + 1) * each, num_experts))
 
@@ -173,17 +179,17 @@ class ExpertSplit:
 class SplitHeadWindows(HeadWindows):
     """Windows of KV heads that are split over devices.
 
-    The fields of the base class are those that pages are kept by, the same on all devices: a device's head i keeps what
-    any device's head i sees.
+    The fields of the base class determine which pages are retained, and are the same on all devices: head i of a device
+    retains the tokens that head i of any device sees.
 
     Attributes:
-      devices: windows of each device's heads.
+      devices: windows of the heads of each device.
     """
 
     devices: tuple[HeadWindows, ...] = ()
 
     def array(self) -> HeadWindow:
-        """Windows of this device's heads; inside `jax.shard_map`."""
+        """Return the windows of the heads of this device. Call it inside `jax.shard_map`."""
         device = lax.axis_index(HEADS)
         window, sink_tokens = (
             jnp.asarray([getattr(heads, name) for heads in self.devices], jnp.int32)
@@ -193,14 +199,15 @@ class SplitHeadWindows(HeadWindows):
 
 
 def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh | None) -> Config:
-    """The model that each device of a mesh runs: its share of the heads, hidden columns and vocabulary. All of it
-    without a mesh. Experts are counted as in the whole model, since routers choose among all; `ExpertSplit` has their
-    number on a device.
+    """Return the configuration of one device's part of a model: its heads, hidden columns and vocabulary.
+
+    Without a mesh, it is the configuration of the model. The number of experts is not divided, because routers
+    select among all experts; `ExpertSplit` has the number of experts on a device.
 
     Raises:
-      ValueError: the devices do not divide the heads as `pallas_attn.parallel.head_split` says, or a hidden width; or
-        the mesh splits experts and the model has none.
-      NotImplementedError: the mesh splits contexts, of a model that has windows or chooses what it attends to.
+      ValueError: the number of devices does not divide the heads (`pallas_attn.parallel.head_split`) or a hidden width,
+        or the mesh splits experts of a model without experts.
+      NotImplementedError: the mesh splits contexts of a model with windows or sparse attention.
     """
     if mesh is None:
         return config
@@ -224,7 +231,7 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
         changes = {
             "num_key_value_heads": heads.kv_heads,
             "windows": config.windows and tuple(_split_window(window, heads) for window in config.windows),
-            "mxfp4_experts": False,  # how they are stored, which does not concern a part
+            "mxfp4_experts": False,  # the checkpoint's storage format, irrelevant for a part
         }
     for name, over in widths.items():
         if getattr(config, name) % over:
@@ -246,12 +253,12 @@ def _split_heads(config: ModelConfig, devices: int) -> parallel.HeadSplit:
 
 
 def _among(mesh: Mesh) -> str:
-    """Axes that an error about columns is about."""
+    """Return the axes that an error message about columns names."""
     return TENSOR if mesh.shape[CONTEXT] == 1 else f"{TENSOR} x {CONTEXT}"
 
 
 def _check_contexts(config: ModelConfig, heads: parallel.HeadSplit, contexts: int) -> None:
-    """Raises as `device_part` unless heads can be split once more, and all tokens are attended to."""
+    """Raise the errors of `device_part` unless heads can be split over contexts and all tokens are attended to."""
     try:
         parallel.head_split(heads.q_heads, heads.kv_heads, contexts)
     except ValueError as error:
@@ -277,8 +284,9 @@ def _split_window(window: LayerWindow, heads: parallel.HeadSplit) -> LayerWindow
 
 
 def slices_of_device(whole: Sequence[int], part: Sequence[int], device: int, devices: int) -> tuple[slice, ...]:
-    """Slices of a tensor that a device has, by its shape in the whole model and in `device_part` of it. Where there are
-    fewer slices than devices, neighbours share one.
+    """Return the slices of a tensor on a device, given its shapes in the model and in the `device_part`.
+
+    If there are fewer slices than devices, neighbouring devices have the same slice.
 
     >>> slices_of_device((8, 32), (4, 32), device=2, devices=4)
     (slice(4, 8, None), slice(None, None, None))
@@ -294,12 +302,12 @@ def slices_of_device(whole: Sequence[int], part: Sequence[int], device: int, dev
 
 
 def place(values: Callable[[Mapping[str, int]], np.ndarray], mesh: Mesh, axes: Sequence[str] = ()) -> jax.Array:
-    """Puts a weight on the devices, one slice after the other.
+    """Copy a weight to the devices, one slice at a time.
 
     Args:
-      values: its slice for a device's place along each of `axes`.
+      values: returns the slice for a device's index along each of `axes`.
       mesh: the devices.
-      axes: those along which the slices differ.
+      axes: mesh axes along which the slices differ.
     """
     if not axes:
         return replicated(values({}), mesh)
@@ -317,7 +325,7 @@ def place(values: Callable[[Mapping[str, int]], np.ndarray], mesh: Mesh, axes: S
 
 
 def replicated(values: ArrayLike, mesh: Mesh) -> jax.Array:
-    """Puts the same values on all devices, of which a process reaches its own."""
+    """Copy the same values to all devices. Each process copies them to its own devices."""
     sharding = NamedSharding(mesh, PartitionSpec())
     if sharding.is_fully_addressable:
         return jnp.array(values, device=sharding)
@@ -326,17 +334,17 @@ def replicated(values: ArrayLike, mesh: Mesh) -> jax.Array:
 
 
 def spans_processes(mesh: Mesh | None) -> bool:
-    """Whether devices of a mesh are of several processes, each of which reaches its own alone."""
+    """Return whether the devices of a mesh belong to several processes."""
     return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def num_contexts(mesh: Mesh | None) -> int:
-    """Number of devices that contexts are split over."""
+    """Return the number of devices that contexts are split over."""
     return 1 if mesh is None else mesh.shape[CONTEXT]
 
 
 def number_along(axes: Sequence[str], mesh: Mesh, at: Mapping[str, int]) -> int:
-    """A device's number along several axes together, given its place along each; 0 along those left out."""
+    """Return a device's index along several axes together, given its index along each axis; 0 for missing axes."""
     number = 0
     for axis in axes:
         number = number * mesh.shape[axis] + at.get(axis, 0)
@@ -344,7 +352,7 @@ def number_along(axes: Sequence[str], mesh: Mesh, at: Mapping[str, int]) -> int:
 
 
 def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[Any, ...]:
-    """`PartitionSpec` of the caches of all layers, whose shapes on one device are given."""
+    """Return the `PartitionSpec` of the caches of all layers, given their shapes on one device."""
     if isinstance(config, DeepSeekConfig):
         latents = [jax.eval_shape(functools.partial(allocate_latents, spec)) for spec in specs]
         return tuple(jax.tree.map(lambda _: PartitionSpec((DATA, CONTEXT)), latent) for latent in latents)
@@ -353,7 +361,7 @@ def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[An
 
 
 def own_kv_heads(config: ModelConfig, devices: int) -> Callable[[Array], Array]:
-    """A function that takes an array of all KV heads [Hkv, ...] to those of this device, inside `jax.shard_map`."""
+    """Return a function that selects this device's KV heads of an array [Hkv, ...], inside `jax.shard_map`."""
     split = _split_heads(config, devices)
     heads = np.array([[*split.kv_heads_of(i)] for i in range(devices)], np.int32)
     return lambda x: x[jnp.asarray(heads)[lax.axis_index(HEADS)]]

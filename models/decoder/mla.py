@@ -1,11 +1,12 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over a paged latent cache.
 
-A token's keys and values of all heads come from one latent of L columns and one rotated key of R columns, and only
-those are cached. There are two ways to attend, and a step uses both:
+Keys and values of all heads are computed from one latent of L columns and one rotated key of R columns per token. Only
+the latent and the rotated key are cached. A step uses two forms of attention:
 
-- absorbed: fold W_UK into the queries and W_UV into the output, and attend to the latents themselves, as one head of
-  width L + R that all query heads share. Reads least: for decode rows.
-- expanded: make keys and values from the latents, and attend in their narrower width. Computes least: for prefill.
+- absorbed: fold W_UK into the queries and W_UV into the output, and attend to the latents as one KV head of width L + R
+  that all query heads share. This form reads the least memory and is used for decode rows.
+- expanded: compute keys and values from the latents, and attend in their smaller width. This form computes the least
+  and is used for prefill.
 """
 
 from __future__ import annotations
@@ -47,23 +48,23 @@ from pallas_attn import (
 )
 
 INNER_NORM_EPS = 1e-6
-"""Epsilon of the norms inside attention, whatever the model's rms_norm_eps."""
+"""Epsilon of the norms inside attention, independent of the model's rms_norm_eps."""
 
 
-@typing.no_type_check  # a pytree node may hold shapes in place of its arrays
+@typing.no_type_check  # the leaves of a pytree may be shapes instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A run of a step's tokens that attends absorbed, in rows of Q tokens of a sequence.
+    """Consecutive tokens of a step that use absorbed attention, in rows of Q tokens of one sequence.
 
     Attributes:
       tokens: indices in the packed step.
       block_tables: [B, P], page ids.
-      kv_lens: [B], number of tokens that each row's last one sees, itself included; 0 for an idle row.
-      q_lens: [B], tokens of each row that are no padding; None for all.
+      kv_lens: [B], number of tokens that the last token of each row sees, including itself; 0 for an idle row.
+      q_lens: [B], number of tokens of each row that are not padding; None if there is no padding.
       queries: Q.
       draft_mask: [B, Q, Q], as `StepMetadata.decode_draft_mask`.
-      plan: division of their pages among programs; None until it is made.
+      plan: decode plan of the pages; None until `plan_rows` computes it.
     """
 
     tokens: slice = dataclasses.field(metadata={"static": True})
@@ -75,17 +76,19 @@ class Rows:
     plan: DecodePlan | None = None
 
 
-@typing.no_type_check  # a pytree node may hold shapes in place of its arrays
+@typing.no_type_check  # the leaves of a pytree may be shapes instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """A run of a step's tokens that attends in chunks of a sequence, expanded but for short ones' prefixes.
+    """Consecutive tokens of a step that attend in chunks of sequences.
+
+    They use expanded attention, except that short chunks attend to their prefixes in absorbed form.
 
     Attributes:
       tokens: indices in the packed step.
       block_tables: [S, P], page ids.
-      cu_q_lens: [S + 1], prefix sum of the chunks' tokens.
-      kv_lens: [S], tokens that each sequence holds, its chunk included.
+      cu_q_lens: [S + 1], prefix sum of the chunks' lengths.
+      kv_lens: [S], number of tokens of each sequence, including its chunk.
     """
 
     tokens: slice = dataclasses.field(metadata={"static": True})
@@ -97,11 +100,11 @@ class Chunks:
 type Part = Rows | Chunks
 
 type Choice = list[Int32[Array, "_ K"] | None]
-"""Slots that the tokens of each part of a step attend to, -1 for none; None in place of a part that attends to all."""
+"""Cache slots that the tokens of each part of a step attend to, -1 for none. None for a part that attends to all."""
 
 
 def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"]) -> list[Part]:
-    """Splits a step into its decode part and its prefill part, each in the way `mla` chooses; omits an empty part."""
+    """Split a step into a decode part and a prefill part, in the form that `mla` selects. Empty parts are omitted."""
     num_tokens, num_decode = metadata.num_tokens, metadata.num_decode
     parts = []
     if num_decode:
@@ -119,7 +122,7 @@ def _decode_rows(metadata: StepMetadata) -> Rows:
 
 
 def _decode_chunks(metadata: StepMetadata) -> Chunks:
-    """Decode rows as chunks of one token. An idle row keeps its place among the tokens, so it attends to itself."""
+    """Return decode rows as chunks of one token. An idle row remains among the tokens and attends to itself."""
     if metadata.decode_queries > 1:
         raise NotImplementedError(
             "mla: expanded decode rows take one token each, without drafts; mla auto or absorb takes several"
@@ -135,24 +138,25 @@ def _prefill_chunks(metadata: StepMetadata) -> Chunks:
 
 
 def _prefill_rows(metadata: StepMetadata) -> Rows:
-    """Every prefill token as a decode row of its own, which sees its sequence up to itself."""
+    """Return every prefill token as a decode row that sees its sequence up to and including itself."""
     tokens = slice(metadata.num_decode, metadata.num_tokens)
     rows = dataclasses.replace(metadata, decode_draft_mask=None).as_decode_rows()
     return Rows(tokens, rows.of_group(0).decode_block_tables[tokens], rows.decode_kv_lens[tokens])
 
 
 def is_sparse(config: DeepSeekConfig, settings: AttentionSettings, capacity: int) -> bool:
-    """Whether tokens have to choose what they attend to, of tables with room for `capacity` tokens.
+    """Return whether tokens attend to selected keys, with block tables for `capacity` tokens.
 
-    They need not where they may choose all. But if batch_invariant is set they do: how wide tables are depends on the
-    other requests.
+    Selection is skipped if every key could be selected. With batch_invariant it is never skipped, because the width of
+    the tables depends on the other requests.
     """
     return config.is_sparse and (settings.batch_invariant or capacity > (settings.index_topk or config.index_topk))
 
 
 def packed_rows(part: Part) -> tuple[Int32[Array, "S P"], Int32[Array, "S+1"], Int32[Array, "S"]]:
-    """Block tables, prefix sums and lengths of a part as packed tokens: every token of decode rows is a sequence of its
-    own, which ends with it.
+    """Return block tables, prefix sums and lengths of a part as packed sequences.
+
+    Every token of a decode row becomes a sequence that ends with this token.
     """
     if isinstance(part, Chunks):
         return part.block_tables, part.cu_q_lens, part.kv_lens
@@ -165,12 +169,14 @@ def packed_rows(part: Part) -> tuple[Int32[Array, "S P"], Int32[Array, "S+1"], I
 
 
 def newest_mask(part: Part) -> Bool[Array, "T Q"] | None:
-    """Which of the Q newest keys each of the `packed_rows` sees, up to its own, in rows of drafts that are a tree; None
-    in others."""
+    """Return which of the Q newest keys each of the `packed_rows` sees, up to its own key, for trees of drafts.
+
+    The result is None for rows without a draft mask.
+    """
     if isinstance(part, Chunks) or part.draft_mask is None:
         return None
     query = jnp.arange(part.queries, dtype=jnp.int32)
-    draft = query[:, None] - part.queries + 1 + query[None]  # [Q, Q]: whose key it is; below 0 one of before the drafts
+    draft = query[:, None] - part.queries + 1 + query[None]  # [Q, Q]: draft of the key; negative before the drafts
     index = jnp.broadcast_to(jnp.maximum(draft, 0)[None], part.draft_mask.shape)
     shown = (draft < 0)[None] | jnp.take_along_axis(part.draft_mask, index, axis=2)
     return shown.reshape(-1, part.queries)
@@ -184,16 +190,15 @@ def plan_rows(
     dtype: DTypeLike,
     contexts: int = 1,
 ) -> list[Part]:
-    """Plans the absorbed parts that attend to all their keys, once for all layers.
+    """Plan the absorbed parts that attend to all keys, once for all layers.
 
     Args:
-      parts: of a step.
+      parts: parts of a step.
       config, settings: of the model.
-      cache: any layer's; only its shapes and dtypes matter.
-      dtype: of the queries.
-      contexts: number of devices that contexts are split over; rows then see those of this device.
+      cache: cache of any layer; only its shapes and dtypes matter.
+      dtype: dtype of the queries.
+      contexts: number of devices that contexts are split over; rows then see the tokens of this device.
     """
-
     latents = latents_of(cache)
 
     def planned(part: Part) -> Part:
@@ -221,13 +226,15 @@ def plan_rows(
 
 
 def latents_of(cache: LatentCache) -> PagedLatent:
-    """The latents of a layer's cache."""
+    """Return the latents of a layer's cache."""
     return cache.latent if isinstance(cache, IndexedLatent) else cache
 
 
 class MLA(nnx.Module):
-    """Latent attention of one layer, with an indexer where it is sparse and chooses by itself. Where contexts are
-    split, each device has the output's projection of its share of the heads."""
+    """Latent attention of one layer, with an indexer if the layer selects keys.
+
+    With split contexts, each device has the output projection of its share of the heads.
+    """
 
     def __init__(
         self, config: DeepSeekConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, contexts: int = 1
@@ -248,7 +255,7 @@ class MLA(nnx.Module):
         self.o_proj = Linear(heads // contexts * config.v_head_dim, config.hidden_size, dtype, config.attention_bias)
         if config.is_sparse and settings.mla == "expand":
             raise NotImplementedError(
-                f"mla: a {config.model_type} attends to the latents that tokens choose; mla auto or absorb does"
+                f"mla: expand does not support the sparse attention of a {config.model_type}; use auto or absorb"
             )
         self.indexer = Indexer(config, dtype) if config.has_indexer(index) else None
         self.shares_choice = config.shares_choice(index)
@@ -262,14 +269,22 @@ class MLA(nnx.Module):
         parts: list[Part],
         choice: Choice | None = None,
     ) -> tuple[Float[Array, "T D"], LatentCache, Choice | None]:
-        """Attention output of every token, the cache with the step's latents in it, and what tokens attended to; None
-        in a model whose layers share no choice, where programs of single layers would return it for nothing.
+        """Write the latents of a step to the cache, and attend.
 
         Args:
-          choice: of the layer before; needed by a layer that shares it.
+          x: normed hidden states.
+          rope: rotations of the tokens.
+          cache: cache of the layer.
+          slots: cache slot of each token; negative for padding.
+          parts: parts of the step.
+          choice: keys selected by the layer before; required if this layer shares them.
+
+        Returns:
+          Attention output of every token, the written cache, and the selected keys. The selected keys are None if no
+          layer of the model shares them, so that compiled single layers do not return them.
 
         Raises:
-          ValueError: no choice where the layer shares one, or a cache that lacks index keys or has some too many.
+          ValueError: missing `choice`, or a cache with or without index keys that the layer does not expect.
         """
         residual = None if self.config.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x))
         q_nope, q_rope = self._queries(self.q_proj(x) if residual is None else self.q_b_proj(residual), rope)
@@ -297,13 +312,13 @@ class MLA(nnx.Module):
         return self.o_proj(jnp.concatenate(outputs).reshape(x.shape[0], -1)), written, handed_on
 
     def _given_choice(self, cache: LatentCache, parts: list[Part], choice: Choice | None) -> Choice:
-        """Slots that a layer without an indexer attends to: those that an earlier one chose, or all."""
+        """Return the slots that a layer without an indexer attends to: the selection of an earlier layer, or all."""
         if isinstance(cache, IndexedLatent):
-            raise ValueError("cache: expected one without index keys, the layer has no indexer")
+            raise ValueError("cache: expected no index keys, the layer has no indexer")
         if not self.shares_choice:
             return [None] * len(parts)
         if choice is None:
-            raise ValueError("choice: expected that of the layer before, the layer has no indexer of its own")
+            raise ValueError("choice: expected the selection of the layer before, this layer has no indexer")
         return choice
 
     def _choices(
@@ -316,9 +331,9 @@ class MLA(nnx.Module):
         slots: Int32[Array, "T"],
         parts: list[Part],
     ) -> tuple[PagedIndexKeys, Choice]:
-        """Writes index keys of the step's tokens, and chooses what the tokens attend to."""
+        """Write index keys of the step's tokens, and select the keys that the tokens attend to."""
         if not isinstance(cache, IndexedLatent) or residual is None:
-            raise ValueError("cache: expected one with index keys, the layer has an indexer")
+            raise ValueError("cache: expected index keys, the layer has an indexer")
         keys = indexer.keys(x, rope)
         index = write_index_keys(cache.index, keys, slots, implementation=self.settings.implementation)
         queries, weights = indexer.queries(residual, x, rope)
@@ -327,7 +342,7 @@ class MLA(nnx.Module):
     def _choose(
         self, q: Float[Array, "T Hi Di"], weights: Float32[Array, "T Hi"], index: PagedIndexKeys, part: Part
     ) -> Int32[Array, "T K"] | None:
-        """Slots that each token of the part attends to; None where that is all of them."""
+        """Return the slots that each token of the part attends to; None if tokens attend to all."""
         if not is_sparse(self.config, self.settings, part.block_tables.shape[1] * index.page_size):
             return None
         tables, cu_q_lens, kv_lens = packed_rows(part)
@@ -417,7 +432,8 @@ class MLA(nnx.Module):
         if self.contexts == 1:
             places = (part.block_tables, part.cu_q_lens, part.kv_lens)
             return attend(q_nope, q_rope, latent, cache, *weights, *places)
-        # The prefix for all heads, of the tokens that are here; the chunk, which is here as a whole, for its own heads.
+        # This device attends to its tokens of the prefix with all heads. The whole chunk is on every device, so each
+        # device attends to it with its own heads.
         q_lens = jnp.diff(part.cu_q_lens)
         prefix = split_contexts.own_lens(jnp.maximum(part.kv_lens - q_lens, 0), cache.page_size)
         places = (part.block_tables, part.cu_q_lens)
@@ -431,6 +447,8 @@ class MLA(nnx.Module):
 
 
 def _per_head(x: Float[Array, "T Hq D"], weight: Float[Array, "Hq D F"]) -> Float[Array, "T Hq F"]:
-    """x @ weight for every head. Heads go first, since an einsum lets XLA swap the operands, 10 times slower on a
-    CPU."""
+    """Return x @ weight per head.
+
+    Heads are moved to the first axis, because XLA swaps the operands of an einsum, which is 10 times slower on a CPU.
+    """
     return jnp.matmul(x.swapaxes(0, 1), weight, precision=jax.lax.Precision.HIGHEST).swapaxes(0, 1)

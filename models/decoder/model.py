@@ -1,6 +1,6 @@
-"""Decoders of the DeepSeek, Qwen3, Llama and gpt-oss families: the weights live in the module, the cache outside it.
+"""Decoders of the DeepSeek, Qwen3, Llama and gpt-oss families. The module holds the weights; caches are arguments.
 
-Families differ in attention and its cache, for which each has a module; all else is shared.
+Families differ in attention (`mla` or `gqa`) and its cache (`caches`). They share all other code.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ from models.moe.layer import BiasedMoE, MoE
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
 
 type AttentionStep = list[Part] | GQAStep
-"""Metadata and plans of a step that a family's attention takes, the same for all layers of a cache group."""
+"""Metadata and plans of a step for the attention of a family, the same for all layers of a cache group."""
 
 type GroupStep = tuple[Int32[Array, "T"] | Int32[Array, "T Hkv"], AttentionStep]
-"""Slots of a step's tokens in the layers of a cache group, and what their attention takes."""
+"""Cache slots of a step's tokens in the layers of a cache group, and the input of their attention."""
 
 
 @runtime_checkable
 class Step(Protocol):
-    """(weights, tokens, caches, metadata) -> (logits, caches), as `Decoder.__call__`; with return_hidden, what
-    `Decoder.with_hidden` returns."""
+    """(weights, tokens, caches, metadata) -> (logits, caches), as `Decoder.__call__`.
+
+    With return_hidden it returns the results of `Decoder.with_hidden`.
+    """
 
     @overload
     def __call__(self, weights: Any, tokens: Array, caches: Caches, metadata: StepMetadata) -> tuple[Array, Caches]: ...
@@ -59,8 +61,10 @@ class Step(Protocol):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then a dense feed-forward layer or a mixture of experts, each with a norm before and a residual around
-    it. On a mesh, what devices find is added up after each."""
+    """Attention, then a dense feed-forward layer or a mixture of experts, each with a norm before it and a residual.
+
+    On a mesh, the outputs of the devices are summed after attention and after the feed-forward layer.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class DecoderLayer(nnx.Module):
         dtype: DTypeLike,
         mesh: Mesh | None = None,
     ):
-        """Makes a layer of what one device has of a model: `config` is `device_part` of the mesh."""
+        """Make one device's part of a layer. `config` is the `device_part` of the mesh."""
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.self_attn = _attention(config, index, settings, dtype, num_contexts(mesh))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -79,7 +83,7 @@ class DecoderLayer(nnx.Module):
 
     @property
     def shares_choice(self) -> bool:
-        """Whether it attends to the keys that an earlier layer chose."""
+        """Whether the layer attends to the keys that an earlier layer selected."""
         return isinstance(self.self_attn, MLA) and self.self_attn.shares_choice
 
     def __call__(
@@ -109,13 +113,14 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder of any family; `checkpoints.load_model` and `checkpoints.random_model` make one with weights.
+    """Decoder of any family. `checkpoints.load_model` and `checkpoints.random_model` create one with weights.
 
     Attributes:
       config: configuration of the model.
       settings: settings of attention.
-      mesh: devices that it is split over (see `mesh`), inside `jax.shard_map` over which it runs; None for one device.
-      part: configuration of what one device has; `config` without a mesh.
+      mesh: devices that the model is split over (module `mesh`); it then runs inside `jax.shard_map` over this mesh.
+        None for one device.
+      part: configuration of one device's part of the model; `config` without a mesh.
       contexts: number of devices that contexts are split over.
     """
 
@@ -133,20 +138,20 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float32[Array, "n V"], Caches]:
-        """Runs one step over packed tokens: writes their cache entries, attends, and predicts.
+        """Run one step over packed tokens: write their cache entries, attend, and compute logits.
 
-        Padding rows and idle rows change no other row, and do not become NaN.
+        Padding rows and idle rows do not affect other rows, and their results are not NaN.
 
         Args:
           tokens: ids, decode rows first, then prefill chunks, then padding (any valid id).
-          caches: one a layer, as `allocate_caches` makes them; donate them, and they are written in place.
-          metadata: where the tokens belong.
+          caches: one per layer, from `allocate_caches`. Donated caches are written in place.
+          metadata: sequences, positions and cache slots of the tokens.
 
         Returns:
-          float32 logits of the rows `metadata.logit_rows` names, and the caches.
+          float32 logits of the rows `metadata.logit_rows`, and the caches.
 
         Raises:
-          ValueError: shapes that do not fit each other, or a model on a mesh called outside `jax.shard_map`.
+          ValueError: inconsistent shapes, or a model on a mesh is called outside `jax.shard_map`.
         """
         x, caches = self._apply_layers(tokens, caches, metadata)
         return self.finish(x, metadata.logit_rows), caches
@@ -154,8 +159,10 @@ class Decoder(nnx.Module):
     def with_hidden(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float32[Array, "n V"], Caches, Float[Array, "T D"]]:
-        """Runs the step, and returns every token's hidden state after the final norm as well: what the logits are made
-        of, and what `mtp` predicts from."""
+        """Run a step, and also return the hidden state of every token after the final norm.
+
+        Logits are computed from these states, and `mtp` uses them as its input.
+        """
         x, caches = self._apply_layers(tokens, caches, metadata)
         hidden = self.norm(x)
         return self.logits(hidden[metadata.logit_rows]), caches, hidden
@@ -163,9 +170,9 @@ class Decoder(nnx.Module):
     def _apply_layers(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float[Array, "T D"], Caches]:
-        """Embeds the tokens and applies all layers; the final norm is left to do."""
+        """Embed the tokens and apply all layers, without the final norm."""
         if len(caches) != len(self.layers):
-            raise ValueError(f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}")
+            raise ValueError(f"caches: expected one per layer, {len(self.layers)}, got {len(caches)}")
         x, rope, groups = self.begin(tokens, caches[0], metadata)
         steps = [groups[self.layer_groups[index]] for index in range(len(self.layers))]
         x, caches, _ = apply_layers(self.layers, x, rope, caches, steps)
@@ -179,11 +186,15 @@ class Decoder(nnx.Module):
     def begin(
         self, tokens: Int32[Array, "T"], cache: LayerCache, metadata: StepMetadata
     ) -> tuple[Float[Array, "T D"], CosSin, Sequence[GroupStep]]:
-        """Computes all that the layers of a step take; arguments and errors as of a call, of which `cache` is the first
-        layer's.
+        """Compute the inputs of the layers of a step. It takes the arguments and raises the errors of `__call__`.
+
+        Args:
+          tokens: ids.
+          cache: cache of the first layer.
+          metadata: sequences, positions and cache slots of the tokens.
 
         Returns:
-          Embeddings, rotations, and for each cache group its slots and what its attention takes.
+          Embeddings, rotations, and for each cache group its slots and the input of its attention.
         """
         if self.mesh is not None:
             check_inside_shard_map()
@@ -197,19 +208,19 @@ class Decoder(nnx.Module):
         return x, rope, [(metadata.of_group(group).slots, step) for group, step in enumerate(steps)]
 
     def finish(self, x: Float[Array, "T D"], logit_rows: Int32[Array, "n"]) -> Float32[Array, "n V"]:
-        """Computes logits of these rows of the last layer's output."""
+        """Return the logits of some rows of the last layer's output."""
         return self.logits(self.norm(x[logit_rows]))
 
     def embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
-        """Looks tokens up in the embedding."""
+        """Return the embeddings of tokens."""
         return embed(tokens, self.embed_tokens, self.config.vocab_size)
 
     def logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
-        """Computes logits of normed hidden states."""
+        """Return the logits of normed hidden states."""
         return vocabulary_logits(x, self.embed_tokens, self.lm_head, self.config.vocab_size)
 
     def _attention_steps(self, metadata: StepMetadata, cache: LayerCache) -> Sequence[AttentionStep]:
-        """Prepares a step for attention, once for each cache group."""
+        """Prepare the attention of a step, once per cache group."""
         match self.part, cache:
             case DeepSeekConfig() as config, (PagedLatent() | IndexedLatent()) as cache:
                 parts = step_parts(metadata, self.settings.mla)
@@ -217,7 +228,7 @@ class Decoder(nnx.Module):
             case GQAConfig() as config, PagedKV() as cache:
                 return plan_step(config, self.settings, metadata, cache, self.embed_tokens.dtype, self.contexts)
             case config, cache:
-                raise ValueError(f"caches: a {config.model_type} does not attend to {type(cache).__name__}")
+                raise ValueError(f"caches: a {config.model_type} model cannot attend to a {type(cache).__name__}")
 
     def cache_spec(
         self,
@@ -228,12 +239,14 @@ class Decoder(nnx.Module):
         *,
         layer: int = 0,
     ) -> CacheSpec:
-        """Shapes of one layer's cache on a device, in the model's dtype unless told otherwise; see
-        `caches.cache_spec`. Where contexts are split, a device has a part of each page's tokens.
+        """Return the shapes of one layer's cache on a device. The default dtype is the dtype of the model.
+
+        See `caches.cache_spec` for the arguments. If contexts are split, each device has a part of the tokens of every
+        page.
 
         Raises:
-          ValueError: as `caches.cache_spec`; or the devices that contexts are split over do not divide page_size.
-          NotImplementedError: quantised keys and values of split contexts.
+          ValueError: as `caches.cache_spec`, or page_size is not a multiple of the number of contexts.
+          NotImplementedError: quantised keys and values with split contexts.
         """
         dtype = dtype or self.embed_tokens.dtype
         if page_size % self.contexts:
@@ -254,7 +267,7 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> list[CacheSpec]:
-        """Shapes of the caches of all layers; arguments as for `cache_spec`, or `num_pages` for each layer."""
+        """Return the shapes of the caches of all layers. `num_pages` may be per layer; else as `cache_spec`."""
         pages = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
         return [self.cache_spec(n, page_size, dtype, scales, layer=layer) for layer, n in enumerate(pages)]
 
@@ -265,8 +278,10 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> Caches:
-        """Allocates empty caches of all layers; arguments as for `cache_specs`. On a mesh they are a device's, made
-        inside `jax.shard_map`."""
+        """Allocate empty caches of all layers. See `cache_specs` for the arguments.
+
+        On a mesh, call it inside `jax.shard_map`; it allocates the caches of one device.
+        """
         specs = self.cache_specs(num_pages, page_size, dtype, scales)
         if scales is None or self.mesh is None:
             return allocate_caches(self.config, specs, scales)
@@ -274,7 +289,7 @@ class Decoder(nnx.Module):
 
 
 def with_settings(model: Decoder, settings: AttentionSettings) -> Decoder:
-    """The model with other settings of attention, and the same weights."""
+    """Return the model with other attention settings and the same weights."""
     if settings == model.settings:
         return model
     shapes = nnx.eval_shape(lambda: Decoder(model.config, settings, model.embed_tokens[...].dtype, model.mesh))
@@ -284,23 +299,28 @@ def with_settings(model: Decoder, settings: AttentionSettings) -> Decoder:
 def _attention(
     config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, contexts: int
 ) -> MLA | GQA:
-    """Makes the attention module of a layer: (x, rope, cache, slots, step) -> (output, cache), of MLA also with the
-    choice of keys."""
+    """Make the attention module of a layer: (x, rope, cache, slots, step) -> (output, cache).
+
+    MLA also takes and returns the selected keys.
+    """
     if isinstance(config, DeepSeekConfig):
         return MLA(config, index, settings, dtype, contexts)
     return GQA(config, settings, dtype, contexts)
 
 
 def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike, split: ExpertSplit) -> MLP | MoE | BiasedMoE:
-    """Makes the feed-forward module of a layer."""
+    """Make the feed-forward module of a layer."""
     if config.is_dense(index):
         return MLP(config.hidden_size, config.intermediate_size, dtype)
     return MoE(config, dtype, split) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype, split)
 
 
 def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -> Float[Array, "T D"]:
-    """Looks tokens up in the embedding, of whose `vocab_size` rows a device may have a part: those of other devices are
-    zero here, and so the sum is exact."""
+    """Return the embeddings of tokens.
+
+    If a device has a part of the `vocab_size` rows, the embeddings of other rows are zero on this device, and the
+    result is the sum over the devices. The sum is exact.
+    """
     weight = embed_tokens[...]
     if weight.shape[0] == vocab_size:
         return weight[tokens]
@@ -313,8 +333,10 @@ def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -
 def vocabulary_logits(
     x: Float[Array, "n D"], embed_tokens: nnx.Param, lm_head: Linear | None, vocab_size: int
 ) -> Float32[Array, "n V"]:
-    """Products with every token's output embedding: the head's, or the input's where the two are tied. Devices that
-    have a part of the `vocab_size` tokens gather what all of them found."""
+    """Return the logits of all tokens, with the weights of the head or the tied input embedding.
+
+    Devices that have a part of the `vocab_size` tokens gather the logits of all devices.
+    """
     weight = embed_tokens[...].T if lm_head is None else lm_head.weight[...]
     logits = jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     is_whole = weight.shape[1] == vocab_size
@@ -322,17 +344,19 @@ def vocabulary_logits(
 
 
 def rows_to_attend(metadata: StepMetadata, settings: AttentionSettings, contexts: int) -> StepMetadata:
-    """Metadata of a step in the rows that attention computes. Of split contexts, queries of a row see different numbers
-    of the tokens that a device has, so that each is a row of its own."""
+    """Return metadata of a step with the rows that attention computes.
+
+    With split contexts, the queries of a row see different numbers of a device's tokens, so each query becomes a row.
+    """
     if settings.batch_invariant:
         return metadata.as_decode_rows()
     return metadata.one_query_a_row() if contexts > 1 else metadata
 
 
 def check_inside_shard_map() -> None:
-    """Raises ValueError unless the caller is traced for the devices of a model's mesh."""
+    """Raise ValueError unless the caller is traced inside `jax.shard_map` over a model's mesh."""
     if not {*COLUMNS} <= {*jax.sharding.get_abstract_mesh().manual_axes}:
-        raise ValueError("mesh: expected a call inside jax.shard_map over the model's mesh, got one outside")
+        raise ValueError("mesh: expected a call inside jax.shard_map over the model's mesh, got a call outside")
 
 
 def apply_layers(
@@ -343,24 +367,33 @@ def apply_layers(
     steps: Sequence[GroupStep],
     choice: Choice | None = None,
 ) -> tuple[Float[Array, "T D"], Caches, Choice | None]:
-    """Applies some layers, which `caches` and `steps` of their cache groups are of, to what `Decoder.begin` returned or
-    the layers before them.
+    """Apply consecutive layers.
+
+    Args:
+      layers: the layers.
+      x: output of the layers before, or the embeddings of `Decoder.begin`.
+      rope: rotations.
+      caches: cache of each layer.
+      steps: input of each layer's attention, from `Decoder.begin`.
+      choice: keys that the layers before selected, if any.
 
     Returns:
-      What the next layers take: x, the caches that were written, and the last choice of keys, if layers make one.
+      Inputs of the next layers: x, the written caches, and the last selected keys, if layers select keys.
     """
     apply_layer = layer_function()
     written = []
     for layer, cache, step in zip(layers, caches, steps, strict=True):
-        given = choice if layer.shares_choice else None  # so that all layers that choose are alike
+        given = choice if layer.shares_choice else None  # equal inputs, so that other layers compile to one function
         x, cache, choice = apply_layer(*nnx.split(layer), x, rope, cache, *step, given)
         written.append(cache)
     return x, tuple(written), choice
 
 
 def layer_function() -> Callable[..., tuple[Array, Any, Choice | None]]:
-    """`_apply_layer`, jitted: made anew for each trace, which depends on implementations and tunings, and these may
-    change between calls."""
+    """Return a new jitted `_apply_layer` for each trace.
+
+    A trace depends on implementations and tuned configurations, which may change between calls.
+    """
     return jax.jit(functools.partial(_apply_layer), static_argnums=0)
 
 
@@ -374,15 +407,14 @@ def _apply_layer(
     step: AttentionStep,
     choice: Choice | None = None,
 ) -> tuple[Float[Array, "T D"], LayerCache, Choice | None]:
-    """Applies a layer as a pure function; jitted, it is lowered once for all equal layers, and its kernels compiled
-    once."""
+    """Apply a layer as a pure function. When jitted, it is lowered and compiled once for all equal layers."""
     return nnx.merge(graph, state)(x, rope, cache, slots, step, choice)
 
 
 def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Module], list[jax.Array]]:
-    """Splits a module into its weights and a function that makes a module of weights, to be called within jit.
+    """Split a module into its weights and a function that rebuilds the module from weights inside jit.
 
-    The weights are a flat list, since that passes fastest through a jitted call.
+    The weights are a flat list, which has the least overhead in a jitted call.
     """
     graph, state = nnx.split(module)
     weights, structure = jax.tree.flatten(state)
@@ -390,7 +422,7 @@ def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Mo
 
 
 def split_model(model: Decoder) -> tuple[Step, list[jax.Array]]:
-    """Splits the model into a pure function and its weights, to be jitted: `jax.jit(step, donate_argnums=2)`."""
+    """Split the model into a pure function and its weights. Jit it with `jax.jit(step, donate_argnums=2)`."""
     rebuild, weights = split_module(model)
 
     def step(

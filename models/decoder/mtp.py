@@ -1,16 +1,14 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, 2.2): modules beside the decoder that draft tokens from its
-hidden states.
+"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, 2.2): modules that draft tokens from hidden states.
 
-A module's entry at position i joins the hidden state there with the embedding of token i + 1; from it follow logits of
-token i + 2, and the module's own hidden state, from which the next token can be drafted in turn: its entry at i + 1
-joins that with token i + 2, drafted. Each module is one decoder layer with a latent cache of its own, in the same pages
-and slots as the decoder's: entry i lies where token i does.
+The input of a module at position i is the hidden state at i joined with the embedding of token i + 1. The module
+computes logits of token i + 2 and a hidden state, from which the next token can be drafted: the input at i + 1 joins
+this state with the drafted token i + 2. Each module is one decoder layer. It has a latent cache in the same pages and
+slots as the decoder: the entry at position i is in the slot of token i.
 
-Hidden states are taken after the norm that precedes the head: the decoder's after `norm`, a module's after
-`shared_head.norm`. The report leaves that open. vLLM's deepseek_v2.py and SGLang's deepseek_nextn.py return normed
-states, and pull requests vLLM 47448 and ROCm/ATOM 1764 found fewer drafts accepted where a module's own state went
-unnormed into the next draft. vLLM alone leaves the embedding out of the entry at position 0; here it is like all
-others, as in SGLang and the report.
+Hidden states are used after the norm before the head: `norm` of the decoder, `shared_head.norm` of a module. The paper
+does not specify this. vLLM's deepseek_v2.py and SGLang's deepseek_nextn.py also return normed states. Pull requests
+47448 of vLLM and 1764 of ROCm/ATOM report that fewer drafts are accepted if the unnormed state of a module is used for
+the next draft. vLLM omits the embedding at position 0; this implementation includes it, as SGLang and the paper do.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
 
 type MTPCaches = tuple[LatentCache, ...]
-"""Caches of every module."""
+"""Caches of all modules."""
 
 
 class MTPModule(nnx.Module):
-    """Weights of one module, on a mesh what one device has of them; embedding and head are the decoder's."""
+    """Weights of one module, on a mesh one device's part. Modules use the embedding and the head of the decoder."""
 
     def __init__(
         self,
@@ -62,18 +60,19 @@ class MTPModule(nnx.Module):
         self.norm = RMSNorm(width, eps, dtype)
 
     def join(self, embedded: Float[Array, "T D"], hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Input of the decoder layer: the embedding first, as in vLLM's deepseek_mtp.py."""
+        """Return the input of the decoder layer. The embedding comes first, as in vLLM's deepseek_mtp.py."""
         return self.eh_proj(jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1))
 
 
 class MTP(nnx.Module):
-    """The modules of a model, split over its mesh as its layers are; `checkpoints.load_mtp` and
-    `checkpoints.random_mtp` make them.
+    """Multi-token prediction modules of a model, split over the model's mesh as its layers.
+
+    `checkpoints.load_mtp` and `checkpoints.random_mtp` create them.
 
     Attributes:
-      config, part, settings, mesh, contexts: the model's.
-      embed_tokens, lm_head: the model's own parameters, which take no memory twice.
-      depths: module k drafts the (k + 1)-th token ahead.
+      config, part, settings, mesh, contexts: attributes of the model.
+      embed_tokens, lm_head: the model's parameters, not copies.
+      depths: modules; module k drafts the (k + 1)-th token ahead.
     """
 
     def __init__(self, model: Decoder, depths: Sequence[MTPModule]):
@@ -90,28 +89,28 @@ class MTP(nnx.Module):
         metadata: StepMetadata,
         depth: int = 0,
     ) -> tuple[Float[Array, "T D"], MTPCaches]:
-        """Runs a module over packed entries: writes them to its cache, and attends.
+        """Run a module over packed positions: write its cache entries, and attend.
 
-        With several modules, that of depth k joins token i + 1 with the hidden state that the module before it gave at
-        i - 1, so that all of them have the same tokens in the same slots.
+        With several modules, the module of depth k joins token i + 1 with the hidden state of the previous module at
+        position i - 1, so that all modules have the same tokens in the same slots.
 
         Args:
-          next_tokens: the token after each position.
-          hidden: hidden states, of the decoder at the same positions for depth 0.
-          caches: one a module, as `allocate_caches` makes them; donate them, and they are written in place.
-          metadata: where the entries belong; its logit_rows are not used.
-          depth: tokens drafted so far. Where there are fewer modules they take turns: a single one chains with itself.
+          next_tokens: token after each position.
+          hidden: hidden states. At depth 0, hidden states of the decoder at the same positions.
+          caches: one per module, from `allocate_caches`. Donated caches are written in place.
+          metadata: sequences, positions and cache slots; logit_rows are not used.
+          depth: number of tokens drafted so far. The module is depth modulo the number of modules.
 
         Returns:
-          Hidden states, to be given to `logits` or to the next depth, and the caches.
+          Hidden states, the input of `logits` and of the next depth, and the caches.
 
         Raises:
-          ValueError: shapes that do not fit each other, or a call outside `jax.shard_map` of modules on a mesh.
+          ValueError: inconsistent shapes, or modules on a mesh are called outside `jax.shard_map`.
         """
         if self.mesh is not None:
             check_inside_shard_map()
         if len(caches) != len(self.depths):
-            raise ValueError(f"caches: expected one for each of {len(self.depths)} modules, got {len(caches)}")
+            raise ValueError(f"caches: expected one per module, {len(self.depths)}, got {len(caches)}")
         if not next_tokens.shape == metadata.positions.shape == hidden.shape[:1]:
             raise ValueError(
                 f"next_tokens, hidden: expected {metadata.num_tokens} rows as metadata has,"
@@ -129,11 +128,11 @@ class MTP(nnx.Module):
         return module.norm(x), (*caches[:index], cache, *caches[index + 1 :])
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float32[Array, "n V"]:
-        """Logits of the token after the next one, of hidden states that a module gave."""
+        """Return logits of the token after the next token, from the hidden states of a module."""
         return vocabulary_logits(hidden, self.embed_tokens, self.lm_head, self.config.vocab_size)
 
     def allocate_caches(self, num_pages: int, page_size: int, dtype: DTypeLike | None = None) -> MTPCaches:
-        """Allocates an empty cache for each module, like those of the decoder's layers on a device."""
+        """Allocate an empty cache per module, with the shapes of the decoder's layers on a device."""
         dtype, page_size = dtype or self.embed_tokens.dtype, page_size // self.contexts
         layers = self.config.mtp_layers
         return tuple(allocate_latents(cache_spec(self.part, num_pages, page_size, dtype, layer=i)) for i in layers)

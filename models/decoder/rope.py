@@ -1,9 +1,8 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864): plain, stretched by YaRN, or by Llama 3's rule.
+"""Rotary position embedding (Su et al., arXiv:2104.09864), optionally scaled by YaRN or by Llama 3's rule.
 
-Columns i and i + R/2 turn together, as two contiguous slices. The rotary columns of a DeepSeek checkpoint are
-interleaved pairs, columns 2i and 2i + 1 turning by angle i; `weights` moves them to two halves when it loads
-(`halves_order`). A permutation of columns that queries and keys share changes no score; only the cached rotated key
-shows it.
+Columns i and i + R/2 form a pair that is rotated by angle i. In DeepSeek checkpoints the pairs are interleaved, columns
+2i and 2i + 1. `checkpoints.weights` reorders the columns when it loads them (`halves_order`). Queries and keys are
+reordered in the same way, so scores do not change; only the order of the cached rotated keys differs.
 """
 
 from __future__ import annotations
@@ -18,33 +17,33 @@ from models.config import ModelConfig, YarnConfig
 from models.config.rope import RopeScaling
 
 type CosSin = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
-"""Cosines and sines of each token's angles."""
+"""Cosines and sines of the angles of each token."""
 
 
 def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
-    """Angle per position, in radians, of each rotated pair: [R / 2]."""
+    """Return the angle per position of each rotated pair, in radians [R / 2]."""
     width = config.rotary_dim
     frequencies = config.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
     if config.rope_scaling is not None:
-        kept = _kept_share(config.rope_scaling, config.rope_theta, width)
-        frequencies = frequencies * (kept + (1 - kept) / config.rope_scaling.factor)
+        unscaled = _unscaled_share(config.rope_scaling, config.rope_theta, width)
+        frequencies = frequencies * (unscaled + (1 - unscaled) / config.rope_scaling.factor)
     return frequencies.astype(np.float32)
 
 
-def _kept_share(scaling: RopeScaling, theta: float, width: int) -> np.ndarray:
-    """Share of each frequency that is kept instead of interpolated: 1 for fast ones, down to 0."""
+def _unscaled_share(scaling: RopeScaling, theta: float, width: int) -> np.ndarray:
+    """Return the weight of each unscaled frequency in the interpolation: 1 for the fastest, 0 for the slowest."""
     if isinstance(scaling, YarnConfig):
-        return _kept_by_yarn(scaling, theta, width)
+        return _yarn_share(scaling, theta, width)
     turns = scaling.original_max_position_embeddings / (2 * math.pi) * theta ** -(np.arange(0, width, 2) / width)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return np.clip((turns - low) / (high - low), 0, 1)
 
 
-def _kept_by_yarn(yarn: YarnConfig, theta: float, width: int) -> np.ndarray:
-    """Linear ramp over the pairs' indices (arXiv:2309.00071, 3.2)."""
+def _yarn_share(yarn: YarnConfig, theta: float, width: int) -> np.ndarray:
+    """Return YaRN's linear ramp over the indices of the pairs (arXiv:2309.00071, 3.2)."""
 
     def pair_turning(turns: float) -> float:
-        """Index of the pair that turns this many times within the original context."""
+        """Return the index of the pair that makes this many full rotations within the original context."""
         return width * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_turning(yarn.beta_fast), pair_turning(yarn.beta_slow)
@@ -56,7 +55,7 @@ def _kept_by_yarn(yarn: YarnConfig, theta: float, width: int) -> np.ndarray:
 
 
 def rope_table(config: ModelConfig, positions: Int32[Array, "T"]) -> CosSin:
-    """Cosines and sines of each token's angles, YaRN's temperature included."""
+    """Return cosines and sines of the angles of each token, multiplied by YaRN's temperature."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(config))[None, :]
     scale = config.rope_scaling.rotary_scale if config.rope_scaling else 1.0
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
@@ -65,7 +64,7 @@ def rope_table(config: ModelConfig, positions: Int32[Array, "T"]) -> CosSin:
 def rotate(
     x: Float[Array, "T *heads R"], cos: Float32[Array, "T half"], sin: Float32[Array, "T half"]
 ) -> Float[Array, "T *heads R"]:
-    """Rotates columns i and i + R/2 of every token by its angle i; computed in float32, returned in x's dtype."""
+    """Rotate columns i and i + R/2 of every token by its angle i, in float32; the result has the dtype of x."""
     heads = tuple(range(1, x.ndim - 1))
     cos, sin = jnp.expand_dims(cos, heads), jnp.expand_dims(sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -73,5 +72,5 @@ def rotate(
 
 
 def halves_order(width: int) -> np.ndarray:
-    """Permutation from interleaved pairs to halves: `interleaved[halves_order(width)]` has pair i at i and i + R/2."""
+    """Return the permutation to halves: `interleaved[halves_order(width)]` has pair i at columns i and i + R/2."""
     return np.arange(width).reshape(-1, 2).T.reshape(-1)

@@ -1,4 +1,4 @@
-"""Settings of attention, which belong to a run and not to the model."""
+"""Settings of attention. They belong to a run, not to the model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """Settings of attention; all but `index_topk` change speed and rounding, never meaning.
+    """Settings of attention. All settings except `index_topk` change only speed and rounding.
 
     Attributes:
-      mla: "auto" absorbs for decode rows and expands for prefill, where `mla_prefill` may absorb short chunks; "absorb"
-        and "expand" do one for both.
-      implementation: of every attention operation, as `pallas_attn` takes it.
-      piece_tokens: cached tokens that are expanded at a time, which bounds prefill's memory; None leaves it to the
-        operation.
-      index_topk: keys that a token of a sparse model attends to; None for as many as its configuration says.
-      batch_invariant: whether a token's result has the same bits whatever stands beside it in steps of one shape: every
-        token, of a prompt too, attends as a decode row of its own, by plans of mode "fixed".
+      mla: form of latent attention. "auto" uses the absorbed form for decode rows and the expanded form for prefill, in
+        which `mla_prefill` may absorb short chunks. "absorb" and "expand" use one form for both.
+      implementation: implementation of every attention operation, an argument of `pallas_attn` operations.
+      piece_tokens: number of cached tokens that are expanded at a time, which limits the memory of prefill; None for
+        the default of the operation.
+      index_topk: number of keys that a token of a sparse model attends to; None for the number in its configuration.
+      batch_invariant: whether the result of a token has the same bits for any other tokens in steps of the same shape.
+        Every token, including prompt tokens, then attends as a decode row, with decode plans of mode "fixed".
 
     Raises:
-      ValueError: another value of mla; index_topk below 1.
+      ValueError: unknown value of mla, or index_topk below 1.
       NotImplementedError: batch_invariant with mla="expand".
     """
 
@@ -38,6 +38,6 @@ class AttentionSettings:
             raise ValueError(f"index_topk: expected at least 1, got {self.index_topk}")
         if self.batch_invariant and self.mla == "expand":
             raise NotImplementedError(
-                "batch_invariant: expanded attention merges a chunk with its cached prefix, and where one ends and the"
-                " other begins depends on the other requests; mla auto or absorb has no such border"
+                "batch_invariant: mla expand is not supported: it merges a chunk with its cached prefix, and where the"
+                " chunk starts depends on the other requests; use mla auto or absorb"
             )

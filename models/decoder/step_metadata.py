@@ -1,4 +1,4 @@
-"""Metadata of one step: positions, tables, slots and lengths of its tokens."""
+"""Metadata of one step: positions, block tables, cache slots and lengths of its tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
+@typing.no_type_check  # the leaves of a pytree may be shapes or shardings instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupTables:
-    """Tables and slots of a step's tokens in the layers of a cache group. All arrays int32.
+    """Block tables and cache slots of a step's tokens in the layers of a cache group. All arrays are int32.
 
     Attributes:
-      slots: [T], page·ps + offset of each token's place in the cache, or [T, Hkv], row·ps + offset for each head; -1
-        for padding, which is not cached.
-      decode_block_tables: [Bd, Pd] page ids, or [Bd, Hkv, Pd] row ids.
-      prefill_block_tables: [S, Pp] page ids, or [S, Hkv, Pp] row ids; they cover the visible part of the cached prefix,
-        and this step's slots.
+      slots: cache slot of each token, page · page_size + offset [T], or page_row · page_size + offset per head
+        [T, Hkv]; -1 for padding, which is not cached.
+      decode_block_tables: page ids [Bd, Pd], or page rows [Bd, Hkv, Pd].
+      prefill_block_tables: page ids [S, Pp], or page rows [S, Hkv, Pp]. They cover the visible part of the cached
+        prefix and the slots of this step.
     """
 
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"]
@@ -33,24 +33,24 @@ class GroupTables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetadata:
-    """Places of a step's T packed tokens: first Bd rows of Q decode tokens, then the prefill tokens.
+    """Positions and lengths of a step's T packed tokens: Bd decode rows of Q tokens, then the prefill tokens.
 
-    A decode row is a sequence's newest token or, with Q > 1, its newest token and the drafts after it, padded to Q.
-    Sizes are static and determine the compiled program: Bd rows of decode attention, T - Bd·Q prefill tokens of at most
-    S sequences. Either part may be empty. All arrays int32.
+    A decode row is the newest token of a sequence, and with Q > 1 also the drafts after it, padded to Q tokens. Sizes
+    are static and determine the compiled program: Bd decode rows, T - Bd · Q prefill tokens of at most S sequences.
+    Either part may be empty. All arrays are int32 unless stated otherwise.
 
     Attributes:
-      positions: [T], of each token in its sequence. Padding takes 0.
-      groups: tables and slots of each of the model's cache groups; a single one serves all of them.
-      decode_kv_lens: [Bd], tokens of each sequence, this step's included; 0 for an idle row.
-      decode_q_lens: [Bd], tokens of each decode row that are no padding, at most Q; None for all.
+      positions: [T], position of each token in its sequence; 0 for padding.
+      groups: block tables and slots of each cache group of the model. A single entry is used for all groups.
+      decode_kv_lens: [Bd], number of tokens of each sequence including this step; 0 for an idle row.
+      decode_q_lens: [Bd], number of tokens of each decode row that are not padding, at most Q; None for Q.
       decode_queries: Q.
-      decode_draft_mask: bool [Bd, Q, Q], which of a row's tokens each of them sees, as those of a tree do; None where
-        that is every one up to itself. Token j lies in the j-th slot of the row's, whatever its position.
-      cu_q_lens: [S + 1], prefix sum of the new tokens per prefill sequence, from 0 (not from Bd). Prefill tokens at or
-        past its last entry are padding.
-      prefill_kv_lens: [S], tokens of each sequence, this step's included; 0 for an idle row.
-      logit_rows: [n], rows of the packed step whose logits are wanted, in that order.
+      decode_draft_mask: bool [Bd, Q, Q], the tokens of its row that each token sees, for trees of drafts. None if each
+        token sees all tokens up to itself. Token j is in the j-th slot of the row, independent of its position.
+      cu_q_lens: [S + 1], prefix sum of the new tokens per prefill sequence, starting at 0, not at Bd. Prefill tokens
+        at or past its last entry are padding.
+      prefill_kv_lens: [S], number of tokens of each sequence including this step; 0 for an idle row.
+      logit_rows: [n], rows of the packed step for which logits are computed, in this order.
     """
 
     positions: Int32[Array, "T"]
@@ -64,11 +64,11 @@ class StepMetadata:
     decode_draft_mask: Bool[Array, "Bd Q Q"] | None = None
 
     def of_group(self, group: int) -> GroupTables:
-        """Tables and slots of a cache group."""
+        """Return block tables and slots of a cache group."""
         return self.groups[group if len(self.groups) > 1 else 0]
 
     def as_decode_rows(self) -> StepMetadata:
-        """Makes every token a decode row of its own, which sees its sequence up to itself."""
+        """Return metadata in which every token is a decode row that sees its sequence up to and including itself."""
         metadata, index = self.one_query_a_row(), jnp.arange(self.num_tokens - self.num_decode, dtype=jnp.int32)
         ends = self.cu_q_lens[1:]
         if not index.size:
@@ -92,12 +92,12 @@ class StepMetadata:
         )
 
     def one_query_a_row(self) -> StepMetadata:
-        """Splits decode rows of several queries into rows of one."""
+        """Return metadata in which decode rows of several tokens are split into rows of one token."""
         queries = self.decode_queries
         if queries == 1:
             return self
         if self.decode_draft_mask is not None:
-            raise NotImplementedError("draft_mask: tokens of a tree are computed as one row, not as rows of one token")
+            raise NotImplementedError("draft_mask: a tree of drafts cannot be split into rows of one token")
         query = jnp.arange(self.num_decode, dtype=jnp.int32) % queries
         q_lens = jnp.full_like(self.decode_kv_lens, queries) if self.decode_q_lens is None else self.decode_q_lens
         q_lens, kv_lens = jnp.repeat(q_lens, queries), jnp.repeat(self.decode_kv_lens, queries)
@@ -114,20 +114,20 @@ class StepMetadata:
         )
 
     def check(self) -> None:
-        """Raises ValueError for more decode rows than tokens, or prefill tokens without a prefill sequence."""
+        """Raise ValueError if there are more decode rows than tokens, or prefill tokens without a prefill sequence."""
         num_sequences = self.prefill_kv_lens.shape[0]
         if self.num_decode > self.num_tokens or (self.num_decode < self.num_tokens and not num_sequences):
             raise ValueError(
-                f"metadata: {self.num_tokens} tokens cannot be {self.num_decode} decode tokens and the prefill tokens"
+                f"metadata: {self.num_tokens} tokens do not fit {self.num_decode} decode tokens and the prefill tokens"
                 f" of {num_sequences} sequences"
             )
 
     @property
     def num_tokens(self) -> int:
-        """T: all tokens of the step, padding included."""
+        """T: number of tokens of the step, including padding."""
         return self.positions.shape[0]
 
     @property
     def num_decode(self) -> int:
-        """Tokens of the decode rows: Bd·Q, idle rows and padding included."""
+        """Number of tokens of the decode rows, Bd · Q, including idle rows and padding."""
         return self.decode_kv_lens.shape[0] * self.decode_queries

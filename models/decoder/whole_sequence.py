@@ -1,6 +1,6 @@
-"""One sequence in one forward over a cache of its own: no chunks, no batch, nothing cached before.
+"""One sequence in one forward pass over an empty cache, without chunks and without other sequences.
 
-Engines are verified against it, and caches are calibrated with it.
+Engine outputs are verified against it, and quantised caches are calibrated with it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from models.decoder.step_metadata import GroupTables, StepMetadata
 from pallas_attn import PAGE_NONE
 
 PAGE_SIZE = 64
-"""Tokens in a page of the sequence's cache."""
+"""Tokens per page of the sequence's cache."""
 
 
 def pad_tokens(tokens: Sequence[int]) -> Int32[np.ndarray, "T"]:
-    """Token ids padded with zeros to a power of two, at least 256, so that few lengths are compiled."""
+    """Return token ids padded with zeros to a power of two, at least 256. Few lengths are compiled this way."""
     padded = np.zeros(power_of_two(len(tokens), 256), np.int32)
     padded[: len(tokens)] = tokens
     return padded
 
 
 def power_of_two(size: int, smallest: int) -> int:
-    """The smallest power of two that is at least `size` and `smallest`, which is one itself."""
+    """Return the smallest power of two that is at least `size` and `smallest`. `smallest` is a power of two."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
@@ -40,14 +40,14 @@ def run_sequence(
     num_tokens: Int32[Array, ""],
     logit_rows: Int32[Array, "n"],
 ) -> tuple[Float32[Array, "n V"], Caches]:
-    """Logits at some positions of a padded sequence, and the caches it filled, its pages in order.
+    """Return logits at some positions of a padded sequence, and the filled caches, with the pages in order.
 
     Args:
-      step, weights: as `split_model` gives them.
-      allocate: allocate(num_pages, page_size), empty caches of all layers.
-      tokens: as `pad_tokens` gives them.
-      num_tokens: tokens that are no padding.
-      logit_rows: positions.
+      step, weights: results of `split_model`.
+      allocate: `allocate(num_pages, page_size)` returns empty caches of all layers.
+      tokens: result of `pad_tokens`.
+      num_tokens: number of tokens that are not padding.
+      logit_rows: positions of the logits.
     """
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     num_pages = -(-tokens.shape[0] // PAGE_SIZE)

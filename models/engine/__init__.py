@@ -1,12 +1,21 @@
-"""The inference engine: requests in, tokens out. This room imports `models.config` and `models.decoder`.
+"""The inference engine: requests in, tokens out. The package imports `models.config` and `models.decoder`.
 
-In reading order: `engine` (the loop), `config` (sizes and policies), `request` and `outputs` (the callers' side),
-`scheduler` (which tokens next, in which pages; no jax) and its `step_plan`, `runner` (the device) with `packed_step`,
-`plain_step`, `layered_step` (the same as several programs) and `sampler`, `group_sizes` (how cache groups share the
-memory), `verify` (tokens checked by decoding again), `cached_pages` (pages for another engine) and `split_rows` (those
-of a mesh), `written_pages` and `incoming_pages` (the same layer by layer), `handover` and `transport` (between two
-processes), `processes` (several that run one engine). Drafts: `proposer` (the interface), `speculative_step` (a step
-that verifies them), `draft_control` (how many), `ngram`, `draft_model` and `mtp` (proposers).
+Modules in reading order:
+
+- `engine`: the main loop and the public methods. `assembly` makes its parts, `tracked_request` and `step_log` are its
+  records.
+- `config`: sizes and policies. `request`, `outputs`: arguments and results.
+- `scheduler`: plans steps and allocates pages, without jax. `group_sizes`: division of memory between cache groups.
+- `runner`: weights, caches and compiled steps on the device. `compile_options`: XLA options. `sampler`: sampling.
+- `step`: `plan` (made by the scheduler), `packed` (metadata as one array), `plain` (the step's function), `layered`
+  (a step as several programs), `result`.
+- `speculation`: `proposer` (interface), `step` (verifies drafts), `draft_control` (number of drafts); proposers
+  `ngram`, `draft_model`, `mtp`.
+- `kv_transfer`: `engine_transfers` (methods of the engine), `cached_pages` (exported pages), `cache_rows` and
+  `split_rows` (page rows on one device and on a mesh), `written_pages` and `incoming_pages` (layer by layer),
+  `remote_prefill` and `transport` (between two processes).
+- `distributed`: `data_ranks` (data parallelism), `processes` (one engine in several processes).
+- `verify`: checks tokens against an independent computation.
 """
 
 from models.engine.config import EngineConfig as EngineConfig
@@ -17,6 +26,7 @@ from models.engine.kv_transfer.cached_pages import CachedPages as CachedPages
 from models.engine.kv_transfer.incoming_pages import IncomingPages as IncomingPages
 from models.engine.kv_transfer.remote_prefill import HandOverError as HandOverError
 from models.engine.kv_transfer.remote_prefill import RemotePrefill as RemotePrefill
+from models.engine.kv_transfer.remote_prefill import TransferError as TransferError
 from models.engine.kv_transfer.remote_prefill import serve_prefill as serve_prefill
 from models.engine.kv_transfer.transport import SocketTransport as SocketTransport
 from models.engine.kv_transfer.transport import Transport as Transport

@@ -1,4 +1,4 @@
-"""Sizes and policies of the engine, and the static sizes of its steps that follow from them."""
+"""Sizes and policies of the engine, and the static step sizes derived from them."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ class EngineConfig:
     """Sizes that the engine allocates, and its scheduling policies.
 
     Attributes:
-      num_pages: pages of every layer if the memory were divided evenly; layers that see less of a sequence leave theirs
-        to the others (see `group_sizes`).
-      page_size: tokens a page holds.
-      max_batched_tokens: new tokens of a step, decode and prefill together.
-      max_num_seqs: requests that run at once; others wait.
-      max_prefill_seqs: requests whose prompts one step computes; None for max_num_seqs, but at most 8.
-      max_model_len: tokens of a sequence, prompt and output; None for the model's own limit.
-      chunked_prefill: whether a prompt may be spread over steps.
-      prefix_caching: whether pages of equal prefixes are shared.
-      recycling: whether pages that windows leave behind are given back while a request runs; changes no token.
-      cache_dtype: of latents or keys and values; None for the model's dtype. It may also be float8_e4m3fn or, of keys
-        and values, int8.
-      kv_scales: static scales of quantised keys and values; None for one a token and head.
-      decode_buckets, prefill_buckets: sizes a step is padded to, each compiled once; None for powers of 2 and of 4. A
-        step ends at one of `prefill_buckets` where padding to the next would cost more than another step.
-      batch_invariant: whether a request's logits and tokens are the same bits in any company: whatever runs beside it,
-        however its prompt is cut, found in the cache or computed again. Every step then has one shape, that of the
-        largest, and prompts attend token by token, both of which cost time. Bits do depend on the sizes here, but for
-        num_pages.
-      speculate: what proposes drafts, and how many a step verifies; None for plain decoding. Drafts change no token,
-        and are not counted in max_batched_tokens.
-      history: finished requests, and steps, whose records are kept: the newest; None for all of them.
-      mesh: devices that run each step together, those that the model was loaded for: heads, hidden widths and
-        vocabulary are split over its axes tensor and expert, experts over data and expert, the tokens of each page over
-        context. Sizes here are those of each rank along data, which has requests of its own; pages are those of each
+      num_pages: pages of every layer if the memory is divided evenly. Layers with windows need fewer pages, and other
+        layers get the rest (see `group_sizes`).
+      page_size: tokens per page.
+      max_batched_tokens: maximum number of new tokens per step, decode and prefill together.
+      max_num_seqs: maximum number of running requests; others wait.
+      max_prefill_seqs: maximum number of prompts per step; None for the smaller of max_num_seqs and 8.
+      max_model_len: maximum number of tokens per sequence, prompt and output together; None for the model's limit.
+      chunked_prefill: whether a prompt may be split over several steps.
+      prefix_caching: whether requests with equal prefixes share pages.
+      recycling: whether pages before a window are released while a request runs; changes no token.
+      cache_dtype: dtype of latents, or of keys and values; None for the model's dtype. float8_e4m3fn is
+        possible for both, int8 for keys and values.
+      kv_scales: static scales of quantised keys and values; None for one scale per token and head.
+      decode_buckets, prefill_buckets: sizes to which steps are padded, each compiled once; None for powers of 2 and of
+        4. A step takes fewer prompt tokens if padding to the next size would cost more than a further step.
+      batch_invariant: whether a request's logits and tokens have the same bits whatever other requests run, however its
+        prompt is split, and whether tokens come from the prefix cache. All steps then have the largest shape, and
+        prompts attend token by token, which costs time. The bits depend on the sizes in this class except num_pages.
+      speculate: proposer of drafts and number of drafts per step; None for plain decoding. Drafts change no token, and
+        do not count in max_batched_tokens.
+      history: number of newest finished requests, and of newest steps, whose records are stored; None for all.
+      mesh: devices that run each step together; the model must be loaded for the same mesh. Heads, hidden widths and
+        vocabulary are split over the axes tensor and expert, experts over data and expert, and the tokens of each page
+        over context. Sizes in this class apply to each data rank, which has its own requests; pages apply to each
         device. None for one device.
 
     Raises:
-      ValueError: a size is out of range, buckets do not reach the sizes they must, there are several although
+      ValueError: a size is out of range, the last bucket is not the required size, there are several buckets although
         steps are batch-invariant, or the mesh has an unknown axis.
     """
 
@@ -82,8 +81,8 @@ class EngineConfig:
                 raise ValueError(f"{name}: expected at least 1 or None, got {getattr(self, name)}")
         if self.num_pages * self.page_size >= 2**31:
             raise ValueError(
-                f"num_pages: expected fewer than 2**31 tokens in all, which slots number in int32; got {self.num_pages}"
-                f" pages of {self.page_size}"
+                f"num_pages: expected fewer than 2**31 tokens in total, because cache slots are int32; got"
+                f" {self.num_pages} pages of {self.page_size}"
             )
         if self.max_num_seqs > self.max_batched_tokens:
             raise ValueError(
@@ -100,7 +99,7 @@ class EngineConfig:
                 raise ValueError(f"{name}: expected None or ({reach},) if batch_invariant, got {buckets}")
 
     def runner_config(self, max_model_len: int, groups: tuple[GroupSizes, ...] | None = None) -> RunnerConfig:
-        """Makes the static sizes of the device's side, for one cache group unless given others."""
+        """Return the static sizes of the runner; `groups` is None for one cache group of all layers."""
         table_pages = -(-max_model_len // self.page_size)
         decode, prefill = (self.max_num_seqs,), (self.max_batched_tokens,)
         if not self.batch_invariant:
@@ -123,12 +122,12 @@ class EngineConfig:
 
     @property
     def prefill_seqs(self) -> int:
-        """Prefill rows of a step."""
+        """Maximum number of prefill rows per step."""
         return self.max_prefill_seqs or min(self.max_num_seqs, 8)
 
 
 def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
-    """first, first·base, ... and last."""
+    """Return first, first · base, first · base², ... below last, and last."""
     below = itertools.takewhile(lambda size: size < last, (first * base**i for i in itertools.count()))
     return (*below, last)
 
@@ -138,10 +137,11 @@ class Bucket:
     """Static sizes of a step, which determine the compiled program.
 
     Attributes:
-      decode_rows: Bd, decode tokens with padding.
-      prefill_tokens: prefill tokens with padding.
-      all_logits: whether the logits of every prefill token are computed and returned, not only of those that sample.
-      num_drafts: drafts of each decode row, with padding.
+      decode_rows: Bd, number of decode rows including padding.
+      prefill_tokens: number of prefill tokens including padding.
+      all_logits: whether logits of every prefill token are returned; otherwise only the logits used for sampling are
+        computed.
+      num_drafts: drafts per decode row including padding.
     """
 
     decode_rows: int
@@ -155,15 +155,15 @@ class RunnerConfig:
     """Sizes that the runner allocates and compiles for.
 
     Attributes:
-      num_pages, page_size: of every layer's cache, unless `groups` have pages of their own.
-      table_pages: pages a sequence can have.
-      max_num_seqs: running requests.
-      max_prefill_seqs: prefill rows of a step.
-      decode_buckets, prefill_buckets: sizes steps are padded to, ascending; the last ones bound a step.
-      cache_dtype: of latents or keys and values; None for the model's dtype.
-      kv_scales: static scales of quantised keys and values; None for one a token and head.
-      groups: the model's cache groups; None for one, of all layers and with tables of page ids.
-      batch_invariant: whether all steps are one bucket, in which a row has the same bits in any company.
+      num_pages, page_size: pages of every layer's cache and tokens per page. `groups` have their own number of pages.
+      table_pages: maximum number of pages per sequence.
+      max_num_seqs: maximum number of running requests.
+      max_prefill_seqs: maximum number of prefill rows per step.
+      decode_buckets, prefill_buckets: sizes to which steps are padded, ascending; the last size is the maximum.
+      cache_dtype: dtype of latents, or of keys and values; None for the model's dtype.
+      kv_scales: static scales of quantised keys and values; None for one scale per token and head.
+      groups: the model's cache groups; None for one group of all layers with tables of page ids.
+      batch_invariant: whether all steps use one bucket, in which a row's bits do not depend on other rows.
       speculate: policy of speculative decoding; None for decode rows of one token.
     """
 
@@ -182,14 +182,17 @@ class RunnerConfig:
 
     @property
     def draft_buckets(self) -> tuple[int, ...]:
-        """Numbers of drafts that decode rows are padded to, ascending."""
+        """Numbers of drafts to which decode rows are padded, ascending."""
         return (0,) if self.speculate is None else self.speculate.draft_buckets
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
-        """Every bucket that a step can fall into. Steps that mix decode and prefill pad to the largest decode size:
-        their prefill costs more than idle decode rows, and compiling every combination would cost far more; for the
-        same reason they have the fewest drafts or the most. Batch-invariant steps are all of the largest one, since a
-        program of another shape rounds differently."""
+        """Return every bucket that a step may use.
+
+        Steps with decode rows and prompts are padded to the largest number of decode rows, and to the smallest or
+        largest number of drafts. Idle decode rows cost little compared with the prefill, and compiling every
+        combination would take too long. Batch-invariant steps all use the largest bucket, because programs of different
+        shapes round differently.
+        """
         drafts, largest = self.draft_buckets, self.decode_buckets[-1]
         if self.batch_invariant:
             return [Bucket(largest, self.prefill_buckets[-1], all_logits, drafts[-1])]
@@ -201,7 +204,7 @@ class RunnerConfig:
 
     @property
     def largest_step(self) -> StepSizes:
-        """The step that fills the largest buckets, in the form that `explain_attention` takes."""
+        """Sizes of the largest step, as an argument of `explain_attention`."""
         return StepSizes(
             num_pages=self.num_pages,
             page_size=self.page_size,
@@ -215,17 +218,17 @@ class RunnerConfig:
         )
 
     def table_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tables of so many sequences, one for each cache group."""
+        """Shapes of the page tables of `rows` sequences, one for each cache group."""
         heads = [(g.num_heads,) if g.head_wise else () for g in self.groups] if self.groups else [()]
         return tuple((rows, *of_heads, self.table_pages) for of_heads in heads)
 
     @property
     def empty_tables(self) -> tuple[np.ndarray, ...]:
-        """Tables of a plan without rows."""
+        """Page tables of a plan without rows."""
         shapes = self.table_shapes(0)
         return tuple(np.zeros((0, *(heads or (1,)), pages), np.int32) for _, *heads, pages in shapes)
 
     def layer_pages(self, num_layers: int) -> list[int]:
-        """Pages of each layer's cache."""
+        """Number of pages of each layer's cache."""
         pages = {layer: group.num_pages for group in self.groups or () for layer in group.layers}
         return [pages.get(layer, self.num_pages) for layer in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Division of a cache's memory between the cache groups of a model."""
+"""Division of the cache memory between the cache groups of a model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class GroupSizes:
 
     Attributes:
       layers: indices of its layers.
-      heads: windows that its pool recycles by: one for each KV head if heads have windows of their own, else one for
-        all.
-      head_wise: whether heads have windows of their own, so that tables hold row ids.
+      heads: windows that determine which pages its pool recycles: one per KV head if heads have different windows,
+        otherwise one for all heads.
+      head_wise: whether heads have different windows; then tables have page rows per head.
       num_pages: pages of each layer.
     """
 
@@ -31,12 +31,12 @@ class GroupSizes:
 
     @property
     def num_heads(self) -> int:
-        """Rows of a page."""
+        """Page rows per page."""
         return len(self.heads.window)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the pool."""
+        """Page rows of the pool."""
         return self.num_pages * self.num_heads
 
 
@@ -50,35 +50,34 @@ def group_sizes(
     step_tokens: int,
     recycling: bool,
 ) -> tuple[GroupSizes, ...]:
-    """Divides the memory of `num_pages` in every layer between the cache groups.
+    """Divide the memory of `num_pages` pages per layer between the cache groups.
 
-    Every group gets the pages that one step's chunk takes beyond those that stay. The rest is divided in proportion to
-    the pages that a sequence holds in each group, for sequences as long as `max_num_seqs` of them can be at once and as
-    the model takes.
+    Each group first gets the pages that a step's new tokens need temporarily, before pages behind windows are recycled.
+    The remaining memory is divided in proportion to the pages that one sequence holds in each group. The sequence
+    length for this is the largest length, up to `max_model_len`, at which `max_num_seqs` sequences fit.
 
-    If it were divided for the longest sequences of the model, the groups with windows would hold as few sequences as
-    the others, and short sequences would run out of room there while the others are nearly empty. As it is, fewer and
-    longer sequences than expected leave pages of the groups with windows unused, so `max_num_seqs` should be the number
-    that is meant to run.
+    A division for the model's longest sequences would give groups with windows too few pages for many short sequences.
+    With this division, if fewer and longer sequences run, pages of the groups with windows remain unused. So
+    `max_num_seqs` should be the expected number of running sequences.
 
-    A single group gets all `num_pages`, and so does every group if pages are not recycled.
+    A single group gets all `num_pages`. So does every group without recycling.
 
     Args:
-      config: the model.
-      num_pages: pages of every layer if the memory were divided evenly.
-      page_size: tokens of a page.
-      max_model_len: tokens of a sequence.
-      max_num_seqs: sequences that run at once.
-      step_tokens: new tokens of a sequence in one step at most.
-      recycling: whether pages that windows leave behind are given back; if not, pools get no windows.
+      config: the model's configuration.
+      num_pages: pages of every layer if the memory is divided evenly.
+      page_size: tokens per page.
+      max_model_len: maximum number of tokens per sequence.
+      max_num_seqs: maximum number of running sequences.
+      step_tokens: maximum number of new tokens of a sequence per step.
+      recycling: whether pages behind windows are released; if False, the pools have no windows.
     """
     groups = cache_groups(config)
     heads = [_heads(group.window if recycling else _unlimited(group.window)) for group in groups]
     total = num_pages * config.num_hidden_layers
 
     def share(pages: int) -> tuple[Fraction, list[Fraction], list[Fraction]]:
-        """Number of sequences of so many pages that fit, and the pages of each group that one holds and that a chunk
-        adds."""
+        """Return the number of sequences of `pages` pages that fit; the pages that a sequence holds in each group; and
+        the additional pages that a step needs temporarily in each group."""
         held = [_peak_pages(seen, page_size, pages, 1) for seen in heads]
         chunk = [_peak_pages(seen, page_size, pages, step_tokens) - h for seen, h in zip(heads, held, strict=True)]
         return (total - _memory(groups, chunk)) / _memory(groups, held), held, chunk
@@ -100,8 +99,8 @@ def make_pools(
     max_model_len: int,
     whole_tables: bool = False,
 ) -> GroupPools:
-    """Makes the pools, with tables for sequences of `max_model_len` or, unless tables are to be whole, as long as the
-    pools hold."""
+    """Make the page pools. Tables have room for `max_model_len` tokens, or, unless `whole_tables`, for the longest
+    sequence that fits the pools if that is shorter."""
 
     def with_tables(num_pages: int) -> GroupPools:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_pages_per_seq": num_pages}
@@ -112,13 +111,13 @@ def make_pools(
 
 
 def _peak_pages(seen: HeadWindows, page_size: int, num_pages: int, step_tokens: int) -> Fraction:
-    """Upper bound of a sequence's pages, as `HeadPagePool.peak_rows`, which holds for pools of all sizes."""
+    """Upper bound of a sequence's pages, from `HeadPagePool.peak_rows`. It does not depend on the pool's size."""
     pool = HeadPagePool(1, seen, page_size=page_size, max_num_seqs=1, max_pages_per_seq=1)
     return Fraction(pool.peak_rows(num_pages * page_size, step_tokens=step_tokens), pool.num_heads)
 
 
 def _memory(groups: Sequence[CacheGroup], pages: Sequence[Fraction]) -> Fraction:
-    """Pages in all layers, given the pages of each group."""
+    """Sum of pages over all layers, given the pages per layer of each group."""
     return sum((len(group.layers) * n for group, n in zip(groups, pages, strict=True)), Fraction(0))
 
 
@@ -129,5 +128,5 @@ def _heads(window: LayerWindow) -> HeadWindows:
 
 
 def _unlimited(window: LayerWindow) -> LayerWindow:
-    """Replaces a window by none, for as many heads."""
+    """Replace a window by no window, for the same number of heads."""
     return HeadWindows((FULL,) * len(window.window), window.sink_tokens) if isinstance(window, HeadWindows) else None

@@ -1,4 +1,4 @@
-"""Reports of the engine: of a request, of a step, of a whole run."""
+"""Results and statistics of the engine: of a request, of a step, of all steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ type RequestId = int | str
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """State and output of a request so far. No time includes compilation.
+    """State and output of a request so far. Times exclude compilation.
 
     Attributes:
-      request_id: the caller's name for the request.
-      prompt_tokens: tokens of the prompt.
+      request_id: the id given to `add_request`.
+      prompt_tokens: number of prompt tokens.
       cached_tokens: prompt tokens found in the prefix cache when the request was first admitted.
       output_ids: generated tokens.
       finish_reason: "stop", "length", "abort", "refused", "nonfinite" (the next token's logits were NaN or infinite),
-        or None while it runs.
-      refusal: why it was refused, else None.
-      ttft_s: seconds from `add_request` to the first token, None before.
-      itl_s: seconds between consecutive tokens; 0 between those that one step gave.
-      drafted, accepted: by position after the newest token, steps that verified a draft there, and that accepted it.
+        or None while the request runs.
+      refusal: why the request was refused; None if it was accepted.
+      ttft_s: seconds from `add_request` to the first token; None before the first token.
+      itl_s: seconds between consecutive tokens; 0 between tokens of the same step.
+      drafted, accepted: numbers of steps that verified and that accepted a draft; entry i is for the draft i + 1
+        positions after the newest token.
     """
 
     request_id: RequestId
@@ -40,18 +41,18 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """Record of one step, taken when its tokens had arrived.
+    """Record of one step, made when its tokens have been read.
 
     Attributes:
-      ended_s: seconds since the engine was made.
-      duration_s: since the step before it ended, or since it was planned if that was later.
-      prefill_tokens: computed tokens of prompts.
-      decode_tokens: tokens that decode rows got: one each, and the accepted drafts.
-      cached_tokens: prompt tokens of requests admitted by this step that were not computed, being cached.
-      used_pages: pages that belonged to requests after it was planned, counted as in `EngineStats`.
-      used_rows: rows that belonged to requests in each cache group, counted as in `GroupStats`.
-      drafted_tokens, accepted_tokens: drafts that were verified, and those of them that were accepted.
-      launch_s: seconds of the host to plan and to start it, without compiling.
+      ended_s: time since the engine was made, in seconds.
+      duration_s: seconds since the previous step ended, or since this step was planned if that was later.
+      prefill_tokens: computed prompt tokens.
+      decode_tokens: tokens sampled by decode rows: one per row, plus accepted drafts.
+      cached_tokens: prompt tokens that requests admitted by this step found in the prefix cache.
+      used_pages: pages owned by requests after planning, counted as in `EngineStats`.
+      used_rows: page rows owned by requests in each cache group, counted as in `GroupStats`.
+      drafted_tokens, accepted_tokens: verified drafts, and accepted drafts.
+      launch_s: host time to plan and launch the step in seconds, without compilation.
     """
 
     ended_s: float
@@ -68,13 +69,13 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStats:
-    """Pool of one cache group. A row is a page of one KV head if heads have windows of their own, else of all heads.
+    """Page pool of one cache group. A page row holds one KV head if heads have different windows; otherwise all heads.
 
     Attributes:
-      layers: indices of its layers, which have equal windows.
-      num_heads: rows of a page.
-      num_rows: rows of the pool, or of those of all data ranks.
-      used_rows, peak_rows: rows that belong to requests now, and at most so far.
+      layers: indices of the group's layers, which have equal windows.
+      num_heads: page rows per page.
+      num_rows: page rows of the pools of all data ranks.
+      used_rows, peak_rows: page rows owned by requests, now and at the maximum.
     """
 
     layers: tuple[int, ...]
@@ -86,12 +87,12 @@ class GroupStats:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Sums over all steps; the time of a step with both is split by its tokens.
+    """Sums over all steps. The time of a mixed step is divided in proportion to its prefill and decode tokens.
 
     Attributes:
       steps: number of steps.
       prefill_tokens, decode_tokens: as in `StepRecord`.
-      prefill_s, decode_s: seconds these took.
+      prefill_s, decode_s: time of prefill and decode in seconds.
       drafted_tokens, accepted_tokens: as in `StepRecord`.
     """
 
@@ -104,7 +105,8 @@ class Totals:
     accepted_tokens: int = 0
 
     def plus(self, step: StepRecord) -> Totals:
-        """Adds a step. One whose rows had all come to their ends before, as drafts make possible, counts as decode."""
+        """Return the sums with one more step. A step without tokens counts as decode. It occurs with drafts, if all
+        its requests had ended in earlier steps."""
         tokens = step.prefill_tokens + step.decode_tokens
         of_prefill = step.duration_s * step.prefill_tokens / tokens if tokens else 0.0
         return Totals(
@@ -120,23 +122,24 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was made. No time includes compilation, which is reported apart.
+    """Totals since the engine was made. Times exclude compilation, which is reported separately.
 
     Attributes:
       steps: records of the newest `EngineConfig.history` steps.
       prefill_tokens, decode_tokens: as in `StepRecord`.
-      prefill_tokens_per_s, decode_tokens_per_s: over the time of steps, a mixed step's split by its tokens.
-      prefix_hit_rate: prompt tokens found in the prefix cache when their requests were first admitted, of all that
-        were looked up then; 0 without any.
-      used_pages, peak_pages, num_pages: pages that belong to requests now, at most so far, and in all. If layers or
-        heads hold different numbers of tokens, their share of the memory in pages of all layers, rounded up. Those of
-        all ranks along a mesh's data axis are counted together.
-      preemptions: times a request gave up its pages to an older one.
-      compilations, compile_s: step shapes compiled, and the seconds that took.
-      cache_bytes: bytes of all layers' caches, and of what speculation keeps beside them; on a mesh, of each device's.
+      prefill_tokens_per_s, decode_tokens_per_s: tokens per second of step time. The time of a mixed step is divided in
+        proportion to its tokens.
+      prefix_hit_rate: share of the looked-up prompt tokens that the prefix cache had at first admission; 0 without
+        look-ups.
+      used_pages, peak_pages, num_pages: pages owned by requests now and at the maximum, and all pages, summed over data
+        ranks. If layers or heads hold different numbers of tokens, their memory is converted to pages of all layers and
+        rounded up.
+      preemptions: number of preemptions.
+      compilations, compile_s: number of compiled step shapes, and compile time in seconds.
+      cache_bytes: bytes of all layers' caches and of the state of speculation, on each device.
       groups: statistics of every cache group.
       num_steps: number of all steps.
-      drafted_tokens, accepted_tokens: drafts that were verified, and those of them that were accepted.
+      drafted_tokens, accepted_tokens: verified drafts, and accepted drafts.
     """
 
     steps: tuple[StepRecord, ...]

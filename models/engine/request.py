@@ -1,4 +1,4 @@
-"""Requests: the caller's prompt and sampling parameters, and the engine's progress with them."""
+"""Requests: prompt and sampling parameters from the caller, and the engine's progress."""
 
 import operator
 import reprlib
@@ -11,34 +11,35 @@ import numpy as np
 FinishReason = Literal["stop", "length", "abort", "refused", "nonfinite"]
 
 NONFINITE = -1
-"""In place of a sampled token, where the logits are NaN or infinite."""
+"""Value of a sampled token if the logits are NaN or infinite."""
 
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-6, 1e6
-"""Limits beyond which a draw is the likeliest token, or all tokens are equally likely; from 1e-34 and 1e37 on, logits
-divided or multiplied by the temperature are infinite in float32."""
+"""Below the lower limit a draw always returns the likeliest token; above the upper limit all tokens are equally likely.
+Below 1e-34 and above 1e37, logits divided or multiplied by the temperature overflow in float32."""
 
 
 class RequestRefused(Exception):
-    """The request cannot be completed even with the engine to itself; the message says why."""
+    """The request could not be completed even if it were the only one; the message says why."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters for choosing a request's tokens, and for ending it.
+    """Sampling parameters and stop conditions of a request.
 
-    Numbers may be of any kind that means one number, such as numpy's, and are kept as Python's.
+    Numbers may be Python or NumPy scalars; they are converted to Python numbers.
 
     Attributes:
-      max_tokens: Most tokens to generate, at least 1.
-      temperature: 0 takes the likeliest token; otherwise logits are divided by it, from 1e-6 to 1e6.
-      top_k: Only the k likeliest tokens can be drawn; 0 means all.
-      top_p: Only the smallest set of likeliest tokens with at least this probability can be drawn, in (0, 1].
-      seed: In [0, 2**32). A draw depends on it and the token's position alone.
-      ignore_eos: Continue past the model's end-of-sequence tokens.
-      stop_token_ids: Tokens that end the output whatever `ignore_eos` says; kept as a tuple.
+      max_tokens: Maximum number of generated tokens, at least 1.
+      temperature: 0 selects the likeliest token. Otherwise logits are divided by it; from 1e-6 to 1e6.
+      top_k: Number of likeliest tokens that can be drawn; 0 for all.
+      top_p: Probability in (0, 1]. Only the smallest set of likeliest tokens with at least this probability can be
+        drawn.
+      seed: Seed in [0, 2**32). A draw depends only on the seed and the token's position.
+      ignore_eos: Whether to continue after the model's end-of-sequence tokens.
+      stop_token_ids: Tokens that end the output, also if `ignore_eos` is True. Stored as a tuple.
 
     Raises:
-      ValueError: a value is of another kind or out of range, or stop_token_ids are no sequence of integers.
+      ValueError: a value has the wrong type or is out of range, or stop_token_ids is not a sequence of integers.
     """
 
     max_tokens: int = 16
@@ -81,10 +82,10 @@ def _as_integer(name: str, value: Any) -> int:
 
 
 def as_integers(name: str, values: Any) -> tuple[int, ...]:
-    """Converts a sequence of integers of any kind to a tuple of Python's.
+    """Convert a sequence of Python or NumPy integers to a tuple of Python integers.
 
     Raises:
-      ValueError: anything else, such as a text, bytes, or truth values; naming the argument.
+      ValueError: `values` is anything else, such as a str, bytes or booleans. The message names the argument.
     """
     try:
         given = tuple(values)
@@ -112,31 +113,32 @@ def _as_bool(name: str, value: Any) -> bool:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its continuation so far. The scheduler owns all fields but the first four.
+    """A prompt and its continuation so far. The scheduler owns all fields except the first four.
 
     Attributes:
-      request_id: The caller's name for it, unique among unfinished requests.
+      request_id: Id from the caller, unique among unfinished requests.
       prompt_ids: Token ids of the prompt, at least one.
-      params: How to sample.
-      salt: Only requests of the same salt share cached prefixes. A text that UTF-8 can encode.
-      token_ids: The prompt and the tokens generated since, as far as they have been read back from the device.
-      num_in_flight: Tokens sampled by launched steps and not read back yet, without those that accepted drafts add.
-      num_drafts_in_flight: Drafts that launched steps verify: as many tokens more may turn out to be there.
-      num_computed: Tokens whose K/V is in its pages for certain, including those that launched steps will write: drafts
-        count when they were read back and accepted.
-      prefill_end: Tokens that were known at (re)admission: they come from the host, later ones from the device.
-      num_published: Leading pages that have been published to the prefix cache or came from it.
-      slot: While running, the request's batch slot in the pools, and its place in device arrays with one entry per
-        running request.
+      params: Sampling parameters.
+      salt: Requests share cached prefixes only with requests of the same salt. A str that UTF-8 can encode.
+      token_ids: The prompt, followed by the generated tokens that have been read from the device.
+      num_in_flight: Tokens sampled by launched steps and not read yet, without accepted drafts.
+      num_drafts_in_flight: Drafts that launched steps verify. Up to this number of additional tokens may be accepted.
+      num_computed: Tokens whose K/V is in the request's pages for certain, including tokens that launched steps will
+        write. Drafts are included once they have been read and accepted.
+      prefill_end: Number of tokens known at (re)admission. The host provides these; later tokens stay on the device.
+      num_published: Leading pages that were published to the prefix cache or came from it.
+      request_slot: Index of the running request in the pools and in device arrays with one entry per running request;
+        None if it is not running.
       num_cached: Prompt tokens found in the prefix cache at first admission; None before.
-      drafted, accepted: By position after the newest token: steps that verified a draft there, and that accepted it.
-      draft_trials: Accepted drafts, and drafts that could have been, of the newest steps; older ones fade.
-      finish_reason: "stop" (a stop or end-of-sequence token, which stays in the output), "length" (of the output, the
-        model or the pool), "abort", "refused" (could never have run), or "nonfinite" (the logits of its next token were
-        NaN or infinite, as of a broken checkpoint).
+      drafted, accepted: Numbers of steps that verified and that accepted a draft; entry i is for the draft i + 1
+        positions after the newest token.
+      draft_trials: Accepted drafts, and drafts that could have been accepted; older steps have smaller weights.
+      finish_reason: "stop" (a stop or end-of-sequence token, which stays in the output), "length" (limit of the output,
+        the model or the pool), "abort", "refused" (the request could never run), or "nonfinite" (the logits of its next
+        token were NaN or infinite, for example because of a broken checkpoint).
 
     Raises:
-      ValueError: the prompt is empty, or params or salt are of another kind.
+      ValueError: the prompt is empty, or params or salt has the wrong type.
     """
 
     request_id: int | str
@@ -149,7 +151,7 @@ class Request:
     num_computed: int = field(init=False, default=0)
     prefill_end: int = field(init=False, default=0)
     num_published: int = field(init=False, default=0)
-    slot: int | None = field(init=False, default=None)
+    request_slot: int | None = field(init=False, default=None)
     num_cached: int | None = field(init=False, default=None)
     drafted: tuple[int, ...] = field(init=False, default=())
     accepted: tuple[int, ...] = field(init=False, default=())
@@ -166,14 +168,14 @@ class Request:
         self.token_ids = list(self.prompt_ids)
 
     def requeue(self) -> None:
-        """Drops its progress in the cache and on the device; what was read back stays."""
-        self.slot = None
+        """Discard the request's progress in the cache and on the device. Tokens that have been read stay."""
+        self.request_slot = None
         self.num_in_flight = self.num_computed = self.prefill_end = self.num_published = 0
         self.num_drafts_in_flight = 0
 
     @property
     def output_ids(self) -> list[int]:
-        """Generated tokens, as far as they have been read back."""
+        """Generated tokens that have been read from the device."""
         return self.token_ids[len(self.prompt_ids) :]
 
     @property
@@ -183,11 +185,11 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        return self.slot is not None
+        return self.request_slot is not None
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether running, with tokens known at admission still to be computed."""
+        """Whether the request is running and tokens known at admission remain to be computed."""
         return self.num_computed < self.prefill_end
 
     @property

@@ -1,168 +1,78 @@
-"""Runs planned steps on the device: packs their metadata, compiles each shape once, and keeps the cache in place."""
+"""The runner: owns weights and caches on the device, compiles each step shape once, and launches planned steps."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import os
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from models.decoder import Caches, Decoder, over_mesh, specs_of, split_model, with_settings
-from models.decoder.caches import cache_spec
 from models.decoder.mesh import DATA, cache_partition
+from models.engine.compile_options import CONCURRENT_TOKENS, MAX_LAYERS_PER_PROGRAM, gpu_options
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.distributed.processes import Processes
 from models.engine.group_sizes import GroupSizes
-from models.engine.kv_transfer.cached_pages import (
-    RowFormat,
-    digest_of,
-    read_rows,
-    warm_up_rows,
-    write_layer,
-    write_rows,
-)
-from models.engine.kv_transfer.split_rows import SplitRows
+from models.engine.kv_transfer.cache_rows import CacheRows
+from models.engine.kv_transfer.cached_pages import RowFormat, warm_up_rows
 from models.engine.speculation.step import (
     SpeculativeState,
     allocate_state,
     check_trees,
     proposer_sizes,
-    read_tokens,
     run_speculative_step,
     state_partition,
 )
 from models.engine.step.layered import LayeredStep, OnLayer, copying_rows
 from models.engine.step.packed import PackedStep
 from models.engine.step.plain import run_step
-from models.engine.step.plan import RowTokens, StepPlan
+from models.engine.step.plan import StepPlan
+from models.engine.step.result import StepResult
 from pallas_attn import compile_ahead
-
-GPU_OPTIONS: dict[str, str | bool] = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-}
-"""Operations that XLA launches as CUDA graphs, unless XLA_FLAGS say otherwise. Loops are not among its defaults, and
-without them the host would wait for the device in every layer of a step with prompts, to learn how many pieces of a
-cached prefix to read."""
-
-
-SIDE_BY_SIDE: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""More options for steps of up to `SIDE_BY_SIDE_TOKENS` prompt tokens on one device. Kernels whose arrays do not depend
-on each other run side by side in their graph: a router beside the shared experts, a latent's norm beside the queries,
-rows that decode beside chunks. One sequence's step of DeepSeek-V2-Lite takes 2.5 ms in place of 2.8, that of 64
-sequences 10.4 in place of 10.8 (H200; benchmarks/log/100), and one of 48 and of 464 prompt tokens 17.7 in place of 19.3
-(H100; benchmarks/log/114). On a mesh collectives would have no order."""
-
-SIDE_BY_SIDE_TOKENS = 512
-"""Arrays of activations share less memory then, 0.16 GB in place of 0.09 with so many tokens of DeepSeek-V2-Lite, and
-more with more tokens. Larger steps were not measured."""
-
-WITH_PROMPTS: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
-"""More options for those of these steps that have prompts. XLA joins the weights of two products of the same rows. With
-few rows the product's own kernel reads both; with more they are copied together before, in every layer, and side by
-side the copies of all layers are made early: 0.53 GB in place of 0.16, and 2% of a step (H100; benchmarks/log/114)."""
-
-
-WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-"""More options for steps of more prompt tokens, on one device: their products are cuBLAS's. Else XLA compiles and times
-hundreds of candidates in Triton, which take half of the processor time of an engine's start, and are no faster: a step
-of 4,096 tokens takes 48.8 ms in place of 49.0, one with 64 rows that decode 47.7 in place of 49.4 (DeepSeek-V2-Lite,
-H100; benchmarks/log/115)."""
-
-LAYERS_AT_ONCE = 8
-"""Layers of a program, at most, of steps of more than `SIDE_BY_SIDE_TOKENS` prompt tokens: XLA's time grows with them,
-and pieces that are alike are compiled once. Shorter steps stay whole: several programs with other weights each take the
-host 13 ms to start in place of 4, where a step takes 16 (DeepSeek-V2-Lite, H100; benchmarks/log/115)."""
-
-
-MESH_OPTIONS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "1"}
-"""More options for steps on a mesh. Between two collectives of a layer with experts there is little but a condition,
-for which XLA makes no graph by itself: the host would read it in every layer and start what follows. Prefill of two
-and four data ranks is 1.17 and 1.19 times as fast (DeepSeek-V2-Lite, H100; benchmarks/log/107)."""
-
-
-def gpu_options(bucket: Bucket | None = None, *, on_mesh: bool = False) -> dict[str, str | bool]:
-    """Returns the options for a bucket, `GPU_OPTIONS` if it is None, but those that XLA_FLAGS set, which options of a
-    compilation would override.
-
-    Raises:
-      ValueError: XLA_FLAGS cannot be parsed.
-    """
-    flags = os.environ.get("XLA_FLAGS", "").strip()
-    if flags and not flags.startswith("-"):  # XLA takes anything else for the name of a file with flags
-        flags = Path(flags).read_text(encoding="utf-8")
-    given = {flag.lstrip("-").partition("=")[0] for flag in shlex.split(flags)}
-    if on_mesh:
-        options = GPU_OPTIONS | MESH_OPTIONS
-    elif bucket is None:
-        options = GPU_OPTIONS
-    elif bucket.prefill_tokens <= SIDE_BY_SIDE_TOKENS:
-        options = GPU_OPTIONS | SIDE_BY_SIDE | (WITH_PROMPTS if bucket.prefill_tokens else {})
-    else:
-        options = GPU_OPTIONS | WITHOUT_TRITON
-    return {name: value for name, value in options.items() if name not in given}
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """Results of a launched step, on the device.
-
-    Attributes:
-      plans: the launched plans, one for each data rank; None for ranks that had nothing to do.
-      tokens: int32, sampled tokens of each rank, NONFINITE where logits were: decode rows of the bucket first, then
-        prefill rows.
-      bucket: the bucket it was padded to.
-      logits: float32 [prefill tokens, V] of each rank, of a bucket with all_logits; else None.
-      speculates: whether `tokens` are those of a step that may have drafts, see `speculative_step`.
-      read: waits for tokens or logits and copies them to the host.
-    """
-
-    plans: tuple[StepPlan | None, ...]
-    tokens: Int32[Array, "n"]
-    bucket: Bucket
-    logits: Float[Array, "tokens V"] | None
-    speculates: bool = False
-    read: Callable[[Array], np.ndarray] = np.asarray
-
-    def sampled(self) -> list[RowTokens]:
-        """Reads the tokens of each of the plans' `sampling_rows`, rank by rank, waiting for the device."""
-        of_ranks = self.read(self.tokens).reshape(len(self.plans), -1)
-        ranks = zip(self.plans, of_ranks, strict=True)
-        return [row for plan, tokens in ranks if plan is not None for row in self._sampled_by(plan, tokens)]
-
-    def _sampled_by(self, plan: StepPlan, tokens: Int32[np.ndarray, "n"]) -> list[RowTokens]:
-        num_decode = len(plan.decode)
-        if self.speculates:
-            decode, prefill = read_tokens(tokens, self.bucket, num_decode)
-        else:
-            each = [RowTokens([token]) for token in tokens.tolist()]
-            decode, prefill = each[:num_decode], each[self.bucket.decode_rows :]
-        return [*decode, *(prefill[i] for i, row in enumerate(plan.prefill) if row.samples)]
 
 
 class Runner:
-    """Owns the weights, the caches and the last sampled token of every running request, all on the device; with
-    speculation also what the proposer needs. A model on a mesh runs inside one `jax.shard_map` around the step; each
-    rank along its data axis has rows, tokens and pages of its own."""
+    """Owns the weights, the caches, and the last sampled token of every running request, all on the device. With
+    speculation it also owns the proposer's state.
+
+    A model on a mesh runs inside one `jax.shard_map` around the step. Each data rank has its own rows, tokens and
+    pages.
+    """
 
     def __init__(self, model: Decoder, config: RunnerConfig, processes: Processes | None = None):
+        """Allocate the caches; nothing is compiled.
+
+        Raises:
+          ValueError, NotImplementedError: the proposer does not support the model.
+        """
         if config.batch_invariant:
             model = with_settings(model, dataclasses.replace(model.settings, batch_invariant=True))
         self._config, self._mesh, self._processes = config, model.mesh, processes
-        self._model_config, self._index_topk = model.config, model.settings.index_topk
         self._num_ranks = 1 if model.mesh is None else model.mesh.shape[DATA]
         self._placement = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec(DATA))
+        self._step, self._weights = split_model(model)
+        self._model = model
+        self._prepare_state(model)
+        self._rows = CacheRows(model, config, self._specs)
+        self._prepare_programs(model)
+        self._num_steps = 0
+        self.compile_s = 0.0
+        self._caches: Caches = ()
+        self._last_tokens: Int32[Array, "slots"] | SpeculativeState | None = None
+        self._allocate()
+
+    def _prepare_state(self, model: Decoder) -> None:
+        """Set the shapes of the caches, and the function that allocates caches and last tokens."""
+        config = self._config
         pages = config.layer_pages(model.config.num_hidden_layers)
         cache = (config.page_size, config.cache_dtype, config.kv_scales)
         self._specs = model.cache_specs(pages, *cache)
@@ -174,16 +84,18 @@ class Runner:
             rows: Any = PartitionSpec(DATA) if config.speculate is None else state_partition()
             self._state_specs = cache_partition(model.part, self._specs), rows
             self._make_state = jax.jit(over_mesh(self._make_state, model.mesh, (), self._state_specs))
-        self._split_rows = None if model.mesh is None else SplitRows(model.config, model.mesh)
-        self._step, self._weights = split_model(model)
-        self._model = model
-        # Drafts are proposed and verified around whole steps; on a mesh, what layers take would have to be known from
-        # outside device by device; and steps with the same bits in any company are one program, which decodes, too.
-        stays_whole = config.speculate is not None or model.mesh is not None or config.batch_invariant
-        num_pieces = -(-len(self._specs) // LAYERS_AT_ONCE)
-        self._long = None if stays_whole or num_pieces == 1 else LayeredStep(model, config, num_pieces)
+
+    def _prepare_programs(self, model: Decoder) -> None:
+        """Choose the function of a step, and whether long steps are split into several programs."""
+        config = self._config
+        # One program per step in these cases: a proposer drafts and observes around the whole step; on a mesh the
+        # layers' inputs would need shardings; and batch-invariant steps must all be the same program.
+        is_whole = config.speculate is not None or model.mesh is not None or config.batch_invariant
+        num_programs = -(-len(self._specs) // MAX_LAYERS_PER_PROGRAM)
+        self._long = None if is_whole or num_programs == 1 else LayeredStep(model, config, num_programs)
         self._layered: LayeredStep | None = None
-        self._copied: set[Bucket] = set()
+        self._copied: set[Bucket] = set()  # buckets whose row copies are compiled
+        self._compiled: dict[Bucket, Any] = {}
         self._function: Any = run_step
         if config.speculate is not None:
             self._proposer_sizes = proposer_sizes(config, model.config.num_hidden_layers, model.mesh)
@@ -191,33 +103,29 @@ class Runner:
             if config.speculate.proposer.makes_trees:
                 check_trees(model.config, model.settings, model.contexts)
             self._function = run_speculative_step
-        self._compiled: dict[Bucket, Any] = {}
-        self._num_steps = 0
-        self.compile_s = 0.0
-        self._caches: Caches = ()
-        self._last_tokens: Int32[Array, "slots"] | SpeculativeState | None = None
-        self._allocate()
 
     @property
     def num_compilations(self) -> int:
-        """Buckets compiled so far."""
+        """Number of compiled buckets."""
         return len(self._compiled)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all layers' caches and of what speculation keeps beside them, on each device."""
-        kept = () if self._config.speculate is None else jax.tree.leaves(jax.eval_shape(self._make_last_tokens))
-        return sum(spec.num_bytes for spec in self._specs) + sum(array.size * array.dtype.itemsize for array in kept)
+        """Bytes of all layers' caches and of the state of speculation, on each device."""
+        state = () if self._config.speculate is None else jax.tree.leaves(jax.eval_shape(self._make_last_tokens))
+        return sum(spec.num_bytes for spec in self._specs) + sum(array.size * array.dtype.itemsize for array in state)
+
+    # --- caches
 
     def reset(self) -> None:
-        """Gives up the caches, which may be gone after a step was cut short; the next step starts with empty ones. Asks
-        nothing of the device, so that it works where the device does not."""
+        """Drop the caches, which may be invalid after an interrupted step. The next step allocates empty caches. This
+        call does not use the device, so it succeeds if the device has failed."""
         self._last_tokens, self._caches = None, ()
 
     def _allocate(self) -> Int32[Array, "slots"] | SpeculativeState:
-        """Allocates empty caches if there are none; returns the last sampled tokens, with what belongs to them."""
+        """Allocate empty caches if there are none. Return the last sampled tokens (with speculation its state)."""
         if self._last_tokens is None:
-            self._caches = ()  # memory may not hold both
+            self._caches = ()  # memory may not hold old and new caches together
             self._caches, self._last_tokens = self._make_state()
         return self._last_tokens
 
@@ -228,82 +136,50 @@ class Runner:
         return allocate_state(speculate.proposer, self._proposer_sizes)
 
     def row_format(self, group: GroupSizes) -> RowFormat:
-        """Format of a row of a cache group."""
+        """Return shapes and dtypes of one row of a cache group."""
+        return self._rows.row_format(group)
 
-        def shape(a: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-            of_device = tuple(a.shape[2 if group.head_wise else 1 :])
-            return of_device if self._split_rows is None else self._split_rows.shape(of_device, group.head_wise)
-
-        paged = {
-            f"{layer}.{name}": (shape(a), np.dtype(a.dtype))
-            for layer in group.layers
-            for name, a in self._specs[layer].arrays.items()
-            if len(a.shape) > 2  # static scales have no pages
-        }
-        return RowFormat(group.num_heads, paged)
+    def cache_format(self) -> dict[str, Any]:
+        """Return facts by name that two engines must have in common to exchange pages."""
+        return self._rows.cache_format(self._weights)
 
     def read_rows(self, group: GroupSizes, rows: Int32[np.ndarray, "n"], rank: int = 0) -> dict[str, np.ndarray]:
-        """Copies rows of a cache group of a data rank to the host, with what all launched steps write to them.
+        """Copy rows of a cache group of a data rank to the host, after all launched steps have written them.
 
         Returns:
-          [n, ...] by layer and array, as `row_format` has them.
+          [n, ...] by layer and array, as in `row_format`.
         """
         self._allocate()
-        if self._split_rows is not None:
-            return self._split_rows.read(self._caches, group.layers, group.head_wise, rows, rank)
-        return read_rows(self._caches, group.layers, group.head_wise, rows)
+        return self._rows.read(self._caches, group, rows, rank)
 
     def write_rows(
         self, group: GroupSizes, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray], rank: int = 0
     ) -> None:
-        """Writes rows of a cache group of a data rank, before anything that later steps do; contents as `read_rows`
-        returns them.
+        """Write rows of a cache group of a data rank before any later step runs; contents as returned by `read_rows`.
 
-        If this raises, the caches may be gone: call `reset`.
+        If this raises, the caches may be invalid: call `reset`.
         """
         self._allocate()
-        of_rows = (self._caches, group.layers, group.head_wise, rows, contents)
-        split = self._split_rows
-        self._caches = write_rows(*of_rows) if split is None else split.write(*of_rows, rank)
+        self._caches = self._rows.write(self._caches, group, rows, contents, rank)
 
     def write_layer(
         self, group: GroupSizes, layer: int, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
     ) -> None:
-        """Writes rows of one layer of a cache group, as `write_rows`; contents by array.
+        """Write rows of one layer of a cache group, on one device; contents by array.
 
-        If this raises, the caches may be gone: call `reset`.
+        If this raises, the caches may be invalid: call `reset`.
         """
         self._allocate()
-        cache = write_layer(self._caches[layer], group.head_wise, rows, contents)
-        self._caches = (*self._caches[:layer], cache, *self._caches[layer + 1 :])
+        self._caches = self._rows.write_layer(self._caches, group, layer, rows, contents)
 
-    def cache_format(self) -> dict[str, Any]:
-        """Facts that tell caches apart whose contents must not be exchanged, by name: the model's configuration, shapes
-        and dtypes of its pages, static scales, another number of keys that tokens choose, and a digest of the extremes
-        of every weight. They are the same on any mesh."""
-        scales = self._config.kv_scales
-        dtype = self._config.cache_dtype or self._model.embed_tokens.dtype
-        pages = functools.partial(cache_spec, self._model_config, 1, self._config.page_size, dtype, scales)
-        arrays = {
-            str(layer): {name: [list(a.shape[1:]), a.dtype.name] for name, a in pages(layer=layer).arrays.items()}
-            for layer in range(len(self._specs))
-        }
-        extremes = jax.jit(lambda weights: [_extremes(weight) for weight in weights])(self._weights)
-        return {
-            "page_size": self._config.page_size,
-            **{f"config.{name}": value for name, value in dataclasses.asdict(self._model_config).items()},
-            "arrays": arrays,
-            "index_topk": self._index_topk,
-            "kv_scales": None if scales is None else digest_of([scales.k, scales.v]),
-            "weights": digest_of(jax.device_get(extremes)),
-        }
+    # --- compilation
 
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
-        """Every bucket that a step can fall into."""
+        """Return every bucket that a step may use."""
         return self._config.buckets(all_logits)
 
     def bucket_of(self, plans: Sequence[StepPlan | None], all_logits: bool = False) -> Bucket:
-        """The smallest bucket that holds the step of every rank."""
+        """Return the smallest bucket that holds the step of every data rank."""
         some = [plan for plan in plans if plan is not None]
         num_decode = max(len(plan.decode) for plan in some)
         num_prefill = max(sum(row.num_tokens for row in plan.prefill) for plan in some)
@@ -316,30 +192,34 @@ class Runner:
         )
 
     def compile(self, buckets: Sequence[Bucket]) -> None:
-        """Compiles the buckets that are not yet compiled, each beside the tracing and the compiling of those after it,
-        since XLA spends most of its time on one core, and their kernels in threads of their own. On a GPU every
-        compiled one is then run without rows, twice: the first run loads its kernels, the second records them. That
-        comes last, because XLA drops the CUDA graphs of all programs whenever it makes another.
+        """Compile the buckets that are not compiled yet.
+
+        XLA spends most of its time on one core, so each bucket compiles in a thread while later buckets are traced, and
+        kernels compile in further threads. On a GPU every compiled step then runs twice without rows: the first run
+        loads its kernels, the second records CUDA graphs. These runs come last, because XLA drops the CUDA graphs of
+        all programs when it loads another program.
         """
         new = [bucket for bucket in buckets if bucket not in self._compiled]
         if not new:
             return
         with contextlib.nullcontext() if self._processes is None else self._processes.busy(), self._timing():
-            self._compiled |= self._compile({bucket: self._cut(bucket) for bucket in new})
+            self._compiled |= self._compile({bucket: self._split_of(bucket) for bucket in new})
             self._warm_up()
 
     @contextlib.contextmanager
     def _timing(self) -> Iterator[None]:
+        """Add the duration of the context to `compile_s`."""
         began = time.perf_counter()
         yield
         self.compile_s += time.perf_counter() - began
 
-    def _cut(self, bucket: Bucket) -> LayeredStep | None:
-        """Returns the way to cut the steps of a bucket into programs; None if they are one."""
-        return self._long if bucket.prefill_tokens > SIDE_BY_SIDE_TOKENS else None
+    def _split_of(self, bucket: Bucket) -> LayeredStep | None:
+        """Return how steps of a bucket are split into programs; None for a single program."""
+        return self._long if bucket.prefill_tokens > CONCURRENT_TOKENS else None
 
     def _compile(self, new: Mapping[Bucket, LayeredStep | None]) -> dict[Bucket, Any]:
-        """Compiles steps as they are cut; a step is called as (weights, caches, last tokens, packed)."""
+        """Compile steps as single programs or as several programs. Either is called as
+        (weights, caches, last tokens, packed)."""
         last_tokens = self._allocate()
         on_gpu, on_mesh = _is_on_gpu(last_tokens), self._mesh is not None
         with ThreadPoolExecutor() as threads, compile_ahead(threads):
@@ -357,42 +237,13 @@ class Runner:
                         compiled[bucket] = layered.compile(bucket, self._weights, self._caches, last_tokens, start)
             return {bucket: result() for bucket, result in compiled.items()}
 
-    def _warm_up(self) -> None:
-        """Runs all that is compiled twice without rows, on a GPU."""
-        if _is_on_gpu(self._allocate()):
-            of_layers = {} if self._layered is None else self._layered.compiled
-            for bucket, step in [*self._compiled.items(), *of_layers.items()] * 2:
-                self._run_idle(bucket, step)
-
-    def cut_steps(self, num_pieces: int) -> None:
-        """Makes `launch` with `on_layer` start steps in so many pieces, at most one a layer."""
-        if self._layered is None or self._layered.num_pieces != num_pieces:
-            has_programs = self._long is not None and self._long.num_pieces == num_pieces
-            self._layered = self._long if has_programs else LayeredStep(self._model, self._config, num_pieces)
-            self._copied = set()
-
-    def compile_layers(self, buckets: Sequence[Bucket]) -> LayeredStep:
-        """Compiles those of the buckets that have prompts for `launch` with `on_layer`, and the copies of rows; as
-        `compile`, it has a GPU run everything twice in the end."""
-        layered, groups = self._layered, self._config.groups or ()
-        if layered is None:
-            raise ValueError("buckets: expected steps that `cut_steps` has cut")
-        new = [bucket for bucket in buckets if bucket.prefill_tokens and bucket not in self._copied]
-        if new:
-            with self._timing():
-                self._compile({bucket: layered for bucket in new if bucket not in layered.compiled})
-                warm_up_rows(self._caches, groups, layered.pieces)
-                self._warm_up()
-                self._copied |= {*new}
-        return layered
-
     def _lower(self, bucket: Bucket, last_tokens: Int32[Array, "slots"] | SpeculativeState) -> jax.stages.Lowered:
-        """Traces and lowers the step of a bucket; on a mesh, what each device does of it."""
+        """Trace and lower the step of a bucket. On a mesh the program is the part of each device."""
         function = functools.partial(self._function, self._step, self._config, bucket)
         if self._mesh is not None:
             of_ranks = PartitionSpec(DATA)
             arguments = (specs_of(self._all_weights()), *self._state_specs, of_ranks)
-            if self._processes is not None:  # each reads the tokens of all ranks
+            if self._processes is not None:  # every process reads the tokens of all ranks
                 function = _gathering(function)
             read = of_ranks if self._processes is None else PartitionSpec()
             function = over_mesh(function, self._mesh, arguments, (read, read, *self._state_specs))
@@ -402,12 +253,36 @@ class Runner:
         with _without_source_lines():
             return donating.lower(self._all_weights(), self._caches, last_tokens, packed)
 
-    def run_idle(self, bucket: Bucket) -> None:
-        """Runs a compiled bucket without rows and waits for it, which leaves caches and tokens as they are."""
-        self._run_idle(bucket, self._compiled[bucket])
+    def cut_steps(self, num_programs: int) -> None:
+        """Set the number of programs that `launch` with `on_layer` splits a step into; at most one per layer."""
+        if self._layered is None or self._layered.num_programs != num_programs:
+            has_programs = self._long is not None and self._long.num_programs == num_programs
+            self._layered = self._long if has_programs else LayeredStep(self._model, self._config, num_programs)
+            self._copied = set()
 
-    def _run_idle(self, bucket: Bucket, step: Any) -> None:
-        jax.block_until_ready(self._run(step, self._pack(bucket, [None] * self._num_ranks)))
+    def compile_layers(self, buckets: Sequence[Bucket]) -> LayeredStep:
+        """Compile the buckets with prompts for `launch` with `on_layer`, and the copies of page rows. On a GPU
+        everything runs twice at the end, as in `compile`."""
+        layered, groups = self._layered, self._config.groups or ()
+        if layered is None:
+            raise ValueError("buckets: `cut_steps` must be called before")
+        new = [bucket for bucket in buckets if bucket.prefill_tokens and bucket not in self._copied]
+        if new:
+            with self._timing():
+                self._compile({bucket: layered for bucket in new if bucket not in layered.compiled})
+                warm_up_rows(self._caches, groups, layered.layer_ranges)
+                self._warm_up()
+                self._copied |= {*new}
+        return layered
+
+    def _warm_up(self) -> None:
+        """On a GPU, run every compiled step twice without rows."""
+        if _is_on_gpu(self._allocate()):
+            of_layers = {} if self._layered is None else self._layered.compiled
+            for bucket, step in [*self._compiled.items(), *of_layers.items()] * 2:
+                self._run_idle(bucket, step)
+
+    # --- steps
 
     def launch(
         self,
@@ -417,16 +292,16 @@ class Runner:
         rows: Sequence[np.ndarray] = (),
         on_layer: OnLayer | None = None,
     ) -> StepResult:
-        """Starts a step and returns without waiting for it. Steps run in the order they are launched.
+        """Start a step and return without waiting for it. The device runs steps in launch order.
 
-        If this raises, the caches may be gone: call `reset`.
+        If this raises, the caches may be invalid: call `reset`.
 
         Args:
-          plans: of each data rank; None for one without rows. One of them has some.
-          all_logits: whether the logits of all prefill tokens are wanted.
-          rows: int32 of each cache group, that are to be copied layer by layer.
-          on_layer: takes those copies; None for a step that is one program. On one device, without drafts, after
-            `cut_steps`.
+          plans: plan of each data rank; None for a rank without rows. At least one has rows.
+          all_logits: whether to return the logits of all prefill tokens.
+          rows: int32 page rows of each cache group, to be copied layer by layer.
+          on_layer: function that receives these copies; None for a step in one program. It requires one device, no
+            drafts, and `cut_steps`.
         """
         bucket = self.bucket_of(plans, all_logits)
         if on_layer is not None:
@@ -451,29 +326,38 @@ class Runner:
         rows: Sequence[np.ndarray],
         on_layer: OnLayer,
     ) -> StepResult:
-        """Starts a step as programs of its layers, which `on_layer` is told of."""
+        """Start a step as several programs of consecutive layers, and copy page rows after each program."""
         step = self.compile_layers([bucket]).compiled[bucket]
         copying = copying_rows(rows, self._config.groups or (), on_layer)
-        tokens, logits = self._run(functools.partial(step, on_piece=copying), self._pack(bucket, plans))
+        tokens, logits = self._run(functools.partial(step, on_program=copying), self._pack(bucket, plans))
         self._num_steps += 1
         tokens.copy_to_host_async()
         return StepResult(tuple(plans), tokens, bucket, logits)
 
+    def run_idle(self, bucket: Bucket) -> None:
+        """Run a compiled bucket without rows and wait for it. Caches and tokens do not change."""
+        self._run_idle(bucket, self._compiled[bucket])
+
+    def _run_idle(self, bucket: Bucket, step: Any) -> None:
+        jax.block_until_ready(self._run(step, self._pack(bucket, [None] * self._num_ranks)))
+
     def _all_weights(self) -> Any:
-        """The target's weights; with speculation, the proposer's beside them, which it may exchange between steps."""
+        """Return the target's weights; with speculation (target's, proposer's). A proposer may replace its weights
+        between steps."""
         speculate = self._config.speculate
         return self._weights if speculate is None else (self._weights, speculate.proposer.weights)
 
     def _pack(self, bucket: Bucket, plans: Sequence[StepPlan | None]) -> Int32[np.ndarray, "n"]:
+        """Pack the metadata of all data ranks into one array."""
         idle = StepPlan((), (), self._config.empty_tables)
         of_ranks = [PackedStep.pack(self._config, bucket, idle if plan is None else plan) for plan in plans]
         return of_ranks[0] if len(of_ranks) == 1 else np.concatenate(of_ranks)
 
     def _run(self, step: Callable[..., Any], packed: Int32[np.ndarray, "n"]) -> tuple[Array, Array | None]:
-        """Starts a compiled step; returns its sampled tokens, and its logits if the bucket has them."""
+        """Start a compiled step. Return its sampled tokens, and its logits if the bucket has all_logits."""
         if self._placement is None or self._placement.is_fully_addressable:
             on_devices = jax.device_put(packed, self._placement)
-        else:  # `jax.device_put` would compare what processes have, by a collective operation
+        else:  # `jax.device_put` would run a collective operation to compare the values of all processes
             on_devices = jax.make_array_from_callback(packed.shape, self._placement, packed.__getitem__)
         last_tokens = self._allocate()
         tokens, logits, self._caches, self._last_tokens = step(
@@ -484,8 +368,8 @@ class Runner:
 
 @contextlib.contextmanager
 def _without_source_lines() -> Iterator[None]:
-    """Leaves the lines of Python out of what is lowered. XLA writes down for each kernel all those that made it, which
-    takes seconds of a step with prompts; the names of operations stay."""
+    """Lower without Python source locations. XLA records the locations of every kernel, which takes seconds for a step
+    with prompts. Names of operations are not affected."""
     name = "jax_traceback_in_locations_limit"
     limit = getattr(jax.config, name)
     jax.config.update(name, 0)
@@ -499,13 +383,8 @@ def _is_on_gpu(arrays: Any) -> bool:
     return all(device.platform == "gpu" for device in jax.tree.leaves(arrays)[0].devices())
 
 
-def _extremes(weight: Array) -> Array:
-    """Least and greatest value of a weight, or 0 if that is more extreme: a slice of it may be padded with zeros."""
-    return jnp.stack([jnp.min(weight, initial=0), jnp.max(weight, initial=0)])
-
-
 def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A step whose tokens and logits are those of all data ranks."""
+    """Make the step return the tokens and logits of all data ranks on every device."""
 
     def gathered(*arguments: Any) -> tuple[Any, ...]:
         tokens, logits, *state = function(*arguments)

@@ -1,4 +1,4 @@
-"""Choice of the next token on the device; a draw depends on the request's seed and the token's position alone."""
+"""Sampling on the device. A draw depends only on the request's seed and the token's position."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from models.engine.request import NONFINITE
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
+@typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
     """Sampling parameters of n rows of logits.
 
     Attributes:
-      temperature: float32 [n]; 0 takes the likeliest token.
-      top_k: int32 [n], keeps the k likeliest tokens; 0 keeps all.
-      top_p: float32 [n], keeps the likeliest tokens that together have this probability; 1 keeps all.
-      seed: uint32 [n], the request's.
-      position: int32 [n], where in its sequence the new token will stand.
+      temperature: float32 [n]; 0 selects the likeliest token.
+      top_k: int32 [n], number of likeliest tokens that can be drawn; 0 for all.
+      top_p: float32 [n]; only the likeliest tokens with this total probability can be drawn; 1 for all.
+      seed: uint32 [n], seed of the request.
+      position: int32 [n], position of the new token in its sequence.
     """
 
     temperature: Float[Array, "n"]
@@ -36,41 +36,60 @@ class SamplingRows:
 
 
 def sample(logits: Float[Array, "n V"], rows: SamplingRows) -> tuple[Int32[Array, "n"], Float[Array, "n"]]:
-    """Chooses the next token of each row, and measures the margin by which it won.
+    """Choose the next token of each row, and compute the margin of the choice.
 
-    Temperature, then top-k, then top-p; the draw is the Gumbel-max trick, so that it too is an argmax.
+    Temperature, top-k and top-p are applied in this order. The draw is an argmax of perturbed logits (Gumbel-max
+    trick).
 
     Returns:
-      Token ids, NONFINITE for rows with a logit that is NaN or infinite; and the margins between the best and the
-      second-best perturbed logits (plain ones at temperature 0): how much rounding a choice withstands, in the logits'
-      unit.
+      Token ids [n], NONFINITE for rows with a logit that is NaN or infinite; and margins [n], the difference between
+      the best and second-best perturbed logits (unperturbed at temperature 0), in units of the logits.
     """
     values, tokens = _highest(logits, rows, 2)
     return tokens[:, 0], values[:, 0] - values[:, 1]
 
 
 def draw(logits: Float[Array, "n V"], rows: SamplingRows) -> Int32[Array, "n"]:
-    """Chooses the next token of each row, as `sample` does."""
+    """Choose the next token of each row, as `sample`, without margins."""
     return best(logits, rows, 1)[:, 0]
 
 
 def best(logits: Float[Array, "n V"], rows: SamplingRows, count: int) -> Int32[Array, "n count"]:
-    """The tokens that `sample` would choose first, second, ...; NONFINITE for rows with a logit that is not finite."""
+    """Return the `count` tokens with the highest perturbed logits, in descending order; the first equals `sample`'s.
+    NONFINITE for rows with a logit that is not finite."""
     return _highest(logits, rows, count)[1]
+
+
+def losses(logits: Float[Array, "n V"], rows: SamplingRows, tokens: Int32[Array, "n"]) -> Float[Array, "n"]:
+    """Return the amount by which the logit of each token has to rise for `sample` to choose the token; 0 for the tokens
+    that it chooses.
+
+    A token that top-k and top-p allow has to reach the highest perturbed logit. Another token has to reach the lowest
+    allowed logit, too. For top-p this is an upper bound, because the threshold falls as the token's probability rises.
+    """
+    row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    greedy = (rows.temperature == 0)[:, None]
+    temperature = jnp.where(greedy[:, 0], 1.0, rows.temperature)[:, None]
+    scaled = logits / temperature
+    allowed = greedy | _is_allowed(scaled, rows.top_k, rows.top_p)
+    perturbed = jnp.where(greedy, logits, (scaled + _noise(rows, logits.shape[-1])) * temperature)
+    to_the_best = jnp.max(jnp.where(allowed, perturbed, -jnp.inf), axis=-1) - perturbed[row, tokens]
+    to_the_allowed = jnp.min(jnp.where(allowed, logits, jnp.inf), axis=-1) - logits[row, tokens]
+    return jnp.maximum(jnp.maximum(to_the_best, jnp.where(greedy[:, 0], 0.0, to_the_allowed)), 0.0)
 
 
 def _highest(
     logits: Float[Array, "n V"], rows: SamplingRows, count: int
 ) -> tuple[Float[Array, "n count"], Int32[Array, "n count"]]:
     def of(drawn: Float[Array, "n V"], logits: Float[Array, "n V"]) -> tuple[Array, Array, Array]:
-        if count == 1:  # two kernels of a few us, where XLA's choice of several takes 22 for one row of 100,000
+        if count == 1:  # two kernels of a few us; XLA's top_k takes 22 us for one row of 100,000
             values, tokens = jnp.max(drawn, axis=-1, keepdims=True), jnp.argmax(drawn, axis=-1, keepdims=True)
         else:
             values, tokens = lax.top_k(drawn, count)
-        finite = jnp.all(jnp.isfinite(logits), axis=-1)  # of NaN the likeliest would be token 0, without a word
+        finite = jnp.all(jnp.isfinite(logits), axis=-1)  # argmax of NaN would silently return token 0
         return values, tokens.astype(jnp.int32), finite
 
-    # A condition that returned logits would copy them, and look at them once more for what is not finite.
+    # The branches return tokens: if they returned logits, XLA would copy these and read them again to check finiteness.
     values, tokens, finite = lax.cond(
         jnp.any(rows.temperature > 0),
         lambda logits, rows: of(_perturbed(logits, rows), logits),
@@ -82,18 +101,22 @@ def _highest(
 
 
 def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, "n V"]:
-    """Logits of drawn rows as temperature · (kept log-probabilities + Gumbel noise); of the others as they are."""
+    """Perturb the logits of drawn rows: temperature · (masked scaled logits + Gumbel noise). Return greedy rows
+    unchanged."""
     greedy = rows.temperature == 0
     temperature = jnp.where(greedy, 1.0, rows.temperature)[:, None]
     scaled = logits / temperature
-    kept = jnp.where(_is_kept(scaled, rows.top_k, rows.top_p), scaled, -jnp.inf)
-    noise = jax.vmap(lambda seed, position: _gumbel(seed, position, logits.shape[-1]))(rows.seed, rows.position)
-    return jnp.where(greedy[:, None], logits, (kept + noise) * temperature)
+    allowed = jnp.where(_is_allowed(scaled, rows.top_k, rows.top_p), scaled, -jnp.inf)
+    noise = _noise(rows, logits.shape[-1])
+    return jnp.where(greedy[:, None], logits, (allowed + noise) * temperature)
 
 
-def _is_kept(scaled: Float[Array, "n V"], top_k: Int32[Array, "n"], top_p: Float[Array, "n"]) -> Bool[Array, "n V"]:
-    """Mask of the tokens that top-k and then top-p keep. Nothing is sorted: a GPU takes longer to sort a hundred
-    thousand logits of several rows, and for one row XLA chooses a sort that makes the host wait."""
+def _is_allowed(scaled: Float[Array, "n V"], top_k: Int32[Array, "n"], top_p: Float[Array, "n"]) -> Bool[Array, "n V"]:
+    """Mask of the tokens that top-k, then top-p allow.
+
+    The function does not sort. For several rows of 100,000 logits a sort takes longer on a GPU, and for one row XLA
+    uses a sort that blocks the host.
+    """
     ranks = _ranked(scaled)
     count = jnp.where(top_k == 0, scaled.shape[-1], top_k).astype(jnp.float32)
     among = ranks >= _highest_reaching(count, ranks, jnp.ones_like(scaled))
@@ -103,8 +126,7 @@ def _is_kept(scaled: Float[Array, "n V"], top_k: Int32[Array, "n"], top_p: Float
 
 
 def _ranked(x: Float[Array, "n V"]) -> UInt32[Array, "n V"]:
-    """Maps float32 values to integers of the same order: flips all bits of negative ones, and the sign bit of the
-    others."""
+    """Map float32 values to uint32 in the same order: flip all bits of negative values, and the sign bit of others."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -112,22 +134,29 @@ def _ranked(x: Float[Array, "n V"]) -> UInt32[Array, "n V"]:
 def _highest_reaching(
     target: Float[Array, "n"], ranks: UInt32[Array, "n V"], weights: Float[Array, "n V"]
 ) -> UInt32[Array, "n 1"]:
-    """Highest rank from which on a row's weights add up to its target; 0 if all of them do not.
+    """Return for each row the highest rank r such that the weights of ranks >= r add up to the target; 0 if all weights
+    add up to less.
 
-    Found four bits at a time, by one pass over the row and one over the sums of its parts of 256: XLA makes one kernel
-    of 15 such sums, but not of 15 over a hundred thousand.
+    The rank is found four bits at a time, with 15 candidate sums per iteration. Sums are computed over chunks of 256
+    columns and then over the chunks: XLA fuses 15 sums of this kind into one kernel, but not 15 sums over 100,000
+    columns.
     """
-    in_parts = ((0, 0), (0, -ranks.shape[1] % 256))
-    ranks, weights = (jnp.pad(x, in_parts).reshape(x.shape[0], -1, 256) for x in (ranks, weights))
+    to_chunks = ((0, 0), (0, -ranks.shape[1] % 256))
+    ranks, weights = (jnp.pad(x, to_chunks).reshape(x.shape[0], -1, 256) for x in (ranks, weights))
 
     def with_digit(i: ArrayLike, reached: Array) -> Array:
         shift = jnp.uint32(28) - 4 * jnp.asarray(i, jnp.uint32)
         candidates = [reached + (jnp.uint32(digit) << shift) for digit in range(1, 16)]
-        parts = [jnp.sum(jnp.where(ranks >= least[:, :, None], weights, 0), axis=-1) for least in candidates]
-        reaching = jnp.sum(jnp.stack(parts), axis=-1) >= target[None]  # the sums fall from one candidate to the next
+        chunks = [jnp.sum(jnp.where(ranks >= least[:, :, None], weights, 0), axis=-1) for least in candidates]
+        reaching = jnp.sum(jnp.stack(chunks), axis=-1) >= target[None]  # sums decrease with the candidate
         return reached + (jnp.sum(reaching, axis=0, dtype=jnp.uint32)[:, None] << shift)
 
     return lax.fori_loop(0, 8, with_digit, jnp.zeros((ranks.shape[0], 1), jnp.uint32))
+
+
+def _noise(rows: SamplingRows, vocab_size: int) -> Float[Array, "n V"]:
+    """Gumbel noise of each row's draw."""
+    return jax.vmap(lambda seed, position: _gumbel(seed, position, vocab_size))(rows.seed, rows.position)
 
 
 def _gumbel(seed: UInt32[Array, ""], position: Int32[Array, ""], vocab_size: int) -> Float[Array, "V"]:

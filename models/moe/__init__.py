@@ -1,1 +1,1 @@
-"""Mixture-of-experts layer: router, expert GEMMs and the exchange of tokens between devices."""
+"""Mixture-of-experts layers: router, dispatch of rows to experts, expert GEMMs, and exchange between devices."""

@@ -1,4 +1,4 @@
-"""Cache management on the host in plain Python: the contents of every page, and the sequences that hold it."""
+"""Cache management on the host in plain Python: contents and owners of pages."""
 
 from pallas_attn.cache.errors import CacheError, InconsistentCache, OutOfPages, PageError
 from pallas_attn.cache.group_pools import GroupPools

@@ -1,8 +1,8 @@
-"""Errors of cache management. Each leaves the state as it was before the call."""
+"""Errors of cache management. A call that raises one of them changes nothing."""
 
 
 class CacheError(Exception):
-    """Base of every failure that a page pool or prefix cache reports.
+    """Base class of the errors that page pools and prefix caches raise.
 
     Example:
       >>> pool = pallas_attn.cache.PagePool(4)
@@ -15,11 +15,11 @@ class CacheError(Exception):
 
 
 class OutOfPages(CacheError):
-    """An allocation asked for more pages than are free.
+    """An allocation requested more pages than are free.
 
     Attributes:
-        requested: Pages asked for.
-        free: Pages that were free.
+      requested: number of pages requested.
+      free: number of pages that were free.
 
     Example:
       >>> pool = pallas_attn.cache.PagePool(4)
@@ -47,7 +47,7 @@ class PageError(CacheError):
 
 
 class InconsistentCache(CacheError):
-    """`check()` found a broken invariant.
+    """`check()` found a violated invariant.
 
     Example:
       >>> pool = pallas_attn.cache.PagePool(4)

@@ -1,4 +1,4 @@
-"""The pools of all cache groups of a model; a sequence has rows in each of them."""
+"""Row pools of all cache groups of a model. A sequence has rows in each pool."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,11 +11,11 @@ from pallas_attn.cache.head_page_pool import HeadPagePool
 
 
 class GroupPools:
-    """One `HeadPagePool` for each cache group, the layers of equal windows; a sequence has one batch slot in all of
+    """One `HeadPagePool` per cache group (layers with equal windows). A sequence has the same batch slot in all of
     them.
 
-    Properties of one pool hold for all of them together: a sequence gets room in every group or in none. A call that
-    raises changes nothing. Not thread-safe.
+    All pools succeed or fail together: a sequence gets room in every group or in none. A call that raises changes
+    nothing. Not thread-safe.
 
     Example:
       >>> sizes = {"page_size": 4, "max_num_seqs": 2, "max_pages_per_seq": 4}
@@ -29,13 +29,13 @@ class GroupPools:
     """
 
     def __init__(self, pools: Sequence[HeadPagePool]) -> None:
-        """Takes over the pools; from now on they may be read directly, but not changed.
+        """Take ownership of the pools. Afterwards the caller may read them but must not change them.
 
         Args:
-            pools: Pools with all rows free, of equal page size, batch slots and table entries.
+          pools: pools with all rows free, of equal page size, batch slots and table entries.
 
         Raises:
-            ValueError: no pools, or they differ where they must not.
+          ValueError: there are no pools, or they differ in these sizes.
         """
         shapes = {(pool.page_size, pool.max_num_seqs, pool.table_tokens) for pool in pools}
         if len(shapes) != 1:
@@ -57,18 +57,18 @@ class GroupPools:
 
     @property
     def table_tokens(self) -> int:
-        """Tokens that a table has entries for."""
+        """Number of tokens that a table has entries for."""
         return self._pools[0].table_tokens
 
     @property
     def num_owned(self) -> tuple[int, ...]:
-        """Rows that sequences hold, in each group."""
+        """Number of rows that sequences own, per group."""
         return tuple(pool.num_owned for pool in self._pools)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens to which a sequence can grow, one by one, if it has all pools to itself."""
-        # Rows that grow with the tokens: bisect for the first number of pages that some pool does not hold.
+        """Maximum length of a sequence that grows token by token while no other sequence has rows."""
+        # The number of rows grows with the tokens: bisect for the first number of pages that exceeds a pool.
         least, most = 0, self.table_tokens // self.page_size
         while least < most:
             middle = (least + most + 1) // 2
@@ -77,8 +77,9 @@ class GroupPools:
         return least * self.page_size
 
     def lacking_pool(self, num_tokens: int) -> HeadPagePool | None:
-        """First pool that is too small for a sequence of `num_tokens` alone in it and growing one by one; None if all
-        suffice."""
+        """Return the first pool that is too small for a single sequence of `num_tokens` that grows token by token; None
+        if all are large enough.
+        """
         for pool in self._pools:
             if pool.peak_rows(num_tokens, step_tokens=1) > pool.num_rows:
                 return pool
@@ -87,13 +88,13 @@ class GroupPools:
     def has_room(
         self, num_tokens: int, *, step_tokens: int, prefix: Sequence[Int32[np.ndarray, "_ pages"]] | None = None
     ) -> bool:
-        """Whether the free rows suffice for a new sequence all the way to `num_tokens`.
+        """Return whether the free rows are enough for a new sequence until it has `num_tokens`.
 
         Args:
-            num_tokens: Final length of the sequence.
-            step_tokens: New tokens of one step at most.
-            prefix: The rows it begins with, group by group, as `PrefixCache.lookup` finds them. Free ones among them
-                are not available for anything else.
+          num_tokens: final length of the sequence.
+          step_tokens: maximum number of new tokens per step.
+          prefix: rows of the sequence's prefix per group, from `PrefixCache.lookup`. Free rows among them are not
+            available for other pages.
         """
         for group, pool in enumerate(self._pools):
             rows = np.empty((pool.num_heads, 0), np.int32) if prefix is None else prefix[group]
@@ -104,15 +105,15 @@ class GroupPools:
         return True
 
     def room(self, batch_slot: int) -> int:
-        """Tokens up to which `allocate` could make room for a sequence with the free rows."""
+        """Return the number of tokens up to which `allocate` can extend a sequence with the free rows."""
         return min(pool.room(batch_slot) for pool in self._pools)
 
     def allocate(self, batch_slot: int, num_tokens: int) -> None:
-        """Makes room for the first `num_tokens` tokens of a sequence in every head of every group, or in none.
+        """Make room for the first `num_tokens` tokens of a sequence in every head of every group, or in none.
 
         Raises:
-            OutOfPages: some pool has fewer rows free than its heads lack; it counts that pool's rows.
-            ValueError: as `HeadPagePool.allocate`.
+          OutOfPages: a pool has fewer free rows than its heads need; the error counts rows of this pool.
+          ValueError: see `HeadPagePool.allocate`.
         """
         for pool in self._pools:
             if (lacking := pool.num_lacking(batch_slot, num_tokens)) > pool.num_free:
@@ -121,14 +122,14 @@ class GroupPools:
             pool.allocate(batch_slot, num_tokens)
 
     def adopt(self, batch_slot: int, prefix: Sequence[Int32[np.ndarray, "_ pages"]]) -> None:
-        """Lets a new sequence begin with rows that hold its first tokens already; see `HeadPagePool.adopt`.
+        """Start a new sequence with rows that already hold its first tokens; see `HeadPagePool.adopt`.
 
         Args:
-            batch_slot: Idle.
-            prefix: Rows group by group, of equal numbers of pages.
+          batch_slot: an idle batch slot.
+          prefix: rows per group, with equal numbers of pages.
 
         Raises:
-            PageError, ValueError: as `HeadPagePool.adopt`, or not one of `prefix` for each group.
+          PageError, ValueError: see `HeadPagePool.adopt`, or `prefix` does not have one entry per group.
         """
         if len(prefix) != len(self._pools) or len({rows.shape[1] for rows in prefix}) != 1:
             shapes = [list(rows.shape) for rows in prefix]
@@ -139,59 +140,59 @@ class GroupPools:
             pool.adopt(batch_slot, rows)
 
     def recycle(self, batch_slots: ArrayLike, oldest_queries: ArrayLike) -> tuple[list[int], ...]:
-        """Drops the rows that no head needs any more, as `HeadPagePool.recycle`; returns those of each group.
+        """Release the rows that no head needs any more, like `HeadPagePool.recycle`; return them per group.
 
         Raises:
-            ValueError: as `HeadPagePool.recycle`.
+          ValueError: see `HeadPagePool.recycle`.
         """
-        # Every pool accepts or none does, since sequences have the same room and queries in all of them.
+        # All pools accept or all reject, because sequences have the same room and queries in all of them.
         return tuple(pool.recycle(batch_slots, oldest_queries) for pool in self._pools)
 
     def release(self, batch_slot: int) -> None:
-        """Drops all rows of a sequence. Doing it again does nothing.
+        """Release all rows of a sequence. A second call does nothing.
 
         Raises:
-            ValueError: an unknown batch slot.
+          ValueError: the batch slot is unknown.
         """
         for pool in self._pools:
             pool.release(batch_slot)
 
     def reset(self) -> None:
-        """Starts over with all rows of all pools free, whatever state an interrupted call has left."""
+        """Free all rows of all pools, whatever state an interrupted call has left."""
         for pool in self._pools:
             pool.reset()
 
     def swap(self, first: int, second: int) -> None:
-        """Exchanges the sequences of two batch slots, with the rows of all their heads; either may be idle.
+        """Exchange the sequences of two batch slots, with the rows of all heads; either slot may be idle.
 
         Raises:
-            ValueError: an unknown batch slot.
+          ValueError: a batch slot is unknown.
         """
         for pool in self._pools:
             pool.swap(first, second)
 
     def tables(self, batch_slots: ArrayLike) -> tuple[Int32[np.ndarray, "B _ P"], ...]:
-        """Head-wise block tables of a step, group by group; see `HeadPagePool.tables`.
+        """Return the head-wise block tables of a step per group; see `HeadPagePool.tables`.
 
         Raises:
-            ValueError: not a vector of integers, or an unknown batch slot.
+          ValueError: not a vector of integers, or an unknown batch slot.
         """
         return tuple(pool.tables(batch_slots) for pool in self._pools)
 
     def watch_reuse(self, on_reuse: Callable[[int, int], None]) -> None:
-        """Registers `on_reuse(group, row)` to be called whenever a row is handed out; see `PagePool.watch_reuse`.
+        """Register `on_reuse(group, row)`, which is called whenever a row is allocated; see `PagePool.watch_reuse`.
 
         Raises:
-            ValueError: the pools are watched already.
+          ValueError: the pools already have a watcher.
         """
         for group, pool in enumerate(self._pools):
             pool.watch_reuse(lambda row, group=group: on_reuse(group, row))
 
     def check(self) -> None:
-        """Verifies every invariant of every pool.
+        """Verify every invariant of every pool.
 
         Raises:
-            InconsistentCache: naming the row or table entry at fault.
+          InconsistentCache: names the row or table entry that violates an invariant.
         """
         for pool in self._pools:
             pool.check()

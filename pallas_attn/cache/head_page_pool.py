@@ -1,4 +1,4 @@
-"""Rows of a head-wise paged KV cache: their owners, and which of them are never read again."""
+"""Row pool of a head-wise paged KV cache: owners of rows, and recycling of rows that no later query reads."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ from numpy.typing import ArrayLike
 from pallas_attn.cache.errors import InconsistentCache, PageError
 from pallas_attn.cache.page_pool import PagePool
 
-PAGE_NONE = -1  # the one of pallas_attn.types, which imports jax
+PAGE_NONE = -1  # equal to pallas_attn.types.PAGE_NONE, whose module imports JAX
 
 
 @runtime_checkable
 class WindowPerHead(Protocol):
-    """The fields of a `pallas_attn.HeadWindow`, whose module imports jax."""
+    """Fields of a `pallas_attn.HeadWindow`. The module of that class imports JAX, which this module must not."""
 
     @property
     def window(self) -> ArrayLike | Sequence[int]: ...
@@ -26,27 +26,26 @@ class WindowPerHead(Protocol):
 
 
 class HeadPagePool:
-    """Hands out the rows of layers with equal windows to the KV heads of the sequences in a batch.
+    """Allocate the rows of layers with equal windows to the KV heads of the sequences in a batch.
 
-    A row is one page of one KV head, and any head may own any row: full heads can use the rows that windowed heads give
-    back. (Layers whose heads have equal windows need no rows for each head: their pool has one head, and a row of it is
-    a page of all heads.)
+    A row is one page of one KV head. Every head may own every row, so full heads can use rows that windowed heads
+    release. (If all heads of the layers have equal windows, the pool has one head, and a row is a page of all heads.)
 
-    A sequence is known by its batch slot. Its heads get rows for the same pages at the same time, all or none, and keep
-    them until the sequence is released, except for *recycled* pages: those in which no later query of a head sees a
-    token, because they are behind its sink tokens and outside the windows of all later queries.
+    A sequence is identified by its batch slot. Its heads get rows for the same pages at the same time, all or none, and
+    keep them until the sequence is released. Exceptions are *recycled* pages, in which no later query of a head sees a
+    token: the page is after the head's sink tokens and before the windows of all later queries.
 
-    Sequences that begin with the same tokens may share the rows of whole pages: `adopt` gives a new sequence those that
-    a `PrefixCache` found. Recycling and releasing drop a sequence's own reference, and a row is free when it has no
-    references. Rows are handed out again least recently freed first.
+    Sequences with the same first tokens may share the rows of whole pages: `adopt` gives a new sequence the rows that a
+    `PrefixCache` found. Recycling and releasing remove a sequence's own reference. A row without references is free.
+    The least recently freed row is allocated first.
 
-    Only the caller knows the later queries. The oldest one of any later step is the first token whose K/V is not final:
-    a token that was computed on trial and can be rejected is computed again, and then sees the same keys as before. So
-    recycling follows the tokens that are accepted, never those that are written. Steps that are already launched do not
-    count: the device runs them before any step that writes to the rows they read.
+    Only the caller knows the later queries. The oldest query of all later steps is the first token whose K/V is not
+    final: a draft token that can be rejected is computed again, and then sees the same keys. Recycling must therefore
+    follow accepted tokens, not written tokens. Steps that are already launched can be ignored, because the device runs
+    them before any step that overwrites the rows they read.
 
-    With `recycle` before each `allocate`, a sequence holds at most `peak_rows`. Row ids depend on the order of calls
-    only, so processes that make equal calls hand out equal rows. A call that raises changes nothing. Not thread-safe.
+    With `recycle` before each `allocate`, a sequence holds at most `peak_rows` rows. Row ids depend only on the order
+    of calls, so processes with equal calls allocate equal rows. A call that raises changes nothing. Not thread-safe.
 
     Example:
       >>> window = pallas_attn.HeadWindow([pallas_attn.FULL, 4], [0, 0])  # of the two KV heads
@@ -61,19 +60,18 @@ class HeadPagePool:
     def __init__(
         self, num_rows: int, window: WindowPerHead, *, page_size: int, max_num_seqs: int, max_pages_per_seq: int
     ) -> None:
-        """Starts with all rows free.
+        """Create a pool with all rows free.
 
         Args:
-            num_rows: N·Hkv, rows of a cache of N pages.
-            window: Window of each KV head, the same `HeadWindow` that the attention operations take. Read here, and
-                never again.
-            page_size: ps, tokens per page.
-            max_num_seqs: Batch slots.
-            max_pages_per_seq: P, table entries of a head.
+          num_rows: N·Hkv, rows of a cache of N pages.
+          window: window of each KV head, the `HeadWindow` of the attention operations. It is copied.
+          page_size: ps, tokens per page.
+          max_num_seqs: number of batch slots.
+          max_pages_per_seq: P, table entries per head.
 
         Raises:
-            ValueError: a size is smaller than 1, the slots of all rows do not fit an int32, or `window` is not a
-                HeadWindow with one width of at least 1 and one non-negative number of sink tokens per head.
+          ValueError: a size is smaller than 1, the slots of all rows do not fit int32, or `window` is not a HeadWindow
+            with one width of at least 1 and one non-negative number of sink tokens per head.
         """
         if min(num_rows, page_size, max_num_seqs, max_pages_per_seq) < 1:
             sizes = f"{num_rows=}, {page_size=}, {max_num_seqs=}, {max_pages_per_seq=}"
@@ -92,8 +90,7 @@ class HeadPagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Makes all batch slots idle and all rows free, as at the start, whatever state an interrupted call has left;
-        the watcher stays."""
+        """Make all slots idle and all rows free, whatever state an interrupted call has left. The watcher stays."""
         self._rows.reset()
         self._held: Counter[int] = Counter()  # references of `take` and `hold`
         self._tables.fill(PAGE_NONE)
@@ -115,7 +112,7 @@ class HeadPagePool:
 
     @property
     def table_tokens(self) -> int:
-        """Tokens that a table has entries for."""
+        """Number of tokens that a table has entries for."""
         return self._tables.shape[2] * self._page_size
 
     @property
@@ -124,7 +121,7 @@ class HeadPagePool:
 
     @property
     def num_free(self) -> int:
-        """Rows that `allocate` can hand out."""
+        """Number of rows that `allocate` can allocate."""
         return self._rows.num_free
 
     @property
@@ -132,36 +129,36 @@ class HeadPagePool:
         return self._rows.num_owned
 
     def num_free_of(self, rows: ArrayLike) -> int:
-        """Number of `rows` that are free, not counting PAGE_NONE.
+        """Return how many of `rows` are free, not counting PAGE_NONE.
 
         Raises:
-            PageError: a row is not of this pool.
+          PageError: a row is not of this pool.
         """
         return sum(self._rows.refcount(row) == 0 for row in np.ravel(rows).tolist() if row != PAGE_NONE)
 
     @property
     def free_fraction(self) -> float:
-        """Free share of all rows, from 0.0 to 1.0, not rounded to pages of all heads, so that each freed row shows."""
+        """Free fraction of all rows, from 0.0 to 1.0, not rounded to pages of all heads."""
         return self.num_free / self.num_rows
 
     def peak_rows(self, num_tokens: int, *, step_tokens: int, num_cached: int = 0) -> int:
-        """Upper bound of the rows that a sequence holds on its way to `num_tokens`, if it is recycled before each
-        `allocate`: in each head the pages of its sink tokens, of the window and of a step's new tokens.
+        """Return an upper bound of the rows that a sequence holds until it has `num_tokens`, if it is recycled before
+        each `allocate`: in each head, the pages of its sink tokens, of the window and of a step's new tokens.
 
         Args:
-            num_tokens: Final length of the sequence.
-            step_tokens: New tokens of one step at most, including those that may be rejected.
-            num_cached: Tokens of whole pages that it begins with by adopting their rows, which are not counted.
+          num_tokens: final length of the sequence.
+          step_tokens: maximum number of new tokens per step, including tokens that may be rejected.
+          num_cached: tokens of whole pages that the sequence adopts at the start; their rows are not counted.
 
         Raises:
-            ValueError: `num_tokens` is negative, `step_tokens` smaller than 1, or `num_cached` not from 0 to
-                `num_tokens`.
+          ValueError: `num_tokens` is negative, `step_tokens` smaller than 1, or `num_cached` not from 0 to
+            `num_tokens`.
         """
         if not 0 <= num_cached <= num_tokens or step_tokens < 1:
             wanted = "0 <= num_cached <= num_tokens must hold, num_tokens not be negative and step_tokens at least 1"
             raise ValueError(f"{wanted}, got {num_tokens=}, {step_tokens=}, {num_cached=}")
         pages, cached = -(-num_tokens // self._page_size), num_cached // self._page_size
-        # The first query's window and all queries, one page more than they fill because they may begin anywhere in it.
+        # Pages of the first query's window and of all queries, plus one because they may start within a page.
         span = self._window + step_tokens - 1
         resident = np.maximum(self._sink_pages - cached, 0) + (span + self._page_size - 2) // self._page_size + 1
         return int(np.minimum(resident, pages - cached).sum())
@@ -169,48 +166,49 @@ class HeadPagePool:
     def unseen_pages(
         self, oldest_query: int | np.ndarray
     ) -> tuple[Int64[np.ndarray, "Hkv"], Int64[np.ndarray, "... Hkv"]]:
-        """Pages of each head in which no query at `oldest_query` or after it sees a token.
+        """Return the range of pages of each head in which no query at or after `oldest_query` sees a token.
 
         Args:
-            oldest_query: Position of a query, or of several [...].
+          oldest_query: position of one query, or of several [...].
 
         Returns:
-            The first such page, ceil(sink_tokens / ps), and the end of the range, floor((oldest_query + 1 - window) /
-            ps), or the first page if the range is empty.
+          The first page, ceil(sink_tokens / ps), and the end of the range, floor((oldest_query + 1 - window) / ps), or
+          the first page if the range is empty.
         """
         behind = np.asarray(oldest_query, np.int64)[..., None] + 1 - self._window
         return self._sink_pages, np.maximum(self._sink_pages, behind // self._page_size)
 
     def is_unseen(self, first_page: int, end_page: int, oldest_query: int) -> Bool[np.ndarray, "Hkv pages"]:
-        """Whether each head sees no token of pages from `first_page` to `end_page`; `oldest_query` as for
-        `unseen_pages`."""
+        """Return for each head whether no query at or after `oldest_query` sees a token of pages `first_page` to
+        `end_page`.
+        """
         starts, ends = self.unseen_pages(oldest_query)
         pages = np.arange(first_page, end_page)
         return (starts[:, None] <= pages) & (pages < ends[:, None])
 
     def allocated_tokens(self, batch_slot: int) -> int:
-        """Tokens that a sequence has room for, including those in recycled pages.
+        """Return the number of tokens that a sequence has room for, including tokens in recycled pages.
 
         Raises:
-            ValueError: an unknown batch slot.
+          ValueError: the batch slot is unknown.
         """
         self._require_batch_slot(batch_slot)
         return int(self._num_pages[batch_slot]) * self._page_size
 
     def room(self, batch_slot: int) -> int:
-        """Tokens up to which `allocate` could make room with the free rows.
+        """Return the number of tokens up to which `allocate` can extend a sequence with the free rows.
 
         Raises:
-            ValueError: an unknown batch slot.
+          ValueError: the batch slot is unknown.
         """
         pages = self.num_free // self.num_heads
         return min(self.allocated_tokens(batch_slot) + pages * self._page_size, self.table_tokens)
 
     def num_lacking(self, batch_slot: int, num_tokens: int) -> int:
-        """Number of rows that `allocate` would take.
+        """Return the number of rows that `allocate` would allocate.
 
         Raises:
-            ValueError: as for `allocate`.
+          ValueError: see `allocate`.
         """
         self._require_batch_slot(batch_slot)
         if not 0 <= num_tokens <= self.table_tokens:
@@ -220,13 +218,13 @@ class HeadPagePool:
         return max(pages, 0) * self.num_heads
 
     def allocate(self, batch_slot: int, num_tokens: int) -> None:
-        """Makes room for the first `num_tokens` tokens of a sequence in every head, or in none.
+        """Make room for the first `num_tokens` tokens of a sequence in every head, or in none.
 
-        Takes nothing if the room is there, and leaves recycled pages absent.
+        Allocates nothing if the room exists. Recycled pages stay absent.
 
         Raises:
-            OutOfPages: fewer rows are free than the heads lack; it counts rows.
-            ValueError: an unknown batch slot, or more tokens than a table has pages for.
+          OutOfPages: fewer rows are free than the heads need; the error counts rows.
+          ValueError: the batch slot is unknown, or a table has too few entries for the tokens.
         """
         rows = self._rows.allocate(self.num_lacking(batch_slot, num_tokens))
         table, start = self._tables[batch_slot], int(self._num_pages[batch_slot])
@@ -236,19 +234,19 @@ class HeadPagePool:
         self._num_pages[batch_slot] += len(pages)
 
     def adopt(self, batch_slot: int, rows: Int32[np.ndarray, "heads pages"]) -> None:
-        """Lets a new sequence begin with pages that hold its first tokens already, adding a reference to their rows.
+        """Start a new sequence with pages that already hold its first tokens, and add a reference to their rows.
 
-        The sequence is then as if it had computed the tokens itself and been recycled up to there.
+        The sequence then has the same state as if it had computed the tokens itself and been recycled.
 
         Args:
-            batch_slot: Idle.
-            rows: Rows of its first pages in each head, which may be free if their contents are still known; PAGE_NONE
-                exactly where no query after them sees a token.
+          batch_slot: an idle batch slot.
+          rows: rows of the first pages in each head. They may be free if their contents are still known. They are
+            PAGE_NONE exactly where no query after these pages sees a token.
 
         Raises:
-            ValueError: the batch slot is unknown or not idle, or `rows` are of other heads, more pages than a table
-                has, given twice, or absent in other places.
-            PageError: a row is not of this pool.
+          ValueError: the batch slot is unknown or not idle, or `rows` has another number of heads, more pages than a
+            table, duplicates, or PAGE_NONE in other places.
+          PageError: a row is not of this pool.
         """
         present = self.check_adoptable(batch_slot, rows)
         num_pages = rows.shape[1]
@@ -259,10 +257,10 @@ class HeadPagePool:
         _, self._first_page[batch_slot] = self.unseen_pages(num_pages * self._page_size)
 
     def check_adoptable(self, batch_slot: int, rows: Int32[np.ndarray, "heads pages"]) -> list[int]:
-        """Checks the arguments of `adopt`, and returns the rows that it takes a reference of, page by page.
+        """Check the arguments of `adopt`, and return the rows that it would reference, page by page.
 
         Raises:
-            PageError, ValueError: as `adopt`.
+          PageError, ValueError: see `adopt`.
         """
         self._require_batch_slot(batch_slot)
         if self._num_pages[batch_slot]:
@@ -284,22 +282,22 @@ class HeadPagePool:
         return present
 
     def recycle(self, batch_slots: ArrayLike, oldest_queries: ArrayLike) -> list[int]:
-        """Drops the rows of pages that no head needs for a sequence's queries at `oldest_queries` or after them.
+        """Release the rows of pages that no head needs for a sequence's queries at or after `oldest_queries`.
 
-        These are its `unseen_pages`. The page of the query itself is never among them.
+        These are the pages of `unseen_pages`, which never include the page of the query itself.
 
         Args:
-            batch_slots: [B], different ones.
-            oldest_queries: [B], position of the oldest query of any step launched from now on: the number of tokens
-                whose K/V is in the cache and which no rejected draft can take back.
+          batch_slots: [B], distinct batch slots.
+          oldest_queries: [B], position of the oldest query of all steps launched from now on. This is the number of
+            tokens whose K/V is in the cache and is not a draft.
 
         Returns:
-            The rows, sequence by sequence and head by head; free now unless another sequence shares them.
+          The rows, by sequence and head. They are free unless another sequence shares them.
 
         Raises:
-            ValueError: not two vectors of integers of one length, an unknown batch slot or one twice, or an oldest
-                query that there is no room up to or that is smaller than it was said to be before: it may see recycled
-                pages.
+          ValueError: not two vectors of integers of equal length, an unknown or duplicate batch slot, or an oldest
+            query that is beyond the sequence's room or smaller than in an earlier call, so that it may see recycled
+            pages.
         """
         batch_slots = self._known_batch_slots(batch_slots, least=0)
         oldest = self._known_queries(batch_slots, _integers("oldest_queries", oldest_queries))
@@ -318,13 +316,13 @@ class HeadPagePool:
         return rows
 
     def release(self, batch_slot: int) -> None:
-        """Drops all rows of a sequence that has ended, was aborted or is preempted; the last of its pages come free
+        """Release all rows of a sequence that has finished, was aborted or is preempted. Its last pages are freed
         first.
 
-        Doing it again does nothing, as long as the batch slot has not gone to another sequence.
+        A second call does nothing, unless the batch slot has a new sequence.
 
         Raises:
-            ValueError: an unknown batch slot.
+          ValueError: the batch slot is unknown.
         """
         self._require_batch_slot(batch_slot)
         pages = self._tables[batch_slot].T
@@ -334,29 +332,29 @@ class HeadPagePool:
         self._first_page[batch_slot] = self._sink_pages
 
     def take(self, num_rows: int) -> list[int]:
-        """Takes rows for no sequence, with a reference to each that `drop` drops.
+        """Allocate rows that no sequence owns, with one reference each. Release them with `drop`.
 
         Raises:
-            OutOfPages: fewer are free.
+          OutOfPages: fewer rows are free.
         """
         rows = self._rows.allocate(num_rows)
         self._held.update(rows)
         return rows
 
     def hold(self, rows: Sequence[int]) -> None:
-        """Adds a reference, which `drop` drops, to rows whose contents are known, free or not.
+        """Add one reference to each of these rows, free or not, whose contents are known. Remove it with `drop`.
 
         Raises:
-            PageError: a row is not of this pool.
+          PageError: a row is not of this pool.
         """
         self._rows.reclaim(rows)
         self._held.update(rows)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Drops references of `take` and `hold`; the last row without any becomes the first to be handed out again.
+        """Remove references of `take` and `hold`. The last row without references is allocated first.
 
         Raises:
-            PageError: a row is mentioned more often than `take` and `hold` gave it.
+          PageError: a row occurs more often than it has references of `take` and `hold`.
         """
         mentions = Counter(rows)
         for row, count in mentions.items():
@@ -366,10 +364,10 @@ class HeadPagePool:
         self._held -= mentions
 
     def swap(self, first: int, second: int) -> None:
-        """Exchanges the sequences of two batch slots, with the rows of all their heads; either may be idle.
+        """Exchange the sequences of two batch slots, with the rows of all heads; either slot may be idle.
 
         Raises:
-            ValueError: an unknown batch slot.
+          ValueError: a batch slot is unknown.
         """
         self._require_batch_slot(first)
         self._require_batch_slot(second)
@@ -377,16 +375,16 @@ class HeadPagePool:
             state[[first, second]] = state[[second, first]]
 
     def tables(self, batch_slots: ArrayLike) -> Int32[np.ndarray, "B Hkv P"]:
-        """Head-wise block tables of a step, in the form that the attention operations take.
+        """Return the head-wise block tables of a step, an argument of the attention operations.
 
         Args:
-            batch_slots: [B], the sequences' batch slots; -1 for an idle row.
+          batch_slots: [B], the sequences' batch slots; -1 for an idle row.
 
         Returns:
-            A copy: row ids, PAGE_NONE where a page is recycled or not yet allocated, and in idle rows.
+          A copy: row ids; PAGE_NONE for recycled and unallocated pages, and in idle rows.
 
         Raises:
-            ValueError: not a vector of integers, or an unknown batch slot.
+          ValueError: not a vector of integers, or an unknown batch slot.
         """
         batch_slots = self._known_batch_slots(batch_slots)
         tables = self._tables[batch_slots]
@@ -394,27 +392,27 @@ class HeadPagePool:
         return tables
 
     def rows(self, batch_slot: int) -> Int32[np.ndarray, "Hkv pages"]:
-        """Copies a sequence's rows by page, PAGE_NONE where one is recycled.
+        """Return a copy of a sequence's rows by page; PAGE_NONE for recycled rows.
 
         Raises:
-            ValueError: an unknown batch slot.
+          ValueError: the batch slot is unknown.
         """
         self._require_batch_slot(batch_slot)
         return self._tables[batch_slot, :, : self._num_pages[batch_slot]].copy()
 
     def slots(self, batch_slots: ArrayLike, positions: ArrayLike) -> Int32[np.ndarray, "T Hkv"]:
-        """Slots of each new token of a step, in the form that `write_kv` takes.
+        """Return the slots of each new token of a step, an argument of `write_kv`.
 
         Args:
-            batch_slots: [T], the batch slot of each token's sequence; -1 for padding.
-            positions: [T], the tokens' positions in their sequences; anything for padding.
+          batch_slots: [T], batch slot of each token's sequence; -1 for padding.
+          positions: [T], positions of the tokens in their sequences; any value for padding.
 
         Returns:
-            row·ps + offset per head; -1 for padding.
+          row·ps + offset per head; -1 for padding.
 
         Raises:
-            ValueError: not two vectors of integers of one length, an unknown batch slot, or a token without a row in
-                some head: its page was not allocated, or recycled.
+          ValueError: not two vectors of integers of equal length, an unknown batch slot, or a token whose page is
+            recycled or not allocated in some head.
         """
         batch_slots, positions = self._known_batch_slots(batch_slots), _integers("positions", positions)
         if positions.shape != batch_slots.shape:
@@ -430,18 +428,18 @@ class HeadPagePool:
         return np.where(real[:, None], rows * self._page_size + offset[:, None], PAGE_NONE).astype(np.int32)
 
     def watch_reuse(self, on_reuse: Callable[[int], None]) -> None:
-        """Registers `on_reuse(row)` to be called whenever `allocate` hands out a row; see `PagePool.watch_reuse`.
+        """Register `on_reuse(row)`, which is called whenever `allocate` allocates a row; see `PagePool.watch_reuse`.
 
         Raises:
-            ValueError: the pool has a watcher already.
+          ValueError: the pool already has a watcher.
         """
         self._rows.watch_reuse(on_reuse)
 
     def check(self) -> None:
-        """Verifies every invariant, in O(num_rows + table entries).
+        """Verify every invariant, in O(num_rows + table entries).
 
         Raises:
-            InconsistentCache: naming the row, or the table entry at fault.
+          InconsistentCache: names the row or table entry that violates an invariant.
         """
         self._rows.check()
         present = self._tables != PAGE_NONE
@@ -476,21 +474,21 @@ class HeadPagePool:
         return known
 
     def _known_queries(self, batch_slots: np.ndarray, oldest_queries: np.ndarray) -> np.ndarray:
-        """Validates `oldest_queries`: one for each of different batch slots, and none smaller than in an earlier
-        call."""
+        """Validate `oldest_queries`: one per distinct batch slot, none smaller than in an earlier call."""
         if oldest_queries.shape != batch_slots.shape or len(np.unique(batch_slots)) != len(batch_slots):
             wanted = f"one for each of different batch_slots {batch_slots.tolist()}"
             raise ValueError(f"oldest_queries must be {wanted}, got {len(oldest_queries)}")
         said, room = self._oldest_query[batch_slots], self._num_pages[batch_slots] * self._page_size
         for at in np.flatnonzero((oldest_queries < said) | (oldest_queries > room))[:1]:
-            limits = f"from {said[at]}, as it was before, to the {room[at]} tokens there is room for"
+            limits = f"from {said[at]}, its earlier value, to {room[at]}, the room of the sequence"
             raise ValueError(f"oldest_queries[{at}] must be {limits}, got {oldest_queries[at]}")
         return oldest_queries
 
 
 def _widths(window: WindowPerHead) -> tuple[np.ndarray, np.ndarray]:
-    """Window and sink tokens of each head, in 64 bits, since positions and unlimited windows add up to more than 32
-    hold."""
+    """Return the window and the sink tokens of each head in int64, because sums of positions and unlimited windows
+    exceed int32.
+    """
     if not isinstance(window, WindowPerHead):
         raise ValueError(f"window must be a HeadWindow, got {window!r}")
     widths, sink_tokens = _integers("window.window", window.window), _integers("window.sink_tokens", window.sink_tokens)

@@ -7,11 +7,11 @@ from pallas_attn.cache.errors import InconsistentCache, OutOfPages, PageError
 
 
 class PagePool:
-    """Hands out page ids `[0, num_pages)` and counts their references.
+    """Allocate page ids `[0, num_pages)` and count their references.
 
-    A page is *owned* while its reference count is positive and *free* otherwise. Free pages are handed out again least
-    recently freed first, so the contents of a free page survive for as long as possible and a prefix cache can still
-    `reclaim` it. Every operation costs O(1) per page, and one that raises has changed nothing. Not thread-safe.
+    A page with references is *owned*, a page without references is *free*. The least recently freed page is allocated
+    first, so the contents of free pages survive for long, and a prefix cache can `reclaim` them. Every operation takes
+    O(1) per page. A call that raises changes nothing. Not thread-safe.
 
     Example:
       >>> pool = pallas_attn.cache.PagePool(num_pages=4)
@@ -23,13 +23,13 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int) -> None:
-        """Starts with all pages free.
+        """Create a pool with all pages free.
 
         Args:
-            num_pages: Size of the pool, at least 1.
+          num_pages: size of the pool, at least 1.
 
         Raises:
-            ValueError: `num_pages` is smaller than 1.
+          ValueError: `num_pages` is smaller than 1.
         """
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
@@ -38,10 +38,10 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Makes all pages free, as at the start, whatever state an interrupted call has left; the watcher stays."""
+        """Free all pages, whatever state an interrupted call has left. The watcher stays."""
         self._refcounts = [0] * self._num_pages
-        # Next to be handed out first. An OrderedDict and not a dict, whose first item takes longer and longer to find
-        # as items are removed from its front.
+        # Free pages, in the order of allocation. An OrderedDict, because finding the first item of a dict gets slower
+        # with every item that is removed from its front.
         self._free = OrderedDict.fromkeys(range(self._num_pages))
 
     @property
@@ -50,7 +50,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can hand out, including those a prefix cache could still match."""
+        """Number of pages that `allocate` can allocate, including pages that a prefix cache could still match."""
         return len(self._free)
 
     @property
@@ -58,20 +58,20 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def refcount(self, page: int) -> int:
-        """References held on `page`; 0 when it is free.
+        """Return the number of references to `page`; 0 if it is free.
 
         Raises:
-            PageError: `page` is not of this pool.
+          PageError: `page` is not of this pool.
         """
         self._require_known(page)
         return self._refcounts[page]
 
     def allocate(self, n: int) -> list[int]:
-        """Takes the `n` least recently freed pages, each with one reference: all of them or none.
+        """Allocate the `n` least recently freed pages with one reference each, or none.
 
         Raises:
-            OutOfPages: fewer than `n` pages are free.
-            ValueError: `n` is negative.
+          OutOfPages: fewer than `n` pages are free.
+          ValueError: `n` is negative.
         """
         if n < 0:
             raise ValueError(f"n must not be negative, got {n}")
@@ -85,10 +85,10 @@ class PagePool:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Adds one reference per mention of a page that is owned already.
+        """Add one reference per occurrence of a page. The pages must be owned.
 
         Raises:
-            PageError: a page is free or not of this pool.
+          PageError: a page is free or not of this pool.
         """
         pages = list(pages)
         for page in pages:
@@ -99,12 +99,12 @@ class PagePool:
             self._refcounts[page] += 1
 
     def reclaim(self, pages: Iterable[int]) -> None:
-        """Adds one reference per mention of a page, taking it back from the free ones if it is among them.
+        """Add one reference per occurrence of a page. The pages may be free.
 
-        For a caller that knows the contents of a free page, such as a prefix cache.
+        This is for a caller that knows the contents of a free page, for example a prefix cache.
 
         Raises:
-            PageError: a page is not of this pool.
+          PageError: a page is not of this pool.
         """
         pages = list(pages)
         for page in pages:
@@ -115,14 +115,14 @@ class PagePool:
             self._refcounts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drops one reference per mention of a page; pages without references become free.
+        """Remove one reference per occurrence of a page; pages without references become free.
 
         Args:
-            pages: In the order of the sequence they belong to. The last becomes the first to be handed out again,
-                because a page is only worth matching while the pages before it are there.
+          pages: pages in the order of their sequence. The last page is allocated first, because a page can only be
+            matched while the pages before it exist.
 
         Raises:
-            PageError: a page is free, not of this pool, or mentioned more often than it is referenced.
+          PageError: a page is free, not of this pool, or occurs more often than it has references.
         """
         pages = list(pages)
         for page, mentions in Counter(pages).items():
@@ -135,24 +135,23 @@ class PagePool:
                 self._free[page] = None
 
     def watch_reuse(self, on_reuse: Callable[[int], None]) -> None:
-        """Registers `on_reuse(page)` to be called whenever `allocate` hands out a page, before its new owner can write
-        to it.
+        """Register `on_reuse(page)`, which `allocate` calls for each page before the new owner can write to it.
 
         Args:
-            on_reuse: Must neither raise nor call the pool.
+          on_reuse: must neither raise nor call the pool.
 
         Raises:
-            ValueError: the pool has a watcher already; a second one would miss what the first one reclaims.
+          ValueError: the pool already has a watcher. A second watcher would miss pages that the first one reclaims.
         """
         if self._on_reuse is not None:
             raise ValueError("on_reuse: the pool is watched already")
         self._on_reuse = on_reuse
 
     def check(self) -> None:
-        """Verifies every invariant, in O(num_pages).
+        """Verify every invariant, in O(num_pages).
 
         Raises:
-            InconsistentCache: naming the page at fault.
+          InconsistentCache: names the page that violates an invariant.
         """
         for page, count in enumerate(self._refcounts):
             if count < 0:

@@ -1,4 +1,4 @@
-"""Reuse of K/V pages between sequences that begin with the same tokens."""
+"""Reuse of K/V pages by sequences with the same first tokens."""
 
 import hashlib
 import itertools
@@ -15,15 +15,15 @@ from pallas_attn.cache.group_pools import GroupPools
 from pallas_attn.cache.head_page_pool import PAGE_NONE
 
 type Prefix = tuple[Int32[np.ndarray, "_ pages"], ...]
-"""Rows of the first pages of a sequence, [heads, pages] for each cache group; PAGE_NONE where none is needed."""
+"""Rows of the first pages of a sequence, [heads, pages] per cache group; PAGE_NONE where no row is needed."""
 
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A published page: `tokens` at depth `depth` (in pages, from 1), read after everything up to `parent`.
+    """A published page: `tokens` at depth `depth` (in pages, from 1), after all tokens up to `parent`.
 
-    `rows` holds its row in each *lane*, that is each head of each group in turn, and PAGE_NONE where that row went to
-    somebody else, or was recycled before the page was published.
+    `rows` contains the row of the page in each *lane*. A lane is one head of one group. The row is PAGE_NONE if it was
+    reallocated, or if it was recycled before the page was published.
     """
 
     rows: list[int]
@@ -36,20 +36,20 @@ class _Node:
 
 
 class PrefixCache:
-    """Finds the full pages that already hold a prompt's prefix.
+    """Find the full pages that already hold a prompt's prefix.
 
-    The published pages form a forest in which a path from a root spells a token sequence. A page is found by the digest
-    of its salt, its parent's digest and its tokens, and counts as found only if parent, salt and tokens are equal
-    themselves: a digest collision is a miss, never somebody else's K/V. Digests also cover a random seed, so that
+    The published pages form a forest in which a path from a root represents a token sequence. A page is found by the
+    digest of its salt, its parent's digest and its tokens. It is a hit only if parent, salt and tokens are also equal:
+    a digest collision is a miss and never returns another prompt's K/V. Digests include a random seed, so that
     collisions cannot be prepared in advance.
 
-    A page has a row for each head of each cache group. Heads with windows give up theirs one by one, and need not have
-    all of them: a prefix is a hit if every head still has the rows that the first token after it sees, those of its
-    sink tokens and of its window. So a prefix may be a hit although a shorter one is not.
+    A page has a row for each head of each cache group. Heads with windows lose rows one by one. A prefix is a hit if
+    every head still has the rows that the first token after the prefix sees, which are the rows of its sink tokens and
+    of its window. A prefix may therefore be a hit although a shorter prefix is not.
 
-    The cache holds no references. A published row without references is free, and matchable until its pool hands it out
-    again; then it is forgotten. The pages after it are forgotten with it if none of them can be part of a hit any more:
-    if its head sees everything, or its tokens are sink tokens.
+    The cache holds no references. A published row without references is free, and can be matched until its pool
+    allocates it again; then the cache forgets it. It also forgets the pages after it if none of them can be part of a
+    hit any more: if the row's head has no window, or if the row holds sink tokens.
 
     Example:
       >>> window = pallas_attn.HeadWindow([pallas_attn.FULL], [0])  # one row is a page of all heads
@@ -71,14 +71,14 @@ class PrefixCache:
         *,
         digest: Callable[[bytes], bytes] = lambda message: hashlib.sha256(message).digest(),
     ) -> None:
-        """Starts empty, and watches `pools` for reused rows.
+        """Create an empty prefix cache, and watch `pools` for reused rows.
 
         Args:
-            pools: Where the rows come from; they serve one prefix cache only.
-            digest: Hash function of the keys.
+          pools: pools of the rows. They can have only one prefix cache.
+          digest: hash function of the keys.
 
         Raises:
-            ValueError: `pools` are watched already.
+          ValueError: `pools` already have a watcher.
         """
         self._pools = pools
         self._page_size = pools.page_size
@@ -86,7 +86,7 @@ class PrefixCache:
         self._seed = secrets.token_bytes(32)
         self._by_digest: dict[bytes, _Node] = {}
         self._by_row: tuple[dict[int, _Node], ...] = tuple({} for _ in pools.pools)
-        # For each lane: its group, and the range of pages that the longest sequence lacks in the end.
+        # For each lane: its group, and the range of pages that the longest sequence has recycled at its end.
         self._groups = [group for group, pool in enumerate(pools.pools) for _ in range(pool.num_heads)]
         starts, ends = self._unseen_pages(pools.pools[0].table_tokens)
         self._unseen = list(zip(starts.tolist(), ends.tolist(), strict=True))
@@ -106,27 +106,27 @@ class PrefixCache:
 
     @property
     def query_tokens(self) -> int:
-        """Tokens that all calls of `match` asked for."""
+        """Total number of tokens in the prompts of all `match` calls."""
         return self._query_tokens
 
     @property
     def hit_tokens(self) -> int:
-        """Tokens that all calls of `match` found."""
+        """Total number of tokens that all `match` calls found."""
         return self._hit_tokens
 
     def is_published(self, row: int, group: int = 0) -> bool:
         return row in self._by_row[group]
 
     def lookup(self, tokens: Sequence[int], salt: str = "") -> Prefix:
-        """Finds the rows that `match` would take, without taking a reference to them.
+        """Find the rows that `match` would use, without adding references.
 
         Args:
-            tokens: Token ids of a prompt.
-            salt: Prefixes are shared only under the same salt.
+          tokens: token ids of a prompt.
+          salt: prefixes are shared only between equal salts.
 
         Returns:
-            Rows of the longest prefix of full pages that is a hit and leaves at least one token to compute: the caller
-            needs that token's logits.
+          Rows of the longest prefix of full pages that is a hit and leaves at least one token to compute, because the
+          caller needs the logits of that token.
         """
         path = [node.rows for node in self._path(tokens, salt)]
         rows = np.array(path, np.int32).reshape(-1, len(self._groups))  # [pages, lanes]
@@ -136,13 +136,13 @@ class PrefixCache:
         return self._by_group(np.where((start <= pages) & (pages < end), np.int32(PAGE_NONE), rows))
 
     def match(self, batch_slot: int, tokens: Sequence[int], salt: str = "") -> int:
-        """Lets the sequence of an idle batch slot begin with the prefix that `lookup` finds.
+        """Start the sequence of an idle batch slot with the prefix that `lookup` finds.
 
         Returns:
-            The number of tokens found, of which the batch slot now holds the rows.
+          The number of tokens found, whose rows the batch slot now holds.
 
         Raises:
-            ValueError: the batch slot is unknown or not idle.
+          ValueError: the batch slot is unknown or not idle.
         """
         prefix = self.lookup(tokens, salt)
         self._pools.adopt(batch_slot, prefix)
@@ -152,54 +152,57 @@ class PrefixCache:
         return num_hit
 
     def published(self, tokens: Sequence[int], salt: str = "") -> Prefix:
-        """Lists the rows of the published pages that `tokens` begin with, PAGE_NONE where one is gone."""
-        path = [node.rows for node in self._path([*tokens, 0], salt)]  # which leaves a token to compute
+        """Return the rows of the published pages of the prefix of `tokens`; PAGE_NONE for rows that are gone."""
+        path = [node.rows for node in self._path([*tokens, 0], salt)]  # `_path` leaves out the last token
         return self._by_group(np.array(path, np.int32).reshape(-1, len(self._groups)))
 
     def publish(self, batch_slot: int, tokens: Sequence[int], salt: str = "") -> None:
-        """Makes the full pages of a sequence matchable. Their K/V must have been written, or be certain to be written
-        before anything launched later can read it; no call may write to them from now on.
+        """Make the full pages of a sequence matchable.
 
-        Of several rows with the same contents the first published stays the one that is matched; where it is gone,
-        another takes its place. Pages published before cost nothing: the call may be repeated as a sequence grows.
+        Their K/V must be written, or certain to be written before anything launched later reads it. No call may write
+        to these pages afterwards.
+
+        If several rows have the same contents, the row that was published first is matched. If it is gone, another row
+        replaces it. Pages that are already published cost nothing, so the call may be repeated while a sequence grows.
 
         Args:
-            batch_slot: The sequence's. Rows that it has recycled are not published.
-            tokens: Token ids whose K/V is in its rows; those past the last full page are ignored.
-            salt: As for `match`.
+          batch_slot: batch slot of the sequence. Its recycled rows are not published.
+          tokens: token ids whose K/V is in its rows; tokens after the last full page are ignored.
+          salt: see `match`.
 
         Raises:
-            ValueError: an unknown batch slot, or one that has no room for `tokens`.
-            PageError: a row is published with other contents. Nothing is published.
+          ValueError: the batch slot is unknown or has no room for `tokens`.
+          PageError: a row is published with other contents. Nothing is published.
         """
         num_full = len(tokens) // self._page_size
         rows = self._rows_of(batch_slot, num_full)
         self._register(tokens, salt, rows, self._last_published(tokens, rows, salt))
 
     def publish_rows(self, tokens: Sequence[int], rows: Prefix, salt: str = "") -> None:
-        """Makes the full pages of a sequence matchable that no batch slot has; as `publish`.
+        """Make full pages that belong to no batch slot matchable, like `publish`.
 
         Args:
-            tokens: Token ids, whole pages of them.
-            rows: The rows of these pages, which the caller holds and which are written; PAGE_NONE where there is none.
-            salt: As for `match`.
+          tokens: token ids of whole pages.
+          rows: rows of these pages, which the caller references and which are written; PAGE_NONE for missing rows.
+          salt: see `match`.
 
         Raises:
-            PageError: a row is published with other contents. Nothing is published.
+          PageError: a row is published with other contents. Nothing is published.
         """
         self._register(tokens, salt, np.concatenate(rows).T, None)
 
     def insert(self, tokens: Sequence[int], known: Sequence[Bool[np.ndarray, "_ pages"]], salt: str = "") -> Prefix:
-        """Makes the full pages of a sequence that was computed elsewhere matchable, in free rows, as far as those go.
+        """Make the full pages of a sequence that another process computed matchable, in free rows, until no row is
+        free.
 
         Args:
-            tokens: Token ids, whole pages of them.
-            known: For each group, the pages of each head whose K/V there is.
-            salt: As for `match`.
+          tokens: token ids of whole pages.
+          known: for each group, the pages of each head whose K/V is available.
+          salt: see `match`.
 
         Returns:
-            The rows that these pages got, which are to be written before anything reads them; PAGE_NONE where a page is
-            not known, was there already, or found no free row.
+          The rows of these pages. The caller must write them before anything reads them. PAGE_NONE for pages that are
+          not available, already published, or without a free row.
         """
         pools, lanes = self._pools.pools, np.array(self._groups)
         rows = np.concatenate(self.published(tokens, salt)).T
@@ -207,14 +210,14 @@ class PrefixCache:
         given = np.full_like(rows, PAGE_NONE)
         held = [rows[:, lanes == group] for group in range(len(pools))]
         for pool, own in zip(pools, held, strict=True):
-            pool.hold(own[own != PAGE_NONE].tolist())  # so that none of them is taken for the pages after it
+            pool.hold(own[own != PAGE_NONE].tolist())  # otherwise they could be allocated for the pages after it
         try:
             offered = np.concatenate(known).T
             for page, lacking in enumerate(offered & (rows == PAGE_NONE)):
                 gone = (rows[page] == PAGE_NONE) & ~offered[page]
                 wanted = [lacking & (lanes == group) for group in range(len(pools))]
                 if any(start > page or page >= end for start, end in itertools.compress(self._unseen, gone)):
-                    break  # no prefix that goes on after this page can be a hit
+                    break  # no prefix that continues after this page can be a hit
                 if any(own.sum() > pool.num_free for pool, own in zip(pools, wanted, strict=True)):
                     break
                 for pool, own in zip(pools, wanted, strict=True):
@@ -228,7 +231,7 @@ class PrefixCache:
         return self._by_group(given)
 
     def _register(self, tokens: Sequence[int], salt: str, rows: np.ndarray, parent: _Node | None) -> None:
-        """Publishes the rows [pages, lanes] of a sequence's pages that come after `parent`."""
+        """Publish the rows [pages, lanes] of a sequence's pages after `parent`."""
         start = parent.depth if parent is not None else 0
         fresh: dict[bytes, _Node] = {}
         path: list[tuple[_Node, list[int]]] = []
@@ -252,7 +255,7 @@ class PrefixCache:
             self._prune(path[-1][0])
 
     def sequences(self) -> list[tuple[list[int], str]]:
-        """Lists the tokens, and the salt, of every published page that no other follows, with those before it."""
+        """Yield, for each published page without a following page, the tokens up to its end and the salt."""
         found = []
         for node in self._by_digest.values():
             if node.children:
@@ -264,18 +267,19 @@ class PrefixCache:
         return found
 
     def clear(self) -> None:
-        """Forgets every page, as when the contents of the cache are lost, whatever state an interrupted call has left.
-        References and statistics stay."""
+        """Forget all pages, for example after the contents of the cache are lost, whatever state an interrupted call
+        has left. References and statistics stay.
+        """
         self._last_lookup = (([], ""), [])
         self._by_digest.clear()
         for by_row in self._by_row:
             by_row.clear()
 
     def check(self) -> None:
-        """Verifies every invariant, in O(published rows).
+        """Verify every invariant, in O(published rows).
 
         Raises:
-            InconsistentCache: naming the page or row at fault.
+          InconsistentCache: names the page or row that violates an invariant.
         """
         for digest, node in self._by_digest.items():
             parent, page = node.parent, f"page {node.depth} with rows {node.rows}"
@@ -305,21 +309,21 @@ class PrefixCache:
         return tuple(np.split(rows.T, first_lanes))
 
     def _longest_hit(self, rows: Int32[np.ndarray, "pages lanes"]) -> int:
-        """Length in pages of the longest hit among the first of these pages."""
+        """Return the length in pages of the longest hit among the first of these pages."""
         pages = np.arange(len(rows))
-        # An absent page lies behind every sink token: dropping a page that is always needed also drops those after it.
+        # An absent page is after all sink tokens: dropping a page that is always needed drops the pages after it.
         last_absent = np.maximum.accumulate(np.where(rows == PAGE_NONE, pages[:, None], -1), axis=0)
         _, ends = self._unseen_pages((pages + 1) * self._page_size)
         [hits] = np.nonzero((last_absent < ends).all(axis=1))
         return int(hits[-1]) + 1 if len(hits) else 0
 
     def _unseen_pages(self, oldest_query: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Concatenates `HeadPagePool.unseen_pages` of all lanes."""
+        """Return the concatenated `HeadPagePool.unseen_pages` of all lanes."""
         starts, ends = zip(*(pool.unseen_pages(oldest_query) for pool in self._pools.pools), strict=True)
         return np.concatenate(starts), np.concatenate(ends, axis=-1)
 
     def _rows_of(self, batch_slot: int, num_pages: int) -> Int32[np.ndarray, "pages lanes"]:
-        """Rows of a sequence's first pages."""
+        """Return the rows of a sequence's first pages."""
         rows = np.concatenate([pool.rows(batch_slot) for pool in self._pools.pools])
         if num_pages > rows.shape[1]:
             limit = f"the {rows.shape[1] * self._page_size} that batch slot {batch_slot} has room for"
@@ -331,12 +335,11 @@ class PrefixCache:
 
     def _digest(self, parent: _Node | None, salt: str, tokens: bytes) -> bytes:
         fields = (self._seed, salt.encode(), b"" if parent is None else parent.digest, tokens)
-        # With their lengths, since a salt could otherwise be chosen to read like another salt and its tokens.
+        # Lengths are included: otherwise a salt could equal the concatenation of another salt and its tokens.
         return self._hash(b"".join(len(value).to_bytes(8, "little") + value for value in fields))
 
     def _find(self, parent: _Node | None, salt: str, tokens: bytes) -> tuple[bytes, _Node | None]:
-        """Computes the digest of `tokens` after `parent`, and finds the node that holds exactly these tokens, if
-        any."""
+        """Return the digest of `tokens` after `parent`, and the node with exactly these tokens or None."""
         digest = self._digest(parent, salt, tokens)
         node = self._by_digest.get(digest)
         if node is not None and (node.parent, node.salt, node.tokens) == (parent, salt, tokens):
@@ -344,9 +347,9 @@ class PrefixCache:
         return digest, None
 
     def _path(self, tokens: Sequence[int], salt: str) -> list[_Node]:
-        """Finds the published pages that `tokens` begin with, leaving out the last token.
+        """Return the published pages of the prefix of `tokens` without the last token.
 
-        Those that the last call found are not hashed again: a prompt that waits for room is looked up every step.
+        Pages that the previous call found are not hashed again, because a waiting prompt is looked up in every step.
         """
         asked, (last_asked, last_path) = (list(tokens), salt), self._last_lookup
         known = last_path if asked == last_asked else []
@@ -360,13 +363,12 @@ class PrefixCache:
         return path
 
     def _nodes_of(self, rows: Sequence[int]) -> Iterator[_Node | None]:
-        """Yields the page of each lane's row, None if it is not published."""
+        """Yield the page of each lane's row; None if it is not published."""
         for group, row in zip(self._groups, rows, strict=True):
             yield self._by_row[group].get(row)
 
     def _last_published(self, tokens: Sequence[int], rows: np.ndarray, salt: str) -> _Node | None:
-        """Finds the last published one of a sequence's pages, so that a growing sequence is not hashed from its
-        start."""
+        """Return the last published page of a sequence, so that a growing sequence is not hashed from its start."""
         for index in reversed(range(len(rows))):
             for node in filter(None, self._nodes_of(rows[index].tolist())):
                 if (node.depth, node.salt, node.tokens) != (index + 1, salt, self._page_tokens(tokens, index)):
@@ -380,19 +382,19 @@ class PrefixCache:
                 raise PageError(f"cannot publish rows {node.rows}: they are published with other contents")
 
     def _fill(self, node: _Node, rows: Sequence[int]) -> None:
-        """Registers rows as a page's in the lanes where it has none."""
+        """Register rows as rows of a page in the lanes where it has none."""
         for lane, row in enumerate(rows):
             if row != PAGE_NONE and node.rows[lane] == PAGE_NONE:
                 node.rows[lane] = row
                 self._by_row[self._groups[lane]][row] = node
 
     def _is_needed_forever(self, node: _Node, lane: int) -> bool:
-        """Whether every prefix that goes on after a page needs its row in a lane."""
+        """Return whether every prefix that continues after a page needs its row in a lane."""
         start, end = self._unseen[lane]
         return not start <= node.depth - 1 < end
 
     def _forget(self, group: int, row: int) -> None:
-        """Drops a row that its pool hands out again, and the pages that become useless without it."""
+        """Forget a row that its pool allocates again, and the pages that become useless without it."""
         node = self._by_row[group].pop(row, None)
         if node is None:
             return
@@ -404,7 +406,7 @@ class PrefixCache:
             self._prune(node)
 
     def _drop(self, node: _Node) -> None:
-        """Forgets a page and all pages after it."""
+        """Forget a page and all pages after it."""
         if node.parent is not None:
             node.parent.children.remove(node)
         doomed = [node]
@@ -418,7 +420,7 @@ class PrefixCache:
         self._prune(node.parent)
 
     def _prune(self, node: _Node | None) -> None:
-        """Forgets a page that has no rows and no pages after it, and then its ancestors likewise."""
+        """Forget a page without rows and without following pages, and then its ancestors in the same way."""
         while node is not None and not node.children and all(row == PAGE_NONE for row in node.rows):
             del self._by_digest[node.digest]
             if node.parent is not None:

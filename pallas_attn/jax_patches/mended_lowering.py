@@ -1,9 +1,9 @@
-"""Mends a fault of jax by which kernels with lane semantics compute with wrong numbers.
+"""Correction of a JAX fault that gives wrong numbers in kernels with lane semantics (jax 0.11.2 and 0.12.0).
 
-`FragmentedArray.select` (`jnp.where`, `lax.select`) gives what it chose the signedness of the condition, which has
-none, where the first choice is one number for all rows. From there on int32 values are taken for uint32:
-`jnp.maximum(x, 0)` keeps what is negative, and comparisons and quotients of negative values are wrong. jax 0.11.2 and
-0.12.0; kernels that run interpreted or have their layouts inferred don't have it.
+`FragmentedArray.select` (`jnp.where`, `lax.select`) takes the signedness of its result from the condition if the first
+choice is one number for all elements. The condition has no signedness, so int32 results are treated as uint32:
+`jnp.maximum(x, 0)` keeps negative values, and comparisons and quotients of negative values are wrong. Interpreted
+kernels and kernels with inferred layouts do not have the fault.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from jax.experimental.mosaic.gpu import FragmentedArray
 
 @functools.cache
 def apply() -> None:
-    """Has `FragmentedArray.select` keep the sign of what it chooses from, in all kernels of this process."""
+    """Correct `FragmentedArray.select` in all kernels of this process.
+
+    The correction is not limited to a context: a kernel that is not cached is lowered later, as part of the user's
+    program. `PALLAS_ATTN_PATCH_JAX` does not disable it.
+    """
     FragmentedArray.select = keeping_sign(FragmentedArray.select)
 
 
 def keeping_sign(select: Callable[..., Any]) -> Callable[..., Any]:
-    """`FragmentedArray.select` whose result is as signed as its choices."""
+    """Return `FragmentedArray.select` whose result has the signedness of its choices.
+
+    Wraps `FragmentedArray.select` (jax 0.11.2).
+    """
 
     @functools.wraps(select)
     def choose(condition: Any, on_true: Any, on_false: Any) -> Any:

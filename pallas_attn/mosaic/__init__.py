@@ -1,3 +1,1 @@
-"""Code shared by Mosaic GPU kernels: on any architecture here, on Hopper in `sm90`, on data-center Blackwell in
-`sm100`.
-"""
+"""Mosaic GPU kernels, and code that they share. `hopper` and `blackwell` have the code of one architecture."""

@@ -1,45 +1,60 @@
-"""Decode attention over paged K and V, read downward: operands of the kernel, the kernel, one tile.
+"""Decode attention over paged K and V: kernel operands, kernel body, and the computation of one tile.
 
-A program is one warpgroup. As many run side by side on a multiprocessor as fit, so that some compute while others
-wait. Each takes its share of a decode plan: work tiles (`mosaic.primitives.tile_scheduler`), consecutive pages of one
-row, which is a KV head of a sequence. Query rows of that head are the columns of the tiles (`query_packing`). Tiles
-are multiplied as the architecture does it (`DecodeProducts`): in `mosaic.hopper.decode_products` and
-`mosaic.blackwell.decode_products`.
+Each CTA is one warpgroup. Several CTAs share a multiprocessor, so that some compute while others wait for memory. A CTA
+processes its share of a decode plan as work tiles (`mosaic.primitives.tile_scheduler`). A work tile is a range of
+consecutive pages of one plan row, and a plan row is one KV head of one sequence. The query rows of this KV head are the
+columns of all tiles (`query_packing`). `DecodeProducts` multiplies tiles on the tensor cores:
+`mosaic.hopper.decode_products`, `mosaic.blackwell.decode_products`.
 
-What happens to one tile of K and V, by the functions of this file:
+Main loop (`_kernel`, `KvSplit.attend`, `KvSplit.step`):
 
-1. `_kernel` takes the work tile and makes it a `KvSplit`, a row's pages and what its queries see.
-2. `KvSplit.look_up_pages` turns the tile into rows of the pool by way of the block table.
-3. `KvSplit.start_copies` has the copy engine bring those pages to a slot of shared memory.
-4. `KvSplit.step` waits for the slot, computes scores (`scores`), masks them if some query does not see the whole tile
-   (`mask_tile`), updates maxima, exponentiates, and adds Vᵀ P to the accumulator in registers. It then starts the
-   copies of the tile that comes to this slot next.
-5. `_kernel` writes the row (`split_states.OutputWriter`); or, where several programs have splits of the row, the
-   partial state (`split_states.PartialStates`), which a second kernel merges (`split_states.merge_splits`). That one
-   also writes the rows that see nothing.
+    for each work tile of this CTA:                      # for_each_work_tile
+        look up the pages of the first `stages` tiles
+        first warp: start TMA of the queries and of these tiles
+        wait q_full
+        m, l, acc = -inf, 0, 0
+        for i in range(num_tiles):                       # tile i is in stage i % stages
+            wait full[stage]
+            s = K qᵀ                                     # [tokens, query_rows]; scaled, capped
+            if some query row does not see the whole tile: mask s, zero invisible values
+            m, p = max(m, s), exp(s - m)                 # p [tokens, query_rows]
+            acc = acc * rescale + Vᵀ p                   # [value_dim, query_rows]
+            first warp: start TMA of tile i + stages into this stage
+        if the work tile is the whole plan row: write output and LSE  # OutputWriter
+        else: store the partial state                    # PartialStates
 
-A split of five tiles in two stages, from the top down:
+A second kernel (`merge_splits`) merges the partial states of a plan row that several splits share. It also writes the
+output of plan rows that see no key.
 
-    queries, tile 0 -> slot 0, tile 1 -> slot 1          (copies start; the program does not wait)
-    wait q_landed
-    wait landed[0]   S, softmax, P, O of tile 0          tile 1 arrives meanwhile
-                     tile 2 -> slot 0
-    wait landed[1]   S, softmax, P, O of tile 1          tile 2 arrives meanwhile
-                     tile 3 -> slot 1
-    wait landed[0]   ... tile 2, then tile 4 -> slot 0; tile 3; tile 4
+Timeline of a split of five tiles in two stages, top to bottom:
+
+    TMA of queries, tile 0 -> stage 0, tile 1 -> stage 1     (the CTA does not wait)
+    wait q_full
+    wait full[0]     S, softmax, P, O of tile 0              tile 1 arrives meanwhile
+                     TMA of tile 2 -> stage 0
+    wait full[1]     S, softmax, P, O of tile 1              tile 2 arrives meanwhile
+                     TMA of tile 3 -> stage 1
+    wait full[0]     ... tile 2, then TMA of tile 4 -> stage 0; tile 3; tile 4
     output, or a partial state
 
-No wait can last: a program waits only for copies that it started itself, earlier.
+Barriers (all warps of the CTA wait):
 
-- landed[s] has a phase for every tile that goes to slot s, with `DecodeTile.page_copies` arrivals for each of its
-  pages: `start_copies` makes all of them, by a copy where there is a page and directly where there is none. Every tile
-  is waited for once, in the order of the copies, and no copy is started past the last tile.
-- q_landed has a phase for every split, with an arrival for every term of every part of the queries (for every query if
-  they are packed in the kernel).
-- A slot is copied to again once its tile is done with: every warp has waited for the products that read it, and
-  `first_warp` for every warp. What threads themselves read or wrote there was committed before P was multiplied.
-- The output tile is written again once the copy from it has been read, for which its own program waits.
-- What the products of an architecture wait for is said where they are.
+    barrier       one phase per   arrivals                                     arrivals per phase
+    full[stage]   tile            TMA; the first warp for an absent page       pages * page_copies
+    q_full        split           TMA; the first warp for a padding query      query_parts * key segments, or
+                                                                               block_queries if the kernel packs
+
+Stages have no "empty" barrier. The first warp starts the copy into a stage after `first_warp` has synchronized all
+warps, and every warp has then waited for the products that read the stage. Shared-memory accesses of the threads
+themselves were committed before P was multiplied.
+
+Deadlock freedom: a CTA waits only for copies that it started itself, before the wait.
+
+- `start_copies` makes all arrivals of a phase of full[stage]. Tiles are waited for in the order of their copies, each
+  exactly once, and no copy is started past the last tile.
+- q_full has one phase per split. All its copies are started before the wait.
+- The shared-memory tile of the output is overwritten after its CTA has waited until the previous copy from it was read.
+- Barriers of the products are described in `mosaic.hopper.decode_products` and `mosaic.blackwell.decode_products`.
 """
 
 from __future__ import annotations
@@ -79,30 +94,30 @@ from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import LATENT_GROUP, DecodePlan, HeadWindow, ScaleLayout
 
 SCALES_PER_COPY = 4
-"""float32 scales in 16 bytes, at multiples of which copies begin and end."""
+"""Number of float32 scales in 16 bytes, the alignment and granularity of bulk copies."""
 
-# --- compile-time facts, operands and scratch of a kernel
+# --- compile-time parameters, operands and scratch of a kernel
 
 
 class DecodeProducts(Protocol):
-    """Products of decode on the tensor cores of an architecture. An object has the compile-time facts of no tile.
+    """Tensor-core products of the decode kernel for one architecture. Implementations hold no state of a tile.
 
     Attributes:
-      most_ahead: pages times values of the accumulator, at most, with which pages are looked up ahead.
+      max_lookahead: largest product of pages and accumulator values per tile for which pages are looked up ahead.
     """
 
-    most_ahead: ClassVar[int]
+    max_lookahead: ClassVar[int]
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
-        """Registers in which `scores` leaves its result."""
+        """Register layout of the result of `scores`."""
         ...
 
     def values_layout(self, tile: DecodeTile) -> RegisterLayout:
-        """Registers of the accumulator, whose rows are channels of the values."""
+        """Register layout of the accumulator [value_dim, query_rows]."""
         ...
 
     def query_row_bytes(self, tile: DecodeTile, key_row_bytes: int) -> int:
-        """Bytes of a swizzled row of the queries in shared memory, for keys with rows of so many."""
+        """Bytes of a swizzled row of the queries in shared memory, given the bytes of a swizzled row of the keys."""
         ...
 
     def probs_type(self, tile: DecodeTile) -> Any:
@@ -110,7 +125,7 @@ class DecodeProducts(Protocol):
         ...
 
     def probs(self, tile: DecodeTile, p: Ref) -> list[Ref]:
-        """Views [tokens, width] of the probabilities' memory: one, or one for each group of channels of a latent."""
+        """Views [tokens, width] of the probabilities' memory: one view, or one per channel group of a latent."""
         ...
 
     def store_probs(self, tile: DecodeTile, ps: list[jax.Array], to: list[Ref]) -> None:
@@ -118,29 +133,36 @@ class DecodeProducts(Protocol):
         ...
 
     def scratch_types(self, tile: DecodeTile) -> Any:
-        """Memory and barriers of the products' own."""
+        """Scratch types of memory and barriers that only the products use."""
         ...
 
     def scores(
         self, tile: DecodeTile, own: Any, keys: list[Ref], queries: list[list[Ref]], scales: tuple[jax.Array, ...]
     ) -> jax.Array:
-        """Compute K qᵀ [tokens, width] from the parts of a key, each with the terms of the queries for it, and from the
-        scales of each group of channels of a latent.
+        """Compute K qᵀ [tokens, width].
+
+        Args:
+          keys: one reference per key segment.
+          queries: for each key segment, the 16-bit parts whose sum is the query.
+          scales: scale per token of each channel group of a latent; empty for other caches.
         """
         ...
 
     def load_values(self, tile: DecodeTile, own: Any, v: Ref) -> Any:
-        """Get values [tokens, D], as cached, ready to be multiplied; probabilities are committed after it."""
+        """Prepare cached values [tokens, D] as an operand. The probabilities are committed after this call."""
         ...
 
     def add_values(self, tile: DecodeTile, own: Any, acc: jax.Array, values: Any, ps: list[Ref]) -> jax.Array:
-        """Compute acc + Vᵀ P from what `load_values` returned, and committed probabilities: one P, or one for each
-        group of channels of a latent.
+        """Compute acc + Vᵀ P.
+
+        Args:
+          values: result of `load_values`.
+          ps: committed probabilities: one P, or one per channel group of a latent.
         """
         ...
 
     def in_channel_order(self, tile: DecodeTile, acc: jax.Array) -> jax.Array:
-        """Bring the rows of a finished accumulator to the order of the channels."""
+        """Permute the rows of a finished accumulator to the order of the channels."""
         ...
 
     def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
@@ -150,21 +172,21 @@ class DecodeProducts(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTile:
-    """Shapes and dtypes of the tile that a program attends to at a time.
+    """Shapes and dtypes of a KV tile, which one CTA processes per iteration.
 
     Attributes:
-      packing: query rows of a KV head as columns.
+      packing: assignment of query rows to columns.
       tokens: keys of the tile.
       page_size: tokens of a page.
-      key_dims: widths of the parts of a key, each an array of its own in shared memory: (D,), or (L, R) of latents.
-      has_values: whether V is apart from K; else the first part of a key is the value, too.
-      terms: 16-bit numbers whose sum is a query.
-      packs_queries: queries come as [B, Q, Hq, D], and the kernel arranges them as columns.
-      scales: of an 8-bit cache.
-      q_dtype, cache_dtype, out_dtype: of queries and probabilities, of K and V, of the output.
-      rope_dtype: of latents in 8 bits, which have a scale for each token and group of channels: of their rotated
-        columns, an array of their own, and of the queries for those. None for other caches.
-      products: of the architecture.
+      key_dims: widths of the key segments, each a separate array in shared memory: (D,), or (L, R) for latents.
+      has_values: whether V is a separate array; otherwise the first key segment is also the value.
+      query_parts: number of 16-bit parts whose sum is a query (2 for split-fp16 queries, otherwise 1).
+      packs_queries: whether the kernel receives queries [B, Q, Hq, D] and packs them into columns itself.
+      scales: scale layout of an 8-bit cache.
+      q_dtype, cache_dtype, out_dtype: dtypes of queries and probabilities, of K and V, and of the output.
+      rope_dtype: dtype of the rotated columns of 8-bit latents and of their queries. These columns are a separate
+        array, and each token and channel group has a scale. None for other caches.
+      products: tensor-core products of the architecture.
     """
 
     packing: QueryPacking
@@ -172,7 +194,7 @@ class DecodeTile:
     page_size: int
     key_dims: tuple[int, ...]
     has_values: bool
-    terms: int
+    query_parts: int
     packs_queries: bool
     scales: ScaleLayout
     q_dtype: Any
@@ -192,22 +214,22 @@ class DecodeTile:
 
     @property
     def tokens_per_row(self) -> int:
-        """Tokens that share a row of shared memory."""
+        """Number of tokens in one row of shared memory."""
         return dequantize.tokens_per_smem_row(self.cache_dtype, self.value_dim)
 
     @property
     def latent_groups(self) -> int:
-        """Groups of channels of a latent in 8 bits; 0 for other caches."""
+        """Number of channel groups of an 8-bit latent; 0 for other caches."""
         return 0 if self.rope_dtype is None else self.value_dim // LATENT_GROUP
 
     @property
     def scales_per_page(self) -> int:
-        """Scales of latents that a tile takes of a page."""
+        """Number of latent scales of one page in a tile."""
         return self.page_tokens * self.latent_groups
 
     @property
     def key_slices(self) -> list[tuple[int, int]]:
-        """First column and number of columns of each part of a key, in a row of its pool."""
+        """First column and width of each key segment in a row of its pool."""
         widths = [dim * self.tokens_per_row for dim in self.key_dims]
         if self.latent_groups:
             return [(0, width) for width in widths]
@@ -215,18 +237,18 @@ class DecodeTile:
 
     @property
     def key_dtypes(self) -> list[Any]:
-        """Dtype of each part of a key."""
+        """Dtype of each key segment."""
         return [self.cache_dtype, self.rope_dtype] if self.latent_groups else [self.cache_dtype] * len(self.key_dims)
 
     @property
     def query_dtypes(self) -> list[Any]:
-        """Dtype of the queries for each part of a key."""
+        """Dtype of the queries for each key segment."""
         return [self.q_dtype, self.rope_dtype] if self.latent_groups else [self.q_dtype] * len(self.key_dims)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a swizzled row. A copy swizzles whole rows of the pool, so all parts of a key in a pool have the
-        same.
+        """Bytes of a swizzled row in shared memory. TMA swizzles whole pool rows, so all key segments of one pool have
+        the same value.
         """
         if self.latent_groups:
             return 128
@@ -235,19 +257,19 @@ class DecodeTile:
 
     @property
     def key_row_bytes(self) -> list[int]:
-        """`row_bytes` of each part of a key."""
+        """`row_bytes` of each key segment."""
         if not self.latent_groups:
             return [self.row_bytes] * len(self.key_dims)
         return [self.row_bytes, 64 if self.key_dims[1] * jnp.dtype(self.rope_dtype).itemsize % 128 else 128]
 
     @property
     def pages(self) -> int:
-        """Pages of a tile; 1 if a page is several tiles."""
+        """Pages of a tile; 1 if a page holds several tiles."""
         return max(1, self.tokens // self.page_size)
 
     @property
     def page_tokens(self) -> int:
-        """Tokens that a tile takes of a page."""
+        """Tokens of one page in a tile."""
         return min(self.tokens, self.page_size)
 
     @property
@@ -255,72 +277,74 @@ class DecodeTile:
         return max(1, self.page_size // self.tokens)
 
     def first_page(self, i: Any) -> tuple[Any, Any]:
-        """First page of a split's i-th tile, counted from the split's first page, and which tile of that page it is."""
+        """Return the first page of a split's i-th tile, counted from the split's first page, and the tile's index in
+        that page.
+        """
         if self.tiles_per_page == 1:
             return i * self.pages, 0
         return lax.div(i, self.tiles_per_page), lax.rem(i, self.tiles_per_page)
 
     def rows(self, tokens: int) -> int:
-        """Rows of shared memory that hold so many tokens."""
+        """Number of shared-memory rows that hold `tokens` tokens."""
         return tokens // self.tokens_per_row
 
     @property
     def page_groups(self) -> int:
-        """Groups of tokens of a page that have a scale each; 0 if scales do not come with the tokens."""
+        """Number of token groups per page with a scale each; 0 unless scales are stored per token or token group."""
         return self.scales if isinstance(self.scales, int) else 0
 
     @property
     def group_tokens(self) -> int:
-        """Tokens that a tile takes of a group."""
+        """Tokens of one token group in a tile."""
         return min(self.page_tokens, self.page_size // self.page_groups)
 
     @property
     def groups(self) -> int:
-        """Groups of tokens that a tile takes of a page."""
+        """Token groups of one page in a tile."""
         return self.page_tokens // self.group_tokens
 
     @property
     def page_copies(self) -> int:
-        """Copies that bring a page of a tile."""
+        """Number of copies per page of a tile."""
         return len(self.key_dims) + self.has_values + (2 if self.page_groups else 1 if self.latent_groups else 0)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether pages are looked up before their slot is free, and wait in registers. An accumulator of many columns
-        leaves too few of those.
+        """Whether pages are looked up before their stage is empty, and wait in registers. Accumulators with many
+        columns leave too few registers.
         """
-        return self.pages * self.packing.width * max(self.value_dim, 256) <= self.products.most_ahead
+        return self.pages * self.packing.width * max(self.value_dim, 256) <= self.products.max_lookahead
 
     @property
     def reduction_bytes(self) -> int:
-        """Shared memory for maxima and sums over the tokens; 128 bytes a column let one round do."""
+        """Shared memory [bytes] for reductions over the tokens; 128 bytes per column allow a single round."""
         return 1024 if self.latent_groups else min(128 * self.packing.width, 4096)
 
     @property
     def output_bytes(self) -> int:
-        """Shared memory for a row of the output. Beside latents in 8 bits it is as little as works, like that for
-        maxima, so that two tiles fit for each of two programs with 16 query rows.
+        """Shared memory [bytes] of the output tile. For 8-bit latents it is the minimum, so that two CTAs with 16 query
+        rows have room for two tiles each.
         """
         return 0 if self.latent_groups else OUTPUT_BYTES
 
-    def most_stages(self, programs: int, limit: int) -> int:
-        """Tiles, up to a limit, that each of so many programs on a multiprocessor has shared memory for."""
+    def max_stages(self, ctas: int, limit: int) -> int:
+        """Largest number of stages, up to `limit`, for which `ctas` CTAs fit the shared memory of a multiprocessor."""
 
         def fits(stages: int) -> bool:
             types = DecodeScratch.types(self, stages)
-            return shared_memory.fits(types, programs, reduction_bytes=self.reduction_bytes)
+            return shared_memory.fits(types, ctas, reduction_bytes=self.reduction_bytes)
 
         return next((stages for stages in range(limit, 0, -1) if fits(stages)), 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStatic:
-    """Compile-time facts of a kernel, beside shapes and dtypes of its arrays.
+    """Compile-time parameters of a kernel, except shapes and dtypes of its arrays.
 
     Attributes:
-      stages: tiles in shared memory.
-      score_scale: multiplies K qᵀ.
-      window: of all heads, or None.
+      stages: number of tiles in shared memory.
+      score_scale: factor of K qᵀ.
+      window: window of all heads, or None.
     """
 
     tile: DecodeTile
@@ -332,21 +356,21 @@ class DecodeStatic:
 
 
 class DecodeInputs(NamedTuple):
-    """Arrays, or in the kernel references to them; see `QueryPacking`.
+    """Kernel operands: arrays, or references in the kernel. `QueryPacking` defines blocks and width.
 
     Attributes:
-      q: for each part of a key [terms, blocks·rows, width, dim of the part], whose sum over terms are the queries; or
-        one of [B, Q, Hq, D] (`DecodeTile.packs_queries`).
-      k, v: [N·Hkv, ps, D], or with several tokens in a row. A v of None: the first part of a key is the value.
-      rope: [N, ps, R], the second part of the keys of latents in 8 bits; else None.
-      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is None then, being part of q), [N·Hkv·g] or None. Of latents in 8 bits
-        k_scale is [N, ps · groups of channels], for keys and values alike.
-      q_scale: float32 [blocks·rows, width], multiplies the scores of each column; or None.
+      q: for each key segment [query_parts, blocks·rows, width, segment width]; the sum over query_parts is the query.
+        Or one array [B, Q, Hq, D] if `DecodeTile.packs_queries`.
+      k, v: [N·Hkv, ps, D], or with several tokens in a row. If v is None, the first key segment is also the value.
+      rope: [N, ps, R], second key segment of 8-bit latents; otherwise None.
+      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is then None, because it is multiplied into q), [N·Hkv·g], or None. For
+        8-bit latents, k_scale is [N, ps · channel groups] and scales keys and values.
+      q_scale: float32 [blocks·rows, width], factor of the scores of each column; or None.
       block_tables: int32 [B, P] or [B, Hkv, P].
       kv_lens: int32 [B].
-      q_lens: int32 [B], or None where every sequence has all queries.
+      q_lens: int32 [B], or None if every sequence has all queries.
       window: a `HeadWindow` or None.
-      drafts: int32 [query_blocks, B, width], the draft keys that a column's query sees as bits; None if causal.
+      drafts: int32 [query_blocks, B, width], bit mask of the draft keys that each column's query sees; None if causal.
       sinks: [head_blocks, Hkv, width] or None.
     """
 
@@ -367,35 +391,36 @@ class DecodeInputs(NamedTuple):
 
 
 class DecodeScratch(NamedTuple):
-    """Shared memory and barriers of a program.
+    """Shared memory and barriers of a CTA.
 
     Attributes:
-      q: for each part of a key [terms, width, dim of the part].
-      raw_q: [width, D], queries as copied if the kernel packs them; else None.
-      k: for each part of a key [stages, tokens, dim of the part], as cached, with as many tokens in a row.
-      v: like k; None if the first part of a key is the value.
+      q: for each key segment [query_parts, width, segment width].
+      unpacked_q: [width, D], queries as copied, if the kernel packs them; otherwise None.
+      k: for each key segment [stages, tokens, segment width], as cached, with several tokens in a row if the pool has.
+      v: like k; None if the first key segment is also the value.
       p: probabilities, as `DecodeProducts.probs_type`.
       out: as `OutputWriter.tile_type`.
-      tile_meta: int32 [2 · stages + 2, at least pages and width]. A row for each stage: position of each page's first
-        token, or ABSENT. Then for each column the newest position it sees, and the newest that its window hides. Then
-        a row for each stage: where in `scales` those of each page begin, if that may be in the middle.
-      scales: [stages, 2, pages, at least 32] of keys and values, or [stages, pages, at least 32] of latents, or None. A
-        copy starts at a multiple of 128 bytes.
-      landed: a barrier for each stage: its tile is there.
-      q_landed: the queries are there.
-      products: of the products' own, as `DecodeProducts.scratch_types`.
+      tile_meta: int32 [2 · stages + 2, at least pages and width]. Rows 0 to stages - 1: position of the first token of
+        each page in the stage, or ABSENT. Row `stages`: newest position that each column sees. Row `stages + 1`: newest
+        position that each column's window hides. Last `stages` rows: index of each page's first scale in `scales`, if a
+        copy may start before it.
+      scales: [stages, 2, pages, at least 32] of keys and values, [stages, pages, at least 32] of latents, or None. The
+        size keeps copies aligned to 128 bytes.
+      full: barrier of each stage: its tile has arrived.
+      q_full: barrier: the queries have arrived.
+      products: memory and barriers of the products, as `DecodeProducts.scratch_types`.
     """
 
     q: tuple[Any, ...]
-    raw_q: Any
+    unpacked_q: Any
     k: tuple[Any, ...]
     v: Any
     p: Any
     out: Any
     tile_meta: Any
     scales: Any
-    landed: Any
-    q_landed: Any
+    full: Any
+    q_full: Any
     products: Any
 
     @staticmethod
@@ -408,7 +433,7 @@ class DecodeScratch(NamedTuple):
         ]
         queries = [
             register_tiles.operand(
-                (tile.terms, width, dim), dtype, row_bytes=tile.products.query_row_bytes(tile, row_bytes)
+                (tile.query_parts, width, dim), dtype, row_bytes=tile.products.query_row_bytes(tile, row_bytes)
             )
             for dim, dtype, row_bytes in zip(tile.key_dims, tile.query_dtypes, tile.key_row_bytes, strict=True)
         ]
@@ -417,22 +442,22 @@ class DecodeScratch(NamedTuple):
             scales = (stages, tile.pages, -(-tile.scales_per_page // 32) * 32)
         return DecodeScratch(
             q=tuple(queries),
-            raw_q=plgpu.SMEM((width, tile.value_dim), tile.q_dtype) if tile.packs_queries else None,
+            unpacked_q=plgpu.SMEM((width, tile.value_dim), tile.q_dtype) if tile.packs_queries else None,
             k=tuple(keys),
             v=keys[0] if tile.has_values else None,
             p=tile.products.probs_type(tile),
             out=OutputWriter.tile_type(width, tile.value_dim, tile.out_dtype, tile.output_bytes),
             tile_meta=plgpu.SMEM((2 * stages + 2, max(tile.pages, width)), jnp.int32),
             scales=plgpu.SMEM(scales, jnp.float32) if tile.page_groups or tile.latent_groups else None,
-            landed=plgpu.Barrier(num_barriers=stages, num_arrivals=tile.pages * tile.page_copies),
-            q_landed=plgpu.Barrier(
-                num_arrivals=packing.block_queries if tile.packs_queries else tile.terms * len(tile.key_dims)
+            full=plgpu.Barrier(num_barriers=stages, num_arrivals=tile.pages * tile.page_copies),
+            q_full=plgpu.Barrier(
+                num_arrivals=packing.block_queries if tile.packs_queries else tile.query_parts * len(tile.key_dims)
             ),
             products=tile.products.scratch_types(tile),
         )
 
-    def values(self, slot: Any) -> Ref:
-        return (self.k[0] if self.v is None else self.v).at[slot]
+    def values(self, stage: Any) -> Ref:
+        return (self.k[0] if self.v is None else self.v).at[stage]
 
 
 # --- the kernel
@@ -446,60 +471,51 @@ def decode_attention(
     *,
     name: str,
 ) -> tuple[Float[Array, "B Q Hq V"] | Float[Array, "T Hq V"], Float[Array, "B Q Hq"]]:
-    """Compute output and LSE.
+    """Run the decode kernel and the merge. Return output and LSE.
 
     Args:
       out_shape: [B, Q, Hq, V].
-      out: whose first B·Q tokens become the output, in place; None for an array of the output alone.
-      name: of the kernel, for profiles.
-    """
-    packing = static.tile.packing
-    held = None if out is None else basics.alias_in_place(out)
-    own, lse, partials = _attend(x, static, out_shape, held, name)
-    result = basics.alias_in_place(own) if held is None else held
-    layout = static.tile.products.values_layout(static.tile)
-    lse = packing.unpack(merge_splits(result, lse, partials, x.plan, x.sinks, packing, layout), static.num_kv_heads)
-    finished = basics.read_back(result)
-    return (finished.reshape(out_shape) if out is None else finished), lse
-
-
-def _attend(
-    x: DecodeInputs, static: DecodeStatic, out_shape: tuple[int, ...], held: Ref | None, name: str
-) -> tuple[Any, Array, PartialStates]:
-    """Run the kernel: output and LSE of rows in one split, partial states of the others.
-
-    Args:
-      held: takes the output, which is not returned then.
+      out: array whose first B·Q tokens become the output, in place; None to allocate the output.
+      name: name of the kernel in profiles.
     """
     tile, plan = static.tile, x.plan
-    packing, rows, num_programs = tile.packing, plan.num_pages.shape[0], plan.cta_row.shape[0] - 1
+    packing, rows, num_ctas = tile.packing, plan.num_pages.shape[0], plan.cta_row.shape[0] - 1
     states = most_splits(plan, x.block_tables.shape[-1])
-    return plgpu.kernel(
+    out_ref = None if out is None else basics.alias_in_place(out)
+    # Output and LSE of plan rows with one split, and partial states of all other plan rows.
+    own, lse, partials = plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(
-            jax.ShapeDtypeStruct((math.prod(out_shape[:2]), *out_shape[2:]), tile.out_dtype) if held is None else None,
+            None
+            if out_ref is not None
+            else jax.ShapeDtypeStruct((math.prod(out_shape[:2]), *out_shape[2:]), tile.out_dtype),
             jax.ShapeDtypeStruct((packing.blocks, rows, packing.width), jnp.float32),
             PartialStates.types(packing.blocks * states, packing.width, tile.value_dim),
         ),
-        grid=(num_programs, packing.blocks),
+        grid=(num_ctas, packing.blocks),
         grid_names=("program", "block"),
         scratch_types=DecodeScratch.types(tile, static.stages),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=tile.reduction_bytes),
         kernel_name=name,
-    )(basics.materialize(x), held)
+    )(basics.materialize(x), out_ref)
+    result = basics.alias_in_place(own) if out_ref is None else out_ref
+    layout = tile.products.values_layout(tile)
+    lse = packing.unpack(merge_splits(result, lse, partials, plan, x.sinks, packing, layout), static.num_kv_heads)
+    finished = basics.read_back(result)
+    return (finished.reshape(out_shape) if out is None else finished), lse
 
 
 def _kernel(
     static: DecodeStatic,
     x: DecodeInputs,
-    held: Ref | None,
+    out_ref: Ref | None,
     own: Ref | None,
     lse: Ref,
     partials: PartialStates,
     *scratch: Ref,
 ) -> None:
-    """Attend to the work tiles of one program."""
-    out = own if held is None else held
+    """Process the work tiles of one CTA."""
+    out = own if out_ref is None else out_ref
     block, mem, packing = lax.axis_index("block"), DecodeScratch(*scratch), static.tile.packing
     layout = static.tile.products.values_layout(static.tile)
 
@@ -522,19 +538,20 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-# --- one split of a row
+# --- one split of a plan row
 
 
 @dataclasses.dataclass(frozen=True)
 class KvSplit:
-    """Pages `start` to `stop` of a row, numbered as in the plan, as one program attends to them.
+    """One split of a plan row: pages `start` to `stop`, numbered as in the plan, processed by one CTA.
 
     Attributes:
       block: index of the block of query rows.
-      row: KV head of a sequence, batch · Hkv + head.
-      sink_pages, first_page: the row's visible pages are table entries 0 to sink_pages, then those from first_page on.
-      first_query: position of the first query; negative if there are more queries than keys.
-      window, sink_tokens: window of the head, None if it hides nothing, and sink tokens that it shows besides.
+      row: plan row, batch · Hkv + head.
+      sink_pages, first_page: visible pages of the plan row are the table entries 0 to sink_pages - 1, and those from
+        first_page on.
+      first_query: position of the first query; negative if queries outnumber keys.
+      window, sink_tokens: window of the head (None for no window), and the sink tokens that are visible outside it.
     """
 
     static: DecodeStatic
@@ -578,12 +595,12 @@ class KvSplit:
 
     @property
     def layout(self) -> RegisterLayout:
-        """Registers of scores."""
+        """Register layout of the scores."""
         return self.products.scores_layout(self.tile)
 
     @property
     def block_row(self) -> Any:
-        """Index of the row's queries among those of all blocks."""
+        """Index of this plan row's queries in an array over all blocks."""
         return self.block * self.x.plan.num_pages.shape[0] + self.row
 
     @property
@@ -591,9 +608,9 @@ class KvSplit:
         return pl.cdiv(self.stop - self.start, self.tile.pages) * self.tile.tiles_per_page
 
     def attend(self) -> AttentionState:
-        """Attend to all tiles of the split."""
+        """Process all tiles of the split and return its attention state."""
         mem, tile = self.mem, self.tile
-        # No load can pass a copy: all pages are looked up before the first one's copy starts.
+        # The compiler moves no load across the start of a copy, so all pages are looked up before the first copy.
         first = [(jnp.int32(i), self.look_up_pages(jnp.int32(i))) for i in range(self.static.stages)]
 
         @basics.first_warp
@@ -603,14 +620,14 @@ class KvSplit:
                 pl.when(i < self.num_tiles)(functools.partial(self.start_copies, i, pages))
 
         self.store_limits()
-        plgpu.barrier_wait(mem.q_landed)
+        plgpu.barrier_wait(mem.q_full)
         if tile.packs_queries:
-            mem.q[0].at[0].transpose((1, 0))[...] = basics.load(mem.raw_q.transpose((1, 0)), self.layout.tile)
+            mem.q[0].at[0].transpose((1, 0))[...] = basics.load(mem.unpacked_q.transpose((1, 0)), self.layout.tile)
             plgpu.commit_smem()
         state = AttentionState.empty(tile.value_dim, tile.packing.width, self.products.values_layout(tile))
         state = state._replace(
-            l=register_tiles.filled(0.0, tile.shape, self.layout.tile)
-        )  # summed over tokens at the end
+            l=register_tiles.filled(0.0, tile.shape, self.layout.tile)  # [tokens, query_rows], summed after the loop
+        )
         m, l, acc = lax.fori_loop(0, self.num_tiles, self.step, state)  # noqa: E741
         if tile.scales is not None or tile.latent_groups:
             acc = self.apply_value_scales(self.products.in_channel_order(tile, acc))
@@ -622,13 +639,13 @@ class KvSplit:
         )
 
     def apply_value_scales(self, acc: Any) -> Any:
-        """Multiply sums of cached values with the scales that are the same for all tokens."""
+        """Multiply sums of cached values by scales that all tokens share."""
         if self.tile.scales == "head":
             return acc * self.x.v_scale[self.head]
         if self.tile.scales == "channel":
             per_channel = self.products.values_layout(self.tile).per_row
             return acc * over_tokens(basics.load(self.x.v_scale.at[self.head], per_channel), acc.shape)
-        return acc  # scales of tokens are in it already
+        return acc  # token scales were applied to P
 
     # Copies to shared memory
 
@@ -636,24 +653,26 @@ class KvSplit:
         """Start the copies of the queries, on one warp."""
         x, mem, packing = self.x, self.mem, self.tile.packing
         if not self.tile.packs_queries:
-            for q, part in zip(x.q, mem.q, strict=True):
-                for term in range(q.shape[0]):
-                    plgpu.copy_gmem_to_smem(q.at[term, self.block_row], part.at[term], mem.q_landed)
+            for q, segment in zip(x.q, mem.q, strict=True):
+                for i in range(q.shape[0]):
+                    plgpu.copy_gmem_to_smem(q.at[i, self.block_row], segment.at[i], mem.q_full)
             return
         heads = pl.ds(packing.first_head(self.block, self.head), packing.block_heads)
         for i in range(packing.block_queries):
             query = packing.query_block(self.block) * packing.block_queries + i
-            rows = mem.raw_q.at[pl.ds(i * packing.block_heads, packing.block_heads)]
+            rows = mem.unpacked_q.at[pl.ds(i * packing.block_heads, packing.block_heads)]
 
             @pl.when(query < packing.queries)
             def _copy(query: Any = query, rows: Ref = rows) -> None:
-                plgpu.copy_gmem_to_smem(x.q[0].at[self.batch, query, heads], rows, mem.q_landed)
+                plgpu.copy_gmem_to_smem(x.q[0].at[self.batch, query, heads], rows, mem.q_full)
 
-            pl.when(query >= packing.queries)(lambda: plgpu.barrier_arrive(mem.q_landed))
+            pl.when(query >= packing.queries)(lambda: plgpu.barrier_arrive(mem.q_full))
 
     def look_up_pages(self, i: Any) -> list[tuple[Any, Any]]:
-        """Row of the pool and position of the first token, or ABSENT, of each page of the i-th tile; of a tile past
-        the last one, any row in range.
+        """Look up the pages of the i-th tile. Return for each page its pool row, and the position of its first token or
+        ABSENT.
+
+        For a tile past the last one, the pool rows are arbitrary but in range.
         """
         tile, tables, pool_rows = self.tile, self.x.block_tables, self.x.k.shape[0]
         first, tile_of_page = tile.first_page(i)
@@ -673,39 +692,39 @@ class KvSplit:
         return pages
 
     def table_entry(self, page: Any) -> Any:
-        """Entry of the block table that holds a visible page of the row."""
+        """Block-table entry of the plan row's visible page number `page`."""
         return jnp.where(page < self.sink_pages, page, page - self.sink_pages + self.first_page)
 
     def start_copies(self, i: Any, pages: list[tuple[Any, Any]]) -> None:
-        """Start the copies of the i-th tile on one warp, given `look_up_pages(i)`. Absent pages arrive at once."""
+        """Start the copies of the i-th tile on one warp, given `look_up_pages(i)`. Arrive directly for absent pages."""
         mem = self.mem
-        slot = lax.rem(i, self.static.stages)
+        stage = lax.rem(i, self.static.stages)
         for j, (pool_row, position) in enumerate(pages):
-            mem.tile_meta[slot, j] = position
+            mem.tile_meta[stage, j] = position
             pl.when(position < ABSENT)(functools.partial(self.copy_page, i, j, pool_row))
 
             @pl.when(position >= ABSENT)
             def _arrive() -> None:
                 for _ in range(self.tile.page_copies):
-                    plgpu.barrier_arrive(mem.landed.at[slot])
+                    plgpu.barrier_arrive(mem.full.at[stage])
 
     def copy_page(self, i: Any, j: int, pool_row: Any) -> None:
-        """Start the copies of the j-th page of the i-th tile, or of as much of the page as the tile holds."""
+        """Start the copies of the j-th page of the i-th tile, or of the part of the page that is in the tile."""
         tile, x, mem = self.tile, self.x, self.mem
-        slot = lax.rem(i, self.static.stages)
-        landed = mem.landed.at[slot]
+        stage = lax.rem(i, self.static.stages)
+        full = mem.full.at[stage]
         _, tile_of_page = tile.first_page(i)
         rows = tile.rows(tile.page_tokens)
         source, target = pl.ds(tile_of_page * rows, rows), pl.ds(j * rows, rows)
         pools = [x.k] * len(mem.k) if x.rope is None else [x.k, x.rope]
         for pool, (first, columns), k in zip(pools, tile.key_slices, mem.k, strict=True):
-            plgpu.copy_gmem_to_smem(pool.at[pool_row, source, pl.ds(first, columns)], k.at[slot, target], landed)
+            plgpu.copy_gmem_to_smem(pool.at[pool_row, source, pl.ds(first, columns)], k.at[stage, target], full)
         if x.v is not None:
-            plgpu.copy_gmem_to_smem(x.v.at[pool_row, source], mem.v.at[slot, target], landed)
+            plgpu.copy_gmem_to_smem(x.v.at[pool_row, source], mem.v.at[stage, target], full)
         if tile.latent_groups:
             count = tile.scales_per_page
-            to = mem.scales.at[slot, j, pl.ds(0, count)]
-            plgpu.copy_gmem_to_smem(x.k_scale.at[pool_row, pl.ds(tile_of_page * count, count)], to, landed)
+            to = mem.scales.at[stage, j, pl.ds(0, count)]
+            plgpu.copy_gmem_to_smem(x.k_scale.at[pool_row, pl.ds(tile_of_page * count, count)], to, full)
         if tile.page_groups:
             first = pool_row * tile.page_groups
             if tile.tiles_per_page > 1:
@@ -713,42 +732,42 @@ class KvSplit:
             width = tile.groups
             if width < SCALES_PER_COPY:
                 offset = lax.rem(first, SCALES_PER_COPY)
-                mem.tile_meta[self.static.stages + 2 + slot, j] = offset
+                mem.tile_meta[self.static.stages + 2 + stage, j] = offset
                 first, width = first - offset, SCALES_PER_COPY
             for of_values, scale in enumerate((x.k_scale, x.v_scale)):
-                to = mem.scales.at[slot, of_values, j, pl.ds(0, width)]
-                plgpu.copy_gmem_to_smem(scale.at[pl.ds(first, width)], to, landed)
+                to = mem.scales.at[stage, of_values, j, pl.ds(0, width)]
+                plgpu.copy_gmem_to_smem(scale.at[pl.ds(first, width)], to, full)
 
     # One tile
 
     def step(self, i: Any, state: AttentionState) -> AttentionState:
-        """Attend to the i-th tile, and start the copies of the one that takes its slot."""
+        """Attend to the i-th tile, then start the copies of the tile that uses the same stage next."""
         static, x, mem, shape = self.static, self.x, self.mem, self.tile.shape
-        m, l, acc = state  # noqa: E741
-        slot, following = lax.rem(i, static.stages), i + static.stages
+        m, l, acc = state  # noqa: E741  # [query_rows], [tokens, query_rows], [value_dim, query_rows]
+        stage, following = lax.rem(i, static.stages), i + static.stages
         pages = self.look_up_pages(following) if self.tile.looks_ahead else None
-        plgpu.barrier_wait(mem.landed.at[slot])
-        base = [mem.tile_meta[slot, j] for j in range(self.tile.pages)]
-        # The compiler would compute addresses before the loop and keep them: two registers for every 32 bytes of a row,
-        # too many for the long rows of latents. There they depend on a zero that it does not know to be one, since it
-        # cannot tell that positions are not negative.
+        plgpu.barrier_wait(mem.full.at[stage])
+        base = [mem.tile_meta[stage, j] for j in range(self.tile.pages)]
+        # The compiler would hoist address computations out of the loop, at two registers per 32 bytes of a row. That is
+        # too many for the long rows of latents. Their addresses depend on this zero, whose value the compiler does not
+        # know, because it does not know that positions are not negative.
         zero = jnp.minimum(base[0], 0) if x.v is None else 0
-        slot += zero
-        v = mem.values(slot)
-        k_scales, v_scales = self.token_scales(slot)
-        s = self.scores(slot, zero, k_scales)
+        stage += zero
+        v = mem.values(stage)
+        k_scales, v_scales = self.token_scales(stage)  # [tokens] each
+        s = self.scores(stage, zero, k_scales)  # [tokens, query_rows]
         mask = functools.partial(self.mask_tile, base, v)
         s, v_scales = lax.cond(self.all_visible(base), lambda *x: x, mask, s, v_scales)
         v_scale = None
         if v_scales:
-            # The scale is multiplied into the probability through the exponent: their product, which is rounded to 16
-            # bits, is then at most 1. Of several groups of channels it is the largest one's.
+            # Add log2 of the scale to the exponent of P. The product of P and scale, which is rounded to 16 bits, is
+            # then at most 1. With several channel groups, use the largest scale.
             v_scale = jnp.maximum(functools.reduce(jnp.maximum, v_scales), dequantize.SMALLEST_SCALE)
             s += over_tokens(jnp.log2(v_scale) * (1 / LOG2E), shape)
-        m_new = jnp.maximum(m, s.max(axis=0))
+        m_new = jnp.maximum(m, s.max(axis=0))  # [query_rows]
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-        p = jnp.exp2((s - over_columns(shift, shape)) * LOG2E)
-        rescale = jnp.exp2((m - shift) * LOG2E)
+        p = jnp.exp2((s - over_columns(shift, shape)) * LOG2E)  # [tokens, query_rows]
+        rescale = jnp.exp2((m - shift) * LOG2E)  # [query_rows]
         values = self.products.load_values(self.tile, mem.products, v)
         probs = self.products.probs(self.tile, mem.p)
         weights = [p]
@@ -756,7 +775,7 @@ class KvSplit:
             weights = [p * over_tokens(scale / v_scale, shape) for scale in v_scales]
         self.products.store_probs(self.tile, [weight.astype(mem.p.dtype) for weight in weights], probs)
         acc = acc * over_columns(rescale, acc.shape)
-        acc = self.products.add_values(self.tile, mem.products, acc, values, probs)
+        acc = self.products.add_values(self.tile, mem.products, acc, values, probs)  # [value_dim, query_rows]
         if v_scale is not None:
             p *= over_tokens(1 / v_scale, shape)
         l = l * over_columns(rescale, shape) + p  # noqa: E741
@@ -768,33 +787,35 @@ class KvSplit:
 
         return AttentionState(m_new, l, acc)
 
-    def token_scales(self, slot: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Scales of the keys and of the values of a tile, a value for each token: of all channels, or of each group of
-        channels of a latent. None if they do not come with the tokens.
+    def token_scales(self, stage: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Load the scales of keys and values of a tile, each [tokens].
+
+        Each tuple has one array per channel group of a latent, one array for token or token-group scales, and is empty
+        otherwise.
         """
         tile, mem = self.tile, self.mem
         if tile.latent_groups:
             scales = dequantize.load_group_scales(
-                mem.scales.at[slot], tile.page_tokens, tile.latent_groups, tile.tokens, self.layout
+                mem.scales.at[stage], tile.page_tokens, tile.latent_groups, tile.tokens, self.layout
             )
             return scales, scales
         if not tile.page_groups:
             return (), ()
         begin = None
         if tile.groups < SCALES_PER_COPY:
-            begin = mem.tile_meta.at[self.static.stages + 2 + slot, pl.ds(0, tile.pages)]
+            begin = mem.tile_meta.at[self.static.stages + 2 + stage, pl.ds(0, tile.pages)]
         k_scale, v_scale = (
-            dequantize.load_per_token(mem.scales.at[slot, i], begin, tile.groups, tile.group_tokens, self.layout)
+            dequantize.load_per_token(mem.scales.at[stage, i], begin, tile.groups, tile.group_tokens, self.layout)
             for i in range(2)
         )
         return (k_scale,), (v_scale,)
 
-    def scores(self, slot: Any, first_term: Any, k_scales: tuple[Any, ...]) -> Any:
-        """Compute K qᵀ of a tile, scaled and capped."""
+    def scores(self, stage: Any, first_part: Any, k_scales: tuple[Any, ...]) -> Any:
+        """Compute K qᵀ of a tile, scaled and capped, [tokens, query_rows]."""
         static, tile, mem = self.static, self.tile, self.mem
-        queries = [[q.at[first_term + i] for i in range(q.shape[0])] for q in mem.q]
+        queries = [[q.at[first_part + i] for i in range(q.shape[0])] for q in mem.q]
         groups = k_scales if tile.latent_groups else ()
-        s = self.products.scores(tile, mem.products, [k.at[slot] for k in mem.k], queries, groups)
+        s = self.products.scores(tile, mem.products, [k.at[stage] for k in mem.k], queries, groups)
         s *= static.score_scale * self.x.k_scale[self.head] if tile.scales == "head" else static.score_scale
         if k_scales and not groups:
             s *= over_tokens(k_scales[0], tile.shape)
@@ -805,8 +826,8 @@ class KvSplit:
     # Visibility
 
     def store_limits(self) -> None:
-        """Write the range of positions that each column's query sees to shared memory. Few tiles need it, and in
-        registers it would be in the way of the others.
+        """Store the range of positions that each column's query sees in shared memory. Few tiles need it, and registers
+        are scarce.
         """
         query = self.tile.packing.query(self.block)
         newest = self.first_query + query if self.x.drafts is None else self.kv_len - 1
@@ -815,13 +836,13 @@ class KvSplit:
             self.limits(1)[...] = jnp.maximum(self.first_query + query, 0) - self.window
 
     def limits(self, i: int) -> Ref:
-        """Newest position that each column sees (0), or that its window hides (1)."""
+        """For i = 0 the newest position that each column sees; for i = 1 the newest position that its window hides."""
         return self.mem.tile_meta.at[self.static.stages + i, pl.ds(0, self.tile.packing.width)]
 
     def all_visible(self, base: list[Any]) -> Any:
-        """Whether every query sees every token of a tile."""
-        last = functools.reduce(jnp.maximum, base) + (self.tile.page_tokens - 1)  # ABSENT with an absent page
-        # The first query sees the fewest tokens; with masks, all may hide each other.
+        """Whether every query row sees every token of a tile."""
+        last = functools.reduce(jnp.maximum, base) + (self.tile.page_tokens - 1)  # at least ABSENT if a page is absent
+        # The first query sees the fewest tokens. A draft mask may hide every draft token from every query.
         newest = self.first_query if self.x.drafts is None else self.first_query - 1
         visible = (last - base[0] == self.tile.tokens - 1) & (last <= newest)
         if self.window is not None:
@@ -829,12 +850,14 @@ class KvSplit:
         return visible
 
     def mask_tile(self, base: list[Any], v: Ref, s: Any, v_scales: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Mask scores, and make values 0 and their scales 1 where no column sees the token, since 0 · NaN is NaN."""
+        """Mask scores. For tokens that no column sees, zero the values, because 0 · NaN is NaN, and set their scales to
+        1.
+        """
         position = self.positions(base)
         s = self.mask_scores(position, s)
         live_mask = self.live_mask(position, s)
         if self.x.v is None:
-            plgpu.commit_smem()  # every warp has its scores: the keys may change
+            plgpu.commit_smem()  # synchronizes warps: all have read the keys, so the shared K and V tile may change
         if self.tile.scales is None and not self.tile.latent_groups:
             clear_rows(v, live_mask, self.layout, self.tile.row_bytes)
         else:
@@ -843,7 +866,7 @@ class KvSplit:
         return s, tuple(jnp.where(live_mask, scale, 1.0) for scale in v_scales)
 
     def positions(self, base: list[Any]) -> Any:
-        """Position of each token of a tile."""
+        """Position of each token of a tile, [tokens]."""
         token = register_tiles.row_iota(self.tile.tokens, self.layout)
         position = token + base[0]
         for j in range(1, self.tile.pages):
@@ -852,7 +875,7 @@ class KvSplit:
         return position
 
     def mask_scores(self, position: Any, s: Any) -> Any:
-        """Scores [tokens, width], -inf where a column's query does not see the token."""
+        """Set scores [tokens, query_rows] to -inf where the column's query does not see the token."""
         packing, shape = self.tile.packing, self.tile.shape
         each = over_tokens(position, shape)
 
@@ -873,9 +896,9 @@ class KvSplit:
     def live_mask(self, position: Any, s: Any) -> Any:
         """Whether some query sees each token, bool [tokens], from positions and masked scores."""
         if self.x.drafts is not None:
-            return jnp.where(s == -jnp.inf, 0.0, 1.0).max(axis=1) > 0  # a score of NaN is one, too
+            return jnp.where(s == -jnp.inf, 0.0, 1.0).max(axis=1) > 0  # a NaN score counts as visible
         live = position < self.kv_len
         if self.window is not None:
-            # Of the new tokens each sees itself; the first query's window reaches back farthest.
+            # Each new token sees itself. The first query's window reaches back farthest.
             live &= (position < self.sink_tokens) | (position > jnp.maximum(self.first_query, 0) - self.window)
         return live

@@ -1,21 +1,22 @@
-"""Tunable sizes of the kernel of `mosaic.decode`, in a file that loads without a kernel language."""
+"""Tunable sizes of the kernel in `mosaic.decode`. This module does not import a kernel language."""
 
 from __future__ import annotations
 
 import dataclasses
 
 MAX_STAGES = 4
-"""Heuristics choose no more stages; more have to be measured to help."""
+"""Largest number of stages that heuristics choose. No measurement has shown a benefit of more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Sizes of a program of the decode kernel.
+    """Sizes of the decode kernel.
 
     Attributes:
       tile_tokens: keys of a tile.
-      stages: tiles in shared memory. All but one are in flight; of one, the programs beside it hide the latency.
-      programs_per_multiprocessor: programs that plans made for this configuration let run side by side.
+      stages: tiles in shared memory. All but one are in flight; with a single stage, other CTAs on the multiprocessor
+        hide the latency.
+      programs_per_multiprocessor: CTAs per multiprocessor in plans made for this configuration.
     """
 
     tile_tokens: int
@@ -24,7 +25,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         if self.tile_tokens < 64 or self.tile_tokens % 64:
-            raise ValueError(f"{self.tile_tokens=} must be a multiple of 64, M of the tensor cores")
+            raise ValueError(f"{self.tile_tokens=} must be a multiple of 64 (M of a tensor-core instruction)")
         if not 1 <= self.stages <= 32:
             raise ValueError(f"{self.stages=} must be from 1 to 32")
         if not 1 <= self.programs_per_multiprocessor <= 16:

@@ -1,12 +1,30 @@
-"""Attention states: written as output, or stored as partial states of a split row and merged by a second kernel.
+"""Attention states: written as output, or stored as partial states of a split plan row and merged by a second kernel.
 
-States are not normalised: `m` is the largest score of a query row, `l` the sum of exp(score - m), `acc` the sum of
-values times exp(score - m), all float32. An LSE in place of m and l would be rounded: at 5e5 by up to 1/64, and weights
-would be wrong by as much.
+States are not normalised. `m` is the largest score of a query row, `l` the sum of exp(score - m), and `acc` the sum of
+values times exp(score - m), all float32. Storing one LSE instead of m and l would round it: at 5e5 by up to 1/64, and
+the weights would be off by the same factor.
 
-A partial state lies in global memory as threads hold it, block by block of 64 x 8 values, of which each thread holds
-four: a thread moves 16 bytes and a warp 512 consecutive ones. Row by row it would be 8 bytes in each of 8 rows, and
-128 KB took a multiprocessor 9,000 clocks with 15 others at work (benchmarks/log/019-partial-states-as-held.md).
+A partial state in global memory has the register order of the threads, in blocks of 64 x 8 values with four values per
+thread. A thread moves 16 bytes and a warp 512 consecutive bytes. In row-major order, a warp would access 8 bytes in
+each of 8 rows; a state of 128 KB then took 9,000 clocks with 16 active CTAs.
+
+Merge loop (`_merge_kernel`; a CTA is one warpgroup):
+
+    for each (plan row, query block, value slice) of this CTA that needs a merge:
+        start TMA of the first two batches of partial states
+        for each batch i:
+            wait full[i % 2]
+            for each state of the batch: merged = merged.merge(state)   # acc [values, query_rows]
+            start TMA of batch i + 2 into the same buffer
+        normalise and write output and LSE
+
+Barriers:
+
+    barrier     one phase per   arrivals            arrivals per phase   who waits
+    full[2]     batch           TMA (stats, acc)    2                    all warps
+
+Deadlock freedom: a CTA waits only for copies that it has started. `commit_smem` synchronizes its warps before a buffer
+is overwritten, so the buffers need no "empty" barrier.
 """
 
 from __future__ import annotations
@@ -34,25 +52,26 @@ from pallas_attn.mosaic.primitives.tile_scheduler import for_each_merged, merge_
 from pallas_attn.types import DecodePlan
 
 FRAGMENT = (4, 128)
-"""Shape in global memory of a fragment, 64 x 8 values: 128 of each warp, four of each thread. In tiles by 128 rows it
-is every other 16 of those.
+"""Shape in global memory of a fragment, 64 x 8 values: 128 per warp, four per thread. In tiles of 128 rows, a fragment
+has 16 of each 32 rows.
 """
 
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 64, 8
 
 LOADER_BYTES = 32 * 1024
-"""Bytes of partial states, at most, that a program merges at a time; the next ones in flight take as many."""
+"""Maximum bytes of partial states that a CTA merges at a time. The next batch, in flight, takes the same space again.
+"""
 
 OUTPUT_BYTES = 32 * 1024
-"""Bytes of output, at most, that a program holds in shared memory while they are copied out."""
+"""Maximum bytes of output that a CTA holds in shared memory while they are copied out."""
 
 
 class AttentionState(NamedTuple):
     """Attention of a block's query rows, which are columns, over some of the keys.
 
     Attributes:
-      m, l: [width].
-      acc: [values, width].
+      m, l: [width], running maximum and sum of each query row.
+      acc: [values, width], weighted sum of values.
     """
 
     m: Any
@@ -71,10 +90,10 @@ class AttentionState(NamedTuple):
     def merge(
         self, other: AttentionState, spread: Callable[[Any, tuple[int, ...]], Any] = over_columns
     ) -> AttentionState:
-        """State over the keys of both.
+        """Merge with a state over other keys of the same query rows.
 
         Args:
-          spread: broadcasts a value of each query row over `acc`, whose columns are query rows unless given.
+          spread: broadcasts a value of each query row over `acc`. The default assumes that query rows are columns.
         """
         m = jnp.maximum(self.m, other.m)
         shift = jnp.where(m == -jnp.inf, 0.0, m)
@@ -83,16 +102,16 @@ class AttentionState(NamedTuple):
         return AttentionState(m, self.l * weights[0] + other.l * weights[1], self.acc * mine + other.acc * others)
 
 
-# --- output of a finished row
+# --- output of a finished plan row
 
 
 class OutputWriter(NamedTuple):
-    """Destination of a finished row: out [tokens, Hq, D] by way of a tile in shared memory, and lse [width].
+    """Destination of a finished plan row: out [tokens, Hq, D] through a shared-memory tile, and lse [width].
 
-    Token b·Q + i of `out` is query i of sequence b. Tokens behind the last of those belong to others.
+    Token b·Q + i of `out` is query i of sequence b. Tokens after the last of these are not written.
 
     Attributes:
-      layout: of rows that are written.
+      layout: register layout of the accumulator.
     """
 
     out: Ref
@@ -102,11 +121,13 @@ class OutputWriter(NamedTuple):
 
     @staticmethod
     def tile_type(width: int, values: int, dtype: jax.typing.DTypeLike, num_bytes: int = OUTPUT_BYTES) -> Any:
-        """Scratch type of the tile, [slices, width, values of a slice]. A copy takes an array of its own of up to 256
-        values; a row with more values than the tile holds is written in turns.
+        """Scratch type of the tile, [slices, width, values of a slice].
+
+        A slice has at most 256 values, because a copy takes a separate array of at most 256 values per row. A row with
+        more values than the tile holds is written in several rounds.
 
         Args:
-          num_bytes: of the tile, at most, if that holds 64 values of each column.
+          num_bytes: maximum size of the tile, unless 64 values per column take more.
         """
         fitting = max(64, num_bytes // (width * jnp.dtype(dtype).itemsize))
         slice_values = max(n for n in range(64, min(fitting, 256) + 1, 64) if values % n == 0)
@@ -134,7 +155,7 @@ class OutputWriter(NamedTuple):
         tile_values = self.tile.shape[0] * self.tile.shape[2]
         for i in range(0, state.acc.shape[0], tile_values):
             out = state.acc[i : i + tile_values]
-            # A row that sees nothing may have added 0 times an infinite value.
+            # In a query row that sees no key, the sum may contain 0 times an infinite value.
             out = jnp.where(over_columns(seen, out.shape), out * over_columns(inverse, out.shape), 0.0)
             self._copy_out(packing, block, row, out, first_value + i)
         lse = jnp.where(seen, shift + jnp.log2(jnp.where(seen, state.l, 1.0)) * (1 / LOG2E), -jnp.inf)
@@ -144,9 +165,9 @@ class OutputWriter(NamedTuple):
             self.lse[...] = lse
 
     def _copy_out(self, packing: QueryPacking, block: Any, row: Any, out: Any, first_value: Any) -> None:
-        """Write values of a query row, as many as the tile holds, to the tile and start their copies."""
+        """Write values that fit the tile to the tile, and start their copies to global memory."""
         out = out.astype(self.tile.dtype)
-        if out.dtype == jnp.float32:  # only a tile of 16 bits can be transposed while it is stored
+        if out.dtype == jnp.float32:  # stores can transpose 16-bit tiles only
             out = plgpu.layout_cast(out, self.layout.transposed)
         kv_heads, slice_values = self.out.shape[1] // packing.group, self.tile.shape[2]
         batch, kv_head = lax.div(row, kv_heads), lax.rem(row, kv_heads)
@@ -167,7 +188,7 @@ class OutputWriter(NamedTuple):
                     plgpu.copy_smem_to_gmem(self.tile.at[j, rows], to)
 
 
-# --- partial states of a split row
+# --- partial states of a split plan row
 
 
 class PartialStates(NamedTuple):
@@ -178,43 +199,49 @@ class PartialStates(NamedTuple):
 
     @staticmethod
     def types(states: int, width: int, values: int) -> PartialStates:
-        """Shapes of so many states of `width` query rows, each with so many values."""
+        """Shapes of `states` partial states with `width` query rows and `values` values per query row."""
         return PartialStates(
             jax.ShapeDtypeStruct((states, 2, width), jnp.float32),
             jax.ShapeDtypeStruct((states, num_fragments(width * values), *FRAGMENT), jnp.float32),
         )
 
     def state_index(self, block: Any, blocks: int, split: Any) -> Any:
-        """Index of the state of a split, for one of so many blocks of query rows."""
+        """Index of a split's state for one of `blocks` blocks of query rows."""
         return block * (self.acc.shape[0] // blocks) + split
 
     def store(self, index: Any, state: AttentionState, layout: RegisterLayout) -> None:
-        """Write a state whose values are in such registers."""
+        """Write a state whose accumulator has register layout `layout`."""
         self.stats[index, 0] = state.m
         self.stats[index, 1] = state.l
         store_fragments(state.acc, self.acc.at[index], layout)
 
 
 class PartialLoader(NamedTuple):
-    """Ring of partial states in shared memory: a batch of n to read, and one in flight.
+    """Two buffers of partial states in shared memory: one batch of n states is read while the next is in flight.
 
     Attributes:
       stats: [2, n, 2, width].
       acc: [2, n, fragments, *FRAGMENT].
-      landed: a barrier for each batch.
+      full: barrier of each buffer.
     """
 
     stats: Any
     acc: Any
-    landed: Any
+    full: Any
 
     @staticmethod
     def types(partials: PartialStates, rows: int, width: int, fragments: int) -> PartialLoader:
-        """Scratch types for slices of `width` query rows and so many fragments of the states of so many rows."""
-        splits_of_a_row = -(-partials.acc.shape[0] // rows)  # on average, at most
+        """Scratch types.
+
+        Args:
+          rows: number of plan rows times query blocks, from which the average number of splits follows.
+          width: query rows of a slice.
+          fragments: fragments of a slice.
+        """
+        splits_of_a_row = -(-partials.acc.shape[0] // rows)  # upper bound of the average
         state_bytes = fragments * 4 * FRAGMENT_ROWS * FRAGMENT_COLUMNS
         batch = max(1, min(LOADER_BYTES // state_bytes, splits_of_a_row))
-        if batch * width // 8 % 2:  # the stats of a batch are a multiple of 128 bytes, at which copies begin
+        if batch * width // 8 % 2:  # copies start at multiples of 128 bytes, so the stats of a batch must be one
             batch = batch - 1 or 2
         return PartialLoader(
             plgpu.SMEM((2, batch, 2, width), jnp.float32),
@@ -243,29 +270,29 @@ class PartialLoader(NamedTuple):
         rounds = pl.cdiv(count, batch)
 
         def fetch(i: Any) -> None:
-            slot, states = lax.rem(i, 2), pl.ds(first + i * batch, batch)
-            plgpu.copy_gmem_to_smem(partials.stats.at[states, :, columns], self.stats.at[slot], self.landed.at[slot])
-            plgpu.copy_gmem_to_smem(partials.acc.at[states, fragments], self.acc.at[slot], self.landed.at[slot])
+            buffer, states = lax.rem(i, 2), pl.ds(first + i * batch, batch)
+            plgpu.copy_gmem_to_smem(partials.stats.at[states, :, columns], self.stats.at[buffer], self.full.at[buffer])
+            plgpu.copy_gmem_to_smem(partials.acc.at[states, fragments], self.acc.at[buffer], self.full.at[buffer])
 
-        def take(i: Any, carry: Any) -> Any:
-            slot = lax.rem(i, 2)
-            plgpu.barrier_wait(self.landed.at[slot])
+        def merge_batch(i: Any, carry: Any) -> Any:
+            buffer = lax.rem(i, 2)
+            plgpu.barrier_wait(self.full.at[buffer])
 
             def step(j: Any, carry: Any) -> Any:
-                return add(self.stats.at[slot, j], self.acc.at[slot, j], carry)
+                return add(self.stats.at[buffer, j], self.acc.at[buffer, j], carry)
 
             carry = lax.fori_loop(0, jnp.minimum(batch, count - i * batch), step, carry)
-            plgpu.commit_smem()  # all threads have read the slot, which the next copy overwrites
+            plgpu.commit_smem()  # all threads have read the buffer, which the next copy overwrites
             pl.when(i + 2 < rounds)(lambda: fetch(i + 2))
             return carry
 
         for i in range(2):
             pl.when(i < rounds)(functools.partial(fetch, jnp.int32(i)))
-        return lax.fori_loop(0, rounds, take, carry)
+        return lax.fori_loop(0, rounds, merge_batch, carry)
 
 
 def num_fragments(values: int) -> int:
-    """Number of fragments that hold so many values."""
+    """Number of fragments that hold `values` values."""
     return values // (FRAGMENT_ROWS * FRAGMENT_COLUMNS)
 
 
@@ -314,7 +341,7 @@ def load_fragments(fragments: Ref, shape: tuple[int, int], layout: RegisterLayou
 
 
 def _pointers(fragments: ir.Value, count: int, element: ir.Type) -> list[ir.Value]:
-    """Pointers to a thread's four values in each of so many fragments."""
+    """Pointers to a thread's four values in each of `count` fragments."""
     i64 = ir.IntegerType.get_signless(64)
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, ir.IntegerType.get_signless(32)))
     own = arith.muli(arith.extui(i64, thread), mgpu.c(4, i64))
@@ -334,13 +361,14 @@ def merge_splits(
     packing: QueryPacking,
     layout: RegisterLayout,
 ) -> Float[Array, "blocks rows width"]:
-    """Finish, in place, the rows that `out` and `lse` lack: those of several splits, and those that see nothing.
+    """Finish, in place, the plan rows that `out` and `lse` lack: rows with several splits, and rows that see no key.
 
-    Splits are merged in their order, whichever programs they came from.
+    Splits are merged in their order, independent of the CTAs that computed them.
 
     Args:
       out: as in `OutputWriter`.
-      layout: in which the states' values were stored. Its rows are the output values of an item of the merge.
+      layout: register layout of the stored accumulators. `layout.rows` is the number of output values per item of the
+        merge.
     """
     rows, head_dim = lse.shape[1], out.shape[2]
     slices = head_dim // layout.rows
@@ -373,10 +401,11 @@ def _merge_kernel(
     loader: PartialLoader,
     tile: Ref,
 ) -> None:
-    """Merge rows of several splits, item by item: so many values of a row for the columns of a narrow block.
+    """Merge plan rows with several splits. An item of the loop is `layout.rows` values of a plan row for the columns of
+    a narrow block.
 
     Args:
-      packing, narrow: blocks of columns of the partial states, and the narrower ones that they are cut into here.
+      packing, narrow: blocks of columns of the partial states, and the narrower blocks that the merge cuts them into.
     """
     values, width, narrow_per_block = layout.rows, narrow.width, packing.width // narrow.width
     slices, slice_fragments = out.shape[2] // values, num_fragments(values * width)

@@ -1,4 +1,4 @@
-"""Index keys as caches hold them: as they are, or in 8 bits with a scale for each token."""
+"""Index keys in the form that caches store: unscaled, or in 8 bits with a scale per token."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pallas_attn.types import LATENT_8BIT, PagedIndexKeys
 
 
 def stored_index_keys(keys: Float[Array, "*rows Di"], index: PagedIndexKeys) -> PagedIndexKeys:
-    """Keys [..., Di] as a cache stores them: its arrays with other leading axes. In 8 bits a token's scale is
-    amax / 448, or 1 for zeros.
+    """Return keys [..., Di] in the form that a cache stores: the arrays of the cache with other leading axes.
+
+    The scale of an 8-bit token is amax / 448, or 1 if all values are zero.
     """
     if index.scale is None:
         return PagedIndexKeys(keys.astype(index.keys.dtype))
@@ -23,10 +24,10 @@ def stored_index_keys(keys: Float[Array, "*rows Di"], index: PagedIndexKeys) -> 
 
 
 def meant_index_keys(stored: PagedIndexKeys) -> Float[Array, "*rows Di"]:
-    """Keys [..., Di] that arrays of a cache stand for; those of 8 bits in float32."""
+    """Return the keys [..., Di] that arrays of a cache represent; 8-bit keys are returned in float32."""
     return stored.keys if stored.scale is None else dequantise(stored.keys, stored.scale)
 
 
 def read_index_keys(index: PagedIndexKeys, *at: Int32[Array, "*#rows"]) -> Float[Array, "..."]:
-    """Keys at places of the pool, as `meant_index_keys` gives them; `at` as for `take`."""
+    """Return the keys at indices of the pool, as `meant_index_keys` does. `at` are the indices of `take`."""
     return meant_index_keys(jax.tree.map(lambda part: take(part, *at), index))

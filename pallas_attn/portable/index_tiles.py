@@ -1,4 +1,4 @@
-"""Scores of index keys (DeepSeek-V3.2's lightning indexer): all at once for `reference`, by tiles for `xla`."""
+"""Scores of index keys (lightning indexer of DeepSeek-V3.2): all scores at once for `reference`, by tiles for `xla`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class IndexCall(Protocol):
 def seen_keys(
     key: Int32[Array, "*#rows K"], position: Int32[Array, "*rows"], draft_mask: Bool[Array, "*rows M"] | None
 ) -> Bool[Array, "*rows K"]:
-    """Whether tokens at these positions see keys: those up to their own, of the newest M those that the mask shows."""
+    """Return whether tokens at these positions see keys.
+
+    A token sees keys up to its own position. Among the newest M keys it sees only those that the mask shows.
+    """
     ahead = key - position[..., None]
     if draft_mask is None:
         return ahead <= 0
@@ -53,7 +56,7 @@ def seen_keys(
 
 
 def dense_scores(call: IndexCall) -> Float32[Array, "T K"]:
-    """Scores of every token over all K = P·ps table entries of its sequence, -inf where a key is invisible."""
+    """Return scores of every token over all K = P·ps table entries of its sequence; -inf for invisible keys."""
     num_tokens, num_sequences = call.q.shape[0], call.kv_lens.shape[0]
     num_pages, page_size, _ = call.index.keys.shape
     in_pool = (call.block_tables >= 0) & (call.block_tables < num_pages)
@@ -74,13 +77,15 @@ def dense_scores(call: IndexCall) -> Float32[Array, "T K"]:
 
 
 def _weighted(subscripts: str, products: Array, weights: Float32[Array, "..."], scale: float) -> Float32[Array, "..."]:
-    """Sum over heads of weight · relu(scale · product); zeros of either sign are 0, so that they tie."""
+    """Return the sum over heads of weight · relu(scale · product). Negative zeros become 0, so that zeros compare as
+    equal.
+    """
     scores = jnp.einsum(subscripts, jnp.maximum(products * scale, 0.0), weights, precision=HIGHEST)
     return jnp.where(scores == 0, 0.0, scores)
 
 
 def index_heuristic(num_tokens: int, num_sequences: int, heads: int) -> XlaConfig:
-    """Sizes whose products of queries and keys, of all index heads, are at most 2**24 a step where tiles allow it."""
+    """Return sizes with at most 2**24 products of queries and keys of all index heads per step, if tiles allow it."""
     queries = min(16, tile_queries(num_tokens, num_sequences))
     rows = -(-num_tokens // queries) + num_sequences
     group_rows = min(rows, 8 if queries == 1 else 2)
@@ -89,16 +94,16 @@ def index_heuristic(num_tokens: int, num_sequences: int, heads: int) -> XlaConfi
 
 
 type IndexStep = Callable[[Any, Float32[Array, "W M K"], Int32[Array, "W K"], Int32[Array, ""]], Any]
-"""(state, scores, key positions, number of the tile) -> state."""
+"""(state, scores, key positions, tile number) -> state."""
 
 
 class IndexTiles:
-    """Tiles of query tokens, each of one sequence, that walk tiles of its index keys.
+    """Tiles of query tokens of one sequence each, which iterate over tiles of the sequence's index keys.
 
     Attributes:
-      tile_queries: M, query tokens of a row.
-      tile_tokens: K, keys of a tile.
-      most_tiles: tiles of the longest row there can be.
+      tile_queries: M, query tokens per query tile.
+      tile_tokens: K, keys per key tile.
+      most_tiles: maximum number of key tiles of a query tile.
     """
 
     def __init__(self, call: IndexCall, settings: XlaConfig):
@@ -128,11 +133,12 @@ class IndexTiles:
     def walk(
         self, start: Callable[[int], Any], step: IndexStep, finish: Callable[[Any], Array], *, fill: float
     ) -> Array:
-        """Results [T, ...] of a walk of each token over its sequence's keys, in order; `fill` for padding tokens.
+        """Iterate over the keys of each token's sequence in order, and return results [T, ...]; `fill` for padding
+        tokens.
 
         Args:
-          start: (W) -> state of W rows that have seen no key.
-          step: takes the scores of the next tile, -inf where a key is invisible.
+          start: (W) -> initial state of W query tiles.
+          step: updates the state with the scores of the next key tile; scores of invisible keys are -inf.
           finish: state -> results [W, M, ...].
         """
         call = self._call
@@ -159,19 +165,19 @@ class IndexTiles:
 
 
 def as_positions(chosen: Int32[Array, "*rows k"], scores: Float32[Array, "*rows k"]) -> Int32[Array, "*rows k"]:
-    """Chosen positions in rising order, those of keys that nobody sees (-inf) as -1 at the end."""
+    """Return the selected positions in increasing order, then -1 for each invisible key (score -inf)."""
     last = jnp.iinfo(jnp.int32).max
     ordered = jnp.sort(jnp.where(scores == -jnp.inf, last, chosen.astype(jnp.int32)), axis=-1)
     return jnp.where(ordered == last, -1, ordered)
 
 
 def comparable(scores: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Scores as a selection compares them: zeros of either sign are equal, NaN is as +inf."""
+    """Return scores in the form that a selection compares: -0 becomes 0, and NaN becomes +inf."""
     return jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
 
 
 def sorted_choice(scores: Float32[Array, "T K"], top_k: int) -> Int32[Array, "T top_k"]:
-    """The choice of `select_top_k` by a stable sort of each row."""
+    """Return the selection of `select_top_k` by a stable sort of each row."""
     scores = comparable(scores)
     chosen = jnp.argsort(-scores, axis=1, stable=True)[:, :top_k]
     positions = as_positions(chosen, jnp.take_along_axis(scores, chosen, axis=1))

@@ -1,4 +1,4 @@
-"""Latents as caches hold them: as they are, or in 8 bits with a scale for each group of 128 columns."""
+"""Latents in the form that caches store: unscaled, or in 8 bits with a scale per group of 128 columns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pallas_attn.types import LATENT_8BIT, LATENT_GROUP, PLAIN_DTYPES, PagedLate
 
 
 def stored_latents(latent: Float[Array, "*rows LR"], cache: PagedLatent) -> PagedLatent:
-    """Latents [..., L + R] as a cache stores them: its arrays with other leading axes.
+    """Return latents [..., L + R] in the form that a cache stores: the arrays of the cache with other leading axes.
 
-    A quantised cache gets scales amax / 448 of each group of a token, 1 for a group of zeros, and rotated keys cast to
-    its dtype.
+    For a quantised cache, the scale of a group of a token is amax / 448, or 1 if all values are zero. Rotated keys are
+    cast to the cache's dtype.
     """
     if cache.rope is None:
         return PagedLatent(latent.astype(cache.pages.dtype))
@@ -29,8 +29,9 @@ def stored_latents(latent: Float[Array, "*rows LR"], cache: PagedLatent) -> Page
 
 
 def meant_latents(stored: PagedLatent, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "*rows LR"]:
-    """Latents [..., L + R] that arrays of a cache stand for; of a quantised one computed in float32, then cast to
-    `dtype`. Those of 8 bits without a scale are cast alone.
+    """Return the latents [..., L + R] that arrays of a cache represent.
+
+    Quantised latents are computed in float32 and then cast to `dtype`. 8-bit latents without a scale are only cast.
     """
     if stored.scale is None or stored.rope is None:
         return stored.pages if stored.pages.dtype in PLAIN_DTYPES else stored.pages.astype(dtype)
@@ -42,16 +43,16 @@ def meant_latents(stored: PagedLatent, dtype: jax.typing.DTypeLike = jnp.float32
 def read_latents(
     cache: PagedLatent, *index: Int32[Array, "*#rows"], dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, "..."]:
-    """Latents at places of the pool, as `meant_latents` gives them; `index` as for `take`."""
+    """Return the latents at indices of the pool, as `meant_latents` does. `index` are the indices of `take`."""
     return meant_latents(jax.tree.map(lambda part: take(part, *index), cache), dtype)
 
 
 def as_read_back(latent: Float[Array, "*rows LR"], cache: PagedLatent) -> Float[Array, "*rows LR"]:
-    """New latents as they will be read from the cache, in their own dtype: rounded if it is quantised.
+    """Return new latents with the values that a read from the cache will return, in their own dtype.
 
-    So attention does not depend on which tokens of a sequence are new and which are cached.
+    With these values, attention does not depend on which tokens of a sequence are new and which are cached.
     """
     if not cache.is_quantised:
         return latent
-    # On GPUs, XLA takes a conversion to 8 bits and back for none.
+    # Without the barrier, XLA removes a conversion to 8 bits and back on GPUs.
     return meant_latents(lax.optimization_barrier(stored_latents(latent, cache)), latent.dtype)

@@ -1,4 +1,4 @@
-"""Combining attention over parts of the keys into attention over all of them."""
+"""Merge attention over disjoint sets of keys into attention over all keys."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_attn import checks
-from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.arguments import refuse_gradients
 
 
 def merge_states(
     outs: Float[Array, "n *rows D"], lses: Float[Array, "n *rows"], sinks: Float[Array, "Hq"] | None = None
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """Merges attention over n disjoint sets of keys (FlashAttention, arXiv:2205.14135, section 3.1).
+    """Merge attention over n disjoint sets of keys (FlashAttention, arXiv:2205.14135, section 3.1).
 
     Args:
-      outs: n partial outputs, each normalised over its own keys and computed without sinks.
-      lses: float32, their log-sum-exp of scores, a natural logarithm (`lse_from_base2` converts others); -inf, or +inf
-        as others mark it, where a part had no visible key.
-      sinks: learned sink logits of the query heads, the last axis of a row; they enter here, exactly once.
+      outs: n partial outputs, each normalized over its own keys and computed without sinks.
+      lses: float32 natural log-sum-exps of the scores (`lse_from_base2` converts base-2 values). Parts without a
+        visible key have -inf or, as in some other libraries, +inf.
+      sinks: learned sink logits of the query heads, the last axis of a row. They are applied here, once.
 
     Returns:
-      The output over all keys in the dtype of `outs`, 0 where there is none, and its LSE, without the sinks.
+      The output over all keys in the dtype of `outs`, 0 if no key is visible, and its LSE without the sinks.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit each other.
+      ValueError: shapes or dtypes do not fit each other.
 
     Example:
       >>> outs, lses = jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]]), jnp.zeros((2, 1))  # two parts of equal weight
@@ -50,7 +50,7 @@ def merge_states(
     highest = jnp.max(lses, axis=0)
     weights = jnp.exp(lses - finite_or_zero(highest)[None])
     total = jnp.sum(weights, axis=0)
-    # A part without a visible key weighs nothing, whatever its output holds. A NaN that was seen stays: NaN != 0.
+    # The output of a part without a visible key is ignored, even if it is NaN. A visible NaN remains: NaN != 0.
     weighted = jnp.where((weights != 0)[..., None], outs.astype(jnp.float32) * weights[..., None], 0.0)
     seen = total != 0
     out = jnp.sum(weighted, axis=0) / jnp.where(seen, total, 1.0)[..., None]
@@ -59,10 +59,10 @@ def merge_states(
 
 
 def lse_from_base2(lse: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """Converts log-sum-exps to the natural logarithms of all operations here from base 2, which FlashInfer returns.
+    """Convert log-sum-exps from base 2, which FlashInfer returns, to natural logarithms, which this package uses.
 
     Args:
-      lse: float32; infinite ones, which mark rows without a visible key, stay as they are.
+      lse: float32; infinite values, which mark rows without a visible key, are unchanged.
 
     Raises:
       ValueError: another dtype.
@@ -76,10 +76,10 @@ def lse_from_base2(lse: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
 
 
 def lse_to_base2(lse: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """Converts log-sum-exps from natural logarithms to base 2, as FlashInfer merges them.
+    """Convert log-sum-exps from natural logarithms to base 2, which FlashInfer merges.
 
     Args:
-      lse: float32; infinite ones stay as they are.
+      lse: float32; infinite values are unchanged.
 
     Raises:
       ValueError: another dtype.
@@ -100,17 +100,17 @@ def _scaled(op: str, lse: Float[Array, "*rows"], factor: float) -> Float[Array, 
 def apply_sinks(
     out: Float[Array, "*rows D"], lse: Float[Array, "*rows"], sinks: Float[Array, "#heads"] | None
 ) -> Float[Array, "*rows D"]:
-    """Adds learned sink logits to the softmax's denominator: out · 1 / (1 + exp(sink - lse)); empty rows stay 0.
+    """Add learned sink logits to the softmax denominator: out · 1 / (1 + exp(sink - lse)). Empty rows stay 0.
 
     The sinks broadcast against the last axis of `lse`.
     """
     if sinks is None:
         return out
     sinks = sinks.reshape((1,) * (lse.ndim - 1) + sinks.shape)
-    kept = 1.0 / (1.0 + jnp.exp(sinks - finite_or_zero(lse)))
-    return out * jnp.where(lse == -jnp.inf, 0.0, kept)[..., None]
+    share = 1.0 / (1.0 + jnp.exp(sinks - finite_or_zero(lse)))
+    return out * jnp.where(lse == -jnp.inf, 0.0, share)[..., None]
 
 
 def finite_or_zero(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """-inf, the maximum over no scores, becomes 0, so that subtracting it is defined."""
+    """Replace -inf, the maximum over no scores, by 0, so that it can be subtracted."""
     return jnp.where(x == -jnp.inf, 0.0, x)

@@ -1,8 +1,8 @@
-"""Positions and slots of a step's tokens, computed on the device from lengths and block tables, checked on the host.
+"""Positions and slots of a step's tokens, computed on the device from lengths and block tables; validation on the host.
 
-On the device nothing can raise: wrong metadata reads and writes wrong tokens without a word. But every operation first
-bounds it (`checks.bound_sums`, `checks.bound_lens`), in the same way for all implementations: wrong lengths change
-results, and neither addresses outside the arrays nor the time that a call can take.
+Code on the device cannot raise: with wrong metadata, an operation reads and writes wrong tokens. However, every
+operation first clips its metadata (`checks.bound_sums`, `checks.bound_lens`), in the same way for all implementations.
+Wrong lengths therefore change results, but never cause accesses outside the arrays or an unbounded running time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pallas_attn.types import PAGE_NONE, HeadWindow
 
 
 def cumulative_lens(lens: Int32[Array, "S"]) -> Int32[Array, "S_plus_1"]:
-    """Prefix sums from 0: [0, lens[0], lens[0] + lens[1], ...].
+    """Return prefix sums starting with 0: [0, lens[0], lens[0] + lens[1], ...].
 
     Raises:
-      ValueError: not a vector of int32.
+      ValueError: not an int32 vector.
 
     Example:
       >>> pallas_attn.cumulative_lens(jnp.array([3, 0, 2], jnp.int32)).tolist()
@@ -36,18 +36,19 @@ def cumulative_lens(lens: Int32[Array, "S"]) -> Int32[Array, "S_plus_1"]:
 def token_positions(
     cu_q_lens: Int32[Array, "S_plus_1"], kv_lens: Int32[Array, "S"], *, length: int
 ) -> Int32[Array, "length"]:
-    """The position of each packed new token in its sequence: the new tokens are the last a sequence holds.
+    """Return the position of each packed new token in its sequence. New tokens are the last tokens of a sequence.
 
     Args:
       cu_q_lens: prefix sums of the new tokens.
-      kv_lens: tokens each sequence holds, the new ones included.
-      length: packed tokens with padding.
+      kv_lens: tokens per sequence, including the new tokens.
+      length: number of packed tokens, including padding.
 
     Returns:
-      Positions; -1 for tokens of no sequence, and of a sequence that holds fewer than it is said to get.
+      Positions; -1 for tokens of no sequence, and for positions before 0, which occur if a sequence has more new tokens
+      than kv_len.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit each other.
+      ValueError: shapes or dtypes do not fit each other.
 
     Example:
       >>> cu_q_lens, kv_lens = jnp.array([0, 2, 3], jnp.int32), jnp.array([9, 4], jnp.int32)
@@ -66,21 +67,21 @@ def slot_mapping(
     page_size: int,
     length: int,
 ) -> Int32[Array, "length"] | Int32[Array, "length Hkv"]:
-    """Slots that the packed new tokens are written to, as `write_kv` and `write_latent` take it.
+    """Return the slots that packed new tokens are written to, an argument of `write_kv` and `write_latent`.
 
     Args:
       block_tables: page ids, or row ids for head-wise tables.
       cu_q_lens: prefix sums of the new tokens.
-      kv_lens: tokens each sequence holds, the new ones included.
+      kv_lens: tokens per sequence, including the new tokens.
       page_size: ps.
-      length: packed tokens with padding.
+      length: number of packed tokens, including padding.
 
     Returns:
-      page·ps + offset, or row·ps + offset per head; -1 for tokens of no sequence and where the page is absent, past
-      the table, or of an id whose slots an int32 does not hold.
+      page·ps + offset, or row·ps + offset per head; -1 for tokens of no sequence, and where the page is absent, past
+      the table, or has slots that exceed int32.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit each other.
+      ValueError: shapes or dtypes do not fit each other.
 
     Example:
       >>> block_tables = jnp.array([[5, 0, 2], [3, -1, -1]], jnp.int32)
@@ -109,19 +110,20 @@ def token_slots(
     *,
     page_size: int,
 ) -> Int32[Array, "T K"]:
-    """Slots of tokens that packed query tokens chose, as `mla_sparse` takes them.
+    """Return the slots of tokens that packed query tokens selected, an argument of `mla_sparse`.
 
     Args:
-      positions: of the chosen tokens in the sequence of each query token; -1 for none.
+      positions: positions of the selected tokens in the sequence of each query token; -1 for none.
       block_tables: page ids.
       cu_q_lens: prefix sums of the query tokens.
       page_size: ps.
 
     Returns:
-      page·ps + offset; -1 for no position, one past the table or on an absent page, and for tokens of no sequence.
+      page·ps + offset; -1 for no position, for positions past the table or on an absent page, and for tokens of no
+      sequence.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit each other.
+      ValueError: shapes or dtypes do not fit each other.
 
     Example:
       >>> positions, block_tables = jnp.array([[0, 5, -1], [2, 3, -1]], jnp.int32), jnp.array([[5, 0]], jnp.int32)
@@ -151,15 +153,15 @@ def token_slots(
 def is_prefill(
     num_decode_tokens: Int32[Array, ""] | int, cu_q_lens: Int32[Array, "S_plus_1"], *, length: int
 ) -> Bool[Array, "length"]:
-    """Marks the tokens of a packed step that belong to prefill: those after its decode tokens, padding excluded.
+    """Return which tokens of a packed step belong to prefill: the tokens after the decode tokens, without padding.
 
     Args:
-      num_decode_tokens: decode tokens, which come first.
+      num_decode_tokens: number of decode tokens, which come first.
       cu_q_lens: prefix sums of the prefill tokens.
-      length: packed tokens with padding.
+      length: number of packed tokens, including padding.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit each other.
+      ValueError: shapes or dtypes do not fit each other.
 
     Example:
       >>> pallas_attn.is_prefill(2, jnp.array([0, 1, 3], jnp.int32), length=6).tolist()
@@ -174,14 +176,14 @@ def is_prefill(
 
 
 def _has_slots(page: Int32[Array, "*shape"], page_size: int) -> Bool[Array, "*shape"]:
-    """Whether ids are those of pages whose slots an int32 holds; others would wrap around to slots of other pages."""
+    """Return whether ids are page ids whose slots fit int32. Larger ids would wrap around to slots of other pages."""
     return (page >= 0) & (page <= (2**31 - page_size) // page_size)
 
 
 def _locate(
     cu_q_lens: Int32[Array, "S_plus_1"], kv_lens: Int32[Array, "S"], length: int
 ) -> tuple[Int32[Array, "length"], Int32[Array, "length"]]:
-    """The sequence of each packed token (any for padding), and its position there."""
+    """Return the sequence of each packed token (any sequence for padding) and its position there."""
     cu_q_lens, kv_lens = checks.int32(cu_q_lens=cu_q_lens, kv_lens=kv_lens)
     dims = checks.Dims()
     dims.check("kv_lens", kv_lens, "S", checks.INT)
@@ -208,24 +210,24 @@ def validate_metadata(
     slots: ArrayLike | None = None,
     window: int | HeadWindow | None = None,
 ) -> None:
-    """Raises ValueError for metadata that an operation would follow to the wrong tokens. For tests and for debugging.
+    """Raise ValueError if an operation would access wrong tokens with this metadata. For tests and debugging.
 
-    It runs on the host, and waits for what it is given from the device. An idle row (kv_len 0) may have any number of
-    new tokens. Absent pages (PAGE_NONE) are allowed anywhere, and so is anything in table entries that no query reads.
+    The check runs on the host and waits for arrays on the device. An idle row (kv_len 0) may have any number of new
+    tokens. Absent pages (PAGE_NONE) are allowed everywhere, and table entries that no query reads may have any value.
 
     Args:
       block_tables: [S, P] page ids, or [S, Hkv, P] row ids.
-      kv_lens: [S] tokens each sequence holds, the new ones included.
+      kv_lens: [S] tokens per sequence, including the new tokens.
       num_pages: N, pages in the pool.
       page_size: ps.
-      q_lens: [S] new tokens of each sequence.
-      cu_q_lens: [S + 1] prefix sums of the new tokens, in place of `q_lens`; with neither, each has one. Zeros at the
-        end stand for sequences without new tokens.
-      slots: [T] or, with row ids, [T, Hkv] places that are written.
-      window: as the operation takes it; None for no window.
+      q_lens: [S] new tokens per sequence.
+      cu_q_lens: [S + 1] prefix sums of the new tokens, an alternative to `q_lens`; with neither, each sequence has one.
+        Zeros at the end represent sequences without new tokens.
+      slots: [T] or, with row ids, [T, Hkv] slots that are written.
+      window: window of the operation; None for no window.
 
     Raises:
-      ValueError: naming the argument, the position in it, what was wanted and the value there.
+      ValueError: names the argument, the position, the expectation and the value there.
 
     Example:
       >>> pallas_attn.validate_metadata([[5, 0]], [7], num_pages=6, page_size=4)
@@ -274,7 +276,7 @@ def _place(name: str, at: ArrayLike) -> str:
 def _new_tokens(
     dims: checks.Dims, kv_lens: np.ndarray, q_lens: ArrayLike | None, cu_q_lens: ArrayLike | None
 ) -> np.ndarray:
-    """New tokens of each sequence."""
+    """Return the number of new tokens of each sequence."""
     if cu_q_lens is None:
         new = np.ones_like(kv_lens) if q_lens is None else _integers("q_lens", q_lens)
         dims.check("q_lens", new, "S")
@@ -282,7 +284,7 @@ def _new_tokens(
         _require("q_lens", new, (new <= kv_lens) | (kv_lens == 0), "at most the row's kv_len")
         return new
     if q_lens is not None:
-        raise ValueError("q_lens: expected None beside cu_q_lens")
+        raise ValueError("q_lens: expected None with cu_q_lens")
     sums = _integers("cu_q_lens", cu_q_lens)
     dims.check("cu_q_lens", sums, "S+1")
     _require("cu_q_lens", sums[:1], sums[:1] >= 0, "at least 0")
@@ -297,7 +299,7 @@ def _new_tokens(
 def _read_entries(
     tables: np.ndarray, kv_lens: np.ndarray, new_tokens: np.ndarray, page_size: int, window: int | HeadWindow | None
 ) -> np.ndarray:
-    """Which table entries hold a token that some query of the row, and some head of the page, sees."""
+    """Return which table entries contain a token that a query of the row, and a head of the page, sees."""
     if isinstance(window, HeadWindow):
         checks.check_window(window, tables.shape[1] if tables.ndim == 3 else window.window.shape[0])
     else:
@@ -315,8 +317,8 @@ def _check_slots(slots: np.ndarray, num_slots: int) -> None:
     written = slots != PAGE_NONE
     _require("slots", slots, (slots >= 0) & (slots < num_slots) | ~written, f"0 to {num_slots - 1} or -1")
     _, first, inverse = np.unique(slots, return_index=True, return_inverse=True)
-    first = first[inverse.reshape(slots.shape)]  # where each value comes for the first time
+    first = first[inverse.reshape(slots.shape)]  # index of the first occurrence of each value
     repeated = written & (first != np.arange(slots.size).reshape(slots.shape))
     for at in np.argwhere(repeated)[:1]:
         taken = _place("slots", np.unravel_index(first[tuple(at)], slots.shape))
-        raise ValueError(f"{_place('slots', at)}: expected a slot of its own, got {slots[tuple(at)]} of {taken}")
+        raise ValueError(f"{_place('slots', at)}: expected a unique slot, got {slots[tuple(at)]}, the slot of {taken}")

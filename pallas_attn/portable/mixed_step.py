@@ -1,7 +1,7 @@
-"""The sequences of a step as JAX engines for TPUs describe them: decodes and chunks of prompts in one packed array.
+"""Metadata of a step in the format of JAX engines for TPUs: decodes and prompt chunks in one packed array.
 
-Table entries past a sequence's tokens, and entries of tables, lengths and sums past the last sequence, may hold
-anything; the number of sequences may be known on the device only.
+Table entries past a sequence's tokens may have any value, and so may entries of tables, lengths and sums past the last
+sequence. The number of sequences may be known on the device only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pallas_attn import checks
 
 @dataclasses.dataclass(frozen=True)
 class MixedStep:
-    """Tables and lengths of S sequences whose new tokens are packed.
+    """Tables and lengths of S sequences with packed new tokens.
 
     Attributes:
       block_tables: int32 [S, P], or [S, Hkv, P] of row ids.
-      cu_q_lens: int32 [S + 1], never falling, within 0 to T; sequences past the last have no new tokens.
-      kv_lens: int32 [S], the new tokens included; 0 for sequences past the last.
-      distribution: int32 [3] or None: ends of the sequences of decode, of prefill, and of all.
+      cu_q_lens: int32 [S + 1], never decreasing, from 0 to T; sequences past the last have no new tokens.
+      kv_lens: int32 [S], including the new tokens; 0 for sequences past the last.
+      distribution: int32 [3] or None: ends of the decode sequences, the prefill sequences, and all sequences.
     """
 
     block_tables: Int32[Array, "S P"] | Int32[Array, "S Hkv P"]
@@ -33,14 +33,14 @@ class MixedStep:
 
     @staticmethod
     def of(page_indices: Any, kv_lens: Any, cu_q_lens: Any, distribution: Any, dims: checks.Dims) -> MixedStep:
-        """Checks and bounds a step's arrays; `dims` has T bound, and Hkv if tables of row ids are taken.
+        """Check and clip a step's arrays. `dims` has T bound, and also Hkv if tables of row ids are accepted.
 
         Args:
           page_indices: [S·P], [S, P], or [S, Hkv, P].
-          distribution: [3], or the number of sequences alone, [1] or []; None for S.
+          distribution: [3], or only the number of sequences, [1] or []; None for S.
 
         Raises:
-          ValueError: arrays that do not fit each other.
+          ValueError: arrays do not fit each other.
         """
         page_indices, kv_lens, cu_q_lens, distribution = checks.int32(
             page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens, distribution=distribution
@@ -51,7 +51,7 @@ class MixedStep:
         if distribution is not None:
             distribution = _as_distribution(distribution, dims)
             place = jnp.arange(dims["S"] + 1, dtype=jnp.int32)
-            cu_q_lens = jnp.where(place <= distribution[2], cu_q_lens, 0)  # zeros at the end are no new tokens
+            cu_q_lens = jnp.where(place <= distribution[2], cu_q_lens, 0)  # zeros at the end mean no new tokens
             kv_lens = jnp.where(place[:-1] < distribution[2], kv_lens, 0)
         capacity = block_tables.shape[-1] * dims["ps"]
         return MixedStep(
@@ -63,7 +63,7 @@ class MixedStep:
 
     @property
     def single(self) -> Bool[Array, "S"]:
-        """Sequences that decode: those of one new token, unless `distribution` has them among the prefills."""
+        """Sequences that decode: they have one new token and are not among the prefills of `distribution`."""
         single = jnp.diff(self.cu_q_lens) == 1
         if self.distribution is None:
             return single
@@ -72,7 +72,7 @@ class MixedStep:
 
 
 def _as_distribution(distribution: Any, dims: checks.Dims) -> Int32[Array, "3"]:
-    """The three ends, of which those of decode and prefill are 0 where the number of sequences alone is given."""
+    """Return the three ends; the ends of decode and prefill are 0 if only the number of sequences is given."""
     checks.check_array("distribution", distribution)
     if distribution.ndim == 1 and distribution.shape[0] != 1:
         dims.check("distribution", distribution, "3", checks.INT)
@@ -82,7 +82,7 @@ def _as_distribution(distribution: Any, dims: checks.Dims) -> Int32[Array, "3"]:
 
 
 def _as_tables(page_indices: Any, dims: checks.Dims) -> Any:
-    """Tables of rank 2 or 3, binding P."""
+    """Return tables of rank 2 or 3; bind P."""
     checks.check_array("page_indices", page_indices)
     num_sequences = dims["S"]
     if page_indices.ndim == 1:

@@ -1,8 +1,9 @@
-"""Attention in bounded memory with XLA's own loops: the engine of every attention operation's `xla.py`.
+"""Attention in bounded memory with XLA loops, used by the `xla.py` of every attention operation.
 
-Rows (a block of queries that share a walk over keys) are sorted by how many key tiles they see and taken in groups; a
-group walks its tiles with an online softmax (arXiv:1805.02867) until its longest row is done. So memory is bounded by
-one tile a row of a group, and time follows each row's own number of tiles, up to the spread within a group.
+A row is a block of queries that read the same keys. Rows are sorted by their number of key tiles and processed in
+groups. A group iterates over key tiles with an online softmax (arXiv:1805.02867) until its longest row is finished.
+Memory is bounded by one tile per row of a group. The time of a row is proportional to the number of tiles of the
+longest row of its group, which is close to its own number.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class XlaConfig:
     """Tile and group sizes of the portable implementations.
 
     Attributes:
-      tile_tokens: keys a row takes per step of its walk.
-      group_rows: rows that walk together.
-      tile_queries: query tokens of one row, for operations over packed tokens.
+      tile_tokens: keys per row and loop iteration.
+      group_rows: rows per group.
+      tile_queries: query tokens per row, for operations over packed tokens.
     """
 
     tile_tokens: int
@@ -42,9 +43,10 @@ class XlaConfig:
 
 
 def decode_heuristic(rows: int, elements_per_token: int) -> XlaConfig:
-    """Sizes for rows of few queries, whose time goes into loading keys.
+    """Return sizes for rows of few queries, whose time is dominated by loading keys.
 
-    About 2**18 elements of K a step keep a CPU's caches and a GPU's multiprocessors busy; more only costs memory.
+    About 2**18 elements of K per iteration keep a CPU's caches and a GPU's multiprocessors busy. More elements only use
+    more memory.
     """
     group_rows = min(rows, 8)
     tile_tokens = 2**18 // (elements_per_token * group_rows)
@@ -52,20 +54,21 @@ def decode_heuristic(rows: int, elements_per_token: int) -> XlaConfig:
 
 
 def tile_queries(num_tokens: int, num_sequences: int) -> int:
-    """Queries of one tile: about twice the average of a sequence, so that short sequences waste little of a tile and
-    long ones are not cut into many tiles, each of which walks the keys again.
+    """Return the number of queries per tile: about twice the average per sequence.
+
+    Short sequences then waste little of a tile, and long sequences have few tiles, each of which reads all keys again.
     """
     average = -(-2 * num_tokens // num_sequences)
     return min(64, 1 << (average - 1).bit_length())
 
 
 def prefill_heuristic(rows: int, tile_queries: int) -> XlaConfig:
-    """Sizes for rows of many queries, whose time goes into matrix products."""
+    """Return sizes for rows of many queries, whose time is dominated by matrix products."""
     return XlaConfig(tile_tokens=256, group_rows=min(rows, 2), tile_queries=tile_queries)
 
 
 type Tile = tuple[Float[Array, "W H K Dk"], Float[Array, "W H K Dv"], Bool[Array, "W #H M K"]]
-"""Keys, values and which of the row's queries see them; what no query sees may hold anything, NaN included."""
+"""Keys, values and mask of visible keys. Keys and values that no query sees may be anything, including NaN."""
 
 
 def attend_rows(
@@ -79,17 +82,17 @@ def attend_rows(
     soft_cap: float | None,
     group_rows: int,
 ) -> tuple[Float[Array, "R H M Dv"], Float[Array, "R H M"]]:
-    """Attention of R rows, each of M queries on H heads, over the key tiles that `load_tile` brings.
+    """Compute attention of R rows, each of M queries on H heads, over the key tiles that `load_tile` returns.
 
     Args:
-      num_tiles: tiles each row has.
-      load_tile: (rows [W], j) -> the j-th tile of each of these rows; all invisible where j is past a row's last tile.
+      num_tiles: number of tiles of each row.
+      load_tile: (rows [W], j) -> the j-th tile of each row; all invisible if j is past a row's last tile.
       sources: the arrays that tiles are made of.
       value_dim: Dv.
-      group_rows: rows that walk together, the W of load_tile.
+      group_rows: rows per group, W of load_tile.
 
     Returns:
-      Normalised outputs in float32, 0 for queries that see nothing, and their LSE, -inf for those.
+      Normalized outputs in float32 and their LSE; 0 and -inf for queries that see no key.
     """
 
     def group(members: Int32[Array, "W"]) -> tuple[Float[Array, "W H M Dv"], Float[Array, "W H M"]]:
@@ -105,7 +108,7 @@ def attend_rows(
 
         _, highest, total, acc = lax.while_loop(lambda state: state[0] < steps, step, state)
         seen = total != 0  # not > 0: a visible NaN must show in the output and in the LSE
-        # Queries that see nothing may have 0 times an infinite value.
+        # The accumulator of queries that see no key may be 0 times infinity.
         out = jnp.where(seen[..., None], acc / jnp.where(seen, total, 1.0)[..., None], 0.0)
         return out, jnp.where(seen, finite_or_zero(highest) + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
 
@@ -113,12 +116,12 @@ def attend_rows(
 
 
 def map_groups[Tree](group: Callable[[Int32[Array, "W"]], Tree], num_tiles: Int32[Array, "R"], group_rows: int) -> Tree:
-    """Results of `group`, which takes rows and returns arrays [W, ...] of them, for all rows: arrays [R, ...]."""
+    """Apply `group`, which maps row indices [W] to arrays [W, ...], to all rows, and return arrays [R, ...]."""
     rows = num_tiles.shape[0]
     group_rows = min(group_rows, rows)
     if group_rows == rows:
         return group(jnp.arange(rows, dtype=jnp.int32))
-    # Neighbours in this order have about equally many tiles, so few members of a group idle while its longest walks.
+    # Rows that are adjacent in this order have similar numbers of tiles, so few rows of a group wait for the longest.
     order = jnp.argsort(-num_tiles).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
     groups = -(-rows // group_rows)
@@ -132,7 +135,7 @@ def _zeros(q: Float[Array, "W H M Dk"], value_dim: int) -> Float[Array, "W H M D
 
 
 def _absorb(q, k, v, visible, highest, total, acc, sm_scale, soft_cap):
-    """One step of the online softmax: updates the state (running maximum, denominator, weighted values) by a tile."""
+    """Update the state of the online softmax (running maximum, denominator, weighted values) with one tile."""
     scores = dot_f32("whmd,whkd->whmk", q, k) * sm_scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -141,7 +144,7 @@ def _absorb(q, k, v, visible, highest, total, acc, sm_scale, soft_cap):
     shift = finite_or_zero(new_highest)
     weights = jnp.exp(scores - shift[..., None])
     shrink = jnp.exp(highest - shift)
-    # What nobody sees may be NaN, and 0 · NaN is NaN.
+    # Invisible values may be NaN, and 0 · NaN is NaN.
     v = jnp.where(jnp.any(visible, axis=-2)[..., None], v, jnp.zeros((), v.dtype))
     total = total * shrink + jnp.sum(weights, axis=-1)
     # Weights are rounded only where the queries are too: float32 queries over a 16-bit cache get float32 results.
@@ -151,7 +154,7 @@ def _absorb(q, k, v, visible, highest, total, acc, sm_scale, soft_cap):
 
 
 def dot_f32(subscripts: str, a: Array, b: Array) -> Float[Array, "..."]:
-    """Products accumulated in float32; operands of one 16-bit type go to the tensor cores as they are."""
+    """Return products accumulated in float32. Operands of the same 16-bit dtype are not converted, for tensor cores."""
     if a.dtype != b.dtype:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -159,12 +162,12 @@ def dot_f32(subscripts: str, a: Array, b: Array) -> Float[Array, "..."]:
 
 
 class QueryTiles:
-    """Packed query tokens cut into tiles that each belong to one sequence.
+    """Packed query tokens divided into tiles of one sequence each.
 
     Attributes:
-      sequence: int32 [R], whose tokens a tile holds; R = ceil(T / tile) + S is enough for any lengths.
-      token: int32 [R, tile], which packed tokens; in range also where `real` is False.
-      index: int32 [R, tile], their place within the sequence's new tokens.
+      sequence: int32 [R], sequence of each tile; R = ceil(T / tile) + S is enough for all lengths.
+      token: int32 [R, tile], indices of packed tokens; in range also where `real` is False.
+      index: int32 [R, tile], index among the sequence's new tokens.
       real: bool [R, tile], False for the padding of a sequence's last tile.
     """
 
@@ -177,14 +180,14 @@ class QueryTiles:
         self.sequence = jnp.minimum(segment_of(self._ends, row), num_sequences - 1)
         first = (row - self._first_tile(self.sequence)) * tile
         self.index = first[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]
-        self.real = self.index < lens[self.sequence][:, None]  # rows past the last tile count on past the last sequence
+        self.real = self.index < lens[self.sequence][:, None]  # False for tiles past the last tile
         self.token = jnp.where(self.real, cu_q_lens[self.sequence][:, None] + self.index, 0)
 
     def _first_tile(self, sequence: Int32[Array, "n"]) -> Int32[Array, "n"]:
         return jnp.where(sequence > 0, self._ends[jnp.maximum(sequence - 1, 0)], 0)
 
     def unpack(self, tiles: Float[Array, "R tile *rest"], num_tokens: int, fill: float) -> Float[Array, "T *rest"]:
-        """Values of tiles, put back in the order of the packed tokens; `fill` for padding tokens."""
+        """Return the values of tiles in the order of the packed tokens; `fill` for padding tokens."""
         token = jnp.arange(num_tokens, dtype=jnp.int32)
         sequence = segment_of(self._cu_q_lens[1:], token)
         real = (sequence < self._cu_q_lens.shape[0] - 1) & (token >= self._cu_q_lens[0])

@@ -1,6 +1,6 @@
-"""The dense oracle every `reference.py` is written with: gather, dequantise, mask, softmax. Plain, float32, unbounded.
+"""Dense attention for every `reference.py`: gather, dequantise, mask, softmax, in float32 and with unbounded memory.
 
-It favours being obviously right over everything else; nothing here is meant to be fast or small.
+The code is simple enough to be verified by reading. Speed and memory do not matter here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HIGHEST = jax.lax.Precision.HIGHEST  # GPUs would otherwise round float32 operan
 def gather_kv(
     kv: PagedKV, block_tables: Int32[Array, "B P"] | Int32[Array, "B Hkv P"], head_dim: int
 ) -> tuple[Float[Array, "B Hkv K D"], Float[Array, "B Hkv K Dv"], Bool[Array, "B Hkv K"]]:
-    """Keys and values of every table entry in float32, K = P·ps, and whether the entry names a page of the pool."""
+    """Return keys and values of every table entry in float32, K = P·ps, and whether the entry is a page of the pool."""
     pages, first = kv.values
     keys, values = kv.k[..., :head_dim], pages[..., first : first + kv.value_dim(head_dim)]
     num_pages, num_kv_heads, page_size, _ = kv.k.shape
@@ -29,7 +29,7 @@ def gather_kv(
         in_pool = jnp.broadcast_to(in_pool[:, None, :], rows.shape)
     else:
         in_pool = (rows >= 0) & (rows < num_pages * num_kv_heads)
-        rows = jnp.where(in_pool, rows, 0)  # masked later; an unread entry may hold anything
+        rows = jnp.where(in_pool, rows, 0)  # masked later
     exists = jnp.repeat(in_pool, page_size, axis=-1)
     return _gather(keys, kv.k_scale, rows), _gather(values, kv.v_scale, rows), exists
 
@@ -58,7 +58,7 @@ def attention(
     soft_cap: float | None = None,
     sinks: Float[Array, "Hq"] | None = None,
 ) -> tuple[Float[Array, "B Q Hq Dv"], Float[Array, "B Q Hq"]]:
-    """Softmax attention in float32: output (0 for an empty row) and LSE (-inf)."""
+    """Return the output of softmax attention in float32 (0 for an empty row) and the LSE (-inf for an empty row)."""
     batch, num_queries, num_heads, _ = q.shape
     num_kv_heads = k.shape[1]
     q = q.astype(jnp.float32).reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, q.shape[-1])
@@ -67,8 +67,8 @@ def attention(
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, -jnp.inf)
-    # Not exp(scores - lse): where scores are large, the LSE is rounded by more than exp can take.
-    # Not by the maximum: XLA's on a CPU may pass over NaN.
+    # Not exp(scores - lse): the rounding error of a large LSE would be too large for exp.
+    # Emptiness is not computed from the maximum, because XLA's maximum on CPUs may ignore NaN.
     empty = jnp.all(scores == -jnp.inf, axis=-1, keepdims=True)  # [B, Hkv, G, Q, 1]
     shift = jnp.where(empty, 0.0, jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(scores - shift)
@@ -81,4 +81,4 @@ def attention(
     out = jnp.einsum("bhgqk,bhkd->bqhgd", weights, v, precision=HIGHEST)
     out = out.reshape(batch, num_queries, num_heads, v.shape[-1])
     lse = jnp.transpose(lse[..., 0], (0, 3, 1, 2)).reshape(batch, num_queries, num_heads)
-    return jnp.where(lse[..., None] == -jnp.inf, 0.0, out), lse  # of a row beside one that sees Inf, too
+    return jnp.where(lse[..., None] == -jnp.inf, 0.0, out), lse  # 0 even if another row sees an infinite value

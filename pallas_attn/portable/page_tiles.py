@@ -1,4 +1,4 @@
-"""Tiles of K/V pages for the portable implementations: which pages a row walks, and loading some of them."""
+"""Tiles of K/V pages for the portable implementations: the pages of each row, and loading of tiles."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pallas_attn.types import PAGE_NONE, HeadWindow, PagedKV
 
 
 class HeadRows(NamedTuple):
-    """Grouping of (sequence, head) pairs into rows of heads that walk the same pages.
+    """Grouping of (sequence, head) pairs into rows of heads that read the same pages.
 
-    With one window for all heads a row is a sequence and its H = Hkv heads walk together. Head-wise windows or tables
-    make every head a row of its own (H = 1), so that each walks only its own pages.
+    If all heads have one window, a row is a sequence with H = Hkv heads. With head-wise windows or tables, every head
+    is a separate row (H = 1), so that it reads only its own pages.
 
     Attributes:
-      heads: H, heads a row holds.
+      heads: H, heads per row.
       rows_per_sequence: Hkv / H.
     """
 
@@ -33,14 +33,14 @@ class HeadRows(NamedTuple):
         return HeadRows(num_kv_heads, 1)
 
     def split(self, x: Float[Array, "S M Hq D"], num_kv_heads: int) -> Float[Array, "rows H MG D"]:
-        """Queries [S, M, Hq, D] as rows [S·Hkv/H, H, M·G, D]."""
+        """Return queries [S, M, Hq, D] as rows [S·Hkv/H, H, M·G, D]."""
         sequences, queries, num_heads, width = x.shape
         group = num_heads // num_kv_heads
         x = x.reshape(sequences, queries, num_kv_heads, group, width).swapaxes(1, 2)
         return x.reshape(sequences * self.rows_per_sequence, self.heads, queries * group, width)
 
     def join(self, x: Float[Array, "rows H MG *D"], queries: int) -> Float[Array, "S M Hq *D"]:
-        """The inverse of `split`, for outputs [..., D] and for LSEs."""
+        """Return the inverse of `split`, for outputs [..., D] and for LSEs."""
         sequences = x.shape[0] // self.rows_per_sequence
         num_kv_heads = self.heads * self.rows_per_sequence
         x = x.reshape(sequences, num_kv_heads, queries, -1, *x.shape[3:]).swapaxes(1, 2)
@@ -48,7 +48,7 @@ class HeadRows(NamedTuple):
 
 
 class PageTiles:
-    """The visible pages of rows, a tile of pages at a time.
+    """The visible pages of rows, in tiles of pages.
 
     Attributes:
       num_tiles: int32 [rows].
@@ -67,14 +67,15 @@ class PageTiles:
         pool_rows: int,
         tile_tokens: int,
     ):
-        """Rows are `head_rows.rows_per_sequence` for each entry of `sequence`, whose queries span [first_query, end).
+        """Make `head_rows.rows_per_sequence` rows for each entry of `sequence`, whose queries have positions
+        [first_query, end).
 
         The pool has pool_rows = N·Hkv rows.
         """
         self._tables, self._windows, self._head_rows, self._sequence = block_tables, window, head_rows, sequence
         self._page_size, self._pool_rows = page_size, pool_rows
         self._pages = max(1, min(tile_tokens // page_size, block_tables.shape[-1]))
-        # The heads of a row have one window between them, or are one head.
+        # All heads of a row have the same window.
         of_row = [x.reshape(head_rows.rows_per_sequence, head_rows.heads)[None, :, 0] for x in _fields(window)]
         walk = page_walk(first_query[:, None], end[:, None], *of_row, page_size=page_size)
         self._walk = PageWalk(*(x.reshape(-1) for x in walk))
@@ -83,19 +84,19 @@ class PageTiles:
     def locate(
         self, rows: Int32[Array, "W"], j: Int32[Array, ""]
     ) -> tuple[Int32[Array, "W H pages"], Int32[Array, "W K"], Bool[Array, "W H K"]]:
-        """Locates tile j of each row: rows of the pool, positions of its K = pages·ps tokens, and which exist."""
+        """Return for tile j of each row: pool rows, positions of its K = pages·ps tokens, and which of them exist."""
         walk = PageWalk(*(x[rows][:, None] for x in self._walk))
         i = (j * self._pages + jnp.arange(self._pages, dtype=jnp.int32))[None]
         walked = i < walk.num_pages
         row_ids = self._row_ids(rows, jnp.where(walked, walk.entry(i), 0))
         exists = walked[:, None] & (row_ids >= 0)
         position = walk.entry(i)[..., None] * self._page_size + jnp.arange(self._page_size, dtype=jnp.int32)[None, None]
-        # Tables may hold anything where no token is visible: row 0 is read instead, and masked.
+        # Table entries without a visible token may have any value: row 0 is read and masked.
         row_ids = jnp.where(exists, row_ids, 0)
         return row_ids, position.reshape(rows.shape[0], -1), jnp.repeat(exists, self._page_size, axis=-1)
 
     def _row_ids(self, rows: Int32[Array, "W"], entry: Int32[Array, "W pages"]) -> Int32[Array, "W H pages"]:
-        """Rows of the pool that entries name; PAGE_NONE for ids outside the pool."""
+        """Return the pool rows of table entries; PAGE_NONE for ids outside the pool."""
         sequence = self._sequence[rows // self._head_rows.rows_per_sequence]
         heads = self.heads(rows)
         if self._tables.ndim == 3:
@@ -107,14 +108,14 @@ class PageTiles:
         return jnp.where(exists, page * num_kv_heads + heads[:, :, None], PAGE_NONE)
 
     def heads(self, rows: Int32[Array, "W"]) -> Int32[Array, "W H"]:
-        """The KV heads of each row."""
+        """Return the KV heads of each row."""
         first = rows % self._head_rows.rows_per_sequence * self._head_rows.heads
         return first[:, None] + jnp.arange(self._head_rows.heads, dtype=jnp.int32)[None]
 
     def in_window(
         self, rows: Int32[Array, "W"], key: Int32[Array, "W K"], query: Int32[Array, "W M"]
     ) -> Bool[Array, "W H M K"]:
-        """Whether the windows of each row's heads show a key to a query."""
+        """Return whether the windows of each row's heads show a key to a query."""
         heads = self.heads(rows)
         window, sink_tokens = (x[heads][:, :, None, None] for x in _fields(self._windows))
         return in_window(key[:, None, None, :], query[:, None, :, None], window, sink_tokens)
@@ -123,7 +124,7 @@ class PageTiles:
 def load_kv(
     kv: PagedKV, row_ids: Int32[Array, "W H pages"], heads: Int32[Array, "W H"], head_dim: int
 ) -> tuple[Num[Array, "W H K D"], Num[Array, "W H K Dv"]]:
-    """Keys and values of rows of the pool, K = pages·ps, dequantised to float32 if the cache is quantised."""
+    """Return keys and values of pool rows, K = pages·ps, dequantised to float32 if the cache is quantised."""
     keys = _rows(kv.k, row_ids)
     pages, first = kv.values
     values = keys if kv.is_fused else _rows(pages, row_ids)

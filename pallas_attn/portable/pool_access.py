@@ -1,6 +1,7 @@
-"""Reading and writing places of a pool, without a copy of it.
+"""Reads and writes of a pool without copying it.
 
-XLA's CPU backend has no float8: it would convert a whole pool to float16, and back. So its bytes are moved there.
+XLA's CPU backend has no float8. It would convert a whole float8 pool to float16 and back, so its bytes are copied as
+uint8.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from pallas_attn.types import FLOAT8
 
 
 def take(pool: Num[Array, "..."], *index: Int32[Array, "*#rows"]) -> Num[Array, "..."]:
-    """Values of a pool at places that are inside it: one array of indices for each of its first axes."""
+    """Return the values of a pool at indices inside it, one index array for each leading axis."""
     if pool.dtype not in FLOAT8:
         return pool[index]
-    # Tied to the indices, so that no loop around this takes the cast out, and makes a copy of the pool to hold it.
+    # The barrier makes the cast depend on the indices. Otherwise XLA moves it out of loops and copies the pool.
     pool, index = lax.optimization_barrier((pool, index))
     return lax.bitcast_convert_type(lax.bitcast_convert_type(pool, jnp.uint8)[index], pool.dtype)
 
@@ -27,10 +28,10 @@ def put(
     values: Num[Array, "..."],
     columns: slice | None = None,
 ) -> Array:
-    """The pool with values at unique places; those past its end are skipped.
+    """Return the pool with values written at unique indices; indices past its end are ignored.
 
     Args:
-      columns: of the pool's last axis, to write; None for all of them, or where that axis is indexed.
+      columns: columns of the last axis to write; None for all columns, or if the last axis is indexed.
     """
     rest = () if columns is None or columns == slice(0, pool.shape[-1]) else (..., columns)
 
@@ -47,7 +48,7 @@ def put(
 
 
 def page_or_none(page: Int32[Array, "E"], exists: Array, num_pages: int) -> Int32[Array, "E"]:
-    """The page of each entry that is written. Others get one past the pool, a different one each, so that indices stay
+    """Return the page of each entry that is written. Other entries get distinct pages past the pool, so indices stay
     unique.
     """
     return jnp.where(exists, page, num_pages + jnp.arange(page.shape[0], dtype=jnp.int32))

@@ -1,4 +1,4 @@
-"""Symmetric quantisation: a stored value times its scale is the value meant."""
+"""Symmetric quantisation: the represented value is the stored value times its scale."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pallas_attn.types import QMAX
 _SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).tiny)
 
 type Divide = Callable[[jax.Array, jax.Array], jax.Array]
-"""Correctly rounded division of float32; kernels have their own."""
+"""Correctly rounded division of float32. Kernels have their own implementation."""
 
 
 def divide(x: Float[Array, "*#shape"], y: Float[Array, "*#shape"]) -> Float[Array, "*shape"]:
-    """x / y of float32, correctly rounded.
+    """Return x / y in float32, correctly rounded.
 
-    XLA's own is not: on GPUs it divides to two units in the last place, and anywhere it may multiply with the
-    reciprocal of a broadcast divisor. So this goes through float64, and there through the reciprocal, because a plain
-    division would be narrowed to float32 again. Its error is below 2**-51, and no quotient of two float32 numbers is
-    within 2**-49 of where float32 would round the other way.
+    XLA's division is not correctly rounded: on GPUs its error is two units in the last place, and on all devices it may
+    multiply by the reciprocal of a broadcast divisor. This function computes in float64. It multiplies by the float64
+    reciprocal, because XLA would narrow a plain division to float32 again. The relative error is below 2**-51, and no
+    quotient of two float32 numbers is within 2**-49 of a rounding boundary of float32.
     """
     x, y = jnp.broadcast_arrays(x, y)
     with jax.enable_x64(True):
@@ -33,12 +33,13 @@ def divide(x: Float[Array, "*#shape"], y: Float[Array, "*#shape"]) -> Float[Arra
 
 
 QUERY_SCALE = 2.0**-4
-"""Factor of bfloat16 queries: float16 then holds those from 2**-13 to 2**20 exactly, and larger ones saturate."""
+"""Factor of bfloat16 queries. float16 then represents queries from 2**-13 to 2**20 exactly; larger queries saturate."""
 
 
 def float16_queries(q: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], float]:
-    """Queries for kernels that multiply them with a cache in 8 bits, and the factor of their products: e4m3 becomes
-    float16 in an instruction, bfloat16 in several.
+    """Return queries in float16 for kernels that multiply them by an 8-bit cache, and the factor that they contain.
+
+    Kernels convert e4m3 to float16 in one instruction, and to bfloat16 in several.
     """
     if q.dtype == jnp.float16:
         return q, 1.0
@@ -49,29 +50,29 @@ def float16_queries(q: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], 
 def quantise(
     x: Float[Array, "*#shape"], scale: Float[Array, "*#shape"], dtype: jax.typing.DTypeLike
 ) -> Num[Array, "..."]:
-    """clip(x / scale) to what `dtype` holds, in float32; int8 rounds half to even, floats are cast."""
+    """Return clip(x / scale) to the range of `dtype`, computed in float32; int8 rounds half to even."""
     limit = QMAX[jnp.dtype(dtype)]
-    values = jnp.clip(divide(x, scale), -limit, limit)  # a cast alone makes NaN or infinity of more
+    values = jnp.clip(divide(x, scale), -limit, limit)  # a cast turns larger values into NaN or infinity
     if jnp.issubdtype(dtype, jnp.integer):
         values = jnp.round(values)
     return values.astype(dtype)
 
 
 def rounded_to_float8(x: Float[Array, "*shape"], dtype: jax.typing.DTypeLike) -> Float[Array, "*shape"]:
-    """float32 numbers clipped to what a float8 dtype holds and rounded to its numbers, half to even; NaN stays.
+    """Return float32 numbers clipped to the range of a float8 dtype and rounded to its values, half to even; NaN stays.
 
-    By arithmetic: of a conversion there and back, which may exceed its precision, compilers are free to make nothing.
+    The rounding uses arithmetic. Compilers may remove a conversion to float8 and back.
     """
     limit, info = QMAX[jnp.dtype(dtype)], jnp.finfo(dtype)
     x = jnp.clip(x, -limit, limit)
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
-    # A unit of the last binary place, of which e4m3 has three; below its smallest normal 2**-6 they are all 2**-9.
+    # Unit in the last place. e4m3 has three mantissa bits; below its smallest normal number 2**-6 the unit is 2**-9.
     unit = jnp.maximum(lax.bitcast_convert_type(bits, jnp.float32), float(info.tiny)) * 2.0**-info.nmant
     return jnp.round(x / unit) * unit
 
 
 def dequantise(values: Num[Array, "*#shape"], scale: Float[Array, "*#shape"]) -> Float[Array, "..."]:
-    """Stored values times their scale, in float32."""
+    """Return stored values times their scale, in float32."""
     return values.astype(jnp.float32) * scale
 
 
@@ -81,7 +82,8 @@ def amax_scale(
     at_least: Float[Array, "*shape"] | float = 0.0,
     divide: Divide = divide,
 ) -> Float[Array, "*shape"]:
-    """The scale that lets `dtype` hold values up to `amax`: amax / qmax, no less than `at_least`, and 1 instead of 0.
+    """Return the scale with which `dtype` represents values up to `amax`: max(amax / qmax, at_least), and 1 instead of
+    0.
 
     Quotients below the smallest normal float32 count as 0, because some devices flush them to 0.
     """
@@ -95,11 +97,11 @@ def held_scale(
     dtype: jax.typing.DTypeLike,
     divide: Divide = divide,
 ) -> Float[Array, "*shape"]:
-    """The scale that stored values still need, by the largest of them: scale · (stored_amax / qmax).
+    """Return the scale that the stored values still need: scale · (stored_amax / qmax).
 
-    This is `scale` itself, to the bit, where one of them is ±qmax, as the largest of a group is when it is written. It
-    is less where that one has since been abandoned with the draft it came in, and 0 where there are only zeros or
-    nothing, whatever the scale then says.
+    This equals `scale` to the bit if a stored value is ±qmax, which is true for the largest value of a group when it is
+    written. It is smaller if that value belonged to a rejected draft and was overwritten, and 0 if all stored values
+    are 0, for any `scale`.
     """
     share = divide(stored_amax, jnp.full_like(stored_amax, QMAX[jnp.dtype(dtype)]))
     return jnp.where(stored_amax == 0, 0.0, scale * share)

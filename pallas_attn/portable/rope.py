@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864) and the RMSNorm that goes with it, in float32."""
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) and RMSNorm, in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rotate(
     sin: Float[Array, "T half"],
     style: Literal["neox", "interleaved"],
 ) -> Float[Array, "*batch T heads D"]:
-    """Rotates the first 2·half columns of each head, pair i by the angle of column i; the rest pass.
+    """Rotate the first 2·half columns of each head, pair i by the angle of column i; other columns are unchanged.
 
     Pairs are columns (i, i + half) in neox style, (2i, 2i + 1) in interleaved style.
     """
@@ -37,16 +37,16 @@ def rotate(
 
 
 def rms_norm(x: Float[Array, "*rows D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*rows D"]:
-    """x / sqrt(mean(x²) + eps) · weight in float32 (arXiv:1910.07467)."""
+    """Return x / sqrt(mean(x²) + eps) · weight in float32 (arXiv:1910.07467)."""
     x = x.astype(jnp.float32)
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + float(eps)) * weight
 
 
 def apply_rope(x: Float[Array, "T heads D"], rope: Rope, norm: Float[Array, "D"] | None) -> Float[Array, "T heads D"]:
-    """Rotates x, and norms it before or after, as `rope` says; float32.
+    """Rotate x, and normalize it before or after the rotation according to `rope`; float32.
 
-    Implementations may differ here by a unit in the last place, because compilers contract a·b + c as they like.
+    Implementations may differ by a unit in the last place, because compilers may contract a·b + c.
     """
     if norm is not None and rope.norm_order == "before_rope":
         x = rms_norm(x, norm, rope.norm_eps)

@@ -1,4 +1,4 @@
-"""Segments laid end to end, such as the packed tokens of sequences: which one holds an index."""
+"""Lookup in concatenated segments, for example the packed tokens of sequences."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from jaxtyping import Array, Int32
 
 
 def segment_of(ends: Int32[Array, "S"], index: Int32[Array, "n"]) -> Int32[Array, "n"]:
-    """The segment that holds each index, given where segments end, in order; S for an index past the last.
+    """Return the segment of each index, given the ends of the segments in order; S for an index past the last segment.
 
-    The bisection is unrolled: as a loop XLA would launch several kernels a round, unrolled it is one fusion.
+    The bisection is unrolled and becomes one fusion. XLA would launch several kernels per iteration of a loop.
     """
     return jnp.searchsorted(ends, index, side="right", method="scan_unrolled").astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Which keys a query sees, token by token and page by page (windows, sink tokens, draft masks)."""
+"""Keys that a query sees, by token and by page (windows, sink tokens, draft masks)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pallas_attn.types import FULL, HeadWindow
 
 
 def head_windows(window: int | HeadWindow | None, num_kv_heads: int) -> HeadWindow:
-    """The window as a `HeadWindow`: one entry for each KV head."""
+    """Return the window as a `HeadWindow` with one entry per KV head."""
     if isinstance(window, HeadWindow):
         return window
     width = jnp.full((num_kv_heads,), FULL if window is None else window, jnp.int32)
@@ -19,7 +19,7 @@ def head_windows(window: int | HeadWindow | None, num_kv_heads: int) -> HeadWind
 
 
 def real_queries(q_lens: Int32[Array, "B"] | None, kv_lens: Int32[Array, "B"], num_queries: int) -> Int32[Array, "B"]:
-    """`q_lens`, or `num_queries` for every sequence if None."""
+    """Return `q_lens`, or `num_queries` for every sequence if `q_lens` is None."""
     return jnp.full_like(kv_lens, num_queries) if q_lens is None else q_lens
 
 
@@ -29,7 +29,7 @@ def in_window(
     window: Int32[Array, "*#shape"],
     sink_tokens: Int32[Array, "*#shape"],
 ) -> Bool[Array, "..."]:
-    """True where the key's position is a sink token or within the window that ends at the query's position."""
+    """Return whether the key is a sink token or within the window that ends at the query's position."""
     return (key < sink_tokens) | (key > query - window)  # query >= 0 and window <= FULL, so this cannot overflow
 
 
@@ -40,10 +40,10 @@ def draft_visible(
     q_lens: Int32[Array, "B"],
     draft_mask: Bool[Array, "B Q Q"] | None,
 ) -> Bool[Array, "B Q K"]:
-    """Visibility of keys to the newest queries of each sequence, windows aside.
+    """Return which keys the newest queries of each sequence see, without windows.
 
-    Query i of a sequence sits at position kv_len - q_len + i. It sees keys up to its own position; with `draft_mask`,
-    all older keys and, among the keys of the draft itself, those the mask shows.
+    Query i of a sequence has position kv_len - q_len + i. It sees keys up to its own position. With `draft_mask`, it
+    sees all keys before the draft, and those keys of the draft that the mask shows.
     """
     first = (kv_lens - q_lens)[:, None]
     column = key - first
@@ -59,10 +59,10 @@ def draft_visible(
 
 
 class PageWalk(NamedTuple):
-    """The table entries with a visible token, one walk a row: `sink_pages` from entry 0, then from `first_page` on.
+    """Table entries with a visible token: the first `sink_pages` entries, then entries from `first_page` on.
 
     Attributes:
-      sink_pages, first_page, num_pages: int32, all of one shape; num_pages counts both parts.
+      sink_pages, first_page, num_pages: int32 of the same shape; num_pages counts both parts.
     """
 
     sink_pages: Int32[Array, "..."]
@@ -70,13 +70,13 @@ class PageWalk(NamedTuple):
     num_pages: Int32[Array, "..."]
 
     def entry(self, i: Int32[Array, "..."]) -> Int32[Array, "..."]:
-        """Table entry of the walk's i-th page."""
+        """Return the table entry of the i-th page."""
         return jnp.where(i < self.sink_pages, i, i - self.sink_pages + self.first_page)
 
 
 def _page(position: Int32[Array, "*shape"], page_size: int) -> Int32[Array, "*shape"]:
-    """Page of a position, position // page_size: a shift where a page is a power of two, since jax divides by a dozen
-    operations.
+    """Return the page of a position, position // page_size. It is a shift if the page size is a power of two, because
+    JAX's integer division takes a dozen operations.
     """
     bits = page_size.bit_length() - 1
     return position >> bits if page_size == 1 << bits else position // page_size
@@ -90,11 +90,11 @@ def page_walk(
     *,
     page_size: int,
 ) -> PageWalk:
-    """Pages that hold a key visible to some query from position `first_query` to position `end` - 1.
+    """Return the pages with a key that a query from position `first_query` to position `end` - 1 sees.
 
     Args:
-      first_query, end: positions of the first query and of one past the last; no queries where they are equal.
-      window, sink_tokens: of the row's head.
+      first_query, end: positions of the first query and one past the last query; equal if there are no queries.
+      window, sink_tokens: window of the row's head.
       page_size: tokens per page.
     """
     oldest = jnp.maximum(first_query - window + 1, 0)  # the oldest key in the first query's window

@@ -1,1 +1,1 @@
-"""Dispatch, device queries, kernel cache, sharded calls and tuning: what every operation's call passes through."""
+"""Dispatch, device queries, kernel cache, sharded calls and tuning. Every operation's call uses these modules."""

@@ -1,14 +1,14 @@
-"""Which implementation of an operation runs a call: candidates in order, and the reasons of those that cannot.
+"""Select the implementation of an operation: try the candidates in order, and collect why each one is unsupported.
 
-An implementation says what it does not support by raising NotImplementedError while it is traced, before anything runs.
-So choosing is trying, and explaining is trying abstractly: there is no second description of what each one supports
-that could drift from the first.
+An implementation raises NotImplementedError for an unsupported call while it is traced, before anything runs. Dispatch
+traces candidates until one does not raise. `explain` traces them abstractly. No separate description of the supported
+calls can become outdated.
 
-An implementation that breaks, because it cannot be imported or because what it traces cannot be lowered, as after an
-update of jax, is passed over like one that refuses; but since it was meant to run, a warning tells why, once.
+An implementation that cannot be imported or lowered, for example after a JAX update, is skipped like an unsupported
+one. Dispatch also warns once with the reason, because the implementation should have run.
 
-`MODULES` is the one list of them. Another backend, or one for another architecture, is a file beside the others in
-`ops/<operation>/` with a function of the operation's name that takes its call object, and an entry here.
+`MODULES` lists all implementations. To add a backend or an architecture, add a file to `ops/<operation>/` with a
+function of the operation's name that takes the call object, and an entry to `MODULES`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.portable.gradients import refuse_gradients
-from pallas_attn.portable.varying import call_unvarying
+from pallas_attn.ops.call_base import OperationCall
+from pallas_attn.portable import arguments
 from pallas_attn.runtime import device, kernel_cache, sharded_calls
 from pallas_attn.runtime.device import Architecture
 from pallas_attn.types import Implementation
 
 NAMES = ("mosaic", "triton", "xla", "reference")
-"""Every implementation name there can be, best first."""
+"""Names of all implementations, best first."""
 
 KERNELS = frozenset({"mosaic", "triton"})
-"""Implementations that take long to lower, so that what comes of it is kept."""
+"""Implementations that are slow to lower. Their lowered form is cached."""
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_IMPLEMENTATION"
-"""Names the default (comma-separated names are tried in order) where a call says None. Read when a call is traced."""
+"""Default for calls with implementation=None: comma-separated names that are tried in order. Read when a call is
+traced.
+"""
 
 type Modules = Mapping[tuple[str, Architecture | None], str]
-"""(implementation, architecture or None for any) to a module of the operation's package."""
+"""(implementation, architecture or None for any) to the module name in the operation's package."""
 
 _ANYWHERE: Modules = {("xla", None): "xla", ("reference", None): "reference"}
 _ON_SM90: Modules = {("mosaic", (9, 0)): "mosaic_sm90"}
@@ -67,30 +69,21 @@ MODULES: dict[str, Modules] = {
     "mla_sparse": {**_ON_SM90, **_IN_TRITON, **_ANYWHERE},
     "write_index_keys": {**_IN_TRITON, **_ANYWHERE},
 }
-"""By operation, which modules implement it."""
-
-
-class Call(Protocol):
-    """A validated call: a frozen pytree of the operation's arguments."""
-
-    op: ClassVar[str]
-
-    def bounded(self) -> Any:
-        """The call with lengths that fit its arrays, whatever they were: what implementations get."""
+"""Modules that implement each operation."""
 
 
 class BrokenImplementationError(NotImplementedError):
-    """An implementation that is meant for this device cannot be imported or lowered."""
+    """An implementation for this device cannot be imported or lowered."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Which implementation would run a call.
+    """Result of `explain`: which implementation would run a call.
 
     Attributes:
       op: name of the operation.
-      chosen: name of the implementation that would run, None if every candidate refuses.
-      refused: candidate name to the reason it would not run, in the order they were tried.
+      chosen: name of the implementation that would run; None if no candidate supports the call.
+      refused: for each candidate tried before, its name and the reason why it would not run, in order.
 
     Example:
       >>> print(pallas_attn.Explanation("paged_decode", "xla", {"mosaic": "needs a GPU"}))
@@ -108,21 +101,21 @@ class Explanation:
 
 
 def implementations(op: str) -> tuple[str, ...]:
-    """Names of an operation's implementations, best first."""
+    """Return the names of an operation's implementations, best first."""
     held = {name for name, _ in MODULES[op]}
     return tuple(name for name in NAMES if name in held)
 
 
 def is_named(implementation: Implementation) -> bool:
-    """Whether the caller, or the environment, named implementations."""
+    """Return whether the caller or the environment variable names implementations."""
     return implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
 
 
 def candidates(op: str, implementation: Implementation) -> list[str]:
-    """Names to try, in order.
+    """Return the names to try, in order.
 
     Raises:
-      ValueError: a name that no operation has.
+      ValueError: a name is unknown.
     """
     source = "implementation"
     if implementation is None and (named := os.environ.get(ENVIRONMENT_VARIABLE)):
@@ -138,27 +131,27 @@ def candidates(op: str, implementation: Implementation) -> list[str]:
 
 
 def load(op: str, name: str, *, named: bool = True) -> ModuleType:
-    """Imports the module of an implementation that is for the card of the call being traced.
+    """Import the module of an implementation for the device of the call being traced.
 
     Args:
       named: whether the caller named the implementation.
 
     Raises:
-      NotImplementedError: the operation has none of this name, or none for this card; or a file or an optional
-        dependency of one for any card is not there.
-      BrokenImplementationError: it cannot be imported for any other reason, or is the one for this card.
+      NotImplementedError: the operation has no implementation of this name, or none for this device; or an
+        implementation for any device is missing, or its optional dependency is missing.
+      BrokenImplementationError: the import fails for another reason, or the implementation for this device is missing.
     """
     return find(op, name, named=named).load()
 
 
 def find(op: str, name: str, *, named: bool = True) -> kernel_cache.NamedFunction:
-    """Finds the implementation that is for the card of the call being traced, and imports nothing.
+    """Find the implementation for the device of the call being traced, without importing it.
 
     Args:
       named: whether the caller named the implementation.
 
     Raises:
-      NotImplementedError: the operation has none of this name, or none for this card.
+      NotImplementedError: the operation has no implementation of this name, or none for this device.
     """
     if name not in implementations(op):
         raise NotImplementedError(f"{op} has no {name!r} implementation; it has {', '.join(implementations(op))}")
@@ -169,13 +162,13 @@ def find(op: str, name: str, *, named: bool = True) -> kernel_cache.NamedFunctio
         here.require(*(architecture for held, architecture in MODULES[op] if held == name and architecture))
         module = MODULES[op][name, here.capability]
     elif module == "triton":
-        device.triton_card(named=named)  # before triton is imported, which takes long
+        device.triton_card(named=named)  # before the slow import of triton
     path = f"pallas_attn.ops.{op}.{module}"
     return kernel_cache.NamedFunction(path, op, functools.partial(_import, path, op, name, for_this_card))
 
 
 def _import(path: str, op: str, name: str, for_this_card: bool) -> ModuleType:
-    """Imports the module of an implementation; raises as `load` does."""
+    """Import the module of an implementation. Raises as `load` does."""
     try:
         return importlib.import_module(path)
     except (MemoryError, RecursionError):
@@ -189,21 +182,21 @@ def _import(path: str, op: str, name: str, for_this_card: bool) -> ModuleType:
 def choose[Result](
     op: str, implementation: Implementation, attempt: Callable[[str, kernel_cache.NamedFunction], Result]
 ) -> Result:
-    """Calls `attempt(name, found)` for one candidate after the other and returns the first result.
+    """Call `attempt(name, found)` for one candidate after the other and return the first result.
 
     Args:
       op: name of the operation.
-      implementation: as the user gave it.
+      implementation: argument of the user's call.
       attempt: raises NotImplementedError for a candidate that does not support the call.
 
     Raises:
-      ValueError: an implementation name that does not exist.
-      NotImplementedError: the one implementation named does not support the call.
-      BrokenImplementationError: that one breaks.
-      ExceptionGroup: several were tried and none supports it; holds each one's NotImplementedError.
+      ValueError: an implementation name is unknown.
+      NotImplementedError: the only candidate does not support the call.
+      BrokenImplementationError: the only candidate cannot be imported or lowered.
+      ExceptionGroup: no candidate of several supports the call; contains the NotImplementedError of each candidate.
 
     Warns:
-      RuntimeWarning: one that breaks was passed over; once for each reason.
+      RuntimeWarning: a broken candidate was skipped; once per reason.
     """
     names, refusals = candidates(op, implementation), []
     for name in names:
@@ -223,11 +216,11 @@ def choose[Result](
 def _try[Result](
     op: str, name: str, attempt: Callable[[str, kernel_cache.NamedFunction], Result], *, named: bool
 ) -> Result:
-    """An attempt with one implementation. Kernels, which a new jax may break, break as NotImplementedError."""
+    """Attempt one implementation. Unexpected exceptions of a kernel become BrokenImplementationError."""
     found = find(op, name, named=named)
     try:
         return attempt(name, found)
-    except (NotImplementedError, ValueError, MemoryError, RecursionError):  # a refusal; the caller is wrong; no room
+    except (NotImplementedError, ValueError, MemoryError, RecursionError):  # unsupported, wrong arguments, no memory
         raise
     except Exception as error:
         if name not in KERNELS:
@@ -237,46 +230,64 @@ def _try[Result](
         ) from error
 
 
-def run(call: Call, implementation: Implementation) -> Any:
-    """Runs a call with the first candidate that supports it, under a `jax.named_scope` of the operation's name.
+def run(call: OperationCall, implementation: Implementation) -> Any:
+    """Run a call with the first candidate that supports it, under a `jax.named_scope` with the operation's name.
 
-    Implementations get jax arrays for those of numpy. Raises as `choose` does.
+    Implementations receive NumPy arrays as JAX arrays. Raises as `choose` does.
     """
-    call = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, call)
-    implementation = tuple(implementation) if isinstance(implementation, list) else implementation
+    arrays, rest = arguments.split_arrays(call)
+    arrays = arguments.refuse_gradients(call.op, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays])
+    names = tuple(implementation) if isinstance(implementation, list) else implementation
+    chosen = _Chosen(call.op, names)
     with jax.named_scope(call.op):
-        return sharded_calls.run(call.op, _Chosen(call.op, implementation), refuse_gradients(call.op, call))
+        if (mesh := sharded_calls.mesh_of(arrays)) is None:
+            return chosen(rest.join(arrays))
+        return sharded_calls.run(mesh, call.op, chosen, arrays, rest)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chosen:
-    """An operation as one function of its call, equal for equal names of implementations."""
+    """An operation as a function of its call. Two objects are equal if they have the same implementation names."""
 
     op: str
     implementation: Implementation
 
-    def __call__(self, call: Call) -> Any:
-        return choose(self.op, self.implementation, functools.partial(_attempt, call))
+    def __call__(self, call: OperationCall) -> Any:
+        @functools.cache
+        def bounded() -> tuple[Any, list[Any], arguments.Rest]:
+            """Return the call that implementations receive, its arrays and the rest. All candidates share them.
+
+            This follows `refuse_gradients`, because rounding has the gradient 0, which would hide the error.
+            """
+            clipped = call.bounded()
+            return clipped, *arguments.split_arrays(clipped)
+
+        return choose(self.op, self.implementation, functools.partial(_attempt, bounded))
 
 
-def _attempt(call: Call, name: str, function: kernel_cache.NamedFunction) -> Any:
-    call = call.bounded()  # after gradients were refused: rounding has one, of 0
+def _attempt(
+    bounded: Callable[[], tuple[Any, list[Any], arguments.Rest]], name: str, function: kernel_cache.NamedFunction
+) -> Any:
+    """Run a call with one implementation."""
+    call, arrays, rest = bounded()
     if name not in KERNELS:
         return function(call)
-    interpreted = name == "triton" and device.interprets_triton()
-    if interpreted or device.interpreted():
+    interprets_triton = name == "triton" and device.interprets_triton()
+    if interprets_triton or device.interpreted():
         sharded_calls.refuse_callbacks()
-    return call_unvarying(function if interpreted else functools.partial(kernel_cache.call_cached, function), call)
+    if interprets_triton:
+        return arguments.call_unvarying(lambda arrays: function(rest.join(arrays)), arrays)
+    return arguments.call_unvarying(lambda arrays: kernel_cache.call_split(function, arrays, rest), arrays)
 
 
 def _named(error: Exception) -> str:
-    """An error in one line, with its type."""
+    """Return the type and the first line of an error."""
     first_line, *_ = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {first_line}"
 
 
 def _versions(name: str) -> str:
-    """The versions that decide whether an implementation in another package's language works; empty for others."""
+    """Return the versions that a Triton implementation depends on, for messages; "" for other implementations."""
     found = []
     for package in ("triton", "jax") if name == "triton" else ():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -297,19 +308,19 @@ def explain(
     *args: Any,
     **kwargs: Any,
 ) -> Explanation:
-    """Find what `function`, the public face of `op`, would choose, by tracing it with each candidate and running none.
+    """Trace `function`, the public function of `op`, with each candidate, and return which candidate it would choose.
 
     Args:
-      chooser: the operation whose implementations are the candidates; for all but compositions it is `op`.
+      chooser: the operation whose implementations are the candidates; differs from `op` only for compositions.
 
     Raises:
-      ValueError: what the call itself would raise.
+      ValueError: the call itself would raise it.
     """
-    arrays, rebuild = _split_arrays((args, kwargs))
+    arrays, rest = arguments.split_arrays((args, kwargs))
     refused: dict[str, str] = {}
 
     def call(name: str, arrays: Sequence[Any]) -> Any:
-        args, kwargs = rebuild(arrays)
+        args, kwargs = rest.join(arrays)
         return function(*args, **kwargs, implementation=name)
 
     for name in candidates(chooser, implementation):
@@ -321,17 +332,3 @@ def explain(
         else:
             return Explanation(op, name, refused)
     return Explanation(op, None, refused)
-
-
-def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The arrays (or their shapes) among the leaves of a call's arguments, and how to put others in their place."""
-    leaves, treedef = jax.tree.flatten(tree)
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-
-    def rebuild(arrays: Sequence[Any]) -> Any:
-        replaced = iter(arrays)
-        return treedef.unflatten(
-            [next(replaced) if flag else leaf for leaf, flag in zip(leaves, is_array, strict=True)]
-        )
-
-    return [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag], rebuild

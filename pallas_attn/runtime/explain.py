@@ -1,4 +1,4 @@
-"""Which implementation of an operation would run a call, and why the others would not."""
+"""Report which implementation of an operation would run a call, and why other implementations would not."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ CANDIDATES_OF = {op: op for op in dispatch.MODULES} | {
     "ragged_paged_attention": "paged_prefill",
     "mla_ragged_paged_attention": "mla_decode",
 }
-"""By operation, the one whose implementations are its candidates: itself or, for a composition, its main part."""
+"""Operation whose implementations are the candidates: the operation itself or, for a composition, its main operation.
+"""
 
 
 def explain(op: str, *args: Any, implementation: Implementation = None, **kwargs: Any) -> Explanation:
-    """Which implementation would run `op` with these arguments here, and why those tried before it would not.
+    """Return which implementation would run `op` with these arguments on this device, and why better ones would not.
 
     Args:
-      op: name of an operation, such as "paged_decode".
-      *args, **kwargs: as the operation takes them; `jax.ShapeDtypeStruct`s will do in place of arrays.
-      implementation: as the operation takes it.
+      op: name of an operation, for example "paged_decode".
+      *args, **kwargs: arguments of the operation; arrays may be `jax.ShapeDtypeStruct`s.
+      implementation: as for the operation.
 
     Raises:
-      ValueError: no such operation, or arguments the operation itself would refuse.
+      ValueError: no operation has this name, or the operation rejects the arguments.
 
     Example:
       >>> q = k = v = jax.ShapeDtypeStruct((5, 2, 8), jnp.float32)

@@ -1,16 +1,16 @@
-"""Lowered kernels, kept in memory for all call sites of a process, and on disk for the processes that come after.
+"""Cache of lowered kernels: in memory for all call sites of a process, and on disk for later processes.
 
-Tracing and lowering a Mosaic kernel takes seconds of Python, far longer than XLA then takes to compile it, and jax's
-compilation cache does not save it. So a call for a card is exported (`jax.export`) the first time, and what comes of it
-is called from then on. Whatever decides it is hashed to find it again: operation and module, shapes and dtypes of the
-arrays, every static argument, the card, versions of jax and its plugins, jax's settings, and our own sources.
+Tracing and lowering a Mosaic kernel takes seconds of Python time, much longer than its compilation by XLA, and JAX's
+compilation cache does not avoid it. The first call of a kernel is exported (`jax.export`), and later calls run the
+exported function. The cache key contains all inputs of lowering: operation and module, shapes and dtypes of the arrays,
+static arguments, the device, versions of JAX and its plugins, JAX settings, and the source of this package.
 
-A file is written beside its name and renamed, so a reader sees a whole one or none. It begins with a digest of the
-rest, so one that is truncated or damaged is written anew. Files that no process has read for `UNUSED_DAYS` are removed
-when another is written: those of versions that are gone.
+A file is written under a temporary name and renamed, so a reader sees a complete file or none. It begins with a digest
+of the rest; a truncated or damaged file is written again. Writing a file also removes files that no process has read
+for `UNUSED_DAYS`, such as files of old versions.
 
-Files lie in a folder of jax's compilation cache (`jax_compilation_cache_dir`) where that is set.
-`PALLAS_ATTN_KERNEL_CACHE` names another folder; 0 keeps nothing, neither on disk nor in memory.
+Files are stored in a subfolder of JAX's compilation cache (`jax_compilation_cache_dir`) if that is set. The environment
+variable `PALLAS_ATTN_KERNEL_CACHE` names another folder; 0 disables the cache on disk and in memory.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import inspect
 import os
 import platform
 import re
+import sys
 import tempfile
 import time
 import warnings
@@ -39,12 +40,16 @@ import jax
 from jax import export
 from jax.sharding import AxisType
 
+from pallas_attn.portable import arguments
 from pallas_attn.runtime import device, mosaic_tools, tuning
+
+ROOT = Path(__file__).parents[1]
+"""Folder of the package."""
 
 ENVIRONMENT_VARIABLE = "PALLAS_ATTN_KERNEL_CACHE"
 PLATFORM = "cuda"
 CUSTOM_CALLS = ("mosaic_gpu_v2", "triton_kernel_call_ffi")
-"""Targets whose form jax does not promise to keep between its versions, of which each has files of its own."""
+"""Custom call targets whose format may change between JAX versions. The version is part of the cache key."""
 DISTRIBUTIONS = (
     "jax",
     "jaxlib",
@@ -55,29 +60,30 @@ DISTRIBUTIONS = (
     "triton",
 )
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-"""Settings of jax that a traced function may depend on."""
+"""JAX settings that a traced function may depend on."""
 UNUSED_DAYS = 30
 MAGIC = b"pallas_attn kernel 1\n"
 
 
 def call_cached(function: Callable[[Any], Any], call: Any) -> Any:
-    """Calls `function(call)` by way of what was kept of an equal call, in this process or one before, or is kept now.
+    """Return `function(call)`, using the lowered form of an equal call of this or an earlier process.
 
-    That is how operations run their kernels; others' take as long to lower. It also makes programs the same in
-    each process, for which jax's compilation cache looks: what Mosaic lowers is numbered by how much it lowered before.
+    If there is none, lower the function and cache the result. Operations run their kernels through this function; it
+    helps other functions too if they are slow to lower. It also makes programs identical between processes, which JAX's
+    compilation cache requires: Mosaic numbers what it lowers in order of lowering.
 
-    Nothing is kept in the interpreter, on other platforms, under a mesh whose axes are part of an array's type
-    (`jax.sharding.AxisType.Explicit`), and while a tuner decides configurations.
+    The cache is not used in the interpreter, on platforms other than GPUs, under a mesh with
+    `jax.sharding.AxisType.Explicit` axes, and while a tuner selects configurations.
 
     Args:
-      function: one that a module defines by name; found again by that name and the text of the module's file, but not
-        of other files that it calls, unless they are ours or jax's.
-      call: a pytree of arrays and static values, whose `repr` tells them apart.
+      function: a function that a module defines by name. The key contains this name and the text of the module's file.
+        It contains no other files that the function depends on, except files of this package and of JAX.
+      call: a pytree of arrays and static values. Different static values must have different `repr`s.
 
     Raises:
       ValueError: the function has no such name.
       NotImplementedError: the function does not support the call.
-      LoweringError: what it traces cannot be lowered. Where nothing is kept, jax lowers later, and raises itself.
+      LoweringError: the traced function cannot be lowered. Without the cache, JAX raises its own error later.
 
     Example:
       >>> pallas_attn.call_cached(jnp.linalg.norm, jnp.array([3.0, 4.0]))
@@ -85,15 +91,17 @@ def call_cached(function: Callable[[Any], Any], call: Any) -> Any:
     """
     if not isinstance(function, NamedFunction) and "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(f"function: expected one that a module defines by name, got {function!r}")
+    arrays, rest = arguments.split_arrays(call)
+    return call_split(function, arrays, rest)
+
+
+def call_split(function: Callable[[Any], Any], arrays: list[Any], rest: arguments.Rest) -> Any:
+    """`call_cached` for a call that `arguments.split_arrays` has split."""
     here = device.current()
     if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_typed_mesh():
-        return function(call)
-    leaves, tree = jax.tree.flatten(call)
-    is_array = tuple(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
-    arrays = [leaf for leaf, flag in zip(leaves, is_array, strict=True) if flag]
-    static = tuple(leaf for leaf, flag in zip(leaves, is_array, strict=True) if not flag)
+        return function(rest.join(arrays))
     avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
-    return _lowered(_Key(function, tree, static, is_array, avals, here, _settings()))(*arrays)
+    return _lowered(_Key(function, rest, avals, here, _settings()))(*arrays)
 
 
 _ahead: contextvars.ContextVar[Executor | None] = contextvars.ContextVar("_ahead", default=None)
@@ -101,12 +109,12 @@ _ahead: contextvars.ContextVar[Executor | None] = contextvars.ContextVar("_ahead
 
 @contextlib.contextmanager
 def compile_ahead(threads: Executor) -> Iterator[None]:
-    """Within it, each kernel that is lowered, or was kept on disk, is compiled by itself, too, in one of these threads.
+    """Within this context, each kernel is also compiled separately on an executor when it is lowered or read from disk.
 
-    XLA compiles the kernels of a program one after the other, after it has optimised the program or has loaded it from
-    jax's compilation cache, and takes those that the process has compiled before. So a large program that is lowered
-    within this is compiled, or loaded, sooner. What fails here fails again, and is raised, where the program is
-    compiled.
+    XLA compiles the kernels of a program one after the other, after it has optimized the program or loaded it from
+    JAX's compilation cache. It reuses kernels that the process has compiled before. With this context, a program with
+    many kernels is compiled or loaded sooner. Errors on the executor are ignored; they occur again, and are raised,
+    when the program is compiled.
 
     Args:
       threads: an executor, which the caller shuts down.
@@ -130,17 +138,18 @@ def _compile_alone(exported: export.Exported, avals: tuple[jax.ShapeDtypeStruct,
 
 
 class LoweringError(RuntimeError):
-    """Failure to lower a traced function to a kernel."""
+    """A traced function cannot be lowered to a kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedFunction:
-    """A function of this package by name, so that what was kept of it is found without importing its module: importing
-    Mosaic takes longer than loading a kept kernel.
+    """A function of this package by name. Cached kernels are found without importing the function's module.
+
+    Importing Mosaic takes longer than reading a cached kernel.
 
     Attributes:
-      module: dotted name of its module.
-      name: its own.
+      module: dotted name of the function's module.
+      name: name of the function.
       load: imports the module.
     """
 
@@ -166,37 +175,33 @@ def _settings() -> tuple[tuple[str, Any], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Key:
-    """Whatever decides how a call is lowered, but for what is the same throughout a process."""
+    """Cache key: all inputs of lowering that may differ within a process."""
 
     function: Callable[[Any], Any]
-    tree: Any
-    static: tuple[Any, ...]
-    is_array: tuple[bool, ...]
+    rest: arguments.Rest
     avals: tuple[jax.ShapeDtypeStruct, ...]
     here: device.Device
     settings: tuple[tuple[str, Any], ...]
     vmaps: tuple[tuple[int, tuple[int | None, ...]], ...] = ()
-    """Size and axes of the arrays for each `jax.vmap` around the call, the innermost first."""
+    """Size and array axes of each `jax.vmap` around the call, innermost first."""
 
     @property
     def digest(self) -> str:
-        """The same in every process that would lower the same."""
+        """Digest that is equal in all processes that would lower the same kernel."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "function"]
         return hashlib.sha256("\n".join(map(repr, (_named(self.function), *fields, *_process()))).encode()).hexdigest()
 
     def batched(self, size: int, axes: tuple[int | None, ...]) -> _Key:
-        """The same call under one more `jax.vmap`."""
+        """Return the key of the same call under one more `jax.vmap`."""
         pairs = zip(self.avals, axes, strict=True)
         avals = tuple(a if axis is None else jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a, axis in pairs)
         return dataclasses.replace(self, avals=avals, vmaps=(*self.vmaps, (size, axes)))
 
     def flat(self, *arrays: Any) -> Any:
-        """The implementation as a function of arrays alone."""
+        """The implementation as a function of arrays only."""
 
         def one(*arrays: Any) -> Any:
-            arrays_left, static_left = iter(arrays), iter(self.static)
-            leaves = [next(arrays_left if flag else static_left) for flag in self.is_array]
-            return self.function(jax.tree.unflatten(self.tree, leaves))
+            return self.function(self.rest.join(arrays))
 
         function = one
         for size, axes in self.vmaps:
@@ -206,7 +211,7 @@ class _Key:
 
 @functools.cache
 def _process() -> tuple[str, ...]:
-    """List what stays the same in a process: versions, our sources, and variables that kernels are compiled by."""
+    """Return the inputs of lowering that are constant in a process: versions, sources and environment variables."""
     versions = []
     for name in DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -217,7 +222,7 @@ def _process() -> tuple[str, ...]:
 
 
 def _named(function: Callable[[Any], Any]) -> str:
-    """Name of a function, with a digest of its file unless it is ours: `_process` has all of our sources."""
+    """Return the name of a function, with a digest of its file unless the function belongs to this package."""
     if isinstance(function, NamedFunction):
         return f"{function.module}.{function.name}"
     return f"{function.__module__}.{function.__qualname__} {_source(function)}"
@@ -225,7 +230,7 @@ def _named(function: Callable[[Any], Any]) -> str:
 
 @functools.cache
 def _source(function: Callable[[Any], Any]) -> str:
-    """A digest of the file that a function is defined in."""
+    """Return a digest of the file that defines a function."""
     file = inspect.getsourcefile(inspect.unwrap(function))
     if file is None:
         raise ValueError(f"function: expected one that a module defines by name, got {function!r} without a file")
@@ -233,30 +238,30 @@ def _source(function: Callable[[Any], Any]) -> str:
 
 
 def _sources() -> str:
-    """A digest of the package: any change of a kernel, a heuristic or a tuned configuration changes it."""
-    root, digest = os.path.dirname(__file__), hashlib.sha256()
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
-    for file in sorted(file for file in files if file.endswith((".py", ".json"))):  # pathlib takes as long as reading
-        digest.update(os.path.relpath(file, root).encode())
+    """Return a digest of this package. Any change of a kernel, a heuristic or a tuned configuration changes it."""
+    digest = hashlib.sha256()
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(ROOT) for name in names]
+    for file in sorted(file for file in files if file.endswith((".py", ".json"))):  # os.walk is faster than pathlib
+        digest.update(os.path.relpath(file, ROOT).encode())
         with open(file, "rb") as content:
             digest.update(hashlib.sha256(content.read()).digest())
     return digest.hexdigest()
 
 
 def _lowered(key: _Key) -> Callable[..., Any]:
-    """Call `_kept`, and raise LoweringError if nothing could be lowered."""
-    kept = _kept(key)
-    if isinstance(kept, LoweringError):
-        raise LoweringError(str(kept))
-    return kept
+    """Return `_cached(key)`, or raise the LoweringError that it returns."""
+    cached = _cached(key)
+    if isinstance(cached, LoweringError):
+        raise LoweringError(str(cached))
+    return cached
 
 
 @functools.lru_cache(maxsize=256)
-def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
-    """Exported function of this key, jitted once, so that a program has it once however often it is called;
-    or why nothing could be, since finding out takes as long as lowering.
+def _cached(key: _Key) -> Callable[..., Any] | LoweringError:
+    """Return the exported function of a key, jitted once, so that a program contains it once; or the LoweringError.
 
-    Exported functions know nothing of `jax.vmap`: under it, the batched implementation is kept in the same way.
+    Errors are cached because finding them takes as long as lowering. An exported function does not support `jax.vmap`,
+    so under `jax.vmap` the batched implementation is exported and cached.
     """
     file = _file(key)
     exported = None if file is None else _read(file)
@@ -279,25 +284,39 @@ def _kept(key: _Key) -> Callable[..., Any] | LoweringError:
 
 
 def _export(key: _Key) -> export.Exported | LoweringError:
-    """The lowered kernel, or why there is none. What is raised while tracing, a refusal or a caller's mistake, is
-    raised: it comes before anything is lowered.
+    """Trace and lower a kernel; return a LoweringError if lowering fails.
+
+    Exceptions of tracing are raised: unsupported calls and mistakes of the caller are found before anything is lowered.
     """
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
     jitted = jax.jit(key.flat)
     with device.on_one_device(jax.sharding.get_abstract_mesh()), _no_collection():
         jitted.trace(*key.avals)
-        try:
-            return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
-        except (MemoryError, RecursionError):
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a new jax raises
-            return LoweringError(f"{type(error).__name__}: {error}")
+        with _faster_lowering():
+            try:
+                return export.export(jitted, platforms=[PLATFORM], disabled_checks=checks)(*key.avals)
+            except (MemoryError, RecursionError):
+                raise
+            except Exception as error:  # noqa: BLE001 - the exception type depends on the JAX version
+                return LoweringError(f"{type(error).__name__}: {error}")
+
+
+def _faster_lowering() -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which JAX lowers Mosaic kernels faster; an empty context if Mosaic is not imported.
+
+    Tracing a Mosaic kernel imports Mosaic. Other kernels must not wait for this import.
+    """
+    if mosaic_tools.CORE not in sys.modules:
+        return contextlib.nullcontext()
+    from pallas_attn.jax_patches.faster_lowering import faster_lowering
+
+    return faster_lowering()
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep Python from looking for cycles: lowering makes hundreds of thousands of objects, nearly all of which stay
-    until it is done, and each search goes through them.
+    """Disable Python's garbage collector. Lowering creates hundreds of thousands of objects that live until it is
+    finished, and each collection visits all of them.
     """
     if not gc.isenabled():
         yield
@@ -310,7 +329,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _file(key: _Key) -> Path | None:
-    """File in which a key's kernel is kept; None if kernels are kept in no file."""
+    """Return the file of a key's kernel; None if kernels are not stored in files."""
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
         return Path(named) / key.digest
@@ -321,15 +340,15 @@ def _file(key: _Key) -> Path | None:
 
 
 def _read(file: Path) -> export.Exported | None:
-    """Read a file; None if there is none, or it is damaged."""
+    """Return the exported function in a file; None if the file is missing or damaged."""
     try:
         content = file.read_bytes()
-        with contextlib.suppress(OSError):  # somebody else's folder, which may be read all the same
+        with contextlib.suppress(OSError):  # the folder may be read-only
             os.utime(file)
     except FileNotFoundError:
         return None
     except OSError as error:
-        _warn_once(f"cannot read kernels kept in {file.parent}: {error.strerror or error}")
+        _warn_once(f"cannot read cached kernels in {file.parent}: {error.strerror or error}")
         return None
     header = len(MAGIC) + hashlib.sha256().digest_size
     if not content.startswith(MAGIC) or hashlib.sha256(content[header:]).digest() != content[len(MAGIC) : header]:
@@ -339,25 +358,25 @@ def _read(file: Path) -> export.Exported | None:
 
 
 def _write(file: Path, exported: export.Exported) -> None:
-    """Leaves a whole file or none."""
+    """Write a complete file or none."""
     body = bytes(exported.serialize())
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix="tmp-", delete=False) as beside:
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix="tmp-", delete=False) as partial:
             try:
-                beside.write(MAGIC + hashlib.sha256(body).digest() + body)
-                beside.close()
-                os.replace(beside.name, file)
+                partial.write(MAGIC + hashlib.sha256(body).digest() + body)
+                partial.close()
+                os.replace(partial.name, file)
             except BaseException:
-                os.unlink(beside.name)
+                os.unlink(partial.name)
                 raise
         _remove_unused(file.parent)
     except OSError as error:
-        _warn_once(f"cannot keep kernels in {file.parent}: {error.strerror or error}")
+        _warn_once(f"cannot write cached kernels to {file.parent}: {error.strerror or error}")
 
 
 def _remove_unused(folder: Path) -> None:
-    """Removes files that were neither written nor read lately, if nobody else does so first."""
+    """Remove files that were neither written nor read recently. Another process may remove them at the same time."""
     oldest = time.time() - UNUSED_DAYS * 24 * 3600
     for file in folder.iterdir():
         is_ours = re.fullmatch(r"[0-9a-f]{64}|tmp-\w+", file.name) is not None

@@ -1,7 +1,8 @@
-"""Find the tools that XLA compiles Mosaic kernels with, for processes that do not import Mosaic.
+"""Set the environment variables for compiling and loading Mosaic kernels without importing Mosaic.
 
 Importing `jax.experimental.mosaic.gpu` takes 0.3 to 0.4 s and sets environment variables that XLA reads when it
-compiles or loads a kernel. A kept kernel (`kernel_cache`) needs nothing else of Mosaic, so they are set here.
+compiles or loads a kernel. A kernel from the kernel cache needs nothing else from Mosaic, so this module sets the
+variables.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CORE = "jax.experimental.mosaic.gpu.core"
 """Module that sets the variables when it is imported."""
 
 KNOWN_CORE = frozenset({"bbf7a913dcaab68a142021ff6c8bdaffd5cade5e7e25eb12291e88f2a87218fe"})
-"""SHA-256 of the files of that module for which `find` is known to set all that kernels need (jax 0.11.2)."""
+"""SHA-256 digests of the files of `CORE` for which `find` sets all variables that kernels need (jax 0.11.2)."""
 
 VARIABLES = (
     "MOSAIC_GPU_CUDA_ROOT",
@@ -27,12 +28,14 @@ VARIABLES = (
     "MOSAIC_GPU_NVSHMEM_BC_PATH",
     "MOSAIC_GPU_NVSHMEM_SO_PATH",
 )
-"""Variables that jax itself sets. The last two are for kernels that communicate, of which we have none."""
+"""Variables that JAX sets. The last two are for kernels that communicate between devices, which this package does not
+have.
+"""
 
 
 @functools.cache
 def find() -> None:
-    """Set what importing Mosaic sets; import it if this jax's module is not a known one."""
+    """Set the variables that importing Mosaic sets. Import Mosaic instead if the file of `CORE` is not a known one."""
     if CORE in sys.modules:
         return
     file = Path(jax.__file__).parent.joinpath(*CORE.split(".")[1:]).with_suffix(".py")
@@ -44,7 +47,7 @@ def find() -> None:
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = cuda_path or "/usr/local/cuda"
     try:
         from jax._src.lib import mosaic_gpu
-    except ImportError:  # no CUDA plugin: nothing is compiled
+    except ImportError:  # there is no CUDA plugin, so nothing is compiled
         return
     runtime = Path(mosaic_gpu._mosaic_gpu_ext.__file__).parent / "libmosaic_gpu_runtime.so"
     if runtime.exists():

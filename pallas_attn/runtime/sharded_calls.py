@@ -1,15 +1,16 @@
 """Operations on arrays that are split over devices, outside `jax.shard_map`: each device runs its part of a call.
 
-Heads may be split, and the sequences of decode. Results are then split alike, and nothing is exchanged. Whatever else
-is split, the pages of a cache say, is refused in words: XLA, which cannot look into a kernel and replicates what it
-gathers from, would copy a cache to every device in every step.
+Heads may be split, and also the sequences of decode. Results are then split in the same way, and devices exchange
+nothing. Other splits, for example of a cache's pages, raise NotImplementedError. XLA cannot partition a kernel, so it
+would copy the whole cache to each device in every step.
 
-Where the axes of a mesh are part of an array's type (`AxisType.Explicit`), that is known while a call is traced, and it
-runs in `jax.shard_map`. Else only XLA knows, so the call is one `jax.experimental.custom_partitioning`, which the
-partitioner asks what each device runs, and refusals come when a program is compiled. Calls on one device, and inside
-`jax.shard_map`, are traced as if this module were not there.
+If the mesh has `AxisType.Explicit` axes, the splits are part of the array types and known while a call is traced. The
+call then runs in `jax.shard_map`. Otherwise only XLA knows the splits. The call is then one
+`jax.experimental.custom_partitioning` operation: XLA's partitioner calls back to get each device's part, and
+unsupported splits raise when the program is compiled. Calls on one device and calls inside `jax.shard_map` do not use
+this module.
 
-What an axis of an array means is read off the annotations, such as `Float[Array, "B Q Hq D"]`.
+The meaning of an array axis comes from the annotation of the argument, for example `Float[Array, "B Q Hq D"]`.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ from jax.experimental import custom_partitioning as partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_attn import checks
+from pallas_attn.portable.arguments import Rest, is_array, split_arrays
 from pallas_attn.runtime import device
 from pallas_attn.types import DecodePlan, PagedIndexKeys, PagedKV, PagedLatent
 
 type Axes = tuple[str, ...]
-"""Mesh axes that an axis of an array is split over; none if it is whole."""
+"""Mesh axes that an array axis is split over; empty if the array axis is not split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Splittable:
-    """Axes of an operation's arrays that may be split.
+    """Array axes of an operation that may be split.
 
     Attributes:
-      along: symbols of the axes that may be.
-      results: axes of each result that is an array; alternatives of different rank are separated by "|".
+      along: symbols of the axes that may be split.
+      results: axes of each result that is an array; "|" separates alternatives of different rank.
     """
 
     along: tuple[str, ...]
@@ -70,64 +72,67 @@ OPERATIONS: dict[str, Splittable] = {
     "gather_latent": Splittable((), ("length LR",)),
     "plan_decode": Splittable(()),
 }
-"""By operation. The sequences of a packed operation cannot be told from its tokens' axis."""
+"""Splits of each operation. The sequences of a packed operation cannot be split, because they share the token axis."""
 
 ROW_IDS = ("block_tables", "page_indices", "slots")
-"""Arrays that count rows of the whole cache, page · Hkv + head, where they have an axis of KV heads."""
+"""Arguments that contain row ids page · Hkv + head of the whole cache, if they have an axis of KV heads."""
 
 _INSIDE: contextvars.ContextVar[AxisType | None] = contextvars.ContextVar("meshes of the split call", default=None)
 
 
-def run[Tree](
-    op: str, function: Callable[[Tree], Any], arguments: Tree, annotations: Mapping[str, str] | None = None
+def run(
+    mesh: AbstractMesh,
+    op: str,
+    function: Callable[[Any], Any],
+    arrays: Sequence[Any],
+    rest: Rest,
+    annotations: Mapping[str, str] | None = None,
 ) -> Any:
-    """`function(arguments)`, each device its part of it where arrays are split over several.
+    """Return `function(rest.join(arrays))`; each device runs its part where arrays are split over several devices.
 
     Args:
+      mesh: from `mesh_of`.
       op: name of the operation, one of `OPERATIONS`.
-      function: hashable, and the same for equal calls.
-      arguments: a pytree of arrays and static values: a dataclass, or a dict by name.
-      annotations: by name, of a dict.
+      function: hashable, and equal for equal calls.
+      arrays: the arrays of the arguments.
+      rest: the arguments without their arrays: a dataclass, or a dict by name.
+      annotations: shape annotation of each name of a dict; None for a dataclass, which has annotations.
 
     Raises:
-      NotImplementedError: arrays of typed meshes are split in a way that the operation does not support. On other
-        meshes compiling raises an error of jax with the same words.
+      NotImplementedError: arrays of explicit meshes are split in a way that the operation does not support. On other
+        meshes the same message comes as a JAX error when the program is compiled.
     """
-    leaves = jax.tree.leaves(arguments)
-    mesh = None if _INSIDE.get() else _mesh_of(leaves)
-    if mesh is None:
-        return function(arguments)
-    call = _SplitCall.of(op, function, arguments, annotations)
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    call = _SplitCall.of(op, function, arrays, rest, annotations)
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return call.run(mesh, arrays)
     return _compiled(call, mesh, os.environ.get("PALLAS_ATTN_IMPLEMENTATION"))(arrays)
 
 
 def over_devices[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates an operation that calls others: on split arrays each device runs all of it on its part."""
+    """Decorate an operation that calls other operations: each device runs all of it on its part of split arrays."""
     signature = inspect.signature(function)
     annotations = {name: str(parameter.annotation) for name, parameter in signature.parameters.items()}
     on_dict = _ByName(function)
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _INSIDE.get() or _mesh_of(jax.tree.leaves((args, kwargs))) is None:
+        mesh = mesh_of(jax.tree.leaves((args, kwargs)))
+        if mesh is None:
             return function(*args, **kwargs)
-        arguments = signature.bind(*args, **kwargs).arguments
-        for name, value in arguments.items():
+        named = signature.bind(*args, **kwargs).arguments
+        for name, value in named.items():
             if "Int32" in annotations[name]:
-                (arguments[name],) = checks.int32(**{name: value})
+                (named[name],) = checks.int32(**{name: value})
             elif name == "implementation" and isinstance(value, list):
-                arguments[name] = tuple(value)
-        return run(function.__name__, on_dict, arguments, annotations)
+                named[name] = tuple(value)
+        return run(mesh, function.__name__, on_dict, *split_arrays(named), annotations)
 
     return wrapped
 
 
 @dataclasses.dataclass(frozen=True)
 class _ByName:
-    """A function of keyword arguments, as one of a dict."""
+    """A function of keyword arguments as a function of a dict."""
 
     function: Callable[..., Any]
 
@@ -136,23 +141,24 @@ class _ByName:
 
 
 def refuse_callbacks() -> None:
-    """Raises NotImplementedError where XLA asks for each device's part, which cannot call Python: it crashes."""
+    """Raise NotImplementedError within a `custom_partitioning` operation, where Python callbacks crash."""
     if _INSIDE.get() is AxisType.Auto:
         raise NotImplementedError(
-            "runs interpreted, and so on arrays that are split over devices only inside jax.shard_map, or on a mesh of "
-            "AxisType.Explicit"
+            "runs interpreted; interpreted kernels support arrays that are split over devices only inside "
+            "jax.shard_map or on a mesh of AxisType.Explicit"
         )
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 # --- meshes
 
 
-def _mesh_of(leaves: Sequence[Any]) -> AbstractMesh | None:
-    """The mesh of several devices that arrays, or the context, are of; None if they are a device's own."""
+def mesh_of(leaves: Sequence[Any]) -> AbstractMesh | None:
+    """Return the mesh of several devices of the arrays or of the context.
+
+    None if arrays are one device's own, as within `jax.shard_map` and within a call that is already split.
+    """
+    if _INSIDE.get():
+        return None
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves if isinstance(leaf, jax.Array)]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if _axes_of(mesh, AxisType.Auto, AxisType.Explicit):
@@ -161,14 +167,14 @@ def _mesh_of(leaves: Sequence[Any]) -> AbstractMesh | None:
 
 
 def _axes_of(mesh: AbstractMesh, *types: AxisType) -> Axes:
-    """Axes of these types that have several devices."""
+    """Return the mesh axes of these types that have several devices."""
     named = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in named if kind in types and mesh.shape[name] > 1)
 
 
 @contextlib.contextmanager
 def _inside(kind: AxisType) -> Iterator[None]:
-    """Operations traced within it are parts of a call that is split already."""
+    """Within this context, traced operations are parts of a call that is already split."""
     token = _INSIDE.set(kind)
     try:
         yield
@@ -181,12 +187,12 @@ def _inside(kind: AxisType) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Operand:
-    """An array among arguments or results.
+    """An array among the arguments or results of a call.
 
     Attributes:
-      name: such as "kv.k".
-      dims: symbol of each of its axes.
-      owner: the dataclass it is a field of, None for one that stands alone.
+      name: for example "kv.k".
+      dims: symbol of each axis.
+      owner: the dataclass that has the array as a field; None if the array is an argument.
     """
 
     name: str
@@ -195,15 +201,17 @@ class _Operand:
 
     @property
     def is_pool(self) -> bool:
-        """Whether it is a cache's pages, or as many scales."""
+        """Whether the array contains pages of a cache or the scales of pages."""
         return self.owner in (PagedKV, PagedLatent, PagedIndexKeys) and "N" in self.dims
 
 
 def _operands(tree: Any, annotations: Mapping[str, str]) -> list[_Operand]:
-    """The arrays of a tree, in its order, by the annotations of its names and of the dataclasses in it."""
+    """Return the arrays of a pytree in order. Annotations of the names, and of the dataclasses in the tree, give their
+    axes.
+    """
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not _is_array(leaf):
+        if not is_array(leaf):
             continue
         value, owner, annotation, names = tree, None, "", []
         for depth, key in enumerate(path):
@@ -220,13 +228,13 @@ def _operands(tree: Any, annotations: Mapping[str, str]) -> list[_Operand]:
 
 
 def _dims(annotation: str, ndim: int) -> tuple[str, ...]:
-    """Symbols of the alternative of this rank among those that an annotation quotes; "?" where there is none."""
+    """Return the axis symbols that an annotation quotes for this rank; "?" for each axis if the annotation has none."""
     alternatives = [quoted.split() for quoted in re.findall(r"'([^']*)'", annotation.replace('"', "'"))]
     return next((tuple(dims) for dims in alternatives if len(dims) == ndim), ("?",) * ndim)
 
 
 def _result_annotations(splits: Splittable) -> dict[str, str]:
-    """Annotations of results by their place, for `_operands`."""
+    """Return the annotation of each result by its index, for `_operands`."""
     return {str(i): " | ".join(f'"{dims.strip()}"' for dims in one.split("|")) for i, one in enumerate(splits.results)}
 
 
@@ -235,33 +243,33 @@ def _result_annotations(splits: Splittable) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _SplitCall:
-    """A call as a function of its arrays alone; equal ones are traced alike.
+    """A call as a function of its arrays. Equal objects are traced once.
 
     Attributes:
-      op, function: as `run` takes them.
-      tree, static, is_array: the arguments without their arrays.
-      operands: what the axes of those mean.
-      vmaps: which arrays are batched, for each `jax.vmap` around it, the innermost first.
+      op, function: see `run`.
+      rest: the arguments without their arrays.
+      operands: the arrays.
+      vmaps: for each `jax.vmap` around the call, innermost first, which arrays are batched.
     """
 
     op: str
     function: Callable[[Any], Any]
-    tree: Any
-    static: tuple[Any, ...]
-    is_array: tuple[bool, ...]
+    rest: Rest
     operands: tuple[_Operand, ...]
     vmaps: tuple[tuple[bool, ...], ...] = ()
 
     @staticmethod
     def of(
-        op: str, function: Callable[[Any], Any], arguments: Any, annotations: Mapping[str, str] | None
+        op: str,
+        function: Callable[[Any], Any],
+        arrays: Sequence[Any],
+        rest: Rest,
+        annotations: Mapping[str, str] | None,
     ) -> _SplitCall:
+        arguments = rest.join(arrays)
         if annotations is None:
             annotations = {field.name: str(field.type) for field in dataclasses.fields(arguments)}
-        leaves, tree = jax.tree.flatten(arguments)
-        is_array = tuple(map(_is_array, leaves))
-        static = tuple(leaf for leaf in leaves if not _is_array(leaf))
-        return _SplitCall(op, function, tree, static, is_array, tuple(_operands(arguments, annotations)))
+        return _SplitCall(op, function, rest, tuple(_operands(arguments, annotations)))
 
     @property
     def splits(self) -> Splittable:
@@ -269,13 +277,11 @@ class _SplitCall:
         return dataclasses.replace(OPERATIONS[self.op], along=(*OPERATIONS[self.op].along, *batches))
 
     def result(self, *arrays: Any) -> Any:
-        """The function's result, without any `jax.vmap`."""
-        of_arrays, of_static = iter(arrays), iter(self.static)
-        leaves = [next(of_arrays if flag else of_static) for flag in self.is_array]
-        return self.function(jax.tree.unflatten(self.tree, leaves))
+        """Return the result of the function without any `jax.vmap`."""
+        return self.function(self.rest.join(arrays))
 
     def batched(self, flags: tuple[bool, ...]) -> _SplitCall:
-        """The same call under one more `jax.vmap`."""
+        """Return the same call under one more `jax.vmap`."""
         axis = f"V{len(self.vmaps)}"
         operands = tuple(
             dataclasses.replace(operand, dims=(axis, *operand.dims)) if flag else operand
@@ -291,12 +297,14 @@ class _SplitCall:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(call: _SplitCall, mesh: AbstractMesh, environment: str | None) -> Callable[[Sequence[Any]], Any]:
-    """A call of arrays that are there already. What the environment names is part of the key alone."""
+    """Return the jitted call for concrete arrays. `environment` (default implementations) is only part of the cache
+    key.
+    """
     return jax.jit(functools.partial(call.run, mesh))
 
 
 class _Results:
-    """Flat results of a call, and what they are, known once it was traced."""
+    """Flat results of a call. Their tree and axes are known after the call is traced."""
 
     def __init__(self, call: _SplitCall):
         self._call = call
@@ -321,10 +329,10 @@ class _Results:
 
 
 def _run_typed(call: _SplitCall, mesh: AbstractMesh, arrays: Sequence[Any]) -> Any:
-    """The call in `jax.shard_map`, over the axes that types of arrays tell the splits of."""
+    """Run the call in `jax.shard_map`, split over the axes in the types of the arrays."""
     if auto := _axes_of(mesh, AxisType.Auto):
         raise NotImplementedError(
-            f"{call.op}: the mesh has axes of two types, {_words(auto)} are AxisType.Auto and others Explicit; "
+            f"{call.op}: the mesh axes {_words(auto)} are AxisType.Auto and others are Explicit; "
             "call it inside jax.shard_map over all of them"
         )
     results = _Results(call)
@@ -332,7 +340,7 @@ def _run_typed(call: _SplitCall, mesh: AbstractMesh, arrays: Sequence[Any]) -> A
         jax.eval_shape(results.flat, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
     shardings = [jax.typeof(x).sharding for x in arrays]
     if any(sharding.spec.unreduced for sharding in shardings):
-        raise NotImplementedError(f"{call.op}: takes no arrays that are still to be added up over devices")
+        raise NotImplementedError(f"{call.op}: does not support unreduced arrays, whose parts must still be summed")
     specs = [_axes_by_dim(sharding.spec, x.ndim) for sharding, x in zip(shardings, arrays, strict=True)]
     split = _Split.of(call, [x.shape for x in arrays], specs, dict(mesh.shape))
     in_specs = tuple(map(split.spec, call.operands))
@@ -348,10 +356,10 @@ def _run_typed(call: _SplitCall, mesh: AbstractMesh, arrays: Sequence[Any]) -> A
 
 
 def _run_partitioned(call: _SplitCall, mesh: AbstractMesh, arrays: Sequence[Any]) -> Any:
-    """The call as one operation of XLA, whose partitioner asks what each device runs."""
+    """Run the call as one XLA operation that XLA's partitioner splits."""
     if manual := _axes_of(mesh, AxisType.Manual):
         raise NotImplementedError(
-            f"{call.op}: is inside jax.shard_map over {_words(manual)} alone; name all axes of the mesh that have "
+            f"{call.op}: is inside jax.shard_map over {_words(manual)} only; name all axes of the mesh that have "
             "several devices"
         )
     results = _Results(call)
@@ -364,7 +372,7 @@ def _partitioned(call: _SplitCall, mesh: AbstractMesh, results: _Results) -> Cal
     def whole(*arrays: Any) -> Any:
         known = not jax.sharding.get_abstract_mesh().empty
         with contextlib.nullcontext() if known else jax.sharding.use_abstract_mesh(mesh), _inside(AxisType.Auto):
-            return jax.jit(results.flat)(*arrays)  # which keeps constants to itself: custom_partitioning takes none
+            return jax.jit(results.flat)(*arrays)  # jit hides constants, which custom_partitioning does not support
 
     def local(mesh: AbstractMesh, *arrays: Any) -> Any:
         with device.on_one_device(mesh), _inside(AxisType.Auto):
@@ -374,14 +382,14 @@ def _partitioned(call: _SplitCall, mesh: AbstractMesh, results: _Results) -> Cal
         found = [PartitionSpec() if x.sharding.is_fully_replicated else x.sharding for x in given]
         if isinstance(given[0].sharding, NamedSharding):
             found = [x.sharding.spec for x in given]
-        elif all(isinstance(spec, PartitionSpec) for spec in found):  # the program has arrays of no mesh
+        elif all(isinstance(spec, PartitionSpec) for spec in found):  # all arrays are replicated
             devices = np.array(list(given[0].sharding.devices_indices_map(given[0].shape)))
             named = Mesh(devices.reshape(mesh.axis_sizes), mesh.axis_names)
         else:
             raise NotImplementedError(f"{call.op}: axes of the mesh have no names here; run under jax.set_mesh(mesh)")
         specs = [_axes_by_dim(spec, len(x.shape)) for spec, x in zip(found, given, strict=True)]
         split = _Split.of(call, [x.shape for x in given], specs, dict(named.shape))
-        del wanted  # the partitioner brings results to where it wants them
+        del wanted  # the partitioner reshards the results
         return (
             named,
             functools.partial(local, named.abstract_mesh),
@@ -399,7 +407,7 @@ def _partitioned(call: _SplitCall, mesh: AbstractMesh, results: _Results) -> Cal
 
     @batchable.def_vmap
     def _batched(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> Any:
-        del axis_size  # a device may have a part of it
+        del axis_size  # each device may have a part of the batch
         more = call.batched(tuple(in_batched))
         out = _partitioned(more, mesh, _Results(more))(*arrays)
         return out, tuple(True for _ in out)
@@ -416,7 +424,7 @@ def _axes_by_dim(spec: PartitionSpec, ndim: int) -> list[Axes]:
 
 
 def _sizes(call: _SplitCall, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Size of each symbol of the arguments."""
+    """Return the size of each axis symbol of the arguments."""
     return {
         dim: size
         for operand, shape in zip(call.operands, shapes, strict=True)
@@ -430,7 +438,7 @@ def _words(axes: Axes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """Mesh axes over which each symbol of a call is split."""
+    """Mesh axes that each axis symbol of a call is split over."""
 
     axes: Mapping[str, Axes]
 
@@ -441,10 +449,11 @@ class _Split:
     def of(
         call: _SplitCall, shapes: Sequence[Sequence[int]], specs: Sequence[Sequence[Axes]], mesh: Mapping[str, int]
     ) -> _Split:
-        """The split that the arrays of a call have; those that are whole follow others, but for pools.
+        """Return the split of a call. Arrays that are not split follow the other arrays; pools must be split
+        themselves.
 
         Raises:
-          NotImplementedError: there is none that the operation supports.
+          NotImplementedError: the operation does not support the split.
         """
         refuse = functools.partial(_refuse, call.op)
         axes: dict[str, Axes] = {}
@@ -454,8 +463,8 @@ class _Split:
                 if over and dim not in call.splits.along:
                     along = ", ".join(call.splits.along) or "no axis"
                     refuse(
-                        f"{operand.name} [{', '.join(operand.dims)}] is split over {_words(over)} along {dim}, and it "
-                        f"may be along {along}"
+                        f"{operand.name} [{', '.join(operand.dims)}] is split over {_words(over)} along {dim}; it may "
+                        f"be split along {along}"
                     )
                 if over[: len(held)] != held[: len(over)]:
                     refuse(f"{operand.name} is split over {_words(over)} along {dim}, others over {_words(held)}")
@@ -478,29 +487,29 @@ class _Split:
 def _match_heads(
     axes: dict[str, Axes], sizes: Mapping[str, int], mesh: Mapping[str, int], refuse: Callable[[str], None]
 ) -> None:
-    """Splittable query heads as KV heads are, or further where a device has one KV head."""
+    """Split query heads like KV heads, or further if each device has one KV head."""
     of_q, of_kv = axes.get("Hq", ()), axes.get("Hkv", ())
     if of_q[: len(of_kv)] != of_kv[: len(of_q)]:
         refuse(f"query heads are split over {_words(of_q)}, KV heads over {_words(of_kv)}")
     axes["Hq"] = max(of_q, of_kv, key=len)
     if len(of_q) > len(of_kv) and sizes["Hkv"] > _count(of_kv, mesh):
-        whole = f"over {_words(of_kv)} alone" if of_kv else "on all devices whole"
+        whole = f"split over {_words(of_kv)} only" if of_kv else "replicated"
         refuse(f"query heads are split over {_words(of_q)}, and {sizes['Hkv']} KV heads are {whole}")
 
 
 def _check_follows(
     operand: _Operand, spec: Sequence[Axes], axes: Mapping[str, Axes], refuse: Callable[[str], None]
 ) -> None:
-    """Refuses an array that cannot be one device's part of the split."""
+    """Raise NotImplementedError for an array that a device cannot take its part of."""
     split = [dim for dim, over in axes.items() if over and not dim.startswith("V")]
     if operand.is_pool and any(axes[dim] != over for dim, over in zip(operand.dims, spec, strict=True)):
-        refuse(f"{operand.name} is on all devices whole, and others are split along {', '.join(split)}")
+        refuse(f"{operand.name} is replicated, and other arrays are split along {', '.join(split)}")
     if operand.owner is DecodePlan and split:
-        refuse("plan is one device's: make it inside jax.shard_map, or leave it out")
+        refuse("plan is for one device: make it inside jax.shard_map, or omit it")
     if operand.name in ROW_IDS and axes.get("Hkv") and "Hkv" in operand.dims:
-        refuse(f"{operand.name} counts rows of all KV heads, which are split over {_words(axes['Hkv'])}")
+        refuse(f"{operand.name} has row ids of all KV heads, which are split over {_words(axes['Hkv'])}")
     if operand.name == "out" and axes.get("B"):
-        refuse("out is packed, and sequences are split")
+        refuse("out is packed and cannot be split like the sequences")
 
 
 def _count(axes: Axes, mesh: Mapping[str, int]) -> int:
@@ -509,16 +518,17 @@ def _count(axes: Axes, mesh: Mapping[str, int]) -> int:
 
 def _refuse(op: str, why: str) -> None:
     raise NotImplementedError(
-        f"{op} on arrays that are split over devices: {why}. Call it inside jax.shard_map, which splits contexts and "
-        "packed sequences too (pallas_attn.parallel), or place the array otherwise"
+        f"{op} on arrays that are split over devices: {why}. Call it inside jax.shard_map, which can also split "
+        "contexts and packed sequences (pallas_attn.parallel), or change the sharding of the array"
     )
 
 
 def _sharding_rule(
     call: _SplitCall, shapes: Sequence[Sequence[int]], results: Sequence[_Operand]
 ) -> partitioning.SdyShardingRule:
-    """Which axes of arguments and results are one, for the partitioner: those that may be split. Other axes are each
-    for themselves, so that the partitioner leaves them as they are, and `_Split.of` sees and refuses them.
+    """Return the axes that arguments and results share and that may be split, for XLA's partitioner.
+
+    Each other axis has a separate factor, so the partitioner leaves its split unchanged and `_Split.of` rejects it.
     """
     sizes = _sizes(call, shapes)
     heads, groups = sizes.get("Hkv", 1), 1

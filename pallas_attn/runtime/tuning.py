@@ -1,7 +1,7 @@
-"""Kernel configurations by (operation, device, shape): measured ones from packaged JSON, else the caller's heuristic.
+"""Kernel configurations by operation, device and shape: measured ones from packaged JSON files, else a heuristic.
 
-`tuned/<device>.json` maps an operation to a list of entries {"key": {...}, "config": {...}}. A key names the static
-facts of a call that the best configuration depends on; an entry matches a call whose key has the same items.
+`tuned/<device>.json` maps an operation to a list of entries {"key": {...}, "config": {...}}. A key contains the static
+facts of a call that the best configuration depends on. An entry applies to a call with an equal key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pallas_attn.runtime import device
 
 
 def device_name() -> str:
-    """The card that a call is traced for, as a file name such as "nvidia_h200" or "cpu"."""
+    """Return the device that a call is traced for as a file name, for example "nvidia_h200" or "cpu"."""
     return device.current().file_name
 
 
@@ -29,21 +29,21 @@ def _tuned(name: str) -> Mapping[str, list[dict[str, Any]]]:
 
 
 type Decide = Callable[[str, Mapping[str, Any], Any], Any]
-"""decide(op, key, config) -> config: has the last word on a configuration that was looked up."""
+"""decide(op, key, config) -> config: replaces the configuration that `lookup` found."""
 
 _decide: ContextVar[Decide | None] = ContextVar("decide", default=None)
 
 
 def is_deciding() -> bool:
-    """Whether somebody may have another configuration than a call would get by itself."""
+    """Return whether a `deciding` context is open, which may replace the configuration of a call."""
     return _decide.get() is not None
 
 
 @contextlib.contextmanager
 def deciding(decide: Decide) -> Iterator[None]:
-    """A context in which calls are traced with the configurations that `decide` returns, for tuners and reports.
+    """Within this context, calls are traced with the configurations that `decide` returns. Tuners and reports use it.
 
-    Of several around each other the outer ones decide first, and hand what they decided to the inner ones.
+    In nested contexts, the outer function decides first, and the inner function receives its result.
     """
     outer = _decide.get()
     both: Decide = lambda op, key, config: decide(op, key, outer(op, key, config) if outer else config)  # noqa: E731
@@ -57,13 +57,13 @@ def deciding(decide: Decide) -> Iterator[None]:
 def lookup[Config](
     op: str, key: Mapping[str, Any], make: Callable[..., Config], heuristic: Callable[[], Config]
 ) -> Config:
-    """The configuration for a call of `op` on the card that it is traced for.
+    """Return the configuration of a call of `op` on the device that the call is traced for.
 
     Args:
-      op: operation and implementation, such as "paged_decode/xla".
+      op: operation and implementation, for example "paged_decode/xla".
       key: static facts of the call (JSON values).
-      make: builds a configuration from the fields of a packaged one.
-      heuristic: gives one where none was measured.
+      make: returns a configuration from the fields of a packaged configuration.
+      heuristic: returns the configuration if no measured one applies.
     """
     tuned = (entry["config"] for entry in _tuned(device_name()).get(op, ()) if entry["key"] == dict(key))
     config = next(tuned, None)

@@ -1,1 +1,1 @@
-"""Code that Triton kernels share: launching them on jax arrays, the interpreter, and device functions."""
+"""Shared code of Triton kernels: launches on jax arrays, the interpreter, tile sizes, and device functions."""

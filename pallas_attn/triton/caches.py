@@ -1,4 +1,4 @@
-"""Caches that attention kernels over pages in Triton take, and the layout of their scales."""
+"""Caches and queries that Triton kernels support, and the layout of scales."""
 
 from __future__ import annotations
 
@@ -7,59 +7,63 @@ import jax.numpy as jnp
 
 from pallas_attn.types import LATENT_8BIT, QMAX, PagedKV, PagedLatent
 
-WIDEST_HEAD = 256
-"""Columns of a head, at most: more would leave no registers for what is accumulated."""
+MAX_HEAD_DIM = 256
+"""Maximum head dimension. Accumulators of wider heads do not fit into registers."""
 
-WIDEST_LATENT, WIDEST_ROPE = 512, 128
-"""Columns of a latent and of its rotated key, at most, likewise."""
+MAX_LATENT_DIM, MAX_ROPE_DIM = 512, 128
+"""Maximum columns of a latent and of its rotated key, for the same reason."""
 
 
-def refuse(q: jax.Array, kv: PagedKV) -> None:
-    """Raise NotImplementedError for queries and a cache that no kernel multiplies."""
-    refuse_queries(q)
-    refuse_8_bits(kv)
+def require_supported(q: jax.Array, kv: PagedKV) -> None:
+    """Raise NotImplementedError if no kernel supports the queries with this cache."""
+    require_queries(q)
+    require_cache_dtype(kv)
     if kv.k.dtype != q.dtype and kv.k.dtype not in QMAX:
         raise NotImplementedError(
             f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {kv.k.dtype.name}"
         )
-    refuse_width(q.shape[-1])
+    require_head_dim(q.shape[-1])
 
 
-def refuse_8_bits(kv: PagedKV) -> None:
-    """Raise NotImplementedError for a cache in float8_e5m2."""
+def require_cache_dtype(kv: PagedKV) -> None:
+    """Raise NotImplementedError for a float8_e5m2 cache."""
     if kv.k.dtype == jnp.float8_e5m2:
         raise NotImplementedError(f"takes caches of 8 bits in int8 and float8_e4m3fn, got {kv.k.dtype.name}")
 
 
-def refuse_latents(q: jax.Array, cache: PagedLatent, rope_dim: int) -> None:
-    """Raise NotImplementedError for queries, against the latent columns, and a cache that no kernel multiplies."""
-    refuse_queries(q)
+def require_latents(q: jax.Array, cache: PagedLatent, rope_dim: int) -> None:
+    """Raise NotImplementedError if no kernel supports the queries with this latent cache.
+
+    Args:
+      q: queries for the latent columns.
+    """
+    require_queries(q)
     keys = cache.pages if cache.rope is None else cache.rope
     if keys.dtype == jnp.float8_e5m2:
         raise NotImplementedError(f"takes latents of 8 bits in float8_e4m3fn, got {keys.dtype.name}")
     if keys.dtype not in (q.dtype, LATENT_8BIT):
         which = "an unquantised cache" if cache.rope is None else "rotated keys"
         raise NotImplementedError(f"takes queries and {which} of one dtype, got {q.dtype.name} over {keys.dtype.name}")
-    if q.shape[-1] > WIDEST_LATENT:
-        raise NotImplementedError(f"takes latents of up to {WIDEST_LATENT} columns, got {q.shape[-1]}")
-    if rope_dim > WIDEST_ROPE:
-        raise NotImplementedError(f"takes up to {WIDEST_ROPE} rotated columns, got {rope_dim}")
+    if q.shape[-1] > MAX_LATENT_DIM:
+        raise NotImplementedError(f"takes latents of up to {MAX_LATENT_DIM} columns, got {q.shape[-1]}")
+    if rope_dim > MAX_ROPE_DIM:
+        raise NotImplementedError(f"takes up to {MAX_ROPE_DIM} rotated columns, got {rope_dim}")
 
 
-def refuse_queries(q: jax.Array) -> None:
-    """Raise NotImplementedError for queries that tensor cores do not multiply as they are."""
+def require_queries(q: jax.Array) -> None:
+    """Raise NotImplementedError unless the queries are bfloat16 or float16."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
 
 
-def refuse_width(head_dim: int) -> None:
-    """Raise NotImplementedError for heads of more columns than registers hold."""
-    if head_dim > WIDEST_HEAD:
-        raise NotImplementedError(f"takes heads of up to {WIDEST_HEAD} columns, got {head_dim}")
+def require_head_dim(head_dim: int) -> None:
+    """Raise NotImplementedError for heads wider than `MAX_HEAD_DIM`."""
+    if head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(f"takes heads of up to {MAX_HEAD_DIM} columns, got {head_dim}")
 
 
 def scale_groups(kv: PagedKV) -> int | str | None:
-    """Layout of scales: None, "head", "channel", or the number of groups of a page that have one each."""
+    """Layout of scales: None, "head", "channel", or the number of scale groups of a page."""
     if kv.k_scale is None:
         return None
     return {1: "head", 2: "channel"}.get(kv.k_scale.ndim, kv.k_scale.shape[-1])

@@ -1,16 +1,25 @@
-"""Attention of many queries, over pages or over keys that lie in order, in Triton, for any card from Ampere (sm80) on.
+"""Attention of many queries over pages or over contiguous keys, in Triton, for cards from Ampere (sm80) on.
 
-A program takes a tile: some neighbouring queries of one sequence, for the heads of a group that share a KV head, as the
-rows of one product. It walks the keys that any of them sees with an online softmax, `TOKENS` a step: first the steps
-whose keys all of them see, which need no mask, then those of tokens of sinks, and those before and after.
+A program computes a tile: neighbouring queries of one sequence, for the heads of a group that share a KV head. The
+queries times heads are the rows of its matrix products:
 
-Which sequence a tile is of, programs find in cu_q_lens by themselves, so the grid depends on shapes only. Tiles of
-sequence s begin at number cu_q_lens[s] // queries + s + 1, which leaves each as many as it needs, and one more at most:
+    sequence, queries = work_of(tile)
+    for step in steps whose keys all queries see:             # unmasked; only if BARE_STEPS
+        s = q k^T;  top, total, weights = softmax_step(s);  acc = acc * keep + weights v
+    for step in sink-token steps, then the remaining steps of the window:
+        the same, with a mask
+    out, lse = acc / total, top + log2(total)
+
+Programs do not wait for one another, and there are no barriers between them. Each query row belongs to one program.
+
+The grid depends on shapes only, because each program finds the sequence of its tile in cu_q_lens by bisection. With n
+queries per tile, the tiles of sequence s start at number cu_q_lens[s] // n + s + 1. A sequence therefore has at most
+one tile more than it needs:
 
     padding before  |  sequence 0  |  sequence 1  |  ...  |  padding after
     0                  cu[0]//n + 1   cu[1]//n + 2          cu[S]//n + S + 1
 
-Padding is a sequence without keys, whose result is zeros.
+Padding tokens are treated as a sequence without keys. Their result is 0.
 """
 
 from __future__ import annotations
@@ -24,19 +33,12 @@ from jaxtyping import Array, Float
 
 from pallas_attn.triton import tiles
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import (
-    LOG2E,
-    SMALLEST_UNIT,
-    columns,
-    in_window,
-    pool_rows,
-    soft_capped,
-    softmax_step,
-    tensor_core_operand,
-    weights_in_units,
-)
+from pallas_attn.triton.page_access import load_columns, pool_rows, token_scales
+from pallas_attn.triton.quantise import tensor_core_operand
+from pallas_attn.triton.softmax import LOG2E, SMALLEST_UNIT, bfloat16_parts, soft_capped, softmax_step, weights_in_units
 from pallas_attn.triton.split_states import store_result
 from pallas_attn.triton.tiles import FlashTile
+from pallas_attn.triton.visibility import in_window
 from pallas_attn.types import HeadWindow
 
 
@@ -62,14 +64,15 @@ def attend(
     tile: FlashTile,
     native: bool,
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
-    """Output and LSE.
+    """Return output and LSE.
 
     Args:
-      k, v: pages [N, Hkv, ps, D], or with head-wise tables [N, 1, ps, D], of `block_tables` and `kv_lens`; or
-        [U, Hkv, Dk] and [U, Hkv, Dv] of `cu_kv_lens`. Keys are the first Dk columns.
-      scales: of keys and values in 8 bits, laid out as `caches.scale_groups` says of `groups`.
-      value_columns: of v, which are the values; None for all.
-      draft_mask: [T, M], which new tokens of its sequence each sees, in place of causality among those.
+      k, v: pages [N, Hkv, ps, D], or [N, 1, ps, D] with head-wise tables, for `block_tables` and `kv_lens`; or
+        contiguous [U, Hkv, Dk] and [U, Hkv, Dv] for `cu_kv_lens`. Keys are the first Dk columns.
+      scales: scales of 8-bit keys and values.
+      groups: layout of the scales, from `caches.scale_groups`.
+      value_columns: columns of v that are values; None for all.
+      draft_mask: [T, M], which new tokens of its sequence each token sees; replaces causality among new tokens.
       native: whether the card has instructions for float8_e4m3fn.
     """
     num_tokens, q_heads, key_dim = q.shape
@@ -135,7 +138,7 @@ def attend(
 def _attend(
     q_ptr,  # [T, Q_HEADS, DK]
     k_ptr,  # [pool rows, PAGE, K_STRIDE] or [U, KV_HEADS, K_STRIDE], keys from column 0
-    v_ptr,  # likewise V_STRIDE, values from column V_FIRST; maybe the same array
+    v_ptr,  # like k_ptr with V_STRIDE, values from column V_FIRST; may be the same array
     k_scale_ptr,  # [KV_HEADS], [KV_HEADS, DK], [pool rows, GROUPS] or None
     v_scale_ptr,
     tables_ptr,  # [S, table_pages], [S, KV_HEADS, table_pages] or None
@@ -186,7 +189,9 @@ def _attend(
     IS_PAGED: tl.constexpr = tl.constexpr(tables_ptr is not None)
     IN_ONE_PAGE: tl.constexpr = IS_PAGED and PAGE % TOKENS == 0
     head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # causal tiles at a sequence's end take longest: they start first
+    tile = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    )  # tiles at the end of a causal sequence take longest, so they start first
     sequence, first_token, q_len, first = work_of(cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES, SEARCH_STEPS)
     if first < q_len:
         kv_len, first_key = 0, 0
@@ -202,14 +207,14 @@ def _attend(
         q_head = head * GROUP + head_in_group
         out_row = (first_token + query).to(tl.int64) * Q_HEADS + q_head
 
-        # Position of each row's query, and the keys that any of them sees: [oldest, end), and those of sink tokens.
+        # position: position of each row's query. The queries see keys in [oldest, end) and sink tokens.
         first_position = kv_len - q_len + first
         if CAUSAL:
             position = first_position + r // HEADS
             end = tl.maximum(tl.minimum(first_position + QUERIES, kv_len), 0)
             bare_end = first_position + 1
             newest = end
-            if draft_ptr is not None:  # which shows new tokens of any place
+            if draft_ptr is not None:  # the mask may show any new token
                 end, bare_end = kv_len, tl.minimum(bare_end, kv_len - q_len)
         else:
             position = kv_len - 1 + tl.zeros([ROWS], tl.int32)
@@ -221,8 +226,8 @@ def _attend(
             window, sink_tokens = tl.load(window_ptr + head), tl.load(sink_tokens_ptr + head)
             oldest = tl.maximum(tl.maximum(first_position, 0) - window + 1, 0)
             bare = tl.maximum(newest - window, 0)
-        # In steps. Those in [bare, bare_end), whose keys all queries see, need no mask and come first. Then come those
-        # of sinks, and those before and after.
+        # Number steps of TOKENS keys. All queries see the keys of steps in [bare, bare_end), which run first, without a
+        # mask. Then follow the steps with sink tokens, and the steps in [begin, bare) and [bare_end, end_step).
         begin, end_step = oldest // TOKENS, (end + TOKENS - 1) // TOKENS
         sink_steps = tl.minimum((tl.minimum(sink_tokens, end) + TOKENS - 1) // TOKENS, begin)
         bare_end = tl.maximum(tl.maximum(bare_end, 0) // TOKENS, begin)
@@ -234,27 +239,27 @@ def _attend(
                 table_row = table_row * KV_HEADS + head
             table_ptr = tables_ptr + table_row * table_pages
 
-        q = columns(q_ptr, out_row * DK, 0, real_row, DK, K_COLUMNS)
+        q = load_columns(q_ptr, out_row * DK, 0, real_row, DK, K_COLUMNS)  # [query_rows, key columns]
         q_more, k_scale, q_error, q_more_error = q, 1.0, q, q
         if K_REST:
-            q_more = columns(q_ptr, out_row * DK, K_COLUMNS, real_row, DK, K_REST)
+            q_more = load_columns(q_ptr, out_row * DK, K_COLUMNS, real_row, DK, K_REST)
         if GROUPS == "head":
             k_scale = tl.load(k_scale_ptr + head)
         if GROUPS == "channel":
             q, q_error = _scaled(q, k_scale_ptr + head * DK, 0, DK, K_COLUMNS)
             if K_REST:
                 q_more, q_more_error = _scaled(q_more, k_scale_ptr + head * DK, K_COLUMNS, DK, K_REST)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, V_COLUMNS], tl.float32)
-        unit = tl.full([ROWS], SMALLEST_UNIT, tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)  # [query_rows]
+        total = tl.zeros([ROWS], tl.float32)  # [query_rows]
+        acc = tl.zeros([ROWS, V_COLUMNS], tl.float32)  # [query_rows, value columns]
+        unit = tl.full([ROWS], SMALLEST_UNIT, tl.float32)  # [query_rows]
         if not BARE_STEPS:
             bare, bare_end = begin, begin
         for masked in tl.static_range(0 if BARE_STEPS else 1, 2):
             steps = bare_end - bare
             if masked:
                 steps = sink_steps + bare - begin + end_step - bare_end
-            next_id = 0  # of a page, loaded a step ahead where a page has all tokens of a step
+            next_id = 0  # page id, loaded one step ahead if all tokens of a step are in one page
             if IN_ONE_PAGE:
                 step = _nth_step(0, masked, sink_steps, begin, bare, bare_end)
                 next_id = tl.load(table_ptr + step * TOKENS // PAGE, mask=steps > 0, other=-1)
@@ -267,7 +272,7 @@ def _attend(
                     if window_ptr is not None:
                         seen = seen & ((token < sink_tokens) | (token >= oldest))
                 page_id, row = next_id, 0
-                # Rows of keys, and of values, are counted from a first one: addresses of few bits leave registers.
+                # Row offsets are relative to first_row, so that they fit 32 bits, which saves registers.
                 if not IS_PAGED:
                     first_row = (first_key + step * TOKENS).to(tl.int64) * KV_HEADS + head
                     place = tl.arange(0, TOKENS) * KV_HEADS
@@ -290,14 +295,14 @@ def _attend(
                     visible = visible & seen[None, :]
                     if window_ptr is not None:
                         visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
-                    seen = tl.max(visible.to(tl.int32), 0) > 0  # a mask may hide a token from all queries
-                k = columns(k_ptr + first_row * K_STRIDE, place * K_STRIDE, 0, seen, DK, K_COLUMNS)
-                k = tl.trans(tensor_core_operand(k, QUERY_DTYPE, NATIVE))
-                scores = tl.dot(q, k)
+                    seen = tl.max(visible.to(tl.int32), 0) > 0  # the mask may hide a token from all queries
+                k = load_columns(k_ptr + first_row * K_STRIDE, place * K_STRIDE, 0, seen, DK, K_COLUMNS)
+                k = tl.trans(tensor_core_operand(k, QUERY_DTYPE, NATIVE))  # [key columns, tokens]
+                scores = tl.dot(q, k)  # [query_rows, tokens]
                 if GROUPS == "channel":
                     scores = tl.dot(q_error, k, scores)
                 if K_REST:
-                    k = columns(k_ptr + first_row * K_STRIDE, place * K_STRIDE, K_COLUMNS, seen, DK, K_REST)
+                    k = load_columns(k_ptr + first_row * K_STRIDE, place * K_STRIDE, K_COLUMNS, seen, DK, K_REST)
                     k = tl.trans(tensor_core_operand(k, QUERY_DTYPE, NATIVE))
                     scores = tl.dot(q_more, k, scores)
                     if GROUPS == "channel":
@@ -305,24 +310,24 @@ def _attend(
                 if GROUPS == "head":
                     scores = scores * k_scale
                 if BY_TOKEN:
-                    scores = scores * _token_scales(k_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]
+                    scores = scores * token_scales(k_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]
                 if CAP is not None:
                     scores = soft_capped(scores * SCALE, CAP)
                 if masked:
                     if draft_ptr is None:
-                        # One comparison says both whether a key is there and whether it is past the query.
+                        # Absent keys get the largest position, so that one comparison checks presence and causality.
                         visible = tl.where(seen, token, 2147483647)[None, :] <= position[:, None]
                         if window_ptr is not None:
                             visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
                     scores = tl.where(visible, scores, float("-inf"))  # pyrefly: ignore[unbound-name]
-                elif IS_PAGED:  # a page may be absent
+                elif IS_PAGED:  # a page can be absent
                     scores = tl.where(seen[None, :], scores, float("-inf"))
                 top, total, keep, weights = softmax_step(scores, top, total, BASE)
                 if BY_TOKEN:
-                    weights = weights * _token_scales(v_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]
+                    weights = weights * token_scales(v_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]
                     weights, keep, unit = weights_in_units(weights, keep, unit)
-                v = columns(v_ptr + (first_row * V_STRIDE + V_FIRST), place * V_STRIDE, 0, seen, DV, V_COLUMNS)
-                v = tensor_core_operand(v, VALUE_DTYPE, NATIVE)
+                v = load_columns(v_ptr + (first_row * V_STRIDE + V_FIRST), place * V_STRIDE, 0, seen, DV, V_COLUMNS)
+                v = tensor_core_operand(v, VALUE_DTYPE, NATIVE)  # [tokens, value columns]
                 acc = tl.dot(weights.to(VALUE_DTYPE), v, acc * keep[:, None])
 
         if BY_TOKEN:
@@ -338,7 +343,7 @@ def _attend(
 
 @kernel
 def _shown(draft_ptr, token, num_cached, row, real_row, MASK_COLUMNS: tl.constexpr):
-    """Whether the mask of each packed row shows a token: those before the new ones, and the new ones that it says."""
+    """Whether each row sees a token [rows, tokens]: all cached tokens, and new tokens according to the draft mask."""
     column = token - num_cached
     at = draft_ptr + (row.to(tl.int64) * MASK_COLUMNS)[:, None] + column[None, :]
     drafted = (column >= 0) & (column < MASK_COLUMNS)
@@ -348,16 +353,14 @@ def _shown(draft_ptr, token, num_cached, row, real_row, MASK_COLUMNS: tl.constex
 
 @kernel
 def _scaled(q, scale_ptr, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Query times the scales of its columns, as the sum of two bfloat16 numbers."""
+    """Query times the scales of the key columns, as the sum of two bfloat16 tiles."""
     column = FIRST + tl.arange(0, COLUMNS)
-    wide = q.to(tl.float32) * tl.load(scale_ptr + column, mask=column < WIDTH, other=0.0)[None, :]
-    rounded = wide.to(tl.bfloat16)
-    return rounded, (wide - rounded.to(tl.float32)).to(tl.bfloat16)
+    return bfloat16_parts(q.to(tl.float32) * tl.load(scale_ptr + column, mask=column < WIDTH, other=0.0)[None, :])
 
 
 @kernel
 def _nth_step(i, masked: tl.constexpr, sink_steps, begin, bare, bare_end):
-    """Step of the sequence that is the i-th of those without a mask, or of those with one."""
+    """Number of the i-th unmasked step or, if `masked`, of the i-th masked step."""
     step = bare + i
     if masked:
         i_before, i_after = i - sink_steps, i - sink_steps - (bare - begin)
@@ -366,18 +369,13 @@ def _nth_step(i, masked: tl.constexpr, sink_steps, begin, bare, bare_end):
 
 
 @kernel
-def _token_scales(scale_ptr, row, token, seen, GROUPS: tl.constexpr, PAGE: tl.constexpr):
-    """Scales [tokens] of tokens whose pages have GROUPS of them each."""
-    return tl.load(scale_ptr + row * GROUPS + token % PAGE // (PAGE // GROUPS), mask=seen, other=0.0)
-
-
-@kernel
 def work_of(cu_q_lens_ptr, tile, num_tokens, num_sequences, QUERIES: tl.constexpr, SEARCH_STEPS: tl.constexpr):
-    """Sequence of a tile, its first token and number of queries, and the tile's first query.
+    """Return the sequence of a tile, the sequence's first token and number of queries, and the tile's first query.
 
-    Sequences -1 and `num_sequences` are the padding before and after the others. The first query may be past the last.
+    Sequences -1 and `num_sequences` are the padding before and after the sequences. The first query of a tile can be
+    past the end of the sequence.
     """
-    low, high = -1, num_sequences  # the last sequence whose tiles begin at or before this one is among these
+    low, high = -1, num_sequences  # bounds of the last sequence whose first tile is at or before this tile
     for _ in range(SEARCH_STEPS):
         middle = tl.maximum((low + high + 1) // 2, 0)
         begins = tl.load(cu_q_lens_ptr + middle) // QUERIES + middle + 1

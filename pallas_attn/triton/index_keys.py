@@ -1,13 +1,17 @@
-"""Scores of index keys in Triton (DeepSeek-V3.2's lightning indexer), for any card from Ampere (sm80) on.
+"""Scores of index keys (DeepSeek-V3.2's lightning indexer) in Triton, for cards from Ampere (sm80) on.
 
-Keys are the rows of a tile, the index heads of a query its columns, since sums over columns stay within few threads:
+The rows of a matrix product are keys, its columns are the index heads of one query. The sum over heads then involves
+few threads:
 
-    S [keys, heads] = K qᵀ      score [keys] = Σ over heads of weight · relu(S)
+    for step in the program's steps:
+        k = keys of the step                                   # [tokens, columns]
+        for query in the tile:
+            s = k q^T                                          # [tokens, heads]
+            score = scale * sum over heads of weight * relu(s) # [tokens]
 
-A program takes a tile of neighbouring queries of one sequence, so that a key that was loaded once serves all of them,
-and, of n programs that share the sequence, every n-th step of its keys, however long it is. Where tiles are single
-queries, as in decode, all programs run at the same time, each over an equal share of all steps: some of the keys of one
-query and, if they end, of the next.
+Tiles of several queries: the queries are neighbours in one sequence and share the loaded keys. n programs share a tile,
+and each computes every n-th step. Tiles of one query (decode): all steps of all queries are divided into equal shares,
+one per program. A share can end one query and continue with the next. Programs do not wait for one another.
 """
 
 from __future__ import annotations
@@ -23,31 +27,36 @@ from pallas_attn.runtime import device
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.flash import work_of
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import columns, count_scores, ordered_score, tensor_core_operand
+from pallas_attn.triton.ordered_scores import count_scores, ordered_score
+from pallas_attn.triton.page_access import load_columns
+from pallas_attn.triton.quantise import tensor_core_operand
 
 MOST_SHARED = 1024
-"""Sequences, at most, of which a program finds by sums where its share begins."""
+"""Maximum number of sequences for equal shares. Each program finds the start of its share by a prefix sum over them."""
 
 
-def refuse(call: IndexCall) -> None:
-    """Raise NotImplementedError for index queries and keys that no kernel multiplies."""
-    caches.refuse_queries(call.q)
+def require_supported(call: IndexCall) -> None:
+    """Raise NotImplementedError if no kernel supports the index queries and keys."""
+    caches.require_queries(call.q)
     keys = call.index.keys
     if call.index.scale is None and keys.dtype != call.q.dtype:
         raise NotImplementedError(
             f"takes index queries and unquantised keys of one dtype, got {call.q.dtype.name} over {keys.dtype.name}"
         )
-    caches.refuse_width(call.q.shape[-1])
+    caches.require_head_dim(call.q.shape[-1])
 
 
 def paged_scores(
     call: IndexCall, *, fill: bool, bins: Int32[Array, "T bins"] | None = None
 ) -> tuple[Float32[Array, "T K"], Int32[Array, "T"], Int32[Array, "T bins"] | None]:
-    """Scores of every token over all K = P·ps positions of its sequence, and how many of them are up to its own.
+    """Score the keys at all K = P·ps positions of each token's sequence.
 
     Args:
-      fill: whether positions past a token's own are -inf, as those of absent pages are, or undefined.
-      bins: zeros, to which scores up to each token's own are added by their leading bits, as the third result.
+      fill: whether scores after the token's own position are -inf or undefined. Scores in absent pages are -inf.
+      bins: zero counts. The kernel counts each token's scores, up to its own position, by their leading bits.
+
+    Returns:
+      The scores, the number of positions up to each token's own, and the bin counts, or None without `bins`.
     """
     num_tokens, num_heads, dim = call.q.shape
     num_sequences, table_pages = call.block_tables.shape
@@ -60,7 +69,7 @@ def paged_scores(
     q, factor = (call.q, 1.0) if call.index.scale is None or in_shares else float16_queries(call.q)
     converts = call.index.scale is not None and q.dtype != jnp.float16
     if in_shares:
-        grid = (max(1, min(num_tokens * steps, tile.programs_side_by_side(card))), 1)
+        grid = (max(1, min(num_tokens * steps, tile.concurrent_programs(card))), 1)
     else:
         num_tiles = num_tokens // tile.queries + num_sequences + 2
         grid = (num_tiles, max(1, min(steps, -(-tile.programs_of_tiles(card) // -(-num_tokens // tile.queries)))))
@@ -138,8 +147,10 @@ def _score(
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    if GROUPS:  # single queries: an equal share of all their steps
-        group = tl.arange(0, GROUPS)  # padding before the sequences, sequences, and padding after them
+    if GROUPS:  # tiles of one query: an equal share of all steps
+        group = tl.arange(
+            0, GROUPS
+        )  # group 0 is the padding before the sequences, then come the sequences and the padding after them
         _, q_lens, kv_lens = _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences)
         work = q_lens * _steps_of(kv_lens, WIDTH, TOKENS, FILL)
         ends = tl.cumsum(work, 0)
@@ -162,12 +173,12 @@ def _score(
                 *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, Q_SCALE, FILL, NATIVE),
             )
             at += last - first
-    else:  # every n-th step of a tile, of n programs
+    else:  # tiles of several queries: every n-th step of a tile, with n programs
         sequence, first_token, q_len, first = work_of(
             cu_q_lens_ptr, tl.program_id(0), num_tokens, num_sequences, QUERIES, SEARCH_STEPS
         )
         if first < q_len:
-            kv_len = 0  # of padding
+            kv_len = 0  # padding has no keys
             if (sequence >= 0) & (sequence < num_sequences):
                 kv_len = tl.load(kv_lens_ptr + sequence)
             queries = tl.minimum(QUERIES, q_len - first)
@@ -182,8 +193,10 @@ def _score(
 
 @kernel
 def _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences):
-    """First token, numbers of queries and of keys of groups: padding before all sequences, each of these, and padding
-    after them. Later groups have no queries.
+    """First token, number of queries and number of keys of groups.
+
+    Group 0 is the padding before the sequences, group s + 1 is sequence s, and group `num_sequences` + 1 is the padding
+    after the sequences. Later groups have no queries.
     """
     begin = tl.load(cu_q_lens_ptr + group - 1, mask=(group >= 1) & (group <= num_sequences + 1), other=0)
     end = tl.load(cu_q_lens_ptr + group, mask=group <= num_sequences, other=num_tokens)
@@ -193,7 +206,7 @@ def _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences):
 
 @kernel
 def _steps_of(kv_len, WIDTH: tl.constexpr, TOKENS: tl.constexpr, FILL: tl.constexpr):
-    """Steps that a query of a sequence takes: at least one, in which its count is written."""
+    """Number of steps of a query; at least 1, because the first step writes the number of positions."""
     steps = tl.maximum((kv_len + TOKENS - 1) // TOKENS, 1)
     return tl.full(steps.shape, (WIDTH + TOKENS - 1) // TOKENS, tl.int32) if FILL else steps
 
@@ -233,7 +246,7 @@ def _score_tile(
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Scores of neighbouring queries of a sequence, from `row` on, over every stride-th step from `first` to `last`."""
+    """Score keys for `queries` neighbouring queries from `row` on, in every stride-th step from `first` to `last`."""
     q_dtype: tl.constexpr = q_ptr.dtype.element_ty if Q_SCALE is None else tl.float16  # pyrefly: ignore[bad-assignment]
     WHOLE: tl.constexpr = PAGE % TOKENS == 0  # a step lies in one page
     end = tl.maximum(first_position + queries, 0)
@@ -247,8 +260,8 @@ def _score_tile(
     walked = tl.minimum(last, (end + TOKENS - 1) // TOKENS)
     token = tl.arange(0, TOKENS)
     next_key = first * TOKENS if WHOLE else first * TOKENS + token
-    next_id = tl.load(table_ptr + next_key // PAGE, mask=next_key < end, other=-1)  # of a page, loaded a step ahead
-    q, weights = (), ()  # of a single query, by block of heads
+    next_id = tl.load(table_ptr + next_key // PAGE, mask=next_key < end, other=-1)  # page id, loaded one step ahead
+    q, weights = (), ()  # of the only query, for each block of heads
     if QUERIES == 1:
         for block in tl.static_range(BLOCKS):
             q += (_queries(q_ptr, row, block, HEADS, D, BLOCK, COLUMNS, Q_SCALE),)
@@ -259,14 +272,14 @@ def _score_tile(
         next_key = (step + stride) * TOKENS if WHOLE else (step + stride) * TOKENS + token
         next_id = tl.load(table_ptr + next_key // PAGE, mask=next_key < end, other=-1)
         in_pool = (page_id >= 0) & (page_id < pool_pages)
-        if WHOLE:  # tokens past the end of a sequence are read with their page, and not shown
+        if WHOLE:  # tokens after the end of a sequence are loaded with their page, and masked
             slot = page_id.to(tl.int64) * PAGE + step * TOKENS % PAGE
             seen = (token >= 0) & in_pool
-            k = columns(keys_ptr + slot * D, token * D, 0, seen, D, COLUMNS)
+            k = load_columns(keys_ptr + slot * D, token * D, 0, seen, D, COLUMNS)
         else:
             slot = page_id.to(tl.int64) * PAGE + key % PAGE
             seen = in_pool
-            k = columns(keys_ptr, slot * D, 0, seen, D, COLUMNS)
+            k = load_columns(keys_ptr, slot * D, 0, seen, D, COLUMNS)
         k = tensor_core_operand(k, q_dtype, NATIVE)
         k_scale = tl.full([TOKENS], SCALE, tl.float32)
         if scale_ptr is not None:
@@ -275,7 +288,7 @@ def _score_tile(
             score = tl.zeros([TOKENS], tl.float32)
             for block in tl.static_range(BLOCKS):
                 score += _weighted(k, q[block], weights[block])
-            shown = seen & _shown(mask_ptr, row, key, first_position, DRAFTS)
+            shown = seen & _in_draft_mask(mask_ptr, row, key, first_position, DRAFTS)
             at = out_ptr + row * WIDTH
             _store_scores(at, bins_ptr, row, score * k_scale, key, shown, first_position, WIDTH, FILL)
         else:
@@ -285,9 +298,9 @@ def _score_tile(
                     q_i = _queries(q_ptr, row + i, block, HEADS, D, BLOCK, COLUMNS, Q_SCALE)
                     score += _weighted(k, q_i, _weights(weights_ptr, row + i, block, HEADS, BLOCK))
                 at = out_ptr + (row + i) * WIDTH
-                shown = seen & _shown(mask_ptr, row + i, key, first_position + i, DRAFTS)
+                shown = seen & _in_draft_mask(mask_ptr, row + i, key, first_position + i, DRAFTS)
                 _store_scores(at, bins_ptr, row + i, score * k_scale, key, shown, first_position + i, WIDTH, FILL)
-    if FILL:  # what no step has
+    if FILL:  # positions of steps without keys
         done = (tl.maximum(walked - first, 0) + stride - 1) // stride
         for step in range(first + done * stride, last, stride):
             key = step * TOKENS + token
@@ -307,9 +320,13 @@ def _queries(
     COLUMNS: tl.constexpr,
     Q_SCALE: tl.constexpr,
 ):
-    """A token's queries [D, heads] of a block of index heads; in float16, times Q_SCALE, if that is not None."""
+    """Index queries [D, heads] of a token, for a block of heads.
+
+    Args:
+      Q_SCALE: factor for queries that are converted to float16; None for queries in their own dtype.
+    """
     head = block * BLOCK + tl.arange(0, BLOCK)
-    q = columns(q_ptr + row * (HEADS * D), head * D, 0, head < HEADS, D, COLUMNS)
+    q = load_columns(q_ptr + row * (HEADS * D), head * D, 0, head < HEADS, D, COLUMNS)
     if Q_SCALE is not None:
         q = tl.clamp(q.to(tl.float32) * Q_SCALE, -65504.0, 65504.0, tl.PropagateNan.ALL).to(tl.float16)
     return tl.trans(q)
@@ -317,21 +334,24 @@ def _queries(
 
 @kernel
 def _weights(weights_ptr, row, block, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """A token's weights [heads] of a block of index heads."""
+    """Weights [heads] of a token, for a block of index heads."""
     head = block * BLOCK + tl.arange(0, BLOCK)
     return tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0)
 
 
 @kernel
 def _weighted(k, q, weights):
-    """Sum over heads of weight · relu(key · query), for each key."""
-    positive = tl.maximum(tl.dot(k, q), 0.0, propagate_nan=tl.PropagateNan.ALL)  # a product may be NaN
+    """Sum over heads of weight · relu(key · query) for each key."""
+    positive = tl.maximum(tl.dot(k, q), 0.0, propagate_nan=tl.PropagateNan.ALL)  # a product can be NaN
     return tl.sum(positive * weights[None, :], 1)
 
 
 @kernel
-def _shown(mask_ptr, row, key, position, DRAFTS: tl.constexpr):
-    """Whether the token's mask shows keys; it says nothing of those before the newest DRAFTS up to its position."""
+def _in_draft_mask(mask_ptr, row, key, position, DRAFTS: tl.constexpr):
+    """Whether the draft mask shows keys to a token. It covers the DRAFTS positions up to the token.
+
+    Earlier keys are shown.
+    """
     if mask_ptr is None:
         shown = key == key
     else:
@@ -343,7 +363,11 @@ def _shown(mask_ptr, row, key, position, DRAFTS: tl.constexpr):
 
 @kernel
 def _store_scores(at, bins_ptr, row, score, key, seen, position, WIDTH: tl.constexpr, FILL: tl.constexpr):
-    """Writes scores of keys, and counts them; -inf for those that the query does not see, where they are wanted."""
+    """Store scores of keys and count them. Keys that the query does not see have score -inf.
+
+    Args:
+      FILL: whether to store scores after the query's position too.
+    """
     score = tl.where(seen & (key <= position), score + 0.0, float("-inf"))
     tl.store(at + key, score, mask=key < WIDTH if FILL else key <= position)
     if bins_ptr is not None:

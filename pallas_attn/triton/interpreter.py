@@ -1,15 +1,16 @@
-"""Triton kernels on the CPU: triton's interpreter, right for bfloat16 and float8, with checks of every access.
+"""Run Triton kernels on the CPU with triton's interpreter, with fixes for bfloat16 and float8 and checks of accesses.
 
-Triton's own interpreter (3.6 to 3.9) runs kernels in numpy, but multiplies the bits of bfloat16, truncates what it
-casts to that and to float8, and breaks on numpy 2.5. Importing this module mends it for the process. It also raises
-`KernelFlawError` for what a card would do silently:
+Triton's interpreter (3.6 to 3.9) runs kernels in numpy. It multiplies the bit patterns of bfloat16 numbers, truncates
+in casts to bfloat16 and float8, and fails with numpy 2.5. Importing this module patches it for the whole process.
 
-- loads and stores outside the arrays of the launch, or of another width;
-- an element that two programs store, or one store twice;
-- loads of what no program has written, or of what another one has;
-- atomic additions to what a program stores or loads otherwise, or to what nobody has written.
+The patched interpreter raises `KernelFlawError` for behaviour that is undefined on a GPU:
 
-It does not see races inside a program, shared memory, or precision that a card would drop.
+- a load or store outside the arrays of the launch, or with an element size other than the array's;
+- two programs store the same element, or one store has the same element twice;
+- a load of an element that was never written, or that another program has written;
+- an atomic addition to an element that was never written, or that a program stores or loads in another way.
+
+It does not detect races inside a program or races in shared memory. It does not reproduce reduced precision of a GPU.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 FLOAT8_NAMES = {tl.float8e4nv: ml_dtypes.float8_e4m3fn}
-"""Types whose bits the interpreter holds as integers, beside bfloat16."""
+"""float8 types that the interpreter represents by integer bit patterns. bfloat16 is represented in the same way."""
 _HELD_AS_BITS = {tl.bfloat16: ml_dtypes.bfloat16, **FLOAT8_NAMES}
 
 
 class KernelFlawError(Exception):
-    """A kernel did what is undefined on a GPU."""
+    """A kernel has behaviour that is undefined on a GPU."""
 
 
 class HostArray:
-    """A numpy array as the interpreter takes tensors: an address and the name of a type."""
+    """A numpy array with the tensor methods that the interpreter calls."""
 
     def __init__(self, array: np.ndarray, name: str):
         self.array, self.name = array, name
@@ -45,7 +46,7 @@ class HostArray:
     def data_ptr(self) -> int:
         return self.address
 
-    # The interpreter copies arguments to the CPU and back; they are there already.
+    # The interpreter copies arguments to the CPU and back. The methods below make these copies no-ops.
     def untyped_storage(self) -> HostArray:
         return self
 
@@ -75,12 +76,12 @@ ATOMIC, NOBODY, CALLER, FIRST_PROGRAM = -1, 0, 1, 2
 
 
 class LaunchMemory:
-    """The arrays of a launch, and who wrote each element: nobody, the caller, a program, or any by atomic additions.
+    """The arrays of a launch, and the last writer of each element: NOBODY, CALLER, a program number, or ATOMIC.
 
     Args:
       inputs: arrays that programs may read.
-      outputs: arrays that programs may write, None of which anybody has written but those of `held`.
-      held: outputs that hold an input.
+      outputs: arrays that programs may write. Their elements count as never written, except in `held`.
+      held: outputs that alias an input, and so contain its values.
     """
 
     def __init__(self, inputs: Sequence[HostArray], outputs: Sequence[HostArray], held: Sequence[HostArray]):
@@ -94,7 +95,7 @@ class LaunchMemory:
         self.loaded = {id(a): np.zeros(a.array.size, bool) for a in self.arrays}
 
     def located(self, addresses: np.ndarray, itemsize: int, what: str) -> list[tuple[HostArray, np.ndarray]]:
-        """The arrays that addresses lie in, with the elements there."""
+        """Return the arrays that contain the addresses, each with the element indices."""
         which = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
         found = []
         for index in np.unique(which):
@@ -134,7 +135,7 @@ class LaunchMemory:
             writer[element] = program
 
     def add(self, addresses: np.ndarray, itemsize: int) -> None:
-        """Atomic additions, whose order does not matter as long as nobody else touches the element."""
+        """Record atomic additions. Their order does not matter if no program loads or stores the element."""
         for array, element in self.located(np.unique(addresses), itemsize, "addition"):
             if id(array) not in self.outputs:
                 raise KernelFlawError(f"addition to the input {array.name}")
@@ -154,7 +155,7 @@ def launch(
     constants: Mapping[str, Any],
     aliases: Mapping[int, int],
 ) -> list[jax.Array]:
-    """Run `launch.launch` on the CPU, under any transformation that a callback takes."""
+    """Run `launch.launch` on the CPU, as a callback, which supports jit, vmap and shard_map."""
     is_array = [hasattr(x, "dtype") for x in operands]
 
     def callback(*arrays: jax.Array) -> list[np.ndarray]:
@@ -175,10 +176,10 @@ def run(
     constants: Mapping[str, Any],
     aliases: Mapping[int, int] | None = None,
 ) -> list[np.ndarray]:
-    """Runs a kernel on numpy arrays. Outputs that nobody writes are NaN, or -1.
+    """Run a kernel on numpy arrays. Output elements that no program writes are NaN, or -1 for integers.
 
     Raises:
-      KernelFlawError: the kernel did what is undefined on a GPU.
+      KernelFlawError: the kernel has behaviour that is undefined on a GPU.
     """
     global _memory
     aliases = aliases or {}
@@ -196,7 +197,9 @@ def run(
     standard: Any = tl.zeros
     with _lock:
         _memory = LaunchMemory(list(read.values()), written, [written[i] for i in held])
-        patched = interpreter._patch_lang(standard.fn)  # triton.language.core, too, whose functions call one another
+        patched = interpreter._patch_lang(
+            standard.fn
+        )  # also patches triton.language.core, whose functions call one another
         try:
             with np.errstate(all="ignore"):
                 function[grid](*arguments, *written, **constants)
@@ -215,16 +218,16 @@ def _unwritten(shape: Any) -> np.ndarray:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Error that a kernel raised, beneath the interpreter's own."""
+    """The exception raised in a kernel, without the interpreter's wrappers."""
     while isinstance(error, interpreter.InterpreterError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-# --- mends of triton's interpreter
+# --- patches of triton's interpreter
 
 _memory: LaunchMemory | None = None
-_lock = threading.Lock()  # the interpreter keeps its place in the grid in one global, and XLA calls from many threads
+_lock = threading.Lock()  # the interpreter stores the grid position in a global, and XLA calls from many threads
 
 _Builder: Any = interpreter.InterpreterBuilder
 _load, _store = _Builder.create_masked_load, _Builder.create_masked_store
@@ -244,7 +247,7 @@ def _touched(ptrs: Any, mask: Any) -> tuple[np.ndarray, int]:
 
 
 def _as_bool(mask: Any) -> Any:
-    """Some masks of Triton's interpreter are integers: numpy takes them for indices, and Triton 3.9 refuses them."""
+    """Convert integer masks to bool. numpy would use integers as indices, and Triton 3.9 raises an error."""
     return interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
 
 
@@ -273,13 +276,13 @@ def _checked_atomic(self: Any, operation: Any, ptrs: Any, value: Any, mask: Any,
 
 
 def _values(handle: Any) -> np.ndarray:
-    """The numbers of a tensor, in float32 where the interpreter holds bits."""
+    """Numerical values of a tensor; float32 for types that the interpreter represents by bit patterns."""
     held = _HELD_AS_BITS.get(handle.dtype.scalar)
     return handle.data if held is None else np.ascontiguousarray(handle.data).view(held).astype(np.float32)
 
 
 def _rounding_cast(self: Any, src: Any, dst_type: Any, *_: Any) -> Any:
-    """Rounds to nearest even."""
+    """Cast with rounding to nearest even."""
     here, there = src.dtype.scalar, dst_type.scalar
     if here == there or not {here, there} & set(_HELD_AS_BITS):
         return _cast(self, src, dst_type)
@@ -299,24 +302,24 @@ def _dot_of_values(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
 
 
 def _fused_multiply_add(self: Any, x: Any, y: Any, z: Any) -> Any:
-    """Rounds once, as the hardware does; float64 holds products of float32 exactly."""
+    """Fused multiply-add that rounds once. The product of two float32 numbers is exact in float64."""
     wide = [handle.data.astype(np.float64) for handle in (x, y, z)]
     return interpreter.TensorHandle((wide[0] * wide[1] + wide[2]).astype(z.data.dtype), z.dtype.scalar)
 
 
 def _patch_index(tensor: Any, scope: Any) -> None:
     _patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # 3.6 fails with numpy 2.5
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # triton 3.6 fails with numpy 2.5
 
 
 def _min_max(self: Any, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:  # noqa: A002
-    """Maxima as the hardware has them: NaN only where there is nothing else, and without numpy's warning."""
+    """Maxima and minima that ignore NaN unless all values are NaN, as on a GPU, without numpy's warning."""
     quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
     return _reduce(self, input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
 def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of a device function; the launch has patched the language, which triton's own does at each call anew."""
+    """Call a device function. The launch has already patched the language; triton would patch it at every call."""
     return self.rewrite()(*args, **kwargs)
 
 

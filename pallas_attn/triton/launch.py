@@ -1,14 +1,14 @@
-"""Launching a Triton kernel on jax arrays: compiled while the call is traced, and run by jaxlib's own handler.
+"""Launch Triton kernels on jax arrays.
 
-jaxlib runs kernels of Pallas's Triton backend by an FFI handler, `triton_kernel_call_ffi`, that takes PTX and the sizes
-of a launch. A kernel here is compiled to PTX by triton's own stages and handed to that handler by `jax.ffi.ffi_call`:
+Tracing a call compiles its kernel to PTX with triton's compiler stages. jaxlib's FFI handler `triton_kernel_call_ffi`,
+which also runs kernels of Pallas's Triton backend, takes the PTX and the launch sizes:
 
     @triton.jit function --triton--> PTX --jax.ffi--> custom call --XLA--> cubin, command buffers, donation
 
-so one way serves jit, scan, vmap, shard_map and export, with and without a card; nothing is timed or tuned when a call
-runs. Two modules are not public: `jaxlib.gpu_triton`, and triton's compiler stages.
+The same path serves jit, scan, vmap, shard_map and export, with and without a GPU. Nothing is timed or tuned when a
+call runs. `jaxlib.gpu_triton` and triton's compiler stages are not public APIs.
 
-Where TRITON_INTERPRET is 1 the kernel runs on the CPU instead (`pallas_attn.triton.interpreter`).
+With TRITON_INTERPRET=1 the kernel runs on the CPU instead (`pallas_attn.triton.interpreter`).
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ TYPES: Mapping[str, str] = {
     "int8": "i8",
     "int32": "i32",
     "bool": "i1",
-    "float8_e4m3fn": "u8",  # which sm80 and sm86 have no type for: kernels get its bytes everywhere
+    "float8_e4m3fn": "u8",  # sm80 and sm86 have no float8 type, so kernels get bytes on every card
 }
-"""Triton's names of dtypes."""
+"""Triton's names of JAX dtypes."""
 
 PTX_VERSIONS = {8: 84, 9: 84}
-"""Version of the PTX by the first number of a compute capability, such that older assemblers take it, too."""
+"""PTX version by major compute capability. Lower than the newest version, so that older assemblers support it."""
 NEWEST_PTX_VERSION = 88
 
 ALIGNMENT = 16
-"""Bytes that the address of each array is a multiple of, in XLA's buffers."""
+"""Alignment of array addresses in bytes. XLA aligns its buffers to at least this."""
 
 type Shaped = jax.Array | jax.ShapeDtypeStruct
 """An array, or its shape and dtype."""
 
 type Operand = jax.Array | int | None
-"""An array; a number that kernels get when they run, as int32; or None, for which a kernel is compiled."""
+"""An array, a number that is passed as int32 at run time, or None, which is a compile-time constant."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """`triton.jit` of the function itself, which a checker of annotations may have wrapped: triton reads its source."""
+    """`triton.jit` of the unwrapped function. Triton reads the source, which a type checker may have wrapped."""
     return triton.jit(inspect.unwrap(function))
 
 
 def block_columns(width: int) -> int:
-    """Columns that a program takes of rows this wide: the power of two that leaves the fewest lanes idle."""
+    """Columns of a program's block for rows of this width: the power of two with the least padding."""
     return min((512, 256, 128, 64, 32), key=lambda columns: -(-width // columns) * columns)
 
 
 class CompiledKernel(NamedTuple):
-    """Kernel compiled for a set of dtypes and constants.
+    """Kernel compiled for one combination of dtypes and constants.
 
     Attributes:
-      name: of the function in the PTX.
-      ptx: the text.
+      name: name of the function in the PTX.
+      ptx: PTX source text.
       shared_bytes: shared memory of a thread block.
     """
 
@@ -93,32 +93,33 @@ def launch(
     bytes_accessed: int = 0,
     flops: int = 0,
 ) -> list[jax.Array]:
-    """Runs a kernel on every program of a grid.
+    """Run a kernel for every program of a grid.
 
     Args:
-      function: a `kernel` of a pointer for each operand, one for each output, and constants by name. An
-        operand that is None is the constant None there, and float8 is uint8.
+      function: a `kernel`. Its parameters are a pointer or number for each operand, a pointer for each output, and the
+        constants by name. An operand None is the constant None. float8_e4m3fn arrays are uint8 pointers.
       operands: inputs.
-      outputs: shapes and dtypes, or arrays that have them. What no program writes is undefined, or the aliased input.
+      outputs: shapes and dtypes, or arrays that have them. Elements that no program writes are undefined, or have the
+        value of the aliased operand.
       grid: up to three numbers of programs, each at least 1.
-      constants: compile-time arguments: numbers, strings, None and types of triton.
+      constants: compile-time arguments by parameter name; hashable.
       num_warps: warps of a program.
-      max_registers: of a thread; None for as many as the assembler takes, which may spill a few so that another program
-        fits beside.
-      num_stages: iterations of a loop whose loads are under way at once.
-      aliases: operand to output that takes its place in memory; both pointers are the same there.
-      bytes_accessed, flops: cost estimate of the custom call, for XLA; 0 where unknown.
+      num_stages: number of loop iterations whose loads can be in flight.
+      max_registers: maximum registers of a thread. None leaves the choice to the assembler, which may spill a few
+        registers so that one more program fits on a multiprocessor.
+      aliases: index of an operand to index of the output that uses the same memory.
+      bytes_accessed, flops: cost estimate of the custom call for XLA; 0 if unknown.
 
     Returns:
-      An array for each output.
+      One array for each output.
 
     Raises:
-      NotImplementedError: Triton kernels do not run here, or jax's CUDA plugin is not installed.
+      NotImplementedError: Triton kernels do not run on this device, or jax's CUDA plugin is not installed.
     """
     card = device.triton_card()
     aliases = dict(aliases or {})
     if device.interprets_triton():
-        from pallas_attn.triton import interpreter  # changes triton's interpreter for the whole process
+        from pallas_attn.triton import interpreter  # patches triton's interpreter for the whole process
 
         return interpreter.launch(function, operands, outputs, grid, constants, aliases)
     arrays = [x for x in operands if _is_array(x)]
@@ -139,8 +140,8 @@ def launch(
 
     @jax.custom_batching.sequential_vmap
     def called(*arrays: jax.Array) -> list[jax.Array]:
-        # Where a loop slices operands or stacks results, which vmap's does, too, XLA would have the kernel run on the
-        # whole arrays, and forget which results belong in their operands' place. It fuses no slices across a barrier.
+        # In a loop that slices operands or stacks results, including the loop of sequential_vmap, XLA would fuse the
+        # slices into the custom call and lose its aliases. It does not fuse slices across an optimization barrier.
         return list(lax.optimization_barrier(call(*lax.optimization_barrier(arrays), **attributes)))
 
     return called(*arrays)
@@ -155,17 +156,17 @@ def compile_kernel(
     max_registers: int | None,
     capability: int,
 ) -> CompiledKernel:
-    """Compiles a kernel to PTX.
+    """Compile a kernel to PTX.
 
     Args:
-      kinds: dtype of each array among the first parameters, "scalar" for a number, None for None.
-      constants: name, value and type (1 and True are equal) of the other parameters.
-      capability: such as 90.
+      kinds: for each operand and output, the dtype of an array, "scalar" for a number, or None for None.
+      constants: name, value and type of each constant. The type distinguishes 1 from True in the cache key.
+      capability: compute capability, such as 90.
 
     Raises:
-      NotImplementedError: the kernel needs what the handler does not pass.
+      NotImplementedError: the kernel needs scratch memory or tensor descriptors, which the handler does not pass.
     """
-    from triton._C.libtriton import ir  # no stub knows it
+    from triton._C.libtriton import ir  # has no type stub
 
     target = GPUTarget("cuda", capability, 32)
     backend: Any = make_backend(target)
@@ -200,13 +201,13 @@ def compile_kernel(
 
 
 compiled = functools.lru_cache(maxsize=1024)(compile_kernel)
-"""A kernel as PTX, kept in memory: of the launches of a process most are alike."""
+"""`compile_kernel` with a cache, because most launches of a process repeat the same arguments."""
 
 
 def encoded_call(
     found: CompiledKernel, operands: Sequence[Operand], num_outputs: int, grid: tuple[int, ...], warps: int, cc: int
 ) -> bytes:
-    """A launch as the handler reads it."""
+    """Serialise a launch for the FFI handler."""
     from jaxlib import gpu_triton
 
     if not hasattr(gpu_triton, "TritonKernel"):
@@ -221,7 +222,7 @@ def encoded_call(
 
 
 def _number(card: device.Device) -> int:
-    """A compute capability as triton has it, 90 for (9, 0)."""
+    """Compute capability as triton's number: 90 for (9, 0)."""
     if card.capability is None:
         raise NotImplementedError(f"needs a GPU of a known compute capability, this is {card.words}")
     major, minor = card.capability
@@ -239,7 +240,7 @@ def _kind(operand: Any) -> str | None:
 
 
 def _parameter(kind: str | None) -> str:
-    """Triton's type of a parameter; what is no operand is a constant."""
+    """Triton's type of a parameter. A parameter without an operand is a constant."""
     if kind is None:
         return "constexpr"
     return "i32" if kind == "scalar" else f"*{TYPES[kind]}"

@@ -1,8 +1,13 @@
-"""Writing rows of new tokens into their slots of a paged pool, in Triton: copied, or in 8 bits with a scale a group.
+"""Write rows of new tokens into their slots of a paged pool, in Triton: copied, or quantised with a scale per group.
 
-A program takes some tokens and as many columns as are contiguous: it looks up the tokens' slots and writes their
-columns there. In 8 bits a program takes one group of columns of each token, whose largest magnitude is its scale, and
-stores both. No two programs write the same bytes, because slots are distinct.
+A program handles a block of tokens and a block of columns. When it quantises, the block of columns is one scale group:
+the largest magnitude of a token's group gives the scale, and the program stores quantised values and scale.
+
+    slot = slots[token]
+    values = rows[token, columns]                        # [tokens, columns]
+    pages[slot, columns] = values, or quantise(values, scale) and scales[slot, group] = scale
+
+Slots are distinct, so no two programs write the same bytes, and there are no barriers.
 """
 
 from __future__ import annotations
@@ -12,22 +17,22 @@ import jax.numpy as jnp
 import triton.language as tl
 
 from pallas_attn.triton.launch import block_columns, kernel, launch
-from pallas_attn.triton.pieces import amax_scale, e4m3_from_f32
+from pallas_attn.triton.quantise import amax_scale, quantise, row_amax
 from pallas_attn.triton.tiles import power_of_two
 from pallas_attn.types import LATENT_8BIT, QMAX
 
 TILE_ELEMENTS = 2048
-"""Elements that a program writes: 16 for each of its 128 threads, two accesses of 16 bytes in 16 bits."""
+"""Elements that a program writes: 16 for each of its 128 threads, two 16-byte accesses for a 16-bit dtype."""
 
 
-def copied(rows: jax.Array, slots: jax.Array, pages: jax.Array, *, first_column: int = 0) -> jax.Array:
-    """Pages with the tokens' columns, from the first one on, in their slots."""
+def copy_rows(rows: jax.Array, slots: jax.Array, pages: jax.Array, *, first_column: int = 0) -> jax.Array:
+    """Copy the rows' columns, from `first_column` on, into their slots. Return the pages."""
     num_tokens, source_width = rows.shape
     width = pages.shape[-1]
     columns = block_columns(width)
     tokens = max(1, TILE_ELEMENTS // columns)
     (pages,) = launch(
-        _copy_rows,
+        _copy,
         *(rows, slots, pages, num_tokens),
         outputs=[pages],
         grid=(-(-num_tokens // tokens), -(-width // columns)),
@@ -45,15 +50,22 @@ def copied(rows: jax.Array, slots: jax.Array, pages: jax.Array, *, first_column:
     return pages
 
 
-def quantised(rows: jax.Array, slots: jax.Array, pages: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Pages [N, ps, D] in float8_e4m3fn and their scales [N, ps, groups] with the tokens' first D columns in their
-    slots.
+def quantise_rows(rows: jax.Array, slots: jax.Array, pages: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantise the rows' first D columns into their slots.
+
+    Args:
+      rows: [T, at least D].
+      pages: float8_e4m3fn [N, ps, D].
+      scale: float32 [N, ps, groups].
+
+    Returns:
+      The pages and scales.
     """
     num_tokens, width, groups = rows.shape[0], pages.shape[-1], scale.shape[-1]
     columns = power_of_two(width // groups)
     tokens = max(1, TILE_ELEMENTS // columns)
     pages, scale = launch(
-        _quantise_rows,
+        _quantise,
         *(rows, slots, pages, scale, num_tokens),
         outputs=[pages, scale],
         grid=(-(-num_tokens // tokens), groups),
@@ -73,19 +85,19 @@ def quantised(rows: jax.Array, slots: jax.Array, pages: jax.Array, scale: jax.Ar
 
 
 def _num_slots(pages: jax.Array) -> int:
-    """Slots of the pool that an int32 names."""
+    """Number of slots of the pool that an int32 can index."""
     return min(pages.shape[0] * pages.shape[1], jnp.iinfo(jnp.int32).max)
 
 
 @kernel
 def _slots_of(slots_ptr, token, num_tokens, NUM_SLOTS: tl.constexpr):
-    """Slots of tokens, and which of them are written."""
+    """Slots of tokens, and whether each slot is in the pool."""
     slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
     return slot.to(tl.int64), (slot >= 0) & (slot < NUM_SLOTS)
 
 
 @kernel
-def _copy_rows(
+def _copy(
     rows_ptr,  # [T, SOURCE_WIDTH]
     slots_ptr,  # [T]
     _aliased_ptr,
@@ -108,7 +120,7 @@ def _copy_rows(
 
 
 @kernel
-def _quantise_rows(
+def _quantise(
     rows_ptr,  # [T, SOURCE_WIDTH]
     slots_ptr,  # [T]
     _aliased_pages_ptr,
@@ -133,11 +145,7 @@ def _quantise_rows(
         held = held & (tl.arange(0, COLUMNS) < GROUP)[None, :]
     source = rows_ptr + (token.to(tl.int64) * SOURCE_WIDTH)[:, None] + column[None, :]
     values = tl.load(source, mask=held, other=0.0).to(tl.float32)
-    amax = tl.max(tl.abs(values), 1)
-    is_nan = tl.max((values != values).to(tl.int32), 1) > 0  # which a maximum leaves out
-    scale = amax_scale(tl.where(is_nan, float("nan"), amax), QMAX)
-    quotient = tl.div_rn(values, tl.broadcast_to(scale[:, None], [TOKENS, COLUMNS]))
-    clipped = tl.where(quotient > QMAX, QMAX, tl.where(quotient < -QMAX, -QMAX, quotient))
+    scale = amax_scale(row_amax((values,)), QMAX)
     at = pages_ptr + (slot * (GROUPS * GROUP))[:, None] + column[None, :]
-    tl.store(at, e4m3_from_f32(clipped), mask=held)
+    tl.store(at, quantise(values, scale[:, None], tl.uint8, QMAX), mask=held)
     tl.store(scale_ptr + slot * GROUPS + group, scale, mask=written)

@@ -1,14 +1,15 @@
-"""Choosing the highest scores of few rows in Triton, exactly, by several programs for each row.
+"""Select the highest scores of few rows in Triton, exactly, with several programs per row.
 
-Three launches, each with a program for every segment of every row, but that the kernel of scores does the first one's:
+A bin is a value of the leading 12 bits of an ordered score. Three launches have a program for every segment of every
+row:
 
-    _count   how many scores of the row have each value of their leading 12 bits
-    _list    which value is that of the lowest score chosen; the scores that have it are the row's candidates
-    _write   the lowest score chosen, found bit by bit among the candidates; then the segment's positions, in order
+    _count   count the scores of the row in each bin; the kernel of index scores can do this instead
+    _list    find the bin of the lowest selected score; the scores in that bin are the row's candidates
+    _write   find the lowest selected score among the candidates, bit by bit; write the segment's positions in order
 
-Programs wait for one another only between launches. In `_write` each program of a row searches the candidates, a few
-hundred of 32k scores of an ordinary distribution, for itself. Where they are more than registers hold, because most
-scores share their leading bits, it reads them again for each bit.
+There are no barriers: programs exchange data only between launches. In `_write` each program of a row repeats the
+search among the candidates. Typical rows of 32k scores have a few hundred candidates. If most scores share their
+leading bits, the candidates do not fit into registers, and the program reads them again for each bit.
 """
 
 from __future__ import annotations
@@ -19,25 +20,32 @@ import triton.language as tl
 from jaxtyping import Array, Float32, Int32
 
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import BIN_SHIFT, SCORE_BINS, count_scores, ordered_score, score_bin
+from pallas_attn.triton.ordered_scores import (
+    BIN_SHIFT,
+    SCORE_BINS,
+    count_scores,
+    ordered_score,
+    score_bin,
+    store_chosen,
+)
 
-LOW, TOP_LOW = tl.constexpr(2**20 - 1), tl.constexpr(2**19)  # the bits that follow those of bins, and the first of them
+LOW, TOP_LOW = tl.constexpr(2**20 - 1), tl.constexpr(2**19)  # mask of the bits below the bin, and the highest of them
 FEW, MANY = tl.constexpr(2048), tl.constexpr(4096)
-"""Candidates that a program holds in registers, if there are no more than the first, and otherwise."""
+"""Candidates that a program holds in registers: FEW if there are at most FEW candidates, otherwise MANY."""
 
-# The lowest finite score is in bin 8. The bins below hold what programs tell those of the next launch.
+# The lowest finite score is in bin 8. Bins 0 to 3 pass numbers from `_list` to `_write`; counts start at bin FREE.
 CANDIDATES, BOUND, WANTED, EQUALS, FREE = (tl.constexpr(i) for i in range(5))
 
 
 def empty_bins(num_rows: int) -> Int32[Array, "T bins"]:
-    """Counts of the scores of so many rows by their leading bits, before there is one."""
+    """Zero bin counts."""
     return jnp.zeros((num_rows, SCORE_BINS.value), jnp.int32)
 
 
 def counted(
     scores: Float32[Array, "T K"], counts: Int32[Array, "T"] | None, *, segment: int, warps: int
 ) -> Int32[Array, "T bins"]:
-    """Counts of scores by their leading bits. Arguments are those of `highest`."""
+    """Count the scores of each row in each bin. For the arguments see `highest`."""
     num_rows, width = scores.shape
     return launch(
         _count,
@@ -60,12 +68,13 @@ def highest(
     segment: int,
     warps: int,
 ) -> Int32[Array, "T top_k"]:
-    """Positions of each row's highest scores, as `select_top_k` gives them.
+    """Return the positions of each row's highest scores, with the result of `select_top_k`.
 
     Args:
-      counts: of each row, how many scores it has, the others being undefined; None for all.
-      bins: counts of scores by their leading bits.
-      segment: scores of a program, a power of two.
+      counts: number of scores of each row, later scores being undefined; None for all.
+      bins: bin counts.
+      segment: scores of a program, a power of two up to 2**15.
+      warps: warps of a program.
     """
     num_rows, width = scores.shape
     segments = -(-width // segment)
@@ -83,7 +92,7 @@ def highest(
     constants |= {"TOP_K": top_k, "SEGMENTS": 1 << (segments - 1).bit_length()}
     outputs = [jax.ShapeDtypeStruct((num_rows, top_k), jnp.int32)]
     operands = scores, counts, bins, above, numbers, positions
-    # Registers for two programs of 8 warps on a multiprocessor.
+    # With 128 registers two programs of 8 warps fit on a multiprocessor.
     return launch(_write, *operands, outputs=outputs, constants=constants, max_registers=128, **options)[0]
 
 
@@ -107,7 +116,7 @@ def _list(
     counts_ptr,  # [T] or None
     _bins_ptr,
     bins_ptr,  # [T, SCORE_BINS]
-    above_ptr,  # [T, segments] scores of the segment in higher bins than the candidates
+    above_ptr,  # [T, segments] number of scores of the segment in bins above the candidates' bin
     numbers_ptr,  # [T, WIDTH] candidates in any order
     positions_ptr,  # [T, WIDTH]
     WIDTH: tl.constexpr,
@@ -121,15 +130,15 @@ def _list(
     held = tl.load(bins_ptr + place, mask=place >= FREE, other=0)
     found = tl.sum(held, 0)
     wanted = tl.minimum(found, TOP_K)
-    at_least = found - tl.cumsum(held, 0) + held  # scores in this bin and those above
+    at_least = found - tl.cumsum(held, 0) + held  # number of scores in this bin and above
     enough = at_least >= wanted
     bound = tl.sum(enough.to(tl.int32), 0) - 1
     reached = tl.min(tl.where(enough, at_least, found), 0)
     above = tl.max(tl.where(enough, 0, at_least), 0)
-    if reached == wanted:  # all of that bin are chosen: there are no candidates
+    if reached == wanted:  # all scores of the bin are selected: there are no candidates
         bound -= 1
         above = wanted
-    equals = wanted - above  # of the candidates
+    equals = wanted - above  # number of candidates to select
 
     own = score_bin(number)
     tl.store(above_ptr + row * tl.num_programs(1) + segment, tl.sum((own > bound).to(tl.int32), 0))
@@ -167,7 +176,7 @@ def _write(
     numbers_ptr += row * WIDTH
     positions_ptr += row * WIDTH
     out_ptr += row * TOP_K
-    # As many candidates as registers hold are loaded before it is known how many there are.
+    # Load FEW candidates before their number is known, so that the loads overlap.
     place = tl.arange(0, FEW)
     candidate = tl.load(numbers_ptr + place, mask=place < WIDTH, other=0).to(tl.uint32, bitcast=True)
     candidate_position = tl.load(positions_ptr + place, mask=place < WIDTH, other=0)
@@ -178,7 +187,7 @@ def _write(
     before = tl.load(above_ptr + row * tl.num_programs(1) + other, mask=other < segment, other=0)
     above_before, equal_before = tl.sum(before, 0), 0
 
-    least = (bound.to(tl.uint32) << BIN_SHIFT) | tl.full([], LOW, tl.uint32)  # where there are no candidates
+    least = (bound.to(tl.uint32) << BIN_SHIFT) | tl.full([], LOW, tl.uint32)  # if there are no candidates
     if equals > 0:
         candidate = tl.where(place < candidates, candidate, 0).to(tl.uint32)
         if candidates <= FEW:
@@ -202,12 +211,7 @@ def _write(
         above_before += tl.sum(earlier_above, 0)
         equal_before = tl.sum(earlier_equal, 0)
 
-    is_above, is_equal = number > least, number == least
-    # Counts of both in one sum: SEGMENT is below 2**15.
-    counted = tl.cumsum(is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16), 0)
-    above, equal = above_before + (counted & 0xFFFF), equal_before + (counted >> 16)
-    chosen = is_above | (is_equal & (equal <= equals))
-    tl.store(out_ptr + above + tl.minimum(equal, equals) - 1, position, mask=chosen)
+    store_chosen(out_ptr, position, number, least, equals, above_before, equal_before)
     for start in range(segment * SEGMENT, TOP_K, tl.num_programs(1) * SEGMENT):
         at = start + tl.arange(0, SEGMENT)
         tl.store(out_ptr + at, tl.full([SEGMENT], -1, tl.int32), mask=(at >= wanted) & (at < TOP_K))
@@ -215,12 +219,12 @@ def _write(
 
 @kernel
 def _lowest(held, least, top_bit, numbers_ptr, candidates, equals, HELD: tl.constexpr):
-    """The lowest of the `equals` highest candidates, or a number between it and the next.
+    """Return the lowest of the `equals` highest candidates, or a number between it and the next lower candidate.
 
     Args:
       held: the first HELD candidates.
-      least: their common leading bits, and zeros.
-      top_bit: the bit that follows those; 0 if all are equal.
+      least: common leading bits of all candidates, followed by zeros.
+      top_bit: highest bit below the common bits; 0 if all candidates are equal.
     """
     bit = tl.full([], 1, tl.uint32) * top_bit
     while bit > 0:
@@ -236,7 +240,7 @@ def _lowest(held, least, top_bit, numbers_ptr, candidates, equals, HELD: tl.cons
 
 @kernel
 def _common(numbers_ptr, candidates, HELD: tl.constexpr):
-    """Leading bits that all candidates have, the bit that follows, and the first HELD candidates."""
+    """Return the common leading bits of all candidates, the highest bit below them, and the first HELD candidates."""
     held = _candidates(numbers_ptr, tl.arange(0, HELD), candidates)
     high, low = held, tl.where(tl.arange(0, HELD) < candidates, held, 0xFFFFFFFF).to(tl.uint32)
     for start in range(HELD, candidates, HELD):
@@ -253,17 +257,17 @@ def _common(numbers_ptr, candidates, HELD: tl.constexpr):
 
 @kernel
 def _segment(scores_ptr, counts_ptr, row, WIDTH: tl.constexpr, SEGMENT: tl.constexpr):
-    """Positions of the program's segment of a row, and the scores there as ordered integers; 0 for none."""
+    """Positions of the program's segment of a row, and their ordered scores; 0 for positions without a score."""
     position = tl.program_id(1) * SEGMENT + tl.arange(0, SEGMENT)
     end = WIDTH
     if counts_ptr is not None:
         end = tl.load(counts_ptr + row)
-    # All are loaded, those that are undefined, too: so this load waits for no other one.
+    # Load undefined scores too, so that this load does not wait for the load of `end`.
     score = tl.load(scores_ptr + row * WIDTH + position, mask=position < WIDTH, other=float("-inf"))
     return position, tl.where(position < end, ordered_score(score), 0).to(tl.uint32)
 
 
 @kernel
 def _candidates(numbers_ptr, place, candidates):
-    """Candidates at places; 0 for none."""
+    """Load candidates; 0 for places without a candidate."""
     return tl.load(numbers_ptr + place, mask=place < candidates, other=0).to(tl.uint32, bitcast=True)

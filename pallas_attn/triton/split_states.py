@@ -1,9 +1,18 @@
-"""Attention states in Triton: written as output, or left as partial states of split rows, which a second kernel merges.
+"""Store attention states as output or as partial states, and merge the partial states of a row's splits.
 
-States are not normalised: of a query row, `top` is the largest score times log2(e), `total` the sum of all
-2**(score * log2(e) - top), `acc` the sum of values times the same, all float32. An LSE in place of the first two would
-be rounded once more: at 5e5 by up to 1/64.
-Query rows of a KV head are query-major: all heads of its group for one query are neighbours.
+A split is a part of a row's keys that one program attends to. `pallas_attn.triton.softmax` describes the state (top,
+total, acc) of a query row. Partial states are not normalised. An LSE instead of top and total would be rounded once
+more, by up to 1/64 near 5e5.
+
+`_merge` combines partial states in the order of their splits:
+
+    for split in splits of the row:
+        top, total, factors = merge_step(split's top and total, top, total)
+        acc = acc * keep + split's acc * others              # [query_rows, columns]
+    out, lse = acc / (total + sink), top + log2(total)
+
+It runs as a second kernel, so it needs no barrier. No two programs write the same query row. The query rows of a KV
+head are query-major: the heads of its group for one query are neighbours.
 """
 
 from __future__ import annotations
@@ -19,27 +28,33 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn.portable.schedule import most_splits
 from pallas_attn.runtime import device
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import merge_step, softmax_result
+from pallas_attn.triton.page_access import column_offsets
+from pallas_attn.triton.softmax import merge_step, softmax_result
 from pallas_attn.triton.tiles import power_of_two
 from pallas_attn.types import DecodePlan
 
 MERGE_ELEMENTS = 4096
-"""Values that a program merges at a time, 32 of each thread."""
+"""Accumulator values that a program merges at a time: 32 for each of its 128 threads."""
 
 
 def partial_states(plan: DecodePlan, table_pages: int, rows: int, width: int) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of acc, top and total of all splits that a plan can make, of so many query rows a KV head."""
+    """Shapes of acc, top and total for the maximum number of splits of a plan.
+
+    Args:
+      rows: query rows per KV head.
+      width: columns of a value.
+    """
     return state_shapes(most_splits(plan, table_pages), rows, width)
 
 
 def state_shapes(splits: int, rows: int, width: int) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of acc, top and total of so many splits, of so many query rows a KV head."""
+    """Shapes of acc [splits, rows, width], top and total [splits, rows]."""
     states = splits, rows
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*states, width), states, states)]
 
 
 class Splits(Protocol):
-    """Which splits make up each row, as a `DecodePlan` has it."""
+    """Fields of a `DecodePlan` that say which splits belong to each row."""
 
     @property
     def row_order(self) -> Int32[Array, "rows"]: ...
@@ -50,7 +65,7 @@ class Splits(Protocol):
 
 
 class EvenSplits(NamedTuple):
-    """Splits of rows that all have as many, and are all merged."""
+    """Plan fields for rows that all have the same number of splits and all need the merge."""
 
     row_order: Int32[Array, "rows"]
     merged_rows: Int32[Array, "rows_plus_1"]
@@ -69,10 +84,11 @@ def merge_splits(
     plan: Splits,
     sinks: Float[Array, "Hq"] | None = None,
 ) -> tuple[Float[Array, "B Q Hq D"] | Float[Array, "T Hq D"], Float[Array, "B Q Hq"]]:
-    """Finishes, in place, the rows that `out` and `lse` lack: those of several splits, and those that see nothing.
+    """Write the output rows that have several splits or no visible keys, in place.
 
     Args:
-      out: may hold tokens of others behind the B·Q of this call.
+      out: output. May have more tokens than the B·Q tokens of this call.
+      partial: acc, top and total of all splits.
     """
     (batch, num_queries, q_heads), width = lse.shape, out.shape[-1]
     num_rows = plan.row_order.shape[0]
@@ -91,7 +107,7 @@ def merge_splits(
             "ROWS": rows,
             "WIDTH": columns,
         },
-        # As on Hopper, where it was timed, the assembler may spill a few registers so that another program fits beside.
+        # On Hopper the assembler may spill a few registers so that one more program fits, which was faster.
         max_registers=None if device.triton_card().capability == (9, 0) else 255,
         aliases={0: 0, 1: 1},
     )
@@ -138,34 +154,35 @@ def _merge(
             other_total = tl.load(part_total_ptr + state, mask=real_row, other=0.0)
             part = tl.load(part_ptr + state[:, None] * D + d[None, :], mask=held, other=0.0)
             top, total, keep, others = merge_step(other_top, other_total, top, total)
-            part = tl.where((other_total != 0)[:, None], part, 0.0)  # one that saw nothing may hold 0 times infinity
+            part = tl.where((other_total != 0)[:, None], part, 0.0)  # a split without visible keys may contain 0 · inf
             acc = acc * keep[:, None] + part * others[:, None]
         store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D)
 
 
 @kernel
 def sequence_and_head(row_order_ptr, place, KV_HEADS: tl.constexpr):
-    """Sequence and KV head of the row at a place of the plan's order."""
+    """Sequence and KV head of the row at a position of the plan's order."""
     row = tl.load(row_order_ptr + place)
     return row // KV_HEADS, row % KV_HEADS
 
 
 @kernel
 def store_values(at, acc, inverse, total, held):
-    """Writes output values, normalised; 0 for rows that see nothing, which may have added 0 times an infinite value."""
+    """Store normalised values. Rows without visible keys are 0; their accumulator may be NaN from 0 · inf."""
     out = tl.where((total != 0)[:, None], acc * inverse[:, None], 0.0)
     tl.store(at, out.to(at.dtype.element_ty), mask=held)
 
 
 @kernel
 def store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D: tl.constexpr):
-    """Normalises a state over all keys of its rows, and writes it.
+    """Normalise a state over all keys of its rows, and store output and LSE.
 
     Args:
-      out_row: [rows], those of the output [..., D] and of the LSE.
-      q_head: [rows], which of the learned logits a row has, if there are any.
-      held: [rows, columns], the values that exist.
-      d: [columns].
+      acc: [rows, columns].
+      out_row: [rows], rows of the output [..., D] and of the LSE.
+      q_head: [rows], query heads, which index the sink logits.
+      held: [rows, columns], mask of the values that exist.
+      d: [columns], column numbers.
     """
     sink = tl.full(top.shape, float("-inf"), tl.float32)
     if sinks_ptr is not None:
@@ -173,3 +190,42 @@ def store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, ou
     inverse, lse = softmax_result(top, total, sink)
     store_values(out_ptr + out_row[:, None] * D + d[None, :], acc, inverse, total, held)
     tl.store(lse_ptr + out_row, lse, mask=real_row)
+
+
+@kernel
+def store_chunked_state(
+    acc,
+    top,
+    total,
+    row,
+    real_row,
+    is_whole,
+    first_row,
+    out_ptr,
+    lse_ptr,
+    first_state,
+    part_ptr,
+    part_top_ptr,
+    part_total_ptr,
+    L: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Write a state whose accumulator is a tuple of CHUNKS chunks [rows, CHUNK]: as output, or as a partial state.
+
+    Args:
+      row: [rows], index of each row in the output from `first_row` on, and in the partial states from `first_state` on.
+      is_whole: whether the state covers all keys of its rows.
+    """
+    inverse, lse = softmax_result(top, total, tl.full(top.shape, float("-inf"), tl.float32))
+    for chunk in tl.static_range(CHUNKS):
+        at, held = column_offsets(row * L, real_row, chunk * CHUNK, L, CHUNK)
+        if is_whole:
+            store_values(out_ptr + first_row * L + at, acc[chunk], inverse, total, held)
+        else:
+            tl.store(part_ptr + first_state * L + at, acc[chunk], mask=held)
+    if is_whole:
+        tl.store(lse_ptr + first_row + row, lse, mask=real_row)
+    else:
+        tl.store(part_top_ptr + first_state + row, top, mask=real_row)
+        tl.store(part_total_ptr + first_state + row, total, mask=real_row)

@@ -1,8 +1,8 @@
-"""Sizes of Triton kernels by card: the one table, by how much shared memory a thread block may have.
+"""Tile sizes of Triton kernels for each card.
 
-Those of prefill and of latents for Hopper are the fastest of about a hundred that were timed on an H100. On other cards
-nothing was timed: there they are chosen so that no configuration spills, and each program has a tile of keys and values
-on its way while it uses another.
+Tiles of prefill and latent kernels for Hopper are the fastest of about 100 candidates timed on an H100. Tiles for other
+cards have not been timed. They are chosen so that no kernel spills registers and each program loads the next tile of
+keys and values while it computes with the current tile.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from typing import Any
 from pallas_attn.runtime.device import Device
 
 SMALL_SHARED_BYTES = 100 * 1024
-"""A100, H100 and B200 have more for a thread block; sm86, sm89 and sm120 have 99 KiB."""
+"""A thread block has at most 99 KiB of shared memory on sm86, sm89 and sm120, and more on A100, H100 and B200."""
 
 STAGES = 3
-"""A page table's entries are loaded one step before the keys and values that they name, and those one before their use:
-with 2 stages the second would wait for the first, and only 5 hold two tiles.
+"""Pipeline stages. Page-table entries are loaded one step before keys and values, which are loaded one step before use.
+
+With 2 stages, loads of keys and values would wait for the page-table entries. Two tiles in flight would take 5 stages.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonTile:
-    """Sizes of an attention kernel.
+    """Tile of an attention kernel.
 
     Attributes:
-      rows: query rows of a program, a power of two from 16 on.
-      tokens: tokens of a step, a power of two from 16 on.
+      rows: query rows of a program; a power of two, at least 16.
+      tokens: tokens of a step; a power of two, at least 16.
       width: columns, padded to a power of two.
-      warps, stages: as Triton has them.
-      programs: programs that a multiprocessor has registers and shared memory for.
-      max_registers: of a thread; None for as many as the assembler takes.
-      bare_steps: whether steps that need no mask are taken by themselves, which takes registers.
+      warps, stages: `num_warps` and `num_stages` of Triton.
+      programs: programs that fit on a multiprocessor at the same time.
+      max_registers: maximum registers of a thread; None leaves the choice to the assembler.
+      bare_steps: whether steps that need no mask run in a separate loop, which needs more registers.
     """
 
     rows: int
@@ -44,11 +45,11 @@ class TritonTile:
     max_registers: int | None
     bare_steps: bool = False
 
-    def programs_side_by_side(self, card: Device, rows: int) -> int:
-        """Programs that follow a plan at a time, each with a block for every tile of so many rows.
+    def concurrent_programs(self, card: Device, rows: int) -> int:
+        """Number of plan programs that run at the same time, if each has a block for every tile of `rows` query rows.
 
         Raises:
-          NotImplementedError: the card does not tell how many multiprocessors it has.
+          NotImplementedError: the number of multiprocessors is unknown.
         """
         if card.multiprocessors is None:
             raise NotImplementedError(
@@ -58,12 +59,12 @@ class TritonTile:
 
 
 def power_of_two(n: int, at_least: int = 16) -> int:
-    """The next power of two, `at_least` so much: what tiles of tensor cores are made of."""
+    """Smallest power of two that is at least n and `at_least`. Tensor-core tiles have at least 16 rows and columns."""
     return max(at_least, 1 << (n - 1).bit_length())
 
 
 def has_small_shared_memory(card: Device) -> bool:
-    """Whether a thread block has no more than 99 KiB, or nobody knows."""
+    """Whether a thread block has at most 99 KiB of shared memory, or an unknown amount."""
     return (card.shared_bytes_per_block or 0) <= SMALL_SHARED_BYTES
 
 
@@ -77,9 +78,9 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int, *, tre
 
     Args:
       rows: query rows that share keys.
-      head_dim: columns of keys, and of values.
-      cache_bytes: bytes of a stored value. 8-bit ones become 16-bit ones in registers, of which there are few.
-      tree: whether drafts have a mask.
+      head_dim: columns of keys and of values.
+      cache_bytes: bytes of a stored value. The conversion of 8-bit values to 16 bits needs registers.
+      tree: whether there is a draft mask.
     """
     width = power_of_two(head_dim)
     small, quantised = has_small_shared_memory(card), cache_bytes == 1
@@ -88,23 +89,23 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int, *, tre
     rows = min(power_of_two(rows), 64 if tokens == 64 else 32)
     many = rows * width > (2048 if tree else 4096) or (small and rows == 64)
     warps = 8 if many or (quantised and width > 128) else 4
-    # A multiprocessor has 65,536 registers, a thread up to 255. The smallest tiles take up to 168.
+    # A multiprocessor has 65,536 registers, a thread up to 255. The smallest tiles need up to 168 per thread.
     programs = 1 if warps == 8 else 3 if tokens * width <= 4096 and rows == 16 else 2
     return TritonTile(rows, tokens, width, warps, STAGES, programs, None if programs == 3 and cache_bytes > 1 else 255)
 
 
 def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool, tree: bool) -> TritonTile:
-    """Tile of decode attention over latents, whose columns are key and value.
+    """Tile of decode attention over latents, which are both keys and values.
 
-    Wide ones leave few registers: with more tokens, or more rows a warp, the compile gate sees spills. On Hopper tiles
-    of 64 rows and 64 tokens spill up to 200 bytes and yet were the fastest by far (docs/kernels/triton.md).
+    Wide latents leave few registers. More tokens, or more rows per warp, would spill. On Hopper, tiles of 64 rows and
+    64 tokens spill up to 200 bytes per thread, but were the fastest of all timed tiles (docs/kernels/triton.md).
 
     Args:
       rows: query rows of a sequence.
       latent_dim: columns of the value.
-      rope_dim: rotated columns, which the key has besides.
-      quantised: whether latents are in 8 bits.
-      tree: whether drafts have a mask.
+      rope_dim: rotated columns of the key, in addition to the latent columns.
+      quantised: whether latents are 8-bit.
+      tree: whether there is a draft mask, a window or a soft cap, which need registers.
     """
     width = power_of_two(latent_dim)
     if quantised:
@@ -114,7 +115,7 @@ def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
         warps = 8 if tree or width + rope_dim > 576 or card.capability == (8, 0) else 4
         programs = 1 if warps == 8 or has_small_shared_memory(card) else 2
         return TritonTile(16, 32, width, warps, 2 if programs == 1 else stages, programs, max_registers=255)
-    if card.capability == (9, 0) and rows % 64 == 0 and not tree:  # for which Hopper has instructions
+    if card.capability == (9, 0) and rows % 64 == 0 and not tree:  # wgmma multiplies 64 rows
         tokens = 64 if width + rope_dim <= 576 else 32
         return TritonTile(64, tokens, width, warps=8, stages=2, programs=1, max_registers=255, bare_steps=True)
     if has_small_shared_memory(card):
@@ -123,13 +124,14 @@ def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
 
 
 def sparse_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool) -> TritonTile:
-    """Tile of attention to chosen latents, which are gathered one by one; other arguments are those of `latent_tile`.
+    """Tile of attention to selected latents, which are gathered one by one.
 
     Args:
-      rows: heads.
+      rows: query heads.
+      latent_dim, rope_dim, quantised: as for `latent_tile`.
     """
     width = power_of_two(latent_dim)
-    if card.capability == (9, 0) and rows % 64 == 0:  # for which Hopper has instructions
+    if card.capability == (9, 0) and rows % 64 == 0:  # wgmma multiplies 64 rows
         tokens = 32 if quantised or width + rope_dim > 576 else 64
         return TritonTile(64, tokens, width, warps=8, stages=2, programs=1, max_registers=255)
     if quantised:
@@ -140,15 +142,15 @@ def sparse_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
 
 @dataclasses.dataclass(frozen=True)
 class IndexTile:
-    """Sizes of the kernel that scores index keys.
+    """Tile of the kernel that scores index keys.
 
     Attributes:
-      queries: of a tile, which share keys; a power of two.
-      heads: of a product, a power of two from 16 on.
-      tokens: keys of a step, a power of two from 16 on.
-      warps, stages: as Triton has them.
-      programs: programs that a multiprocessor has registers and shared memory for.
-      max_registers: of a thread; None for as many as the assembler takes.
+      queries: queries of a tile, which share loaded keys; a power of two.
+      heads: index heads of one matrix product; a power of two, at least 16.
+      tokens: keys of a step; a power of two, at least 16.
+      warps, stages: `num_warps` and `num_stages` of Triton.
+      programs: programs that fit on a multiprocessor at the same time.
+      max_registers: maximum registers of a thread; None leaves the choice to the assembler.
     """
 
     queries: int
@@ -159,25 +161,25 @@ class IndexTile:
     programs: int
     max_registers: int | None
 
-    def programs_side_by_side(self, card: Device) -> int:
-        """Programs that run at the same time."""
+    def concurrent_programs(self, card: Device) -> int:
+        """Number of programs that run at the same time."""
         return self.programs * (card.multiprocessors or 128)
 
     @staticmethod
     def programs_of_tiles(card: Device) -> int:
-        """Programs that share keys tile by tile: several for each multiprocessor, since some of them have fewer."""
+        """Number of programs for tiles of several queries: 4 per multiprocessor, because programs have unequal work."""
         return 4 * (card.multiprocessors or 128)
 
 
 def index_tile(
     card: Device, num_tokens: int, num_sequences: int, num_heads: int, dim: int, *, quantised: bool, tree: bool
 ) -> IndexTile:
-    """Tile of scores of index keys.
+    """Tile of the kernel that scores index keys.
 
     Args:
       dim: columns of a key.
-      quantised: whether keys are in 8 bits, which become 16 in registers.
-      tree: whether tokens have a mask.
+      quantised: whether keys are 8-bit. Their conversion to 16 bits needs registers.
+      tree: whether there is a draft mask.
     """
     queries = min(16, power_of_two(-(-num_tokens // max(1, num_sequences)), 1))
     by_integers = quantised and not has_e4m3(card)
@@ -198,14 +200,14 @@ def index_tile(
 
 @dataclasses.dataclass(frozen=True)
 class FlashTile:
-    """Sizes of a kernel for attention of many queries.
+    """Tile of the kernel for attention of many queries.
 
     Attributes:
-      rows: query rows of a program, a power of two from 16 on.
-      tokens: tokens of a step, a power of two from 16 on.
-      warps, stages: as Triton has them.
-      bare_steps: whether steps that need no mask are taken by themselves, which takes registers.
-      max_registers: of a thread; None for as many as the assembler takes.
+      rows: query rows of a program; a power of two, at least 16.
+      tokens: tokens of a step; a power of two, at least 16.
+      warps, stages: `num_warps` and `num_stages` of Triton.
+      bare_steps: whether steps that need no mask run in a separate loop, which needs more registers.
+      max_registers: maximum registers of a thread; None leaves the choice to the assembler.
     """
 
     rows: int
@@ -216,32 +218,32 @@ class FlashTile:
     max_registers: int | None = 255
 
     def heads(self, group: int) -> int:
-        """Heads of a group that a program takes: as many as have a row, in blocks of about one size."""
+        """Number of heads of a group in a program: the group in equal blocks of at most `rows` heads."""
         return -(-group // -(-group // self.rows))
 
 
 MOST_ROWS = 128
-"""Query rows of a program, at most."""
+"""Maximum number of query rows of a program."""
 
 
 def flash_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> FlashTile:
-    """Tile of attention of many queries: the largest one that the registers hold.
+    """Tile of attention of many queries: the largest tile that fits into registers.
 
     Args:
-      rows: query rows that share keys, on average.
-      head_dim: columns of keys or of values, whichever are more.
-      demanding: whether keys are scaled or scores capped, which takes registers.
+      rows: average number of query rows that share keys.
+      head_dim: columns of keys or of values, the larger number.
+      demanding: whether keys are scaled or scores are capped, which needs registers.
     """
     width = power_of_two(head_dim)
     if card.capability == (9, 0):
-        # Two programs of 64 rows beside each other hide each other's softmax; wider heads leave room for one.
+        # Two programs of 64 rows per multiprocessor overlap softmax with products. Wider heads have room for one.
         measured: dict[str, Any] = {"bare_steps": True, "max_registers": None}
         if width <= 128:
             return FlashTile(rows=64, tokens=64, warps=4, stages=2 if width > 64 else 3, **measured)
         if not demanding:
             return FlashTile(MOST_ROWS, tokens=32, warps=8, stages=3, **measured)
-    by_warpgroup = card.capability is not None and card.capability[0] == 10  # whose operands need no registers
-    if demanding and (width > 128 or by_warpgroup):  # tensor memory is read back beside what is scaled
+    by_warpgroup = card.capability is not None and card.capability[0] == 10  # tcgen05 operands need no registers
+    if demanding and (width > 128 or by_warpgroup):  # results from tensor memory need registers
         return FlashTile(rows=32, tokens=32, warps=4, stages=2)
     if width > 128:
         return FlashTile(MOST_ROWS if by_warpgroup else 64, tokens=32, warps=8, stages=2)

@@ -1,13 +1,18 @@
-"""Choosing the highest scores of rows in Triton, exactly.
+"""Select the highest scores of rows in Triton, exactly.
 
-A program holds its scores in registers, as unsigned integers of 32 bits that are in the same order, and finds the
-lowest one chosen bit by bit, from the highest on: a bit is set if as many scores as are wanted are no less. It ends
-early where exactly as many are, as is usual once about as many bits are known as the number of scores has. Then it
-writes the positions of what is above, and of as many of the lowest one's equals as are wanted, in order.
+A program holds its scores in registers as uint32 numbers of the same order, and finds the lowest selected score bit by
+bit:
 
-Rows longer than registers hold go through rounds: the highest of each of their segments are the candidates of the next.
+    least = 0
+    for bit from the highest to the lowest:
+        if at least `wanted` scores are >= least | bit:  least |= bit
+        if exactly `wanted` scores are:                  stop
+    write the positions of scores above least, and of the first scores equal to it, in order
 
-Of few long rows, several programs share each (`pallas_attn.triton.shared_top_k`).
+The search usually stops after about log2(number of scores) bits.
+
+Rows that do not fit into registers take several rounds. The highest scores of each segment are the candidates of the
+next round. For few long rows, several programs share a row (`pallas_attn.triton.shared_top_k`).
 """
 
 from __future__ import annotations
@@ -19,37 +24,39 @@ from jaxtyping import Array, Float32, Int32
 
 from pallas_attn.triton import shared_top_k
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import ordered_score
+from pallas_attn.triton.ordered_scores import ordered_score, store_chosen
 from pallas_attn.triton.tiles import power_of_two
 
 MOST_HELD = 32768
-"""Scores that a program holds: 32 in each of its 1,024 threads."""
+"""Maximum number of scores that a program holds: 32 in each of 1,024 threads."""
 SEGMENT = 8192
-"""Scores of a segment, if that is at least four times as many as are wanted of it."""
+"""Minimum number of scores of a segment in rounds. A segment has at least 4 · top_k scores."""
 PER_THREAD = 32
 
 LEAST_SHARED, MOST_SHARED_ROWS = 16384, 32
-"""Scores of a row that several programs share, at least, and such rows, at most. By one program each, as many rows as
-there are multiprocessors take no longer than one."""
+"""Minimum length and maximum number of rows that several programs share.
+
+With more rows, one program per row keeps enough multiprocessors busy.
+"""
 MOST_SHARED = 2**21
-"""Scores of all rows that are shared, at most."""
+"""Maximum total number of scores in shared rows."""
 SHARES = 256
-"""Programs among which they are, about: two for each multiprocessor of a large card."""
+"""Approximate number of programs that share the rows: two per multiprocessor of a large card."""
 
 
 def is_shared(num_rows: int, width: int) -> bool:
-    """Whether several programs choose of each row."""
+    """Whether several programs share each row."""
     return width >= LEAST_SHARED and num_rows <= MOST_SHARED_ROWS and num_rows * width <= MOST_SHARED
 
 
 def shared_sizes(num_rows: int, width: int) -> dict[str, int]:
-    """Scores of a program, and its warps, where several share a row."""
+    """Scores and warps of a program, if several programs share a row."""
     segment = min(8192, power_of_two(-(-num_rows * width // SHARES), 1024))
     return {"segment": segment, "warps": max(8, segment // 512)}
 
 
-def refuse(num_rows: int, width: int, top_k: int) -> None:
-    """Raise NotImplementedError for rows of which rounds would not get through enough."""
+def require_supported(num_rows: int, width: int, top_k: int) -> None:
+    """Raise NotImplementedError for rows that need rounds if a segment cannot hold enough candidates."""
     if width > MOST_HELD and 4 * top_k > MOST_HELD and not is_shared(num_rows, width):
         raise NotImplementedError(f"chooses up to {MOST_HELD // 4} of more than {MOST_HELD} scores, got {top_k}")
 
@@ -60,11 +67,11 @@ def highest(
     top_k: int,
     bins: Int32[Array, "T bins"] | None = None,
 ) -> Int32[Array, "T top_k"]:
-    """Positions of each row's highest scores, as `select_top_k` gives them.
+    """Return the positions of each row's highest scores, with the result of `select_top_k`.
 
     Args:
-      counts: of each row, how many scores it has, the others being undefined; None for all.
-      bins: of rows that programs share, counts of scores by their leading bits, if there are.
+      counts: number of scores of each row, later scores being undefined; None for all.
+      bins: bin counts for shared rows, if the kernel of scores has made them.
     """
     num_rows, row_width = scores.shape
     if is_shared(num_rows, row_width):
@@ -101,7 +108,7 @@ def highest(
 def _choose(
     scores_ptr,  # [T, ROW_WIDTH]
     counts_ptr,  # [T] or None
-    candidates_ptr,  # [T, WIDTH] positions in rising order, -1 for none; None for all positions
+    candidates_ptr,  # [T, WIDTH] positions in ascending order, or -1; None for all positions
     out_ptr,  # [T, segments, TOP_K]
     ROW_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -128,7 +135,7 @@ def _choose(
         wanted = tl.minimum(found, TOP_K)
         least = tl.full([], 0, tl.uint32)
         bit = tl.full([], 0x80000000, tl.uint32)
-        if found == wanted:  # all are
+        if found == wanted:  # select all scores
             bit = tl.full([], 0, tl.uint32)
         while bit > 0:
             tried = least | bit
@@ -140,12 +147,7 @@ def _choose(
         above_before, equal_before = 0, 0
         for start in range(first, end, STEP):
             position, some = _numbers(row_ptr, candidates_ptr, start + tl.arange(0, STEP), end)
-            is_above, is_equal = some > least, some == least
-            # Counts of both in one sum: STEP is below 2**15.
-            counted = tl.cumsum(is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16), 0)
-            above, equal = above_before + (counted & 0xFFFF), equal_before + (counted >> 16)
-            chosen = is_above | (is_equal & (equal <= equals))
-            tl.store(out_ptr + above + tl.minimum(equal, equals) - 1, position, mask=chosen)
+            above, equal = store_chosen(out_ptr, position, some, least, equals, above_before, equal_before)
             above_before, equal_before = tl.max(above, 0), tl.max(equal, 0)
         place = wanted
     for start in range(0, TOP_K, STEP):
@@ -155,7 +157,7 @@ def _choose(
 
 @kernel
 def _numbers(row_ptr, candidates_ptr, place, end):
-    """Positions at places, and their scores as unsigned integers in their order, NaN as +inf; 0 for -inf and none."""
+    """Positions at places, and their ordered scores; 0 for places without a score."""
     held = place < end
     position = place
     if candidates_ptr is not None:

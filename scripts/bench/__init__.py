@@ -1,10 +1,9 @@
-"""Benchmarks of operations (`bench_ops.py`, `tune.py`) and of the engine (`bench_engine.py`).
+"""Benchmarks of operations (`bench_ops.py`) and of the engine (`bench_engine.py` and others).
 
-- `ops`: one module for each operation, with a `BENCH`: grids of cases, contenders, and how ours are called.
-- `cases`: cases that an operation shares with its peers or with others: bytes, operations and arguments.
-- `peers`: other projects' kernels under the same cases.
-- `harness`: shared parts of all benchmarks: timing, page pools, the device and its rates, sessions, reports and
-  pictures.
-- `engine`: the engine on small models, on one of real size, and with windows of some KV heads.
-- `shapes`: named argument shapes of real models, which tests on real sizes use too.
+- `ops`: one module per operation with a `BENCH`: grids of cases, baselines, and the call of our implementations.
+- `cases`: cases that several benchmarks share: bytes, operations and arguments.
+- `peers`: kernels of other projects, run with the same cases.
+- `harness`: shared by all benchmarks: timing, page pools, device and rates, sessions, reports and plots.
+- `engine`: the engine with small models, with a model of real size, and with windows of some KV heads.
+- `shapes`: argument shapes of real models. Tests on real sizes also use them.
 """

@@ -1,1 +1,1 @@
-"""Parts that command lines share: errors and exit status, options on a model and its prompts, and their meaning."""
+"""Shared parts of the command lines: errors, exit status, model and prompt options."""

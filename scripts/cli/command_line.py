@@ -1,5 +1,7 @@
-"""Errors and exit statuses of command lines: wrong input ends in one line on stderr and status 2, without a traceback,
-and a failure despite right input in one line and status 3."""
+"""Errors and exit statuses of command lines.
+
+Wrong input: one line on stderr and status 2, without a traceback. A failure with correct input: one line and status 3.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,18 @@ WRONG_INPUT, FAILED, INTERRUPTED = 2, 3, 130
 
 
 class UsageError(Exception):
-    """The input is wrong; the message is for the person who gave it."""
+    """The input is wrong. The message addresses the user."""
 
 
 class Failure(Exception):
-    """The command failed though its input is right; the message is for the person who ran it."""
+    """The command failed with correct input. The message addresses the user."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that raises UsageError where argparse would print its usage and exit, and takes no abbreviated flags.
+    """Parser that raises UsageError instead of exiting, and does not accept abbreviated flags.
 
     Args:
-      description, epilog: printed line by line as they are.
+      description, epilog: printed with their line breaks.
     """
 
     def __init__(self, prog: str, *, description: str, epilog: str):
@@ -51,8 +53,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class StandardOutput(Console):
-    """Standard output. A closed pipe is a Failure, where rich would end the program with status 1; names of files that
-    are not in its encoding are escaped."""
+    """Standard output. A closed pipe raises Failure (rich would exit with status 1). File names that the encoding
+    cannot represent are escaped.
+    """
 
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -61,13 +64,15 @@ class StandardOutput(Console):
 
     def on_broken_pipe(self) -> NoReturn:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails
         raise Failure("standard output was closed before everything was printed")
 
 
 def exit_status(prog: str, command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit status, or that of its exception or interrupt. Exceptions other than
-    UsageError and Failure are mistakes of the program and print their traceback."""
+    """Run a command and return its exit status, or the status of its exception or interrupt.
+
+    Exceptions other than UsageError and Failure are bugs and print a traceback.
+    """
     try:
         return command()
     except (UsageError, Failure) as error:
@@ -84,18 +89,18 @@ def exit_status(prog: str, command: Callable[[], int]) -> int:
 
 
 def _one_line(message: str, longest: int = 2000) -> str:
-    """Makes a message one line of printable characters, since parts of it may come from a file."""
+    """Return a message as one line of printable characters. Parts of a message may come from a file."""
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def as_usage_error(*errors: type[Exception], prefix: str = "") -> contextlib.AbstractContextManager[None]:
-    """Converts errors caused by the input to a UsageError."""
+    """Convert errors that the input caused to UsageError."""
     return _turned_into(UsageError, errors, prefix)
 
 
 def as_failure(*errors: type[Exception], prefix: str = "") -> contextlib.AbstractContextManager[None]:
-    """Converts errors not caused by the input to a Failure."""
+    """Convert errors that the input did not cause to Failure."""
     return _turned_into(Failure, errors, prefix)
 
 
@@ -105,37 +110,37 @@ def _turned_into(kind: type[UsageError | Failure], errors: tuple[type[Exception]
         yield
     except errors as error:
         parts = [error.message, *error.exceptions] if isinstance(error, ExceptionGroup) else [error]
-        reasons = [str(part) or type(part).__name__ for part in parts]  # a MemoryError often says nothing
+        reasons = [str(part) or type(part).__name__ for part in parts]  # the message of a MemoryError is often empty
         raise kind(prefix + "; ".join(reasons)) from error
 
 
 @dataclasses.dataclass
 class Failures:
-    """Failures of the last parts of a command, each of which is tried whatever becomes of the others.
+    """Failures of the last parts of a command. Each part runs, even if other parts fail.
 
     Attributes:
-      messages: what failed so far.
+      messages: messages of the failures.
     """
 
     messages: list[str] = dataclasses.field(default_factory=list)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keeps the message of a Failure, which ends only the block."""
+    def recording(self) -> Iterator[None]:
+        """Record a Failure that ends the block."""
         try:
             yield
         except Failure as error:
             self.messages.append(str(error))
 
     def check(self) -> None:
-        """Raises Failure, of all messages, if there are any."""
+        """Raise Failure with all messages, if any."""
         if self.messages:
             raise Failure("; ".join(self.messages))
 
 
 @contextlib.contextmanager
 def writing(flag: str, path: Path) -> Iterator[BinaryIO]:
-    """Opens an output file as `output_file` does; raises Failure, naming the flag, if it cannot be written."""
+    """Open an output file like `output_file`. Raise Failure with the flag if the file cannot be written."""
     try:
         with output_file(path) as file:
             yield file
@@ -144,13 +149,13 @@ def writing(flag: str, path: Path) -> Iterator[BinaryIO]:
 
 
 def write_report(flag: str, path: Path, report: Mapping[str, Any]) -> None:
-    """Writes a report as JSON; raises Failure, naming the flag, if it cannot."""
+    """Write a report as JSON. Raise Failure with the flag if this is not possible."""
     with writing(flag, path) as file:
         file.write((json.dumps(report, indent=1) + "\n").encode("utf-8"))
 
 
 def check_outputs(paths: Mapping[str, Path | None], *, make_folders: bool = False) -> None:
-    """Raises UsageError if an output file, by its flag, cannot be written, or is that of another flag, too."""
+    """Raise UsageError if an output file cannot be written, or if two flags name the same file."""
     flags: dict[str, str] = {}
     for flag, path in paths.items():
         if path is None:

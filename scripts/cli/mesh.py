@@ -1,4 +1,4 @@
-"""The mesh that --mesh asks for."""
+"""The mesh of --mesh."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def add_mesh(group: argparse._ActionsContainer) -> None:
         type=str,
         metavar="AXIS=N[,AXIS=N...]",
         help="run each step on several devices: tensor=N splits heads, hidden widths and vocabulary over N; data=N"
-        " makes N ranks with requests and pages of their own, which share the experts; context=N splits the tokens of"
+        " makes N ranks with separate requests and pages, which share the experts; context=N splits the tokens of"
         " every page over N; expert=N splits whole experts over N of the devices of tensor and data (default: one"
         " device)",
     )
 
 
 def parse_mesh(given: str | None) -> dict[str, int] | None:
-    """Reads a value of --mesh: the number of devices along each axis; None for one device.
+    """Parse a value of --mesh: the number of devices along each axis; None for one device.
 
     Raises:
-      UsageError: another form, a size that is no positive integer, or an axis given twice.
+      UsageError: another form, a size that is not a positive integer, or a repeated axis.
     """
     if given is None:
         return None
@@ -44,5 +44,5 @@ def parse_mesh(given: str | None) -> dict[str, int] | None:
 
 
 def mesh_of(sizes: dict[str, int] | None) -> Mesh | None:
-    """Makes the mesh; raises ValueError or NotImplementedError as `make_mesh`."""
+    """Make the mesh. Raises ValueError or NotImplementedError like `make_mesh`."""
     return None if sizes is None else make_mesh(sizes)

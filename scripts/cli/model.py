@@ -1,4 +1,4 @@
-"""The model that --model, --random, --head-windows and --dtype ask for."""
+"""The model of --model, --random, --head-windows and --dtype."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scripts.cli.command_line import as_usage_error
 
 
 def read_config(options: argparse.Namespace) -> ModelConfig:
-    """Reads the model's configuration.
+    """Read the configuration of the model.
 
     Raises:
-      ValueError, NotImplementedError, OSError: as `load_config` and `load_windows`.
-      UsageError: windows that are not for this model.
+      ValueError, NotImplementedError, OSError: like `load_config` and `load_windows`.
+      UsageError: the windows do not fit this model.
     """
     config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
     if options.head_windows is None:
@@ -36,11 +36,11 @@ def dtype_of(options: argparse.Namespace, config: ModelConfig) -> str:
 def load(
     options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings, mesh: Mesh | None = None
 ) -> Decoder:
-    """Loads the model, with the weights of its directory or random ones, on one device or a mesh.
+    """Load the model on one device or a mesh, with the weights of its folder or random weights.
 
     Raises:
-      ValueError, NotImplementedError, OSError: as `load_model`.
-      UsageError: the weights do not fit the device or this machine's memory.
+      ValueError, NotImplementedError, OSError: like `load_model`.
+      UsageError: the weights do not fit into the memory of the device or the host.
     """
     flag = "--random" if options.model is None else "--model"
     with as_usage_error(MemoryError, jax.errors.JaxRuntimeError, prefix=f"{flag}: loading the weights: "):
@@ -50,11 +50,11 @@ def load(
 
 
 def implementations(config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: str) -> dict[str, str]:
-    """Finds the implementation that each operation of the model will run on, by name.
+    """Return the name of the implementation that each operation of the model will use.
 
     Raises:
-      NotImplementedError: no implementation can run an operation.
-      ValueError: a name that no operation's implementation has.
+      NotImplementedError: no implementation supports an operation.
+      ValueError: an implementation name that no operation has.
     """
     explained = explain_attention(config, settings, sizes, dtype)
     for op, explanation in explained.items():
@@ -65,5 +65,5 @@ def implementations(config: ModelConfig, settings: AttentionSettings, sizes: Ste
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """Name of the model for people."""
+    """Name of the model for display."""
     return options.random if options.model is None else options.model.resolve().name

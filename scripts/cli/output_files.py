@@ -1,5 +1,8 @@
-"""Output files of all commands. A file is written beside its target and renamed, so that what was complete stays until
-the next is: after a full disk, a crash or an interrupt, the target is what it was."""
+"""Output files of all commands.
+
+A file is written next to its target and then renamed. After a full disk, a crash or an interrupt, the target is
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing; what is at `path` becomes it when the block ends without an exception.
+    """Open a file for writing. It replaces `path` when the block ends without an exception.
 
-    Links are followed to their file. A new file has the permissions that the umask leaves, an old one keeps its own.
-    Pipes, character devices and the file that standard output or error goes to are written to as they are.
+    Symbolic links are followed. A new file gets the permissions of the umask; an existing file keeps its permissions.
+    Pipes, character devices, and the file of standard output or error are written in place.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     check_output(path)
     found = _status(path)
@@ -39,7 +42,7 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
                 os.fchmod(descriptor, stat.S_IMODE(found.st_mode))
             yield file
             file.flush()
-            os.fsync(descriptor)  # some file systems tell only now that they are full
+            os.fsync(descriptor)  # some file systems report a full disk only here
         os.replace(draft, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -48,13 +51,13 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_replaced(path: Path) -> bool:
-    """Whether writing makes or replaces a file, and so can be repeated; a pipe or device takes a report only once."""
+    """Whether writing creates or replaces a file and can be repeated. A pipe or device takes one report only."""
     found = _status(path)
     return found is None or _replaceable(found)
 
 
 def check_output(path: Path) -> None:
-    """Raises OSError, whose strerror says why, if `output_file` cannot write there."""
+    """Raise OSError with the reason in `strerror` if `output_file` cannot write there."""
     found = _status(path)
     if found is not None and stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path))
@@ -81,9 +84,9 @@ def _replaceable(found: os.stat_result) -> bool:
 
 
 def _standard_stream(found: os.stat_result) -> int | None:
-    """Descriptor of standard output or error, if that is this file: what is printed later has to go there, too."""
+    """Descriptor of standard output or error, if it is this file. Output printed later goes to the same file."""
     for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the stream is closed
             if os.path.samestat(os.fstat(descriptor), found):
                 return descriptor
     return None

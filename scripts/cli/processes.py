@@ -1,4 +1,4 @@
-"""The processes that --coordinator, --num-processes and --process-id ask for."""
+"""The processes of --coordinator, --num-processes and --process-id."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def add_processes(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="where process 0 lets the others find it; the mesh then has the devices of all processes",
+        help="address of process 0's coordination service; the mesh then has the devices of all processes",
     )
     group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
-    group.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
+    group.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
     group.add_argument(
         "--process-timeout",
         type=float,
         default=10.0,
         metavar="S",
-        help="seconds without a sign of life, or behind the others, after which a process counts as failed (default:"
-        " %(default)g)",
+        help="seconds without a heartbeat, or behind the other processes, after which a process counts as failed"
+        " (default: %(default)g)",
     )
 
 
 def check_processes(options: argparse.Namespace) -> None:
-    """Raises UsageError for options that are wrong by themselves or together."""
+    """Raise UsageError if an option or a combination of options is wrong."""
     given = [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(options, name) is not None]
     if not given:
         return
@@ -57,11 +57,11 @@ def check_processes(options: argparse.Namespace) -> None:
 
 @dataclasses.dataclass
 class Joined:
-    """Membership of this process among others, and how it ended.
+    """Connection of this process to the other processes.
 
     Attributes:
       prog: name of the command.
-      alone: whether this process ends without the others, so that computations with them may never come to an end.
+      alone: whether this process ends without the others, so that collective operations may never complete.
     """
 
     prog: str
@@ -69,10 +69,10 @@ class Joined:
 
     @contextlib.contextmanager
     def processes(self, options: argparse.Namespace) -> Iterator[Processes | None]:
-        """Joins the other processes, and ends together with them; None without others.
+        """Connect to the other processes, and end together with them. Yields None without other processes.
 
         Raises:
-          Failure: the others cannot be joined, or one has failed.
+          Failure: the other processes cannot be reached, or one has failed.
         """
         if options.coordinator is None:
             yield None
@@ -94,7 +94,7 @@ class Joined:
                 raise
 
     def end(self, status: int) -> int:
-        """Returns the exit status; but a process that ends without the others ends here, waiting for nothing."""
+        """Return the exit status. If this process ends without the others, exit here without waiting."""
         if self.alone:
             sys.stdout.flush()
             sys.stderr.flush()

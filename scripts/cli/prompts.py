@@ -13,11 +13,11 @@ from models.checkpoints.tokenizer import check_unicode
 from models.config.json_files import read_json
 from scripts.cli.command_line import UsageError, as_usage_error
 
-# The demonstration: pages of the shared prefix and of the prompt that takes several chunks, tokens after the prefix.
+# Sizes of the demonstration: pages of the shared prefix and of the long prompt, tokens after the prefix.
 _PREFIX_PAGES = 3
 _LONG_PAGES = 12
 _TAILS = (7, 30, 12, 21, 3, 26)
-_LARGEST_PAGE = 64  # larger pages count as this, so that prompts stay short enough for small models
+_LARGEST_PAGE = 64  # larger pages count as 64 tokens, so that prompts fit small models
 
 _PREFACE = (
     "You answer questions about the memory of computers for people who write software. Give the answer first, in one"
@@ -41,8 +41,9 @@ _QUESTIONS = (
 
 
 def demo_ids(vocab_size: int, page_size: int) -> list[list[int]]:
-    """Draws random ids, the same every time: requests that share their first pages, the first of them asked twice, and
-    a longer one that shares nothing."""
+    """Draw random ids with a fixed seed: requests that share their first pages, the first request repeated, and one
+    longer request that shares no page.
+    """
     rng = np.random.default_rng(0)
     page_size = max(1, min(page_size, _LARGEST_PAGE))
 
@@ -56,18 +57,18 @@ def demo_ids(vocab_size: int, page_size: int) -> list[list[int]]:
 
 
 def demo_texts() -> list[str]:
-    """Makes the texts of the demonstration: questions after a shared preface."""
+    """Return the texts of the demonstration: questions after a shared preface."""
     return [f"{_PREFACE}\n\n{question}" for question in _QUESTIONS]
 
 
 def read_prompts(options: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list[int]] | None:
-    """Reads the prompts of --prompt or --prompt-ids; None if neither is given.
+    """Read the prompts of --prompt or --prompt-ids; None without either option.
 
     Args:
-      tokenizer: the model's tokenizer; None if it has none, or no text is given.
+      tokenizer: tokenizer of the model; None if the model has no tokenizer or there are no texts.
 
     Raises:
-      UsageError: as `encode_texts` and `read_ids`; or texts for a model without a tokenizer.
+      UsageError: like `encode_texts` and `read_ids`; or texts for a model without a tokenizer.
     """
     if options.prompt_ids is not None:
         return read_ids(options.prompt_ids)
@@ -79,11 +80,11 @@ def read_prompts(options: argparse.Namespace, tokenizer: Tokenizer | None) -> li
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Encodes each text as a prompt of the model.
+    """Encode each text as a prompt of the model.
 
     Raises:
       UsageError: a text is empty, or not UTF-8.
-      TokenizerError: as `Tokenizer.encode_prompt`.
+      TokenizerError: like `Tokenizer.encode_prompt`.
     """
     for i, text in enumerate(texts):
         if not text.strip():
@@ -94,10 +95,10 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def read_ids(path: Path) -> list[list[int]]:
-    """Reads a JSON list of lists of token ids.
+    """Read a JSON list of lists of token ids.
 
     Raises:
-      UsageError: the file cannot be read, or holds anything else.
+      UsageError: the file cannot be read, or has other contents.
     """
     with as_usage_error(ValueError, prefix="--prompt-ids: "):
         try:

@@ -1,4 +1,4 @@
-"""The proposer that --speculate asks for."""
+"""The proposer of --speculate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.cli.command_line import UsageError, as_usage_error
 from scripts.cli.model import dtype_of
 
 NUM_DRAFTS = 4
-"""Drafts of a request in one step, unless the option says otherwise."""
+"""Default number of drafts per request and step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +24,9 @@ class SpeculateOption:
 
     Attributes:
       kind: one of `KINDS`.
-      source: what the proposer is made of, such as a directory; empty for kinds that need none.
-      num_drafts: drafts of a request in one step, at most.
-      alternatives: drafts for each place, of `mtp`.
+      source: source of the proposer, such as a folder; empty for kinds without a source.
+      num_drafts: maximum number of drafts per request and step.
+      alternatives: drafts per position, for `mtp`.
     """
 
     kind: str
@@ -57,7 +57,7 @@ def _draft_model(option: SpeculateOption, options: argparse.Namespace, model: De
 
 
 KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram), "mtp": (False, _mtp), "draft": (True, _draft_model)}
-"""By kind, whether it has a source, and how its proposer is made."""
+"""For each kind: whether it has a source, and the function that makes its proposer."""
 
 
 def add_speculate(group: argparse._ActionsContainer) -> None:
@@ -65,18 +65,18 @@ def add_speculate(group: argparse._ActionsContainer) -> None:
         "--speculate",
         default="none",
         metavar="KIND[:DIR][:N]",
-        help="verify up to N drafts a request in each step, which changes no token: ngram:N looks the newest tokens up"
-        " in what came before, mtp:N asks the multi-token prediction module of a DeepSeek-V3, mtp:N:M for M"
-        " alternatives at each place, draft:DIR:N a smaller model of the same vocabulary"
+        help="verify up to N drafts per request and step, which changes no token. ngram:N finds the newest tokens in"
+        " earlier text; mtp:N uses the multi-token prediction module of DeepSeek-V3, mtp:N:M with M alternatives per"
+        " position; draft:DIR:N uses a smaller model with the same vocabulary"
         f" (default: none; N: {NUM_DRAFTS})",
     )
 
 
 def parse_speculate(given: str) -> SpeculateOption | None:
-    """Reads a value of --speculate; None for none.
+    """Parse a value of --speculate; None for "none".
 
     Raises:
-      UsageError: another kind, a number of drafts that is none, or a source missing or not wanted.
+      UsageError: another kind, an invalid number of drafts, or a missing or unexpected source.
     """
     if given == "none":
         return None
@@ -90,7 +90,7 @@ def parse_speculate(given: str) -> SpeculateOption | None:
         if not (alternatives.isdecimal() and 1 <= int(alternatives) <= 8):
             raise UsageError(f"--speculate: expected mtp:N:M with 1 to 8 alternatives, got {given!r}")
     source, _, number = rest.rpartition(":")
-    if has_source and not number.isdecimal():  # a directory may have colons in its name, and need no number after it
+    if has_source and not number.isdecimal():  # a folder name may contain colons, and the number is optional
         source, number = rest, ""
     if has_source != bool(source):
         wanted = f"{kind}:DIR or {kind}:DIR:N" if has_source else f"{kind} or {kind}:N"
@@ -101,7 +101,7 @@ def parse_speculate(given: str) -> SpeculateOption | None:
 
 
 def announce_module(options: argparse.Namespace, config: ModelConfig) -> ModelConfig:
-    """Gives a random model the prediction module that --speculate asks for, if its family has such."""
+    """Enable the prediction module of a random model if --speculate needs it and the family has one."""
     option: SpeculateOption | None = options.speculate
     if option is None or option.kind != "mtp" or options.model is not None or not isinstance(config, DeepSeekConfig):
         return config
@@ -109,10 +109,10 @@ def announce_module(options: argparse.Namespace, config: ModelConfig) -> ModelCo
 
 
 def make_speculation(options: argparse.Namespace, model: Decoder) -> Speculation | None:
-    """Makes the policy that the options ask for, once the model is loaded.
+    """Make the speculation policy of the options, after the model is loaded.
 
     Raises:
-      UsageError: a proposer that cannot be made, such as of a directory without a model.
+      UsageError: the proposer cannot be made, for example from a folder without a model.
     """
     option: SpeculateOption | None = options.speculate
     if option is None:

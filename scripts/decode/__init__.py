@@ -1,1 +1,1 @@
-"""Parts of `run_decode.py`: its options, its progress display, and its report as JSON, table and picture."""
+"""Parts of `run_decode.py`: options, progress display, and the report as JSON, table and picture."""

@@ -1,4 +1,4 @@
-"""The command line of run_decode, and the checks that need no model."""
+"""Command line of run_decode, and the checks that need no model."""
 
 from __future__ import annotations
 
@@ -24,45 +24,47 @@ from scripts.cli.speculate import add_speculate, parse_speculate
 PROG = "run_decode"
 
 DESCRIPTION = """\
-Decodes a batch of prompts with continuous batching over a paged cache: prompts are computed in chunks beside
-the requests that decode already, pages of equal prefixes are shared, and a table tells what it took.
+Decode a batch of prompts with continuous batching over a paged cache. Prompts are computed in chunks, together
+with decoding requests. Equal prefixes share pages. A table shows tokens, times and memory.
 
-Without a model, a small one with random weights is made up; without prompts, a batch with a shared prefix is."""
+Default model: a small model with random weights. Default prompts: a batch with a shared prefix."""
 
 EPILOG = """\
 examples:
-  run_decode.py --verify                                     the demonstration, its tokens checked
+  run_decode.py --verify                                     the demonstration, with all tokens checked
   run_decode.py --model DIR --prompt "What is a page table?" "And a TLB?" --max-tokens 64
   run_decode.py --model DIR --prompt-ids ids.json --json out.json --dump-logits out.npz
   run_decode.py --max-batched-tokens 16 --num-pages 24 --plot run.png
-                                                             small chunks and few pages, to see requests preempted
-  run_decode.py --temperature 0.8 --top-p 0.9 --seed 7       sampled: the same tokens in any batch
-  run_decode.py --speculate ngram:4 --verify                 drafts looked up in the text so far: the same tokens
-  run_decode.py --model DIR --speculate mtp:2                drafts by the checkpoint's own prediction module
-  run_decode.py --model DIR --mesh tensor=2                  heads, hidden widths and vocabulary over two devices
-  run_decode.py --model DIR --mesh data=2                    requests over two devices, and experts
+                                                             small chunks and few pages, which preempt requests
+  run_decode.py --temperature 0.8 --top-p 0.9 --seed 7       sampling; the tokens do not depend on the batch
+  run_decode.py --speculate ngram:4 --verify                 drafts from earlier text; the tokens do not change
+  run_decode.py --model DIR --speculate mtp:2                drafts from the checkpoint's prediction module
+  run_decode.py --model DIR --mesh tensor=2                  heads, hidden widths and vocabulary on two devices
+  run_decode.py --model DIR --mesh data=2                    requests and experts on two devices
   run_decode.py --model DIR --mesh data=2 --coordinator HOST:PORT --num-processes 2 --process-id I
-                                                             the same on two machines, I = 0 and 1; 0 has the results
-  run_decode.py --implementation mosaic,xla                  kernels where they can, else the portable form
+                                                             the same on two machines, I = 0 and 1; 0 prints results
+  run_decode.py --implementation mosaic,xla                  kernels for supported calls, else portable XLA
 
-Compilation is done before the run and timed apart. A file of --prompt-ids looks like [[1, 17, 23], [1, 17, 5, 6]].
-Results replace a file once they are complete; a pipe or device, such as /dev/stdout, is written to as it is.
+Compilation runs before the batch and is timed separately. Example of a --prompt-ids file: [[1, 17, 23], [1, 17, 5, 6]].
+Complete results replace an output file; a pipe or device, such as /dev/stdout, is written in place.
 
 exit status:
   0  decoded (and verified)     1  --verify found a difference     130  interrupted
-  2  wrong input, or more than the device holds: one line on stderr says what, and nothing is decoded
-  3  anything else that fails, such as a device that does, another process, logits that are NaN or infinite, a result
-     that cannot be written or printed, or --verify for want of memory: stderr says what
-Whatever ends a run early, Ctrl-C too, what was decoded until then is printed and written.
+  2  wrong input, or not enough device memory: one line on stderr has the reason, and nothing is decoded
+  3  any other failure, such as a failed device or process, NaN or infinite logits, a result that cannot be written or
+     printed, or not enough memory for --verify: stderr has the reason
+If a run ends early, for example by Ctrl-C, the tokens decoded until then are printed and written.
 """
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the options; `params` are made of those on sampling, `implementation` is as the operations take
-    it, `kv_dtype` as the engine does.
+    """Parse and check the options.
+
+    The result also has `params` (sampling parameters), `implementation` in the form of the operations, and `kv_dtype`
+    in the form of the engine.
 
     Raises:
-      UsageError: options that are wrong by themselves or together, or files that cannot be written.
+      UsageError: an option or a combination of options is wrong, or a file cannot be written.
     """
     options = _parser().parse_args(argv)
     check_prompts(options)
@@ -91,7 +93,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     sized = options.max_batched_tokens is not None or options.prefill_buckets is not None
     if options.batch_invariant and not options.chunked_prefill and not sized:
         raise UsageError(
-            "--batch-invariant with --no-chunked-prefill needs --max-batched-tokens, which must not suit the prompts"
+            "--batch-invariant with --no-chunked-prefill needs --max-batched-tokens: the default depends on the prompts"
         )
     if options.kv_scales is not None and options.kv_dtype not in ("int8", "fp8"):
         raise UsageError("--kv-scales needs --kv-dtype int8 or fp8")
@@ -104,10 +106,10 @@ def _parser() -> Parser:
     parser = Parser(PROG, description=DESCRIPTION, epilog=EPILOG)
     model = parser.add_argument_group("model", f"default: --random {RANDOM_MODELS[0]}")
     add_model(model.add_mutually_exclusive_group())
-    add_prompts(parser.add_argument_group("prompts", "a request each").add_mutually_exclusive_group())
+    add_prompts(parser.add_argument_group("prompts", "one request per prompt").add_mutually_exclusive_group())
     _add_sampling(parser.add_argument_group("sampling"))
     _add_engine(parser.add_argument_group("engine"))
-    add_processes(parser.add_argument_group("several processes", "each with the same options but --process-id"))
+    add_processes(parser.add_argument_group("several processes", "all with the same options except --process-id"))
     _add_attention(parser.add_argument_group("computation"))
     _add_outputs(parser.add_argument_group("results"))
     return parser
@@ -119,75 +121,64 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=32,
         metavar="N",
-        help="tokens to generate a request, at most (default: 32)",
+        help="maximum tokens generated per request (default: 32)",
     )
     group.add_argument(
-        "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (default: %(default)s)"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="0 selects the most likely token (default: %(default)s)",
     )
     group.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens, 0 from all (default: 0)"
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens; 0 for all (default: 0)"
     )
     group.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw from the likeliest tokens that together have probability P (default: %(default)s)",
+        help="sample from the most likely tokens with total probability P (default: %(default)s)",
     )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of every request's draws (default: %(default)s)"
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="generate on past an end-of-sequence token")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of every request (default: %(default)s)")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page holds (default: 16)")
+    group.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens per page (default: 16)")
     group.add_argument(
         "--num-pages",
         type=int,
         metavar="N",
-        help="pages of the pool; with too few, requests are preempted (default: what those that run at once can need)",
+        help="pages of the pool; too few pages preempt requests (default: enough for all running requests)",
     )
     group.add_argument(
         "--max-batched-tokens",
         type=int,
         metavar="N",
-        help="new tokens of a step, decode and prefill together (default: 64, more if a prompt may not be chunked)",
+        help="maximum new tokens of a step, decode and prefill together (default: 64, more without chunked prefill)",
     )
     group.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="requests that run at once, the others wait (default: 4)"
+        "--max-num-seqs", type=int, metavar="N", help="maximum running requests; others wait (default: 4)"
     )
     group.add_argument(
         "--max-prefill-seqs",
         type=int,
         metavar="N",
-        help="requests whose prompts one step computes (default: as many as run at once, but at most 8)",
+        help="maximum requests with prompt tokens in one step (default: --max-num-seqs, but at most 8)",
     )
     group.add_argument(
         "--max-model-len",
         type=int,
         metavar="N",
-        help="tokens of a request at most, prompt and output (default: the model's limit)",
+        help="maximum tokens of a request, prompt and output (default: the model's limit)",
     )
-    group.add_argument(
-        "--decode-buckets",
-        type=sizes,
-        metavar="N[,N...]",
-        help="requests that a decode step is padded to, ascending up to --max-num-seqs; each is compiled (default:"
-        " powers of 2, or one size if it is small)",
-    )
-    group.add_argument(
-        "--prefill-buckets",
-        type=sizes,
-        metavar="N[,N...]",
-        help="prompt tokens that a step is padded to, ascending up to --max-batched-tokens; each is compiled (default:"
-        " powers of 4, or one size if it is small)",
-    )
+    _add_buckets(group)
     group.add_argument(
         "--chunked-prefill",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="spread long prompts over steps (default: yes)",
+        help="split long prompts over several steps (default: yes)",
     )
     group.add_argument(
         "--prefix-caching",
@@ -199,22 +190,39 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--prefix-cache",
         type=Path,
         metavar="FILE",
-        help="begin with the pages of equal prefixes that FILE has, if there is one, and write it at the end",
+        help="load cached prefixes from FILE if it exists, and save them at the end",
     )
     group.add_argument(
         "--recycling",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="give back the pages that windows leave behind while a request runs (default: yes)",
+        help="free pages outside all windows while a request runs (default: yes)",
     )
     group.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="logits and tokens of the same bits in any company, for equal sizes of the engine; slower, since every"
+        help="bitwise equal logits and tokens for any other requests, with equal engine sizes; slower, because every"
         " step has the largest shape and prompts attend token by token",
     )
     add_speculate(group)
     add_mesh(group)
+
+
+def _add_buckets(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--decode-buckets",
+        type=sizes,
+        metavar="N[,N...]",
+        help="numbers of requests that decode steps are padded to, ascending up to --max-num-seqs; each is compiled"
+        " (default: powers of 2, or one size if it is small)",
+    )
+    group.add_argument(
+        "--prefill-buckets",
+        type=sizes,
+        metavar="N[,N...]",
+        help="numbers of prompt tokens that steps are padded to, ascending up to --max-batched-tokens; each is compiled"
+        " (default: powers of 4, or one size if it is small)",
+    )
 
 
 def _add_attention(group: argparse._ArgumentGroup) -> None:
@@ -222,34 +230,34 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,
-        help="of the cache; int8 only for keys and values, not for latents (default: as --dtype)",
+        help="dtype of the cache; int8 is for keys and values only, not for latents (default: --dtype)",
     )
     group.add_argument(
         "--kv-scales",
         type=Path,
         metavar="FILE",
         help="static scales of an int8 or fp8 cache: safetensors of k_scale and v_scale, [layers, KV heads] or [layers,"
-        " KV heads, head width] (default: a scale for every token and head, taken when it is written)",
+        " KV heads, head width] (default: a scale per token and head, computed when the token is written)",
     )
     group.add_argument(
         "--implementation",
         default="auto",
         metavar="NAME[,NAME...]",
-        help="what attention runs on: mosaic, xla, reference; several are tried in the order given (default:"
-        " auto, the best that runs here)",
+        help="implementation of attention: mosaic, triton, xla, reference; several names are tried in order (default:"
+        " auto, the best on this device)",
     )
     group.add_argument(
         "--mla",
         choices=("auto", "absorb", "expand"),
         default="auto",
-        help="of a model with latent attention: attend to the latents themselves, or to keys and values made of them"
-        " (default: auto, which absorbs for decode and expands for prefill)",
+        help="form of latent attention: attend to latents (absorb), or expand them to keys and values"
+        " (default: auto: absorb for decode, expand for prefill)",
     )
     group.add_argument(
         "--index-topk",
         type=int,
         metavar="N",
-        help="of a model with sparse attention, for experiments: keys attended to (default: what config.json says)",
+        help="number of selected keys of sparse attention, for experiments (default: from config.json)",
     )
     group.add_argument(
         "--verify", action="store_true", help="decode again, uncached and unchunked, and compare every token"
@@ -257,15 +265,15 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--json", type=Path, metavar="OUT", help="all results, and what the table says")
-    group.add_argument("--dump-logits", type=Path, metavar="OUT.npz", help="logits of every prompt token computed")
-    group.add_argument("--plot", type=Path, metavar="OUT.png", help="steps, pages and latencies in a picture")
+    group.add_argument("--json", type=Path, metavar="OUT", help="all results and statistics")
+    group.add_argument("--dump-logits", type=Path, metavar="OUT.npz", help="logits of every computed prompt token")
+    group.add_argument("--plot", type=Path, metavar="OUT.png", help="plot of steps, pages and latencies")
     group.add_argument("--profile", type=Path, metavar="DIR", help="a jax.profiler trace of the run")
-    group.add_argument("--no-progress", action="store_true", help="no progress bar, though stderr is a terminal")
+    group.add_argument("--no-progress", action="store_true", help="no progress bar on a terminal")
 
 
 def sizes(given: str) -> tuple[int, ...]:
-    """Reads sizes that commas separate; argparse names this function where it fails."""
+    """Parse comma-separated sizes. argparse shows the name of this function in errors."""
     return tuple(int(size) for size in given.split(","))
 
 

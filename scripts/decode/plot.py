@@ -1,4 +1,4 @@
-"""Picture of a run: the tokens of its steps, the pages in use, and the waiting times."""
+"""Picture of a run: tokens per step, pages in use, and latencies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from models.engine import EngineStats, RequestOutput, StepRecord
 from scripts.decode.report import Report
 
-# Okabe and Ito's colours, which can be told apart with any kind of colour vision.
+# Okabe and Ito's colors, which are distinct for all kinds of color vision.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#666666"
 
 
 def plot_run(file: BinaryIO, report: Report) -> None:
-    """Writes one PNG with three panels; raises OSError if it cannot."""
+    """Write a PNG with three panels. Raises OSError if the file cannot be written."""
     from matplotlib.figure import Figure  # an optional dependency
 
     figure = Figure(figsize=(10, 9), layout="constrained")
@@ -36,7 +36,7 @@ def _draw_steps(axes: Any, steps: Sequence[StepRecord]) -> None:
     parts = [
         ("decode", _of_steps(steps, "decode_tokens"), _GREEN),
         ("prefill", _of_steps(steps, "prefill_tokens"), _BLUE),
-        ("prefill spared by cached prefixes", _of_steps(steps, "cached_tokens"), _ORANGE),
+        ("prefill saved by cached prefixes", _of_steps(steps, "cached_tokens"), _ORANGE),
     ]
     if any(step.drafted_tokens for step in steps):
         parts.insert(1, ("rejected drafts", rejected, _GREY))
@@ -49,7 +49,7 @@ def _draw_steps(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def _of_steps(steps: Sequence[StepRecord], field: str) -> np.ndarray:
-    """One number for each step; 0 for a run that was interrupted before the first one."""
+    """One value per step; a single 0 if the run was interrupted before the first step."""
     return np.array([getattr(step, field) for step in steps] or [0])
 
 
@@ -82,7 +82,7 @@ def _draw_latencies(axes: Any, outputs: Sequence[RequestOutput]) -> None:
 
 
 def _finish(axes: Any, title: str) -> None:
-    """Sets title, legend, ticks and grid alike in all panels."""
+    """Set title, legend, ticks and grid of a panel."""
     axes.set_title(title, loc="left")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, ncols=3, frameon=False)

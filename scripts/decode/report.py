@@ -1,4 +1,4 @@
-"""Report of a run of run_decode: as JSON for programs, as a table for people."""
+"""Report of a run of run_decode, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from models.engine import Difference, EngineStats, RequestOutput, Verification
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """Time and memory that loading a model took.
+    """Time and memory of loading a model.
 
     Attributes:
-      seconds: from its first file to the last weight.
-      peak_host_bytes: most memory of this process until then; weights on a CPU's devices are part of it.
+      seconds: from the first file to the last weight.
+      peak_host_bytes: peak memory of this process until then. Weights on CPU devices are part of it.
     """
 
     seconds: float
@@ -35,8 +35,8 @@ class Loading:
 
 
 def peak_host_bytes() -> int:
-    """Most memory that this process has had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    """Peak memory of this process until now (bytes)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Report:
     """All results of a run.
 
     Attributes:
-      model: its name.
-      outputs: outputs of the requests, in their order.
+      model: name of the model.
+      outputs: outputs of the requests, in order.
       texts: texts of the outputs; None without a tokenizer.
       stats: statistics of the engine.
-      page_size: tokens a page holds.
+      page_size: tokens per page.
       run_s: seconds from the first step to the last, without compilation.
-      implementation: implementation that each operation ran on.
-      verification: result of verifying; None if it was not requested, or the run was interrupted.
-      speculate: what proposed drafts; None for plain decoding.
-      mesh: number of devices along each axis that was named; None for one device.
-      loading: what loading the model took; None if that is not known.
+      implementation: implementation that ran each operation.
+      verification: result of the verification; None if it was not requested or the run was interrupted.
+      speculate: proposer of drafts; None for plain decoding.
+      mesh: number of devices along each axis of --mesh; None for one device.
+      loading: time and memory of loading; None if unknown.
     """
 
     model: str
@@ -75,7 +75,7 @@ class Report:
         return f"{len(self.outputs)} {noun} on {self.model}"
 
     def to_json(self) -> dict[str, Any]:
-        """Makes `{"requests": [...], "run": {...}}`, times in seconds."""
+        """Return `{"requests": [...], "run": {...}}`, times in seconds."""
         requests: list[dict[str, Any]] = [
             {
                 "prompt_tokens": output.prompt_tokens,
@@ -111,6 +111,8 @@ class Report:
         }
         if self.verification is not None:
             run["verified"] = self.verification.passed
+            if (rounding := self.verification.rounding) is not None:
+                run |= {"verified_loss": rounding.loss, "verified_loss_allowed": rounding.allowed}
         if self.speculate is not None:
             run |= {"speculate": self.speculate, "drafted": self.drafted, "accepted": self.accepted}
         if self.mesh is not None:
@@ -121,16 +123,16 @@ class Report:
 
     @property
     def drafted(self) -> list[int]:
-        """Drafts of all requests that were verified, by position after the newest token."""
+        """Number of verified drafts of all requests, by position after the newest token."""
         return _by_position([output.drafted for output in self.outputs])
 
     @property
     def accepted(self) -> list[int]:
-        """Drafts of `drafted` that were accepted."""
+        """Number of accepted drafts of `drafted`."""
         return _by_position([output.accepted for output in self.outputs])
 
     def print(self, console: Console) -> None:
-        """Prints the requests in a table, and the run below it."""
+        """Print a table of the requests, then the statistics of the run."""
         console.print(Group(self._requests_table(), self._run_table()))
 
     def _requests_table(self) -> Table:
@@ -140,7 +142,7 @@ class Report:
         for header in ("", "prompt", "cached", "new", *of_drafts, "TTFT", "per token", "p95"):
             table.add_column(header, justify="right", no_wrap=True)
         table.add_column("end", no_wrap=True)
-        table.add_column("output")  # the only column to shrink
+        table.add_column("output")  # the only column that may shrink
         for i, output in enumerate(self.outputs):
             table.add_row(
                 *map(str, (i, output.prompt_tokens, output.cached_tokens, len(output.output_ids))),
@@ -199,7 +201,7 @@ def _loading(loading: Loading) -> str:
 
 
 def _by_position(counts: Sequence[Sequence[int]]) -> list[int]:
-    """Sums of counts that may be of unlike lengths."""
+    """Sums by position of lists that may have different lengths."""
     return [sum(of_position) for of_position in itertools.zip_longest(*counts, fillvalue=0)]
 
 
@@ -208,20 +210,20 @@ def _share(part: int, whole: int) -> str:
 
 
 def device_name() -> str:
-    """Name of the platform that jax computes on, and of the device."""
+    """Name of jax's platform and of the device."""
     device = jax.devices()[0]
     return device.platform if device.device_kind == device.platform else f"{device.platform} ({device.device_kind})"
 
 
 def versions() -> dict[str, str]:
-    """Versions that a result depends on, by name."""
+    """Versions that affect the result, by package name."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
     return {"pallas_attn": pallas_attn.__version__, **packages, "python": platform.python_version()}
 
 
 def nonfinite(outputs: Sequence[RequestOutput]) -> list[str]:
-    """Makes one sentence for each request that ended for want of finite logits."""
-    why = "logits are NaN or infinite, as of broken weights"
+    """Return one sentence per request that ended because of non-finite logits."""
+    why = "logits are NaN or infinite, for example because of broken weights"
     return [
         f"request {i} ended at output position {len(output.output_ids)}: {why}"
         for i, output in enumerate(outputs)
@@ -230,20 +232,21 @@ def nonfinite(outputs: Sequence[RequestOutput]) -> list[str]:
 
 
 def differences(verification: Verification) -> list[str]:
-    """Makes one sentence for each request that differs from the plain run, and one if too many tokens are tied, or
-    differ by more."""
+    """Return one sentence for each request that differs from the plain run, and one sentence if too many tokens are
+    tied or their total loss is too large.
+    """
     found = [(i, check.difference) for i, check in enumerate(verification.requests)]
     sentences = [_difference(i, difference) for i, difference in found if difference is not None]
-    if verification.too_many_far:
-        first = next((i, check.far[0]) for i, check in enumerate(verification.requests) if check.far)
+    rounding = verification.rounding
+    if rounding is not None and verification.lost_too_much:
         sentences.append(
-            f"{verification.far} of {verification.compared} tokens differ by more than {verification.tolerance:g} from"
-            f" the plain run's; the first: {_difference(*first)}"
+            f"{verification.tied} of {verification.compared} tokens differ, with a loss of {rounding.loss:.3g} in"
+            f" float32 logits; rounding explains at most {rounding.allowed:.3g}"
         )
     if verification.too_many_tied:
         sentences.append(
             f"{verification.tied} of {verification.compared} tokens differ, each within"
-            f" {verification.tolerance:g} of the plain run's; near ties are not so many"
+            f" {verification.tolerance:g} of the plain run's; this is more than near ties explain"
         )
     return sentences
 
@@ -259,8 +262,16 @@ def _difference(i: int, found: Difference) -> str:
 def _verdict(verification: Verification) -> Text:
     if not verification.passed:
         return Text("NO\n" + "\n".join(differences(verification)), style="bold red")
-    ties = f", {verification.tied} tied within {verification.tolerance:g}" if verification.tied else ""
-    ties += f", {verification.far} by near ties of experts" if verification.far else ""
+    rounding = verification.rounding
+    if not verification.tied:
+        ties = ""
+    elif rounding is None:
+        ties = f", {verification.tied} tied within {verification.tolerance:g}"
+    else:
+        ties = (
+            f", {verification.tied} differ by rounding errors (loss {rounding.loss:.3g} in logits, allowed"
+            f" {rounding.allowed:.3g})"
+        )
     equal = f"{verification.equal} of {verification.compared} tokens equal the uncached, unchunked run's"
     return Text(f"yes: {equal}{ties}", "green")
 
@@ -273,7 +284,7 @@ def _by_implementation(implementation: Mapping[str, str]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Formats milliseconds in about three digits."""
+    """Format milliseconds with about three digits."""
     ms = 1e3 * seconds
     digits = 0 if ms >= 100 else 1 if ms >= 1 else 2
     return f"{ms:,.{digits}f} ms"

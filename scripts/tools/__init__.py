@@ -1,1 +1,1 @@
-"""Tools for contributors: goldens, disassembly, the README's example."""
+"""Tools for contributors: goldens, tables of the documents, disassembly, the README's example."""

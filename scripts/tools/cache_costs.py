@@ -1,10 +1,10 @@
-"""Compares a model's logits over caches of several dtypes: what rounding the cache costs, on the models of the goldens.
+"""Compare the logits of the golden models over caches of several dtypes.
 
     python -m scripts.tools.cache_costs [NAME ...] [--weights float32 bfloat16] [--goldens DIR] [--json OUT]
 
-Each sequence, a golden's prompt and its greedy continuation, is one forward over a cache of its own, and all of its
-positions count. The cache that others are compared with has the dtype of the weights. Goldens of DeepSeek are widened
-so that their latents can have scales (`wide_latents`). Nothing depends on the device but rounding.
+A sequence is a prompt of a golden and its greedy continuation. One forward pass over a separate cache computes it, and
+all positions count. The cache with the dtype of the weights is the baseline. Goldens of DeepSeek are widened so that
+their latents can have scales (`wide_latents`). Except for rounding, results do not depend on the device.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from scripts.tools.wide_latents import save_wide
 ROOT = Path(__file__).parents[2]
 LATENT_CACHES = ("bfloat16", "float8_e4m3fn")
 KV_CACHES = (*LATENT_CACHES, "int8")
-"""Dtypes that are compared with that of the weights, of latents and of keys and values."""
+"""Compared cache dtypes, for latents and for keys and values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Differences of logits from others, over all positions.
+    """Differences from the baseline logits, over all positions.
 
     Attributes:
       largest, rms: of all logits.
-      kl_mean, kl_largest: Kullback-Leibler divergence of a position's distribution from the other one, in nats.
-      equal_tokens: share of positions whose greedy tokens are the same.
+      kl_mean, kl_largest: Kullback-Leibler divergence per position from the baseline distribution (nats).
+      equal_tokens: share of positions with equal greedy tokens.
     """
 
     largest: float
@@ -55,7 +55,7 @@ class Cost:
 
 
 def cost(logits: Float[np.ndarray, "n V"], wanted: Float[np.ndarray, "n V"]) -> Cost:
-    """Compares logits with those over a cache that is not rounded.
+    """Compare logits with the logits over an unrounded cache.
 
     >>> cost(np.array([[0.0, 0.0], [1.0, 3.0]]), np.array([[0.0, 0.0], [3.0, 1.0]])).equal_tokens
     0.5
@@ -78,7 +78,7 @@ def _log_softmax(x: Float[np.ndarray, "n V"]) -> Float[np.ndarray, "n V"]:
 
 
 def sequences_of(golden: Path) -> list[list[int]]:
-    """Each prompt of a golden with its greedy continuation."""
+    """Return each prompt of a golden with its greedy continuation."""
     prompts = json.loads((golden / "prompts.json").read_text())
     with np.load(golden / "golden.npz") as arrays:
         return [prompt + arrays[f"tokens_{i}"].tolist() for i, prompt in enumerate(prompts)]
@@ -102,7 +102,7 @@ def all_logits(model: Decoder, sequences: Sequence[Sequence[int]], cache_dtype: 
 
 
 def compare(golden: Path, weights: str) -> Iterator[dict[str, Any]]:
-    """Yields the cost of each dtype that the golden's model can cache in, in place of the dtype of the weights."""
+    """Yield the cost of each cache dtype that the golden's model supports, compared with the dtype of the weights."""
     sequences, settings = sequences_of(golden), AttentionSettings(implementation="xla")
     config = json.loads((golden / "config.json").read_text())
     with tempfile.TemporaryDirectory() as directory:
@@ -127,7 +127,7 @@ def compare(golden: Path, weights: str) -> Iterator[dict[str, Any]]:
 
 
 def report(goldens: Path, names: Sequence[str], weights: Sequence[str]) -> dict[str, Any]:
-    """Compares and prints all cases."""
+    """Compare and print all cases."""
     here, cases = device.description(), []
     for name in names:
         for dtype in weights:
@@ -143,12 +143,12 @@ def report(goldens: Path, names: Sequence[str], weights: Sequence[str]) -> dict[
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Run the command line."""
     return exit_status("cache_costs", run)
 
 
 def run() -> int:
-    """Compares, prints and writes; returns the exit status."""
+    """Compare, print and write; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="goldens; all by default")
     parser.add_argument("--weights", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
@@ -157,7 +157,7 @@ def run() -> int:
     args = parser.parse_args()
     known = sorted(path.parent.name for path in args.goldens.glob("*/golden.npz"))
     if unknown := set(args.names) - {*known}:
-        parser.error(f"no golden is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        parser.error(f"there is no golden named {', '.join(sorted(unknown))}; the goldens are {', '.join(known)}")
     check_outputs({"--json": args.json}, make_folders=True)
     write_report("--json", args.json, report(args.goldens, args.names or known, args.weights))
     return 0

@@ -1,4 +1,4 @@
-"""Bar and line charts as SVG text: the same bytes from the same numbers, whatever is installed.
+"""Bar and line charts as SVG text. Equal numbers give equal bytes on every machine.
 
 Every value is a percentage of a roofline.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 COLORS = ("#1f6feb", "#8c959f", "#d29922", "#2da44e", "#a371f7", "#cf6679")
-"""By the order of the series; ours is first."""
+"""Colors by the order of the series; pallas_attn comes first."""
 
 FONT = "font-family='DejaVu Sans, Arial, sans-serif'"
 LABEL_WIDTH, BAR_WIDTH, BAR_HEIGHT, CASE_GAP = 250, 360, 12, 8
@@ -64,7 +64,7 @@ def legend(names: list[str], x: float, y: float) -> list[str]:
 
 
 def bars(title: str, panels: list[Panel], *, columns: int = 1) -> str:
-    """Horizontal bars, panel below panel in so many columns; the dashed line is the roofline."""
+    """Horizontal bars; panels are stacked in `columns` columns. The dashed line is the roofline."""
     names = list(dict.fromkeys(name for panel in panels for _, values in panel.cases for name in values))
     panel_width = LABEL_WIDTH + BAR_WIDTH + 50
     shapes = [text(16, 26, title, size=15, weight="bold"), *legend(names, 16, 48)]
@@ -77,7 +77,7 @@ def bars(title: str, panels: list[Panel], *, columns: int = 1) -> str:
 
 
 def panel_bars(panel: Panel, colors: dict[str, str], left: float, top: float) -> tuple[list[str], float]:
-    """A panel's shapes, and where it ends. 110% of the roofline is as wide as bars get."""
+    """Shapes of a panel, and its lower edge. The full width is 110% of the roofline."""
     zero, scale = left + LABEL_WIDTH, BAR_WIDTH / 110
     shapes = [text(left + 16, top + 18, panel.title, size=13, weight="bold")]
     y = first = top + 28.0
@@ -96,7 +96,7 @@ def panel_bars(panel: Panel, colors: dict[str, str], left: float, top: float) ->
 
 
 def lines(title: str, charts: list[tuple[str, list[Line]]], labels: list[str]) -> str:
-    """Small line charts side by side, 0 to 110% of the roofline over the same labels."""
+    """Small line charts next to each other, 0 to 110% of the roofline over the same labels."""
     names = list(dict.fromkeys(line.series for _, series in charts for line in series))
     width, height, left, top = 300, 220, 50, 96
     shapes = [text(16, 26, title, size=15, weight="bold"), *legend(names, 16, 48)]

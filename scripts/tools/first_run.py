@@ -1,14 +1,15 @@
-"""Tries the kernels on a card for the first time: what runs at all, what is right, and how fast it is, in this order.
+"""Test the kernels on a new kind of GPU: which calls run, whether results are correct, and their speed.
 
     python -m scripts.tools.first_run [--out out/first_run] [--parts smoke contract benchmarks] [--case-seconds 240]
 
-1. smoke: the smallest call of each operation beside the reference, each in a process of its own.
-2. contract: the contract suites on compiled kernels, a file at a time, without a test that hung before.
-3. benchmarks: copy bandwidth and matrix rate, and a quick grid of each operation, to JSON.
+1. smoke: the smallest call of each operation, compared with the reference, each in a separate process.
+2. contract: the contract suites on compiled kernels, one file at a time. A test that hung is skipped when its file runs
+   again.
+3. benchmarks: copy bandwidth and matrix rate, and a quick grid of each operation, as JSON.
 
-Nothing waits for ever: a case that gives no result in time is ended, named, and counted as hung, and the rest goes on.
-What was found is in summary.json after each case. The status is 0 if all of it is right, 1 if not; 3 without a card
-that has kernels (compute capability 9.0 or 10.0).
+Every case has a time limit. A case that exceeds it is killed and reported as hung, and the run continues. summary.json
+is written after each case. Exit status: 0 if all results are correct, 1 if not, 3 without a GPU with kernels (compute
+capability 9.0 or 10.0).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from scripts.cli.output_files import output_file
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("smoke", "contract", "benchmarks")
 CAPABILITIES = ("9.0", "10.0")
-"""Compute capabilities of the cards that have kernels in Mosaic."""
+"""Compute capabilities with Mosaic kernels."""
 GRIDS = {
     "paged_decode": "gqa-quick",
     "mla_decode": "mla-quick",
@@ -41,14 +42,14 @@ GRIDS = {
     "ragged_attention": "prefill-quick",
     "write_kv": "writes",
 }
-"""Grid of each operation that is measured."""
+"""Measured grid per operation."""
 MOST_HANGS = 3
-"""Tests of a file that may hang before the rest of it is given up."""
+"""Number of hanging tests after which the rest of a file is skipped."""
 TOLERANCE = 0.02
-"""Largest error, of the largest value of a result; bfloat16 is rounded by 0.004."""
+"""Maximum error relative to the largest value of a result. The rounding error of bfloat16 is 0.004."""
 
 
-# --- smoke: smallest calls, each of which runs in a process of its own
+# --- smoke: smallest calls, each in a separate process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class SmokeCall:
     """Inputs of small calls: two sequences of 1 and 40 tokens in pages of 16.
 
     Attributes:
-      implementation: that is tried.
+      implementation: the tested implementation.
     """
 
     implementation: str
@@ -85,7 +86,7 @@ class SmokeCall:
         return self.ints(1, 40)
 
     def kv(self, *, quantised: bool = False) -> Any:
-        """A cache of 8 pages, two heads of width 64."""
+        """A cache of 8 pages, two heads of head dimension 64."""
         from pallas_attn import PagedKV
 
         pages = self.normal(8, 2, 16, 64), self.normal(8, 2, 16, 64) * 0.5
@@ -96,18 +97,18 @@ class SmokeCall:
         return PagedKV(k, v, scale, scale)
 
     def latents(self) -> Any:
-        """A cache of 8 pages of latents of 128 + 64 columns."""
+        """A cache of 8 pages of latents with 128 + 64 columns."""
         from pallas_attn import PagedLatent
 
         return PagedLatent(self.normal(8, 16, 192))
 
     def decode(self, heads: int = 4, *, quantised: bool = False, **options: Any) -> Any:
-        """Result of `paged_decode`, with one query each."""
+        """Result of `paged_decode` with one query per sequence."""
         q = self.normal(2, 1, heads, 64)
         return self("paged_decode", q, self.kv(quantised=quantised), self.tables, self.lens, **options)
 
     def planned(self) -> Any:
-        """`paged_decode` by a plan, which the reference does without."""
+        """Result of `paged_decode` with a plan; the reference needs no plan."""
         q, kv = self.normal(2, 1, 4, 64), self.kv()
         plan = None
         if self.implementation != "reference":
@@ -159,11 +160,11 @@ SMOKE: dict[str, Callable[[SmokeCall], Any]] = {
     "mla_decode of 128 heads": lambda call: call.latent_decode(128),
     "mla_prefill": SmokeCall.latent_prefill,
 }
-"""Results of the smallest calls; those without products come first."""
+"""Functions of the smallest calls. Calls without GEMMs come first."""
 
 
 def error_of(name: str, implementation: str) -> float:
-    """Largest difference of a smoke case's result from the reference's, relative to the largest value there."""
+    """Maximum difference between a smoke case's result and the reference, relative to the largest reference value."""
     import jax
     import numpy as np
 
@@ -183,7 +184,7 @@ class Ended:
     """End of a process.
 
     Attributes:
-      status: exit status; None if it was ended for want of a result.
+      status: exit status; None if the process was killed at the time limit.
       output: standard output and error.
     """
 
@@ -197,9 +198,9 @@ class Ended:
 
 
 def run_process(arguments: list[str], seconds: float, log: Path | None = None) -> Ended:
-    """Runs Python with these arguments, and ends it with all that it started if it takes longer.
+    """Run Python with these arguments. At the time limit, kill it and all processes that it started.
 
-    A process whose kernel hangs may not go until the driver lets it; it is not waited for.
+    A process with a hanging kernel may not end until the driver releases it; do not wait for it.
     """
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path[1:]])
@@ -234,12 +235,12 @@ def run_process(arguments: list[str], seconds: float, log: Path | None = None) -
 
 
 def _text(output: str | bytes | None) -> str:
-    """Output of a process until it was ended; `subprocess` keeps it as bytes."""
+    """Output of a killed process as text; `subprocess` returns it as bytes."""
     return output.decode(errors="backslashreplace") if isinstance(output, bytes) else output or ""
 
 
 def this(*arguments: str) -> list[str]:
-    """Arguments of Python for this command."""
+    """Python arguments that run this command."""
     return ["-m", "scripts.tools.first_run", *arguments]
 
 
@@ -247,27 +248,27 @@ def this(*arguments: str) -> list[str]:
 
 
 def smoke(name: str, seconds: float, implementation: str = "mosaic") -> dict[str, Any]:
-    """Runs a smoke case; the outcome is "right", "wrong", "failed" or "hung", and what there is to say of it."""
+    """Run a smoke case. The outcome is "right", "wrong", "failed" or "hung", with an explanation."""
     ended = run_process(this("--case", name, "--implementation", implementation), seconds)
     entry: dict[str, Any] = {"case": name, "seconds": round(ended.seconds, 1)}
     if ended.status is None:
-        return entry | {"outcome": "hung", "words": f"{name} gave no result in {seconds:g} s and was ended"}
+        return entry | {"outcome": "hung", "words": f"{name} had no result after {seconds:g} s and was killed"}
     if ended.status:
         return entry | {"outcome": "failed", "words": ended.last_line, "output": ended.output[-4000:]}
     error = json.loads(ended.last_line)["error"]
-    right = error <= TOLERANCE  # NaN is not
+    right = error <= TOLERANCE  # false for NaN
     return entry | {"outcome": "right" if right else "wrong", "words": f"error {error:.1g}", "error": error}
 
 
 def contract(file: Path, out: Path, seconds: float) -> dict[str, Any]:
-    """Runs a file of the contract suites, again without each test that hung, up to `MOST_HANGS` of them."""
+    """Run a file of the contract suites. Run it again without each test that hung, up to `MOST_HANGS` tests."""
     hung: list[str] = []
     began = time.monotonic()
     while True:
         skipped = [f"--deselect={test}" for test in hung]
         arguments = ["-m", "pytest", str(file.relative_to(ROOT)), "-v", "--color=no", "-p", "no:cacheprovider"]
         arguments += ["-m", "not slow and not gpu", "-k", "mosaic", "--tb=short", *skipped]
-        arguments += [f"--timeout={seconds:g}", "--timeout-method=thread"]  # it ends the process, whatever that does
+        arguments += [f"--timeout={seconds:g}", "--timeout-method=thread"]  # kills the process in any state
         ended = run_process(arguments, 3600, out / f"contract_{file.stem}.log")
         if ended.status is not None and "+ Timeout +" not in ended.output:
             break
@@ -289,7 +290,7 @@ def contract(file: Path, out: Path, seconds: float) -> dict[str, Any]:
 
 
 def running_test(output: str) -> str | None:
-    """The test that pytest (`-v`) named last, if no outcome of it follows."""
+    """Return the last test that pytest (`-v`) started without an outcome."""
     lines = [line.rstrip() for line in output.splitlines() if re.match(r"tests/\S+?::", line)]
     if not lines or re.search(r" [A-Z]+( \(.*\))? +\[ *\d+%\]$", lines[-1]):
         return None
@@ -297,7 +298,7 @@ def running_test(output: str) -> str | None:
 
 
 def benchmark(operation: str, out: Path, seconds: float) -> dict[str, Any]:
-    """Measures a quick grid of an operation; its rates, of this card and run, are in the file."""
+    """Measure a quick grid of an operation. The result file has the rates of this card and run."""
     target = out / f"{operation}.json"
     target.unlink(missing_ok=True)
     limits = ["--limit-seconds", f"{seconds:g}", "--json", str(target), "--contenders", "mosaic", "xla"]
@@ -311,7 +312,7 @@ def benchmark(operation: str, out: Path, seconds: float) -> dict[str, Any]:
     rates, times = report["rates"], [case.get("results", {}).get("mosaic", {}) for case in report["cases"]]
     best = max((time.get("fraction_of_floor", 0.0) for time in times), default=0.0)
     copy, matrix = rates["copy"] / 1e12, rates["matrix"] / 1e12
-    words = f"{len(times)} cases, at best {best:.0%} of the floor; copy {copy:.2f} TB/s, product {matrix:.0f} TFLOP/s"
+    words = f"{len(times)} cases, at best {best:.0%} of the floor; copy {copy:.2f} TB/s, GEMM {matrix:.0f} TFLOP/s"
     return entry | {"words": words, "rates": rates}
 
 
@@ -319,7 +320,7 @@ def benchmark(operation: str, out: Path, seconds: float) -> dict[str, Any]:
 
 
 def this_card() -> dict[str, Any]:
-    """The device, all that runs on it, and its compute capability, or None."""
+    """Device, software versions, and compute capability or None."""
     import jax
 
     from scripts.bench.harness.device import description
@@ -329,14 +330,14 @@ def this_card() -> dict[str, Any]:
 
 
 def described(seconds: float) -> dict[str, Any]:
-    """`this_card` in a process of its own, since a process that has opened a card keeps memory of it.
+    """Run `this_card` in a separate process, because a process that initializes a GPU holds its memory.
 
     Raises:
-      Failure: there is no card with kernels, or it does not answer.
+      Failure: no GPU with kernels, or the GPU does not respond.
     """
     ended = run_process(this("--describe"), seconds)
     if ended.status is None:
-        raise Failure(f"the card does not answer: no description of it in {seconds:g} s")
+        raise Failure(f"the GPU does not respond: no description within {seconds:g} s")
     if ended.status:
         raise Failure(f"JAX does not start: {ended.last_line}")
     card = json.loads(ended.last_line)
@@ -353,8 +354,12 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "first_run", help="folder; default: out/first_run")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--case-seconds", type=float, default=240.0, help="for a smoke case or a test; default: 240")
-    parser.add_argument("--grid-seconds", type=float, default=60.0, help="begin no case of a grid after; default: 60")
+    parser.add_argument(
+        "--case-seconds", type=float, default=240.0, help="time limit of a smoke case or a test; default: 240"
+    )
+    parser.add_argument(
+        "--grid-seconds", type=float, default=60.0, help="start no case of a grid after this time; default: 60"
+    )
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--case", choices=SMOKE, help=argparse.SUPPRESS)
     parser.add_argument("--implementation", default="mosaic", help=argparse.SUPPRESS)
@@ -362,7 +367,7 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the parts that are asked for, in order, and returns the exit status."""
+    """Run the requested parts in order and return the exit status."""
     if options.describe:
         print(json.dumps(this_card()))
         return 0
@@ -403,7 +408,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     return exit_status("first_run", lambda: run(parse_args(arguments)))
 
 

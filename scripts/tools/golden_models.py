@@ -1,4 +1,6 @@
-"""Models of the goldens (see make_goldens.py): small, and drawn so that every part of them changes the output."""
+"""Models of the goldens (see make_goldens.py). They are small, and weights are drawn so that every part changes the
+output.
+"""
 
 from dataclasses import dataclass
 
@@ -21,9 +23,9 @@ class Golden:
     config: PreTrainedConfig
     seed: int
     max_shard_size: str = "5GB"
-    published_config: bool = False  # adds config_published.json, with the keys of DeepSeek's own config.json
-    fp8: bool = False  # the checkpoint is quantised as V3 or V3.2 is; the golden is that of its dequantised twin
-    mxfp4: bool = False  # the same, as gpt-oss is published
+    published_config: bool = False  # adds config_published.json, with the keys of DeepSeek's config.json
+    fp8: bool = False  # fp8 checkpoint like V3 or V3.2; the golden is its dequantized twin
+    mxfp4: bool = False  # MXFP4 checkpoint like gpt-oss; the golden is its dequantized twin
 
 
 def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
@@ -39,7 +41,7 @@ def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
     }
 
 
-# The epsilon is large enough to show whether the norms inside latent attention keep to their own 1e-6.
+# The epsilon is large: an error is visible if the norms inside latent attention do not use their own 1e-6.
 COMMON = {
     "vocab_size": 256,
     "max_position_embeddings": 1280,
@@ -49,10 +51,10 @@ COMMON = {
     "initializer_range": 0.15,
 }
 
-# Equal widths would hide a mix-up, so nope, rope, v and the latent all differ.
+# The nope, rope, value and latent widths all differ, because equal widths would hide a mix-up.
 LATENT = COMMON | {"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20}
 
-# A dense layer before two mixtures of experts.
+# A dense layer before two mixture-of-experts layers.
 DENSE_FIRST = LATENT | {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -61,10 +63,10 @@ DENSE_FIRST = LATENT | {
     "first_k_dense_replace": 1,
 }
 
-# Wider than what is rotated of it, and fewer keys than prompts have.
+# Index keys are wider than their rotated part, and fewer keys are selected than prompts have.
 INDEXER = {"index_topk": 20, "index_head_dim": 28, "index_n_heads": 8}
 
-# gpt-oss's form. The limit is low enough that gates reach it, and the window shorter than most prompts.
+# Form of gpt-oss. Gates reach the low limit, and the window is shorter than most prompts.
 GPT_OSS = COMMON | {
     "max_position_embeddings": 256,
     "hidden_size": 64,
@@ -90,10 +92,10 @@ GPT_OSS = COMMON | {
 }
 
 NORM_SPREAD = 0.3
-"""Standard deviation of the norms' weights, whose mean is one."""
+"""Standard deviation of the norm weights. Their mean is one."""
 
 GOLDENS = {
-    # V2-Lite's form: queries are not compressed, and there is one group of experts
+    # Form of V2-Lite: uncompressed queries, one expert group
     "v2-greedy": Golden(
         DeepseekV2Config(
             **DENSE_FIRST,
@@ -111,7 +113,7 @@ GOLDENS = {
         seed=3,
         published_config=True,
     ),
-    # V2's form, with plain rope, three heads and no dense layer
+    # Form of V2, with plain rope, three heads and no dense layer
     "v2-group": Golden(
         DeepseekV2Config(
             **LATENT,
@@ -133,7 +135,7 @@ GOLDENS = {
         ),
         seed=21,
     ),
-    # V3's form, in several files
+    # Form of V3, in several files
     "v3": Golden(
         DeepseekV3Config(
             **DENSE_FIRST,
@@ -177,7 +179,7 @@ GOLDENS = {
         seed=13,
         fp8=True,
     ),
-    # V3.2's form: tokens choose fewer keys than the longer prompts have, and more than the shorter ones
+    # Form of V3.2: tokens select fewer keys than the longer prompts have, and more than the shorter prompts have
     "v32": Golden(
         DeepseekV32Config(
             **DENSE_FIRST,
@@ -196,7 +198,7 @@ GOLDENS = {
         seed=99,
         published_config=True,
     ),
-    # V3.2 as published: fp8 blocks with powers of two as scales, of index queries and keys too, and no mscale
+    # V3.2 as published: fp8 blocks with powers of two as scales, also for index queries and keys, and no mscale
     "v32-fp8": Golden(
         DeepseekV32Config(
             **(LATENT | {"initializer_range": 0.1}),
@@ -220,7 +222,7 @@ GOLDENS = {
         seed=111,
         fp8=True,
     ),
-    # GLM-5's form: index queries and keys are rotated in pairs, experts are in one group, rope is plain
+    # Form of GLM-5: index queries and keys are rotated in pairs, one expert group, plain rope
     "glm-dsa": Golden(
         GlmMoeDsaConfig(
             **(DENSE_FIRST | {"num_hidden_layers": 2}),
@@ -238,7 +240,7 @@ GOLDENS = {
         ),
         seed=624,
     ),
-    # GLM-5.2's form: the second and third layer share the choice of keys of the first, the last one that of the fourth
+    # Form of GLM-5.2: layers 2 and 3 share the selected keys of layer 1, and the last layer those of layer 4
     "glm-shared": Golden(
         GlmMoeDsaConfig(
             **(DENSE_FIRST | {"num_hidden_layers": 5, "first_k_dense_replace": 3, "moe_intermediate_size": 24}),
@@ -257,7 +259,7 @@ GOLDENS = {
         ),
         seed=304,
     ),
-    # Qwen3's form: normed queries and keys, heads wider than their share of the hidden size, plain rope
+    # Form of Qwen3: normed queries and keys, heads wider than their share of the hidden size, plain rope
     "qwen3": Golden(
         Qwen3Config(
             **COMMON,
@@ -272,7 +274,7 @@ GOLDENS = {
         ),
         seed=8,
     ),
-    # Qwen3 as its cards say to stretch it, with tied embeddings and biases, a query head for each KV head
+    # Qwen3 with YaRN as its model cards recommend, with tied embeddings and biases, one query head per KV head
     "qwen3-yarn": Golden(
         Qwen3Config(
             **(COMMON | {"max_position_embeddings": 128}),
@@ -293,7 +295,7 @@ GOLDENS = {
         ),
         seed=1,
     ),
-    # Llama 3's form: its rope, no norms of queries and keys, in several files
+    # Form of Llama 3: its rope, no norms of queries and keys, in several files
     "llama": Golden(
         LlamaConfig(
             **COMMON,

@@ -1,4 +1,4 @@
-"""Mistakes that a golden must detect, each as a change to a copy of the right model (see make_goldens.py)."""
+"""Mistakes that a golden must detect, each as a change to a copy of the correct model (see make_goldens.py)."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,17 +15,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # pyrefly: ign
 
 
 def gates(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Find routers of DeepSeek's models."""
+    """Yield the routers of DeepSeek models."""
     return (layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate"))
 
 
 def routers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Find routers of gpt-oss."""
+    """Yield the routers of gpt-oss."""
     return (layer.mlp.router for layer in model.model.layers if hasattr(layer.mlp, "router"))
 
 
 def expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Find the experts of each layer of gpt-oss."""
+    """Yield the experts of each gpt-oss layer."""
     return (layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts"))
 
 
@@ -39,12 +39,12 @@ def is_latent(config: PreTrainedConfig) -> bool:
 
 
 def is_sparse(config: PreTrainedConfig) -> bool:
-    """Whether the model's tokens choose which keys they attend to."""
+    """Whether the model has sparse attention."""
     return hasattr(config, "index_topk")
 
 
 def indexers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Find the indexers of sparse attention; a layer that shares the choice of an earlier one has None."""
+    """Yield the indexers of sparse attention; None for a layer that shares the selected keys of an earlier layer."""
     return (attention.indexer for attention in attentions(model) if getattr(attention, "indexer", None) is not None)
 
 
@@ -52,15 +52,15 @@ def is_v3(gate: nn.Module) -> bool:
     return hasattr(gate, "e_score_correction_bias")
 
 
-# --- routing, again: transformers' own routers cannot be asked to be wrong
+# --- routing, reimplemented: transformers' routers have no options for mistakes
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Rule by which a router chooses; `routing` makes that of transformers."""
+    """Rule by which a router selects experts; `routing` returns the rule of transformers."""
 
-    best_in_group: int  # how many of a group's best scores make the group's score
-    masked_score: float  # score of experts outside the chosen groups
+    best_in_group: int  # number of best scores of a group that are added to the group's score
+    masked_score: float  # score of experts outside the selected groups
     biased_weights: bool = False
     normalise: bool = False
 
@@ -72,7 +72,7 @@ def routing(gate: nn.Module) -> Routing:
 
 
 def choose(gate: nn.Module, hidden: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, ...]:
-    """Compute router logits, scores, scores + bias, group scores and the masked scores + bias to take the top-k of."""
+    """Compute router logits, scores, scores + bias, group scores, and the masked scores + bias for the top-k."""
     logits = F.linear(hidden.view(-1, gate.hidden_dim), gate.weight)
     scores = logits.sigmoid() if is_v3(gate) else logits.softmax(-1)
     biased = scores + gate.e_score_correction_bias if is_v3(gate) else scores
@@ -83,7 +83,7 @@ def choose(gate: nn.Module, hidden: torch.Tensor, rule: Routing) -> tuple[torch.
 
 
 def route(gate: nn.Module, rule: Routing, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run a router's forward pass by the given rule: router logits, weights and experts."""
+    """Run a router's forward pass with a rule. Returns router logits, weights and experts."""
     logits, scores, biased, _, masked = choose(gate, hidden, rule)
     experts = masked.topk(gate.top_k).indices
     weights = (biased if rule.biased_weights else scores).gather(1, experts)
@@ -93,9 +93,9 @@ def route(gate: nn.Module, rule: Routing, hidden: torch.Tensor) -> tuple[torch.T
 
 
 def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
-    """Margin of the closest decision of any token, for experts and for groups.
+    """Smallest margin of any token's decision, for experts and for groups.
 
-    Softmax scores are compared by their logarithms, whose rounding errors do not depend on how small the scores are.
+    Softmax scores are compared by their logarithms, whose rounding errors do not depend on the magnitude of the scores.
     """
     if not hasattr(gate, "num_group"):
         return cut_margin(F.linear(hidden.view(-1, gate.hidden_dim), gate.weight, gate.bias), gate.top_k)
@@ -106,20 +106,20 @@ def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
     return margin if gate.topk_group == gate.num_group else min(margin, cut_margin(group_scores, gate.topk_group))
 
 
-# --- the indexer, again: a mistake is another rule
+# --- the indexer, reimplemented: a mistake is a different rule
 
 
 @dataclass(frozen=True)
 class Indexing:
-    """Rule by which keys are scored and chosen; `indexing` makes that of transformers."""
+    """Rule by which keys are scored and selected; `indexing` returns the rule of transformers."""
 
-    paired: bool  # rotates columns 2i and 2i + 1 in place of i and i + R/2
-    first_rotated: int | None = 0  # column where rotated ones begin; None for no rotation
+    paired: bool  # rotates columns 2i and 2i + 1 instead of i and i + R/2
+    first_rotated: int | None = 0  # first rotated column; None for no rotation
     relu: bool = True
     weighted: bool = True
-    centred: bool = True  # keys are normed by mean and deviation, in place of the root mean square
+    centred: bool = True  # keys use layer norm (mean and deviation) instead of RMS norm
     sign: int = 1
-    extra: int = 0  # keys chosen more than the configuration says
+    extra: int = 0  # number of selected keys beyond the configuration
 
 
 def indexing(indexer: nn.Module) -> Indexing:
@@ -127,7 +127,7 @@ def indexing(indexer: nn.Module) -> Indexing:
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, rule: Indexing) -> torch.Tensor:
-    """Rotate the columns [..., D] of x that the rule says, by the angles [T, width]."""
+    """Rotate the columns [..., D] of x that the rule selects by the angles [T, width]."""
     if rule.first_rotated is None:
         return x
     start = rule.first_rotated % x.shape[-1]
@@ -138,7 +138,7 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, rule
 
 
 def index_scores(indexer: nn.Module, rule: Indexing, hidden, residual, angles, mask, cache) -> torch.Tensor:
-    """Compute scores [B, S, T], -inf where a key is invisible."""
+    """Compute scores [B, S, T]; -inf where a key is invisible."""
     cos, sin = angles
     q = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k = indexer.wk(hidden)
@@ -159,7 +159,7 @@ def index_scores(indexer: nn.Module, rule: Indexing, hidden, residual, angles, m
 
 
 def choose_keys(indexer: nn.Module, rule: Indexing, hidden, residual, angles, mask, *_, past_key_values=None):
-    """Run an indexer's forward pass by the given rule: the positions of the chosen keys."""
+    """Run an indexer's forward pass with a rule. Returns the positions of the selected keys."""
     scores = index_scores(indexer, rule, hidden, residual, angles, mask, past_key_values)
     return scores.topk(min(indexer.index_topk + rule.extra, scores.shape[-1]), dim=-1).indices.int()
 
@@ -171,7 +171,7 @@ def change_indexing(model: PreTrainedModel, **changes: Any) -> None:
 
 
 def share_first_choice(model: PreTrainedModel) -> None:
-    """Let all layers attend to what the first layer chose."""
+    """Make all layers attend to the keys that the first layer selected."""
     first, *others = indexers(model)
     choose, chosen = first.forward, {}
 
@@ -185,7 +185,7 @@ def share_first_choice(model: PreTrainedModel) -> None:
 
 
 def share_last_choice(model: PreTrainedModel) -> None:
-    """Let all tokens of a prompt attend to what its last one chose."""
+    """Make all tokens of a prompt attend to the keys that its last token selected."""
 
     def choose(forward, hidden, residual, angles, mask, *args, **kwargs):
         return forward(hidden, residual, angles, mask[:, -1:].expand_as(mask), *args, **kwargs)[:, -1:].expand(
@@ -197,7 +197,9 @@ def share_last_choice(model: PreTrainedModel) -> None:
 
 
 def shared_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-    """Find layers that share an earlier layer's choice: the attention of each, and the indexer that chose."""
+    """Return the attention of each layer that shares an earlier layer's selected keys, with the indexer of the earlier
+    layer.
+    """
     found, last = [], None
     for attention in attentions(model):
         last = attention.indexer if attention.indexer is not None else last
@@ -207,7 +209,7 @@ def shared_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def choose_anew(model: PreTrainedModel) -> None:
-    """Let shared layers choose by themselves, with the weights of the indexer whose choice they should share."""
+    """Make shared layers select keys themselves, with the weights of the indexer whose selection they should share."""
     for attention, indexer in shared_layers(model):
         own = deepcopy(indexer)
         own.layer_idx = attention.layer_idx
@@ -215,7 +217,7 @@ def choose_anew(model: PreTrainedModel) -> None:
 
 
 def give_shared_layers(model: PreTrainedModel, choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Let shared layers attend to other keys: `choose` makes them of the right choice and the mask."""
+    """Make shared layers attend to other keys. `choose` computes them from the correct keys and the mask."""
 
     def attend(forward, *args, **kwargs):
         kwargs["prev_topk_indices"] = choose(kwargs["prev_topk_indices"], kwargs["attention_mask"])
@@ -230,7 +232,9 @@ def every_key(chosen: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def share_the_first_choice(model: PreTrainedModel) -> None:
-    """Let all shared layers attend to what the first layer chose, in place of the full layer before them."""
+    """Make all shared layers attend to the keys of the first layer, instead of the keys of the full layer before
+    them.
+    """
     first, chosen = next(indexers(model)), {}
     choose = first.forward
 
@@ -243,8 +247,9 @@ def share_the_first_choice(model: PreTrainedModel) -> None:
 
 
 def selection_margin(indexer: nn.Module, hidden, residual, angles, mask) -> float:
-    """Smallest gap between the worst key chosen and the best that was not, of any token that sees more keys than it
-    chooses, as a share of the deviation of its scores."""
+    """Smallest gap between the worst selected and the best unselected key of any token that sees more keys than it
+    selects, divided by the deviation of its scores.
+    """
     scores = index_scores(indexer, indexing(indexer), hidden, residual, angles, mask, None)[0]
     margins = []
     for row in scores:
@@ -255,7 +260,7 @@ def selection_margin(indexer: nn.Module, hidden, residual, angles, mask) -> floa
 
 
 def closest_selection(model: PreTrainedModel, sequences: list[list[int]]) -> float | None:
-    """Smallest margin of any token's choice of keys in any layer; None without indexers."""
+    """Smallest selection margin of any token in any layer; None without indexers."""
     margins = []
 
     def measure(indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -270,7 +275,7 @@ def closest_selection(model: PreTrainedModel, sequences: list[list[int]]) -> flo
 
 
 def cut_margin(scores: torch.Tensor, chosen: int) -> float:
-    """Smallest gap, over rows, between the worst score chosen and the best that was not."""
+    """Smallest gap over rows between the worst selected and the best unselected score."""
     best = scores.topk(chosen + 1).values
     return (best[:, -2] - best[:, -1]).min().item()
 
@@ -290,7 +295,7 @@ def closest_routing(model: PreTrainedModel, sequences: list[list[int]]) -> float
     return min(margins, default=None)
 
 
-# --- mistakes that a golden must show
+# --- mistakes that a golden must detect
 
 
 def drop_softmax_mscale(model: PreTrainedModel) -> None:
@@ -319,8 +324,9 @@ def truncate_yarn_ramp(model: PreTrainedModel) -> None:
 
 
 def rotate_halves(model: PreTrainedModel) -> None:
-    """Pair column i with i + R/2 in place of 2i with 2i + 1: the same as permuting the weights that produce the
-    columns."""
+    """Pair column i with i + R/2 instead of 2i with 2i + 1. This equals a permutation of the weights that produce the
+    columns.
+    """
     width = model.config.qk_rope_head_dim
     order = torch.arange(width).view(2, -1).T.flatten()
     for attention in attentions(model):
@@ -332,8 +338,9 @@ def rotate_halves(model: PreTrainedModel) -> None:
 
 
 def rotate_pairs(model: PreTrainedModel) -> None:
-    """Pair column 2i with 2i + 1 in place of i with i + D/2: the same as permuting the weights that produce the
-    columns."""
+    """Pair column 2i with 2i + 1 instead of i with i + D/2. This equals a permutation of the weights that produce the
+    columns.
+    """
     width = model.config.head_dim
     order = torch.arange(width).view(-1, 2).T.flatten()
     for attention in attentions(model):
@@ -350,7 +357,7 @@ def drop_qk_norms(model: PreTrainedModel) -> None:
 
 
 def deal_kv_heads_round(model: PreTrainedModel) -> None:
-    """Give query head h the KV head h mod Hkv in place of h // G: the same as another order of the query heads."""
+    """Assign KV head h mod Hkv instead of h // G to query head h. This equals another order of the query heads."""
     heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     order = torch.arange(heads).view(-1, kv_heads).T.flatten()
     for attention in attentions(model):
@@ -402,7 +409,7 @@ def drop_router_biases(model: PreTrainedModel) -> None:
 
 
 def weigh_among_all_experts(model: PreTrainedModel) -> None:
-    """Take the chosen experts' weights as their share of all experts' softmax, which does not sum to one."""
+    """Use the selected experts' shares of the softmax over all experts as weights, which do not sum to one."""
 
     def route_wrongly(router: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = F.linear(hidden, router.weight, router.bias)
@@ -420,7 +427,7 @@ def drop_expert_biases(model: PreTrainedModel) -> None:
 
 
 def take_gates_from_the_first_half(model: PreTrainedModel) -> None:
-    """Split gates and up columns in the middle in place of taking turns: the same as permuting the columns."""
+    """Split gate and up columns in the middle instead of alternately. This equals a permutation of the columns."""
     for experts in expert_layers(model):
         for parameter in (experts.gate_up_proj, experts.gate_up_proj_bias):
             parameter.data = parameter.data.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
@@ -467,7 +474,9 @@ def change_routing(model: PreTrainedModel, **changes: Any) -> None:
 
 
 def mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedModel], None]]:
-    """List the mistakes that a model of this configuration can make, each as a change to a copy of the right model."""
+    """Return the mistakes that a model of this configuration can make, each as a change to a copy of the correct
+    model.
+    """
     return latent_mutations(config) if is_latent(config) else gqa_mutations(config)
 
 

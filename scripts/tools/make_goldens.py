@@ -3,14 +3,15 @@
     pip install torch==2.13.0 transformers==5.23.0
     python -m scripts.tools.make_goldens [--out tests/goldens] [NAME ...]
 
-Each golden is a directory with a checkpoint, prompts, the logits, greedy tokens and cache they lead to, and a table of
-mutations; tests/goldens/README.md describes the files. Everything is computed in float32 with eager attention
-on one thread, from fixed seeds.
+Each golden is a folder with a checkpoint, prompts, their logits, greedy tokens and cache, and a table of mutations.
+tests/goldens/README.md describes the files. Everything is computed in float32 with eager attention on one thread, from
+fixed seeds.
 
-A golden is worth having only if a wrong model misses it. With the usual initialisation (std 0.02, norms of one)
-dropping all of yarn's mscale moves the logits by 1e-3, so the weights here are drawn wide, and each golden is tried
-against every mistake of golden_mutations.py that its configuration can show. Nothing is written as a golden that one
-of these mistakes moves by less than MIN_MUTATION, that repeats itself, or that rounding could turn into another.
+A golden is useful only if a wrong model fails it. With the usual initialization (std 0.02, norms of one), dropping all
+of YaRN's mscale changes the logits by only 1e-3. Therefore the weights are drawn with a large spread, and each golden
+is checked against every mistake of golden_mutations.py that its configuration can show. A golden is not written if a
+mistake changes its logits by less than MIN_MUTATION, if its output repeats itself, or if rounding could change its
+tokens.
 """
 
 import argparse
@@ -52,21 +53,21 @@ from scripts.tools.golden_mutations import (
 
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (1, 9, 40, 75)
-SHARED_PREFIX = 32  # tokens of the two longest prompts, so that prefix caching has something to find
+SHARED_PREFIX = 32  # common tokens of the two longest prompts, for prefix caching
 
-SINK_SPREAD = 2.0  # learned sinks weigh as much as keys do
+SINK_SPREAD = 2.0  # learned sinks have the same magnitude as scores
 
-GATE_GAIN = 2.0  # spreads the scores, so that a chosen group holds experts worse than the best of another
+GATE_GAIN = 2.0  # spreads scores, so that a selected group has experts below another group's best
 
-MIN_MUTATION = 1e-2  # a hundred times the tolerance of parity
-MIN_TOKEN_MARGIN = 1e-3  # tests compare tokens that win by more: here, all
-MIN_ROUTING_MARGIN = 5e-4  # least distance between the worst expert or group chosen and the best that was not
-MIN_SELECTION_MARGIN = 2e-4  # the same of keys, as a share of the deviation of a token's scores
+MIN_MUTATION = 1e-2  # 100 times the tolerance of the parity tests
+MIN_TOKEN_MARGIN = 1e-3  # tests compare tokens with a larger margin; here all tokens
+MIN_ROUTING_MARGIN = 5e-4  # minimum gap between the worst selected and best unselected expert or group
+MIN_SELECTION_MARGIN = 2e-4  # the same for keys, divided by the deviation of a token's scores
 MIN_DISTINCT_TOKENS = 12
 MAX_ROUNDING = 2e-5
 
 FP8_BLOCK = 128
-FP8_MAX = 448.0  # of float8_e4m3fn
+FP8_MAX = 448.0  # maximum of float8_e4m3fn
 
 MXFP4_GROUP = 32
 
@@ -86,7 +87,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def random_model(golden: Golden) -> PreTrainedModel:
-    """Make the golden's model, with weights wide enough that every part of it matters."""
+    """Make the golden's model, with weights so large that every part matters."""
     model = AutoModelForCausalLM.from_config(golden.config, **EAGER).eval()
     generator = torch.Generator().manual_seed(golden.seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -108,7 +109,7 @@ def load(directory: Path) -> PreTrainedModel:
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> PreTrainedModel:
-    """Make the model of these tensors, which are named as in a checkpoint's files."""
+    """Make the model from tensors with the names of checkpoint files."""
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         save_file(tensors, Path(directory, "model.safetensors"), metadata={"format": "pt"})
@@ -116,8 +117,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> 
 
 
 def published_config(model: PreTrainedModel) -> dict[str, object]:
-    """Make the configuration in the keys of published config.json files, which are older than those of transformers
-    5."""
+    """Return the configuration with the keys of published config.json files, which are older than transformers 5."""
     keys = model.config.to_diff_dict()
     newer_keys = ("dtype", "qk_head_dim", "output_router_logits", "rope_interleave", "layer_types", "mlp_layer_types")
     for newer in newer_keys if is_latent(model.config) else newer_keys[:4]:
@@ -151,7 +151,7 @@ def published_config(model: PreTrainedModel) -> dict[str, object]:
 
 
 def write_checkpoint(golden: Golden, prompts: list[list[int]], directory: Path) -> PreTrainedModel:
-    """Write the checkpoint and return the model read back from it, so that the golden belongs to the written files."""
+    """Write the checkpoint and return the model loaded from it, so that the golden belongs to the written files."""
     model = random_model(golden)
     model.save_pretrained(directory, max_shard_size=golden.max_shard_size)
     reloaded = load(directory)
@@ -165,18 +165,19 @@ def write_checkpoint(golden: Golden, prompts: list[list[int]], directory: Path) 
     return reloaded
 
 
-# --- block-quantised checkpoints
+# --- block-quantized checkpoints
 
 
 def expand_blocks(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Expand [ceil(rows / 128), ceil(columns / 128)] to [rows, columns]; the last block of a row or column may be
-    smaller."""
+    """Expand [ceil(rows / 128), ceil(columns / 128)] to [rows, columns]. The last block of a row or column may
+    be smaller.
+    """
     rows, columns = shape
     return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
 
 
 def quantise(weight: torch.Tensor, powers_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a weight [rows, columns] to float8_e4m3fn and its `weight_scale_inv`, by which a reader multiplies."""
+    """Quantize a weight [rows, columns] to float8_e4m3fn and its `weight_scale_inv`, the factor for dequantization."""
     scale_inv = F.max_pool2d(weight.abs()[None], FP8_BLOCK, ceil_mode=True)[0] / FP8_MAX
     if powers_of_two:
         scale_inv = scale_inv.log2().ceil().exp2()
@@ -184,13 +185,14 @@ def quantise(weight: torch.Tensor, powers_of_two: bool) -> tuple[torch.Tensor, t
 
 
 def quantise_checkpoint(tensors: dict[str, torch.Tensor], seed: int, powers_of_two: bool) -> dict[str, torch.Tensor]:
-    """Quantise as V3 and V3.2 are published: projections as fp8 and scales, the indexer's queries and keys too, the
-    router's bias in float32, all else in bfloat16."""
+    """Quantize like the published V3 and V3.2: projections as fp8 and scales, also index queries and keys; router bias
+    in float32; everything else in bfloat16.
+    """
     generator = torch.Generator().manual_seed(seed)
     quantised = {}
     for name, tensor in sorted(tensors.items()):
         if re.search(r"\.(self_attn|mlp)\.(?!indexer).*_proj\w*\.weight$|\.indexer\.w(q_b|k)\.weight$", name):
-            # a scale taken from the wrong block shows only if blocks differ in magnitude
+            # Blocks must differ in magnitude, else a scale from the wrong block is not visible.
             blocks = [math.ceil(size / FP8_BLOCK) for size in tensor.shape]
             gains = (0.5 * torch.randn(blocks, generator=generator)).exp()
             wide = tensor * expand_blocks(gains, tensor.shape)
@@ -203,7 +205,7 @@ def quantise_checkpoint(tensors: dict[str, torch.Tensor], seed: int, powers_of_t
 def dequantise_checkpoint(
     tensors: dict[str, torch.Tensor], expand: Callable[[torch.Tensor, torch.Size], torch.Tensor] = expand_blocks
 ) -> dict[str, torch.Tensor]:
-    """Make the twin: every tensor in float32, with its scales multiplied in."""
+    """Make the dequantized twin: every tensor in float32, multiplied by its scales."""
     twin = {name: tensor.float() for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
     for name, tensor in twin.items():
         if f"{name}_scale_inv" in tensors:
@@ -212,8 +214,9 @@ def dequantise_checkpoint(
 
 
 def prediction_layer(tensors: dict[str, torch.Tensor], golden: Golden) -> dict[str, torch.Tensor]:
-    """Draw the layer after the last one that V3's files have, for predicting further tokens; a decoder leaves it
-    unread. Embedding and head are copies of the model's, all else is its own."""
+    """Draw the multi-token prediction layer that V3 files have after the last layer. A decoder does not read it.
+    Embedding and head are copies of the model's; everything else is separate.
+    """
     config, generator = golden.config, torch.Generator().manual_seed(golden.seed + 1)
     last, extra = (f"model.layers.{config.num_hidden_layers + offset}." for offset in (-1, 0))
     shapes = {name.replace(last, extra): tensor.shape for name, tensor in tensors.items() if name.startswith(last)}
@@ -233,7 +236,7 @@ def prediction_layer(tensors: dict[str, torch.Tensor], golden: Golden) -> dict[s
 
 
 def write_fp8_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
-    """Write the quantised checkpoint with a published configuration, and return the model of its dequantised twin."""
+    """Write the quantized checkpoint with a published configuration. Return the model of its dequantized twin."""
     model = random_model(golden)
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
@@ -269,7 +272,9 @@ def pack_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def unpack_checkpoint(
     tensors: dict[str, torch.Tensor], change: Callable[..., tuple[torch.Tensor, ...]] = lambda *packed: packed
 ) -> dict[str, torch.Tensor]:
-    """Make the twin: every tensor in float32, experts as transformers unpacks them, their parts changed before."""
+    """Make the dequantized twin: every tensor in float32, experts unpacked by transformers. `change` modifies blocks
+    and scales before.
+    """
     twin = {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype != torch.uint8}
     for name in tensors:
         if name.endswith("_blocks"):
@@ -280,7 +285,7 @@ def unpack_checkpoint(
 
 
 def write_mxfp4_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
-    """Write the packed checkpoint with a published configuration, and return the model of its unpacked twin."""
+    """Write the packed checkpoint with a published configuration. Return the model of its unpacked twin."""
     model = random_model(golden)
     model.save_pretrained(directory)
     tensors = {}
@@ -300,7 +305,7 @@ def write_mxfp4_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
 
 
 def mxfp4_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """Measure how mistakes in unpacking change the logits."""
+    """Measure how much mistakes in unpacking change the logits."""
     mistakes = {
         "mxfp4_scales_dropped": lambda blocks, scales: (blocks, torch.full_like(scales, 127)),
         "mxfp4_halves_of_bytes_swapped": lambda blocks, scales: (blocks >> 4 | blocks << 4, scales),
@@ -312,7 +317,7 @@ def mxfp4_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[
     }
 
 
-# --- what the model computes
+# --- computation of the model
 
 
 def draw_prompts(golden: Golden) -> list[list[int]]:
@@ -324,14 +329,14 @@ def draw_prompts(golden: Golden) -> list[list[int]]:
 
 
 def largest_change(model: PreTrainedModel, other: PreTrainedModel, prompts: list[list[int]]) -> float:
-    """Find the largest difference between the two models in any logit of any prompt."""
+    """Largest difference between two models in any logit of any prompt."""
     batches = [torch.tensor([prompt]) for prompt in prompts]
     return max((model(batch).logits - other(batch).logits).abs().max().item() for batch in batches)
 
 
 def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
-    """Compute the prompt's logits and its cache, then NEW_TOKENS greedy tokens, each with its margin."""
-    # One made for the configuration drops tokens that left the window; others have no place for index keys.
+    """Compute the logits and cache of the prompt, then NEW_TOKENS greedy tokens with their margins."""
+    # With a configuration, DynamicCache drops tokens outside the window; without one, it has no index keys.
     cache = DynamicCache(config=model.config) if is_sparse(model.config) else DynamicCache()
     logits = model(torch.tensor([prompt]), past_key_values=cache).logits[0]
     cached = cached_arrays(model.config, cache)
@@ -348,8 +353,9 @@ def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
 
 
 def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np.ndarray]:
-    """Read the prompt's part of the cache: latents [layers, T, L + R], and index keys [layers with an indexer, T, Di]
-    of sparse attention, or keys and values [layers, Hkv, T, D]."""
+    """Return the prompt's part of the cache: latents [layers, T, L + R] and index keys [layers with an indexer, T, Di],
+    or keys and values [layers, Hkv, T, D].
+    """
     if is_latent(config):
         # transformers caches the normed latent as a layer's keys, the rotated key as its values, both [1, 1, T, width]
         rows = [torch.cat((layer.keys, layer.values), -1)[0, 0] for layer in cache.layers]
@@ -365,9 +371,9 @@ def mutation_table(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str
     """Measure how much each mistake changes the logits of this model."""
     control = deepcopy(model)
     change_routing(control)
-    require(largest_change(model, control, prompts) < MAX_ROUNDING, "the routing here is not that of transformers")
+    require(largest_change(model, control, prompts) < MAX_ROUNDING, "this routing differs from transformers")
     change_indexing(control)
-    require(largest_change(model, control, prompts) < MAX_ROUNDING, "the indexer here is not that of transformers")
+    require(largest_change(model, control, prompts) < MAX_ROUNDING, "this indexer differs from transformers")
     table = {}
     for name, mutate in mutations(model.config).items():
         mutant = deepcopy(model)
@@ -377,7 +383,7 @@ def mutation_table(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str
 
 
 def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """Measure how much mistakes in reading the scales of a quantised checkpoint change the logits."""
+    """Measure how much mistakes in reading the scales of a quantized checkpoint change the logits."""
     mistakes = {
         "fp8_scales_dropped": lambda scales, shape: torch.ones(shape),
         "fp8_scales_divide": lambda scales, shape: 1 / expand_blocks(scales, shape),
@@ -396,8 +402,9 @@ def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[li
 def check_decoding(
     model: PreTrainedModel, prompts: list[list[int]], runs: list[dict[str, np.ndarray]]
 ) -> dict[str, float]:
-    """Refuse a golden that is degenerate or decided by rounding; return its closest decisions of routers and indexers,
-    where it has such."""
+    """Raise an error if a golden is degenerate or decided by rounding. Return the closest decisions of its routers and
+    indexers, if any.
+    """
     for prompt, run in zip(prompts, runs, strict=True):
         tokens = run["tokens"].tolist()
         generated = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :]
@@ -418,7 +425,7 @@ def check_decoding(
 def mistakes_of(golden: Golden, directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
     """Measure how much each mistake that the golden must detect changes the logits."""
     if golden.mxfp4:
-        return mxfp4_mutation_table(directory, model, prompts)  # the golden that is not packed detects the others
+        return mxfp4_mutation_table(directory, model, prompts)  # the unpacked golden detects the other mistakes
     quantised = fp8_mutation_table(directory, model, prompts) if golden.fp8 else {}
     return mutation_table(model, prompts) | quantised
 

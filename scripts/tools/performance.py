@@ -1,8 +1,8 @@
-"""Writes the tables and charts of the documents from benchmarks/results.
+"""Write the tables and charts of the documents from benchmarks/results.
 
 python -m scripts.tools.performance
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->` in a document; charts are files in docs/figures.
+A table is between `<!-- table NAME -->` and `<!-- end -->` in a document. Charts are files in docs/figures.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ NAMES = {
     "split": "split by the caller",
     "prefill_alone": "paged_prefill for all",
 }
-"""Contenders as the JSON files name them, and as readers do."""
+"""Contender names in JSON files and in documents."""
 
 BUILDS = {"flash-mla": "FlashMLA 9241ae3", "flash-attention-3": "FlashAttention-3 0251105a"}
-"""Contenders built from source, whose versions no package manager reports."""
+"""Versions of baselines built from source; no package manager reports them."""
 
 BUILDS_OF = {"mla_sparse": BUILDS | {"flash-mla": "FlashMLA of vLLM 0.26.0"}}
-"""Other builds of them, by operation."""
+"""Other builds of these baselines, by operation."""
 
 DTYPES = {"float8_e4m3fn": "fp8"}
-"""Dtypes of caches as readers name them, where that is another name."""
+"""Cache dtypes with a different name in documents."""
 
 PACKAGES = {
     "flashinfer-python": ("FlashInfer", "flashinfer"),
     "torch": ("torch", "flash$"),
     "nvidia-cudnn-cu13": ("cuDNN", "cudnn"),
 }
-"""Name of a package for readers, and the contenders that run it."""
+"""Name of a package in documents, and the contenders that run it."""
 
 
 @cache
@@ -70,7 +70,7 @@ def read(stem: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cases:
-    """One result file of an operation, or those of its cases that `match`."""
+    """Cases of one result file; all cases, or the cases that `match`."""
 
     stem: str
     match: str = ""
@@ -95,7 +95,7 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def provenance(stem: str, contenders: Iterable[str], document: str) -> str:
-    """Card, versions, rates, commit and file of a result, in a line."""
+    """Format card, versions, rates, commit and file of a result as one line."""
     report = read(stem)
     rates = report.get("rates") or next(iter(report.get("results", [{}]))).get("rates")
     versions = [f"jax {report['versions']['jax']}"]
@@ -105,7 +105,7 @@ def provenance(stem: str, contenders: Iterable[str], document: str) -> str:
     builds = BUILDS_OF.get(report.get("operation", ""), BUILDS) | report.get("builds", {})
     parts = [report["device"], *versions, *(builds[name] for name in contenders if name in builds)]
     if rates:
-        parts.append(f"copies {rates['copy'] / 1e12:.2f} TB/s, product {rates['matrix'] / 1e12:.0f} TFLOP/s in the run")
+        parts.append(f"copy {rates['copy'] / 1e12:.2f} TB/s, GEMM {rates['matrix'] / 1e12:.0f} TFLOP/s in the run")
     file = os.path.relpath(RESULTS / f"{stem}.json", (ROOT / document).parent)
     changed = " with changes" if report.get("dirty") else ""
     where = f"commit `{report['commit'][:7]}`{changed}, {report['date']}"
@@ -124,7 +124,7 @@ def microseconds(value: float) -> str:
 
 
 def operation(*sources: Cases) -> Callable[[str], str]:
-    """Each case's roofline, and each contender's microseconds and per cent of it."""
+    """Roofline of each case, and microseconds and per cent of the roofline of each contender."""
 
     def write(document: str) -> str:
         contenders = list(dict.fromkeys(name for source in sources for name in source.contenders()))
@@ -141,7 +141,7 @@ def operation(*sources: Cases) -> Callable[[str], str]:
 
 
 def kernels(stem: str) -> Callable[[str], str]:
-    """Kernel times, for calls of a few microseconds, which the host cannot queue fast enough."""
+    """Kernel times, for calls of a few microseconds. The host cannot queue such calls fast enough."""
 
     def write(document: str) -> str:
         rows = []
@@ -172,7 +172,7 @@ MLA_CONTENDERS = ("mosaic", "flash-mla", "flash-attention-3")
 
 
 def mla_by_context(*sources: Cases) -> Callable[[str], str]:
-    """Microseconds of ours, FlashMLA and FlashAttention-3: heads x queries downward, context lengths to the right."""
+    """Microseconds of pallas_attn, FlashMLA and FlashAttention-3. Rows: heads x queries; columns: context lengths."""
 
     def write(document: str) -> str:
         found = {key: case for source in sources for case in source if (key := mla_key(case)) is not None}
@@ -198,7 +198,7 @@ def mla_key(case: dict[str, Any]) -> tuple[int, int, int] | None:
 
 
 def engine(*stems: str) -> Callable[[str], str]:
-    """Tokens a second and waiting times of the engine, by sequences and context."""
+    """Tokens per second and latencies of the engine, by sequences and context."""
 
     def write(document: str) -> str:
         rows = [
@@ -227,8 +227,8 @@ def engine(*stems: str) -> Callable[[str], str]:
     return write
 
 
-def engine_beside_vllm(stem: str) -> Callable[[str], str]:
-    """Tokens a second of the engine and of vLLM's, by sequences and context."""
+def engine_and_vllm(stem: str) -> Callable[[str], str]:
+    """Tokens per second of the engine and of vLLM, by sequences and context."""
 
     def write(document: str) -> str:
         vllm = read(stem)["vllm"]
@@ -243,14 +243,14 @@ def engine_beside_vllm(stem: str) -> Callable[[str], str]:
         headings = ["sequences x context"] + [
             name for kind in ("prefill", "decode") for name in (f"{kind} tokens/s", "vLLM", "ratio")
         ]
-        note = f"- vLLM {vllm['versions']['vllm']} in the same job; copies {vllm['rates']['copy'] / 1e12:.2f} TB/s."
+        note = f"- vLLM {vllm['versions']['vllm']} in the same job; copy {vllm['rates']['copy'] / 1e12:.2f} TB/s."
         return "\n".join([table(headings, rows), provenance(stem, ["mosaic"], document), note, ""])
 
     return write
 
 
 def arrivals(stem: str) -> Callable[[str], str]:
-    """Waiting times while requests arrive at random."""
+    """Latencies with random arrivals."""
 
     def write(document: str) -> str:
         rows = []
@@ -268,7 +268,7 @@ def arrivals(stem: str) -> Callable[[str], str]:
 
 
 def first_calls(stem: str) -> Callable[[str], str]:
-    """Seconds of tracing and lowering first calls in processes that start: medians, and of an earlier commit's, too."""
+    """Seconds of tracing and lowering first calls in new processes: medians, and the medians of an earlier commit."""
 
     def write(document: str) -> str:
         report = read(stem)
@@ -278,7 +278,12 @@ def first_calls(stem: str) -> Callable[[str], str]:
             for operation, seconds in report["seconds"].items()
             for was in [before["seconds"][operation]["cold"]]
         ]
-        headings = ["first call", "nothing kept, s", "kernels kept, s", f"nothing kept at `{before['commit'][:7]}`, s"]
+        headings = [
+            "first call",
+            "empty caches, s",
+            "cached kernels, s",
+            f"empty caches at `{before['commit'][:7]}`, s",
+        ]
         return "\n".join([table(headings, rows), provenance(stem, [], document), ""])
 
     return write
@@ -300,14 +305,14 @@ def engine_on_cpu(stem: str) -> Callable[[str], str]:
             for model in read(stem)["results"]
             for case in model["batches"]
         ]
-        headings = ["model", "prefill tokens/s", "decode tokens/s", "beside transformers, whole run"]
+        headings = ["model", "prefill tokens/s", "decode tokens/s", "speedup over transformers, whole run"]
         return table(headings, rows) + "\n" + provenance(stem, ["mosaic"], document) + "\n"
 
     return write
 
 
 def head_windows(*stems: str) -> Callable[[str], str]:
-    """Savings by windows of KV heads in the engine: each cell without and with recycling or windows."""
+    """Savings by windows of KV heads in the engine. Each cell is without and with recycling or windows."""
 
     def write(document: str) -> str:
         rows = []
@@ -328,7 +333,7 @@ def head_windows(*stems: str) -> Callable[[str], str]:
                         f"{milliseconds(windowed['between_tokens_s']['median'])}",
                     ]
                 )
-        headings = ["windowed heads", "contexts in one pool", "of what arithmetic allows", "decode tokens/s"]
+        headings = ["windowed heads", "contexts in one pool", "share of the bound", "decode tokens/s"]
         headings += ["tokens/s of whole runs", "first token", "between tokens"]
         notes = [provenance(stem, ["mosaic"], document) for stem in stems]
         return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
@@ -360,7 +365,9 @@ def sparse_layer(*sources: Cases) -> Callable[[str], str]:
 
 
 def sparse_choice(stem: str) -> Callable[[str], str]:
-    """Microseconds of the parts of a layer's sparse attention, and the share of choosing, before and now."""
+    """Microseconds of the parts of a layer's sparse attention, and the share of the selection, before and after
+    a change.
+    """
 
     def write(document: str) -> str:
         rows = []
@@ -388,7 +395,7 @@ def sparse_choice(stem: str) -> Callable[[str], str]:
 
 
 def sparse_engine(*stems: str) -> Callable[[str], str]:
-    """Decode tokens a second of the engine with sparse attention and without, by sequences, context and cache."""
+    """Decode tokens per second of the engine with sparse and dense attention, by sequences, context and cache."""
 
     def write(document: str) -> str:
         results = [result for stem in stems for result in read(stem)["results"]]
@@ -409,8 +416,10 @@ def sparse_engine(*stems: str) -> Callable[[str], str]:
 
 
 def speculation(*stems: str) -> Callable[[str], str]:
-    """Tokens a second as a multiple of plain decoding's, and as a share of the bound: a row an acceptance rate. What
-    was measured again stands for what was before."""
+    """Tokens per second relative to plain decoding, and as a share of the bound; one row per acceptance rate.
+
+    Later files replace cases of earlier files.
+    """
 
     def write(document: str) -> str:
         results = [result for stem in stems for result in read(stem)["results"]]
@@ -439,7 +448,7 @@ def multiple(result: dict[str, Any] | None) -> str:
 
 
 def hand_over(*stems: str) -> Callable[[str], str]:
-    """Milliseconds to the first token, of whole steps and of those whose pages leave, here and from another process."""
+    """Milliseconds to the first token, of whole steps and of steps whose pages are exported, in one process and two."""
 
     def write(document: str) -> str:
         rows = []
@@ -451,8 +460,8 @@ def hand_over(*stems: str) -> Callable[[str], str]:
                 arrived = f"{result['arrived_before_first_token']:.0%}"
                 times = [f"{1e3 * whole:.1f}", f"{1e3 * layered:.1f} ({result['cost']:+.1%})", arrived]
                 rows.append([f"{result['prompt_tokens']:,}", *times, str(read(stem)["cards"]), f"{1e3 * apart:.1f}"])
-        headings = ["prompt", "whole steps, ms", "pages leave, ms", "of them on the host by then"]
-        headings += ["cards of two processes", "first token there, ms"]
+        headings = ["prompt", "whole steps, ms", "pages leave, ms", "pages on the host at that time"]
+        headings += ["GPUs of two processes", "first token with two processes, ms"]
         notes = [provenance(stem, [], document) for stem in stems]
         return table(headings, rows) + "\n" + "\n".join(notes) + "\n"
 
@@ -460,7 +469,7 @@ def hand_over(*stems: str) -> Callable[[str], str]:
 
 
 def resources(stem: str) -> Callable[[str], str]:
-    """Registers of a thread and shared memory of a block, of each case's kernel that takes most, by card."""
+    """Registers per thread and shared memory per block of each case's largest kernel, by card."""
 
     def write(document: str) -> str:
         cards = list(read(stem)["cards"])
@@ -484,7 +493,7 @@ def resources(stem: str) -> Callable[[str], str]:
 
 
 def cache_costs(stem: str, cached: str) -> Callable[[str], str]:
-    """Differences of logits by rounding a cache: a row a model and dtype of weights, a column a dtype of the cache."""
+    """Differences of logits by rounding a cache. Rows: model and weight dtype; columns: cache dtypes."""
 
     def write(document: str) -> str:
         cases = [case for case in read(stem)["cases"] if case["cached"] == cached]
@@ -548,8 +557,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plan_decode": plans("plan_decode_varied_nvidia_h200"),
     "engine": engine("engine_v2_lite_nvidia_h200"),
     "engine-later": engine("engine_v2_lite_warmed_nvidia_h200"),
-    "engine-vllm": engine_beside_vllm("engine_v2_lite_beside_vllm_nvidia_h200"),
-    "engine-vllm-h100": engine_beside_vllm("engine_v2_lite_beside_vllm_nvidia_h100"),
+    "engine-vllm": engine_and_vllm("engine_v2_lite_beside_vllm_nvidia_h200"),
+    "engine-vllm-h100": engine_and_vllm("engine_v2_lite_beside_vllm_nvidia_h100"),
     "first-calls": first_calls("startup_in_turns_nvidia_h100"),
     "engine-arrivals": arrivals("serving_v2_lite_nvidia_h100"),
     "engine-sparse": sparse_engine("engine_v32_filled_16_bits_nvidia_h100", "engine_v32_filled_8_bits_nvidia_h100"),
@@ -578,7 +587,7 @@ TABLES: dict[str, Callable[[str], str]] = {
 
 
 def panel(title: str, picked: list[tuple[str, str, str]], contenders: dict[str, list[str]]) -> Panel:
-    """A panel of cases picked as (label, result file, case); `contenders` says which to show of each file."""
+    """A panel of cases selected as (label, result file, case). `contenders` lists the shown contenders of each file."""
     cases: dict[str, dict[str, float]] = {}
     for label, stem, name in picked:
         case = next(case for case in read(stem)["cases"] if case["case"] == name)
@@ -645,12 +654,12 @@ def prefill_panel() -> Panel:
 
 
 def roofline() -> str:
-    title = "Per cent of the roofline that the same card showed in the same run (NVIDIA H200)"
+    title = "Per cent of the roofline, measured on the same card in the same run (NVIDIA H200)"
     return bars(title, [gqa_panel(), mla_panel(), prefill_panel(), engine_panel()], columns=2)
 
 
 def mla_lines() -> str:
-    """The whole grid: heads x queries, each contender over the context's length."""
+    """The whole grid: heads x queries, each contender over the context length."""
     found = {mla_key(case): case for case in GRID}
     contexts = [1024 * 2**i for i in range(6)]
     charts = []
@@ -685,18 +694,18 @@ CHARTS: dict[str, Callable[[], str]] = {
 
 
 def with_tables(document: str, markdown: str) -> str:
-    """The document with each marked table written anew."""
+    """Return the document with each marked table replaced by the current one."""
 
     def replace(found: re.Match[str]) -> str:
         if found[2] not in TABLES:
-            raise ValueError(f"{document} asks for table {found[2]!r}; there are {', '.join(TABLES)}")
+            raise ValueError(f"{document} has the unknown table {found[2]!r}; known tables: {', '.join(TABLES)}")
         return f"{found[1]}\n{TABLES[found[2]](document)}\n{found[3]}"
 
     return MARKED.sub(replace, markdown)
 
 
 def generated() -> dict[str, str]:
-    """All that is made from results, by path."""
+    """All generated text by path."""
     documents = {name: with_tables(name, (ROOT / name).read_text()) for name in DOCUMENTS}
     return documents | {name: draw() for name, draw in CHARTS.items()}
 

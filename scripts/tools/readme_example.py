@@ -1,4 +1,4 @@
-"""Runs the Python blocks of a Markdown file, in order, in one namespace, to test the README's examples.
+"""Run the Python blocks of a Markdown file, in order, in one namespace.
 
 python scripts/tools/readme_example.py README.md
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def python_blocks(markdown: str) -> list[str]:
-    """Finds the contents of the fenced blocks marked python."""
+    """Return the contents of the fenced blocks marked python."""
     return re.findall(r"^```python\n(.*?)^```", markdown, flags=re.DOTALL | re.MULTILINE)
 
 

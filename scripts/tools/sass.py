@@ -1,4 +1,4 @@
-"""Parser of a kernel's listing by nvdisasm or cuobjdump: its instructions, and the loops they form."""
+"""Parser of kernel listings of nvdisasm or cuobjdump: instructions, and the loops that they form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = {
     "float": r"[FHD][A-Z]\w*",
     "other": r"\w*",
 }
-"""Kinds of instructions by opcode; the first pattern that matches decides."""
+"""Instruction groups by opcode; the first matching pattern decides."""
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;/\n]*)")
 JUMP = re.compile(r"BRA|BRXU?|JMP|JMXU?")
@@ -36,7 +36,7 @@ class Instruction:
 
     @property
     def head(self) -> str:
-        """The opcode without its modifiers."""
+        """Opcode without modifiers."""
         return self.opcode.partition(".")[0]
 
     @property
@@ -46,13 +46,14 @@ class Instruction:
     @property
     def multiply_adds(self) -> int:
         """Multiply-adds of a warpgroup's tensor-core instruction, such as HGMMA.64x128x16.F32.BF16; 0 for other
-        instructions."""
+        instructions.
+        """
         shape = re.match(r"[HQI]GMMA\.(\d+)x(\d+)x(\d+)", self.opcode)
         return math.prod(map(int, shape.groups())) if shape else 0
 
     @property
     def operand_bits(self) -> int:
-        """Bits of the operands that a tensor-core instruction multiplies."""
+        """Bits of the operands of a tensor-core instruction."""
         return 8 if self.head in ("QGMMA", "IGMMA") else 32 if "TF32" in self.opcode else 16
 
     @property
@@ -68,17 +69,17 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel's instructions, and for each of them the possible next ones."""
+    """Instructions of a kernel, and the possible successors of each."""
 
     instructions: Sequence[Instruction]
     successors: Sequence[frozenset[int]]
 
 
 def parse(listing: str) -> Kernel:
-    """Parses the listing of one kernel.
+    """Parse the listing of one kernel.
 
     Raises:
-      ValueError: there is none, or it jumps to where it has nothing.
+      ValueError: no kernel, or a jump to a target outside the listing.
     """
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -110,7 +111,9 @@ def _successors(instructions: Sequence[Instruction], places: dict[str, int], n: 
 
 
 def loops(kernel: Kernel) -> list[frozenset[int]]:
-    """Finds the instructions of each natural loop: its first, and those that lead back to it without passing it."""
+    """Return the instructions of each natural loop: its header, and the instructions that lead back to it without
+    passing it.
+    """
     dominators = _dominators(kernel)
     bodies: dict[int, set[int]] = {}
     predecessors: list[list[int]] = [[] for _ in kernel.instructions]
@@ -130,7 +133,7 @@ def loops(kernel: Kernel) -> list[frozenset[int]]:
 
 
 def _dominators(kernel: Kernel) -> dict[int, int]:
-    """Finds, for each reachable instruction, the instructions on every way to it, as a set of bits."""
+    """Return, for each reachable instruction, the instructions on every path to it, as a bit set."""
     dominators = {0: 1}
     waiting = [0]
     while waiting:
@@ -146,7 +149,7 @@ def _dominators(kernel: Kernel) -> dict[int, int]:
 
 
 def main_loops(kernel: Kernel) -> list[list[Instruction]]:
-    """Finds the innermost loops that use tensor cores, each without the loops inside it."""
+    """Return the innermost loops that use tensor cores, each without the loops inside it."""
     found = loops(kernel)
     innermost = set()
     for n, instruction in enumerate(kernel.instructions):

@@ -1,6 +1,6 @@
-"""Communication of a decode step on many GPUs, reckoned from latencies and bandwidths.
+"""Estimate of a decode step's communication on many GPUs, from latencies and bandwidths.
 
-`python -m scripts.tools.scaling` prints the table of docs/scaling.md; its options replace the latencies and bandwidths.
+`python -m scripts.tools.scaling` prints the table of docs/scaling.md; its options set the latencies and bandwidths.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Links:
     """Latencies and bandwidths of exchanges between GPUs.
 
     Attributes:
-      host_us, network_us: of a collective operation without data, within a host and over several.
-      host_gb_s, network_gb_s: bandwidth of a GPU in each direction, to its own host and to others.
+      host_us, network_us: latency of a collective operation without data, within a host and over several hosts.
+      host_gb_s, network_gb_s: bandwidth of a GPU in each direction, to its own host and to other hosts.
     """
 
     host_us: float = 24
@@ -31,7 +31,7 @@ class Links:
         return self.host_us if gpus <= HOST else self.network_us
 
     def all_reduce(self, num_bytes: float, gpus: int) -> tuple[float, float]:
-        """Bytes that a GPU sends in an all-reduce, within a host first, and the microseconds it takes."""
+        """Bytes that a GPU sends in an all-reduce (first within each host), and its microseconds."""
         inside, hosts = min(gpus, HOST), -(-gpus // HOST)
         near = 2 * (inside - 1) / inside * num_bytes
         far = 2 * (hosts - 1) / hosts * num_bytes / inside
@@ -39,35 +39,39 @@ class Links:
         return near + far, us
 
     def all_to_all(self, num_bytes: float, gpus: int) -> tuple[float, float]:
-        """Bytes that a GPU sends of those it has for all GPUs evenly, and the microseconds it takes; the links of the
-        host and of the network are used at once."""
+        """Bytes that a GPU sends if its data is divided evenly among all GPUs, and the microseconds. Host and network
+        links work at the same time.
+        """
         near, far = (num_bytes * count / gpus for count in (min(gpus, HOST) - 1, max(gpus - HOST, 0)))
         us = max(near / self.host_gb_s, far / self.network_gb_s) / 1e3
         return near + far, self.latency_us(gpus) + us
 
     def gather(self, num_bytes: float, gpus: int) -> tuple[float, float]:
-        """Bytes that a GPU gets of those that each of the GPUs has, and the microseconds it takes: those of its like on
-        other hosts first, which it then shares within the host. A reduce-scatter takes the same."""
+        """Bytes that a GPU receives in an all-gather of `num_bytes` per GPU, and its microseconds.
+
+        A GPU first receives the data of its peers on other hosts, and then shares it within the host. A reduce-scatter
+        takes the same time.
+        """
         inside, hosts = min(gpus, HOST), -(-gpus // HOST)
         near, far = (inside - 1) * hosts * num_bytes, (hosts - 1) * num_bytes
         us = self.latency_us(gpus) + near / self.host_gb_s / 1e3 + far / self.network_gb_s / 1e3
         return near + far, us
 
     def among_hosts(self, num_bytes: float, hosts: int) -> tuple[float, float]:
-        """Bytes that a GPU sends of those it has for one GPU on each host evenly, and the microseconds it takes."""
+        """Bytes that a GPU sends if its data is divided evenly among one GPU on each host, and the microseconds."""
         sent = num_bytes * (hosts - 1) / hosts
         return sent, self.network_us + sent / self.network_gb_s / 1e3
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a model that communication and memory follow from, in bfloat16.
+    """Model sizes that determine communication and memory, in bfloat16.
 
     Attributes:
-      hidden: width of a token between layers.
+      hidden: hidden size.
       heads: query heads.
-      layers, moe_layers: all layers, and those with experts.
-      top_k: experts of a token.
+      layers, moe_layers: all layers, and layers with experts.
+      top_k: experts per token.
       expert_gb, other_gb: gigabytes of experts, and of all other weights.
     """
 
@@ -92,8 +96,8 @@ class StepTraffic:
 
     Attributes:
       sent_mb: megabytes that each GPU sends.
-      ms: milliseconds that it takes, if nothing hides it.
-      weights_gb: gigabytes of weights on each GPU.
+      ms: milliseconds without overlap.
+      weights_gb: gigabytes of weights per GPU.
     """
 
     sent_mb: float
@@ -102,15 +106,17 @@ class StepTraffic:
 
 
 def tensor_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
-    """`tensor=N`, and `expert=N` alike: every GPU has all rows, and two sums a layer are added up over all of them."""
+    """`tensor=N` or `expert=N`: every GPU has all rows, and each layer has two all-reduces over all GPUs."""
     sent, us = links.all_reduce(2 * model.hidden * rows * gpus, gpus)
     sums = 2 * model.layers
     return StepTraffic(sums * sent / 1e6, sums * us / 1e3, (model.expert_gb + model.other_gb) / gpus)
 
 
 def data_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
-    """`data=N`: in each layer with experts a gather of all rows and a sum in parts; of over twice as many GPUs as a
-    row has experts, numbers of rows, rows to experts, and results back."""
+    """`data=N`: an all-gather of all rows and a reduce-scatter in each layer with experts.
+
+    If N exceeds twice the number of experts per row, the layer exchanges row counts, rows to experts, and results.
+    """
     if gpus <= 2 * model.top_k:
         sent, us = links.gather(2 * model.hidden * rows, gpus)
         us = 2 * us
@@ -122,7 +128,9 @@ def data_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
 
 
 def host_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
-    """`data=N/8,expert=N`: sums within each host, whose GPUs share its rows, and gathers or exchanges among hosts."""
+    """`data=N/8,expert=N`: all-reduces within each host, whose GPUs share its rows, and all-gathers or exchanges among
+    hosts.
+    """
     hosts = gpus // HOST
     of_sums, layers = tensor_step(model, rows, HOST, links), model.moe_layers
     if gpus <= 2 * model.top_k:
@@ -136,8 +144,9 @@ def host_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
 
 
 def table(links: Links = Links(), rows: int = 64) -> str:
-    """Markdown table for 8, 16 and 64 GPUs, with so many rows for each GPU. Layouts that the heads rule out are not in
-    it."""
+    """Markdown table for 8, 16 and 64 GPUs with `rows` rows per GPU. Layouts that the number of heads does not allow
+    are left out.
+    """
     lines = [
         "| model | GPUs | layout | sent by each, MB | time, ms | weights on each, GB |",
         "|---|---|---|---|---|---|",
@@ -167,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     for (flag, meaning), field in zip(given, dataclasses.fields(Links), strict=True):
         parser.add_argument(flag, type=float, default=field.default, help=f"{meaning} (default: {field.default})")
-    parser.add_argument("--rows", type=int, default=64, help="rows of a decode step for each GPU (default: 64)")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a decode step per GPU (default: 64)")
     options = vars(parser.parse_args(argv))
     rows = options.pop("rows")
     print(table(Links(**options), rows))

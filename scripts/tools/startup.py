@@ -1,10 +1,10 @@
-"""Times the first call of each operation in a process that starts: nothing kept, then kernels and executables kept.
+"""Measure the first call of each operation in a new process, without and with cached kernels and executables.
 
     python -m scripts.tools.startup [--ops paged_decode mla_decode_16 ...] [--json OUT]
 
-Each operation runs in processes of its own, at a serving size: first with empty folders for what is kept (`cold`), then
-with what that left (`warm`), and, for comparison, without kernels kept and without the faster lowering (`plain`).
-Times are seconds of tracing and lowering, which are Python's, and of compiling or loading the executable.
+Each operation runs in separate processes at a serving size: first with empty cache folders (`cold`), then with the
+filled folders (`warm`), and, for comparison, without the kernel cache and the JAX patches (`plain`). The report has the
+seconds of tracing and lowering, which is Python time, and of compiling or loading the executable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODES = ("plain", "cold", "warm")
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """A function and the shapes of its arguments, by name."""
+    """Functions and the shapes of their arguments, by name."""
     import jax
     import jax.numpy as jnp
 
@@ -77,11 +77,11 @@ OPS = (
 
 
 def first_call(op: str) -> dict[str, float]:
-    """Seconds that the first call of an operation takes before it runs."""
+    """Seconds of the first call of an operation before it runs."""
     import jax
 
     function, arguments = calls()[op]
-    jax.devices()  # what the driver takes to start is no kernel's
+    jax.devices()  # exclude the start of the driver
     began = time.perf_counter()
     lowered = jax.jit(function).lower(*arguments)
     traced = time.perf_counter()
@@ -90,14 +90,14 @@ def first_call(op: str) -> dict[str, float]:
 
 
 def in_a_process(op: str, mode: str, folder: Path) -> dict[str, float]:
-    """`first_call` in a process that starts."""
-    kept = {"PALLAS_ATTN_KERNEL_CACHE": str(folder / "kernels"), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
+    """Run `first_call` in a new process."""
+    cached = {"PALLAS_ATTN_KERNEL_CACHE": str(folder / "kernels"), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
     plain = {"PALLAS_ATTN_KERNEL_CACHE": "0", "PALLAS_ATTN_PATCH_JAX": "0"}
     more = {
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
     }
-    environment = os.environ | more | (plain if mode == "plain" else kept)
+    environment = os.environ | more | (plain if mode == "plain" else cached)
     command = [sys.executable, "-m", "scripts.tools.startup", "--first-call", op]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -106,12 +106,12 @@ def in_a_process(op: str, mode: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    """Runs the command line and returns its exit status."""
+    """Run the command line and return its exit status."""
     return exit_status("startup", run)
 
 
 def run() -> int:
-    """Measures what the arguments ask for; raises Failure if the results cannot be written."""
+    """Run the requested measurements. Raise Failure if the results cannot be written."""
     parser = argparse.ArgumentParser(prog="python -m scripts.tools.startup", description=__doc__)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, metavar="OP", help=", ".join(OPS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)

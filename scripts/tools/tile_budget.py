@@ -1,21 +1,22 @@
-"""Compares the instructions of a kernel's main loop for one tile of the cache with the time that the tile's bytes take.
+"""Compare the instructions of a kernel's main loop for one tile of the cache with the time of the tile's memory
+accesses.
 
     make tile-budget
     python scripts/tools/tile_budget.py LISTING ... [--bandwidth 4.3e12] [--multiprocessors 132] [--clock 1.98e9]
                                         [--results benchmarks/results]
 
-A static forecast: if a tile takes more cycles than its bytes, no schedule makes the kernel keep up with the memory.
-Counts are instructions of a warpgroup. It has one warp on each of a multiprocessor's four schedulers, so each takes a
-cycle to issue; `pipe_cycles` has the cycles of its pipe. Both sides of a branch are counted, so a path that few tiles
-take, such as masking, makes the forecast too pessimistic.
+This is a static forecast. If the instructions of a tile take more cycles than its bytes, no schedule lets the kernel
+reach the memory bandwidth. Counts are instructions per warpgroup. A warpgroup has one warp on each of the four
+schedulers of a multiprocessor, so each instruction takes one issue cycle. `pipe_cycles` has the cycles of its pipe.
+Both sides of a branch are counted, so a path that few tiles take, such as masking, makes the forecast too pessimistic.
 
-A listing is nvdisasm's of one kernel under a line such as `// tile: 32768 bytes, 2097152 multiply-adds`. Its main loops
-are the innermost ones with tensor-core instructions. Their multiply-adds tell how many tiles a pass goes through,
-whether the compiler unrolled the loop or several warpgroups share a tile. Instructions of tcgen05 (UTCHMMA), which a
-thread issues for its thread block, do not tell their shapes: a pass of a loop with them is taken for one tile.
+A listing is nvdisasm's output for one kernel after a line such as `// tile: 32768 bytes, 2097152 multiply-adds`. Its
+main loops are the innermost loops with tensor-core instructions. Their multiply-adds give the number of tiles per
+iteration, also if the compiler unrolled the loop or if several warpgroups share a tile. Instructions of tcgen05
+(UTCHMMA), which one thread issues for its CTA, do not show their shape: an iteration with them counts as one tile.
 
-With --results, forecasts of whole calls stand beside times that were measured on an H200 (`MEASURED`): the time of the
-bytes or of the busiest pipe for all tiles, whichever is longer. Their ratio is the error of such forecasts.
+With --results, forecasts of whole calls are compared with times measured on an H200 (`MEASURED`). The forecast is the
+longer of two times for all tiles: bytes, and busiest pipe. The ratio is the error of the forecast.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ from scripts.tools.sass import GROUPS, Instruction, main_loops, parse
 
 ISSUE = "issue"
 PIPES = {"float": ("fma", 128), "integer": ("alu", 64), "convert": ("convert", 64), "exp2": ("exp2", 16)}
-"""Pipe of each group of instructions, and its results per clock on a multiprocessor of compute capability 9.0, from the
-throughput table of the CUDA C++ programming guide."""
+"""Pipe of each instruction group, and its results per clock on a multiprocessor of compute capability 9.0, from the
+throughput table of the CUDA C++ programming guide.
+"""
 PIPES_OF_OPCODES = {
     "IMAD": ("fma", 64),
     "SHFL": ("shuffle", 32),
     **dict.fromkeys(("FMNMX", "FSEL", "FSETP", "HMNMX2", "HSETP2"), ("alu", 64)),
 }
-"""Pipes of single opcodes that differ from their group's."""
+"""Pipes of opcodes that differ from the pipe of their group."""
 SHARED_BYTES = 128
 """Bytes per clock of a multiprocessor's shared memory."""
 TENSOR_BITS = 2048 * 16
-"""Multiply-adds per clock of a multiprocessor's tensor cores, times the bits of a factor."""
+"""Multiply-adds per clock of a multiprocessor's tensor cores, times the operand bits."""
 WARPGROUP = 128
 """Threads of a warpgroup."""
 MEASURED = {
@@ -64,7 +66,7 @@ MEASURED = {
     "ragged-128-128": ("ragged_attention", "32/8x128/128 S1 8192 on 0 bf16"),
     "paged-prefill-d128": ("paged_prefill", "32/8x128 S1 8192 on 0 p64 bf16"),
 }
-"""Operation and case whose times on an H200 are in benchmarks/results, by listing."""
+"""Operation and case with times on an H200 in benchmarks/results, by listing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Budget:
 
     Attributes:
       counts: instructions by group (`sass.GROUPS`).
-      cycles: by pipe, ISSUE among them; they work side by side.
+      cycles: cycles by pipe, including ISSUE. Pipes work in parallel.
       num_bytes: bytes of the tile.
       multiply_adds: multiply-adds of the tile.
     """
@@ -85,32 +87,35 @@ class Budget:
 
     @property
     def busiest(self) -> str:
-        """The slowest pipe."""
+        """The pipe with the most cycles."""
         return max(self.cycles, key=lambda pipe: self.cycles[pipe])
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Copy bandwidth in bytes per second, and clock in hertz; an H200's by default."""
+    """Copy bandwidth (bytes per second) and clock (hertz). The defaults are an H200's."""
 
     bandwidth: float = 4.3e12
     multiprocessors: int = 132
     clock: float = 1.98e9
 
     def arrival_cycles(self, num_bytes: int) -> float:
-        """Cycles in which one multiprocessor receives so many bytes if all receive as many."""
+        """Cycles in which a multiprocessor receives `num_bytes` bytes if all multiprocessors receive the same
+        number.
+        """
         return num_bytes * self.multiprocessors / self.bandwidth * self.clock
 
     def seconds_of(self, budget: Budget, num_bytes: int, flops: int) -> tuple[float, float]:
-        """Seconds that the bytes of a call take, and that the busiest pipe takes for all of its tiles: as many as its
-        bytes or its multiply-adds make, whichever are more.
+        """Seconds for the bytes of a call, and seconds of the busiest pipe for all of its tiles.
+
+        The number of tiles follows from the bytes or the multiply-adds, whichever gives more tiles.
         """
         tiles = max(num_bytes / budget.num_bytes, flops / 2 / budget.multiply_adds)
         return num_bytes / self.bandwidth, tiles * budget.cycles[budget.busiest] / self.multiprocessors / self.clock
 
 
 def pipe_cycles(instruction: Instruction) -> dict[str, float]:
-    """Cycles in which a multiprocessor takes one instruction of a warpgroup, by pipe."""
+    """Cycles of a multiprocessor for one instruction of a warpgroup, by pipe."""
     cycles = {ISSUE: 1.0}
     if found := PIPES_OF_OPCODES.get(instruction.head) or PIPES.get(instruction.group):
         pipe, lanes = found
@@ -123,7 +128,7 @@ def pipe_cycles(instruction: Instruction) -> dict[str, float]:
 
 
 def tile_budget(listing: str) -> Budget:
-    """Computes the budget of a kernel.
+    """Compute the budget of a kernel.
 
     Raises:
       ValueError: no line defines a tile, or no loop uses the tensor cores.
@@ -150,7 +155,7 @@ def _divided(numbers: Mapping[str, float], divisor: float) -> dict[str, float]:
 
 
 def table(budgets: Mapping[str, Budget], card: Card) -> Table:
-    """Makes a table with one row for each kernel."""
+    """Return a table with one row per kernel."""
     result = Table(title="Instructions and cycles per tile", caption="of a warpgroup, on one multiprocessor")
     for heading in ("kernel", *GROUPS, "issue", "busiest pipe", "bytes", "arrive in", "busy"):
         result.add_column(heading, justify="left" if heading in ("kernel", "busiest pipe") else "right")
@@ -169,8 +174,8 @@ def table(budgets: Mapping[str, Budget], card: Card) -> Table:
 
 
 def errors_table(budgets: Mapping[str, Budget], card: Card, results: Path) -> Table:
-    """Makes a table with one row for each kernel of which a time was measured."""
-    result = Table(title="Forecasts of calls beside their times", caption="microseconds")
+    """Return a table with one row per kernel with a measured time."""
+    result = Table(title="Forecasts and measured times of calls", caption="microseconds")
     for heading in ("kernel", "case", "bytes", "busiest pipe", "forecast", "measured", "measured / forecast"):
         result.add_column(heading, justify="left" if heading in ("kernel", "case") else "right")
     for name, budget in budgets.items():
@@ -191,7 +196,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("listings", nargs="+", type=Path)
     for field in dataclasses.fields(Card):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    parser.add_argument("--results", type=Path, metavar="DIR", help="of measured times, beside which to put forecasts")
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="folder of measured times to compare with forecasts"
+    )
     options = parser.parse_args(arguments)
     budgets = {path.stem: tile_budget(path.read_text()) for path in options.listings}
     card = Card(options.bandwidth, options.multiprocessors, options.clock)

@@ -1,7 +1,7 @@
 """Goldens of DeepSeek as models whose latents are wide enough to have scales.
 
-Columns of zeros in a latent change nothing: W_UK and W_UV have zeros there, and the weight of the norm, whose mean of
-squares they shrink, makes up for them. What is left of them is its epsilon, four times as much: 1e-6 of logits.
+Zero columns are added to the latent. W_UK and W_UV have zeros for them, and the norm weight compensates for the smaller
+mean of squares. The only remaining effect is the norm's epsilon, which counts four times as much: 1e-6 of logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ LATENT_DIM = 128
 
 
 def save_wide(golden: Path, directory: Path) -> None:
-    """Writes the checkpoint of a golden with kv_lora_rank = 128, in float32: FP8 blocks times their scales."""
+    """Write the checkpoint of a golden with kv_lora_rank = 128 in float32. FP8 blocks are multiplied by their
+    scales.
+    """
     directory.mkdir(exist_ok=True)
     config = json.loads((golden / "config.json").read_text())
     rank = config.pop("kv_lora_rank")

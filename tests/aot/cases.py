@@ -8,10 +8,10 @@ from tests.aot.case import Case, Cases, DeferredCase, on_b200
 from tests.aot.decode import DECODE, DECODE_MORE, SM100_DECODE
 from tests.aot.engine import ENGINE, SM100_ENGINE, TRITON_ENGINE
 from tests.aot.latent import LATENT, LATENT_MORE
-from tests.aot.mla_seesaw import MLA_SEESAW, MLA_SEESAW_MORE
 from tests.aot.mla_sparse import MLA_SPARSE, MLA_SPARSE_MORE
 from tests.aot.mla_swap_ab import MLA_SWAP_AB, MLA_SWAP_AB_MORE
 from tests.aot.mla_tcgen05 import MLA_TCGEN05, MLA_TCGEN05_MORE
+from tests.aot.mla_two_warpgroup import MLA_TWO_WARPGROUP, MLA_TWO_WARPGROUP_MORE
 from tests.aot.plans import PLANS
 from tests.aot.portable import PORTABLE
 from tests.aot.prefill import PREFILL, PREFILL_MORE, SM100_PREFILL
@@ -30,7 +30,7 @@ FAMILIES: tuple[tuple[str, Mapping[str, Case | DeferredCase]], ...] = (
     ("writes", WRITES | WRITES_MORE),
     ("latent", LATENT | LATENT_MORE),
     ("mla_swap_ab", MLA_SWAP_AB | MLA_SWAP_AB_MORE),
-    ("mla_seesaw", MLA_SEESAW | MLA_SEESAW_MORE),
+    ("mla_two_warpgroup", MLA_TWO_WARPGROUP | MLA_TWO_WARPGROUP_MORE),
     ("mla_sparse", MLA_SPARSE | MLA_SPARSE_MORE),
     ("prefill", PREFILL_MORE | PREFILL),
     ("engine", ENGINE),

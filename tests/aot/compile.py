@@ -21,7 +21,7 @@ from typing import IO
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_attn.jax_patches import faster_lowering
+from pallas_attn.jax_patches.faster_lowering import faster_lowering
 from tests.aot import device, signs
 from tests.aot.case import Case, Cases
 from tests.aot.cases import ALL
@@ -118,14 +118,14 @@ def joins(module: str, output: tuple[int, ...]) -> tuple[str, ...]:
 
 def main(requests: IO[str], card_name: str) -> None:
     gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py: most objects stay alive
-    faster_lowering.apply()
-    signs.check()
-    answers = os.fdopen(os.dup(1), "w")
-    printed, card, cases = Printed(), device.described(card_name), Cases(SAMPLES | ALL)
-    for line in requests:
-        report = compile_case(cases[line.strip()], card, printed)
-        answer = json.dumps(dataclasses.asdict(report))
-        print(f"\n{answer}", file=answers, flush=True)  # on a line of its own after any other output
+    with faster_lowering():
+        signs.check()  # wraps lowering rules, so the replacements must be in effect
+        answers = os.fdopen(os.dup(1), "w")
+        printed, card, cases = Printed(), device.described(card_name), Cases(SAMPLES | ALL)
+        for line in requests:
+            report = compile_case(cases[line.strip()], card, printed)
+            answer = json.dumps(dataclasses.asdict(report))
+            print(f"\n{answer}", file=answers, flush=True)  # on a line of its own after any other output
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`paged_decode`: every configuration that config.py or a packaged tuning can choose, features, and calls."""
+"""Compile-gate cases of `paged_decode`: every configuration of config.py and of packaged tunings, features,
+and calls.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ CACHES: dict[str, tuple[Any, Any]] = {
 }
 HEAD_DIMS = (64, 128, 256)
 OPERATION = "paged_decode/mosaic"
-"""Operation under which tunings are packaged."""
+"""Operation name of packaged tunings."""
 
 paged_decode = functools.partial(pallas_attn.paged_decode, return_lse=True, implementation="mosaic")
 
@@ -60,13 +62,13 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Parameters that the kernel is compiled for and its sizes depend on, and the page size.
+    """Parameters that the kernel is compiled for and that determine its sizes.
 
     Attributes:
       cache: name in `CACHES`.
-      columns: query rows of a KV head that a program takes at once.
+      columns: query rows of a KV head per CTA.
       out: dtype of the output.
-      card: that it is compiled for.
+      card: target card.
     """
 
     cache: str
@@ -94,12 +96,12 @@ class Configuration:
 
     @property
     def terms(self) -> int:
-        """Number of 16-bit terms whose sum is a query."""
+        """Number of 16-bit parts whose sum is a query."""
         return 2 if self.cache.endswith("-channel") else 1
 
     @property
     def key(self) -> PagedDecodeKey:
-        """Key under which its sizes are looked up."""
+        """Key of the configuration's sizes."""
         token_scales = self.cache.endswith(("-group", "-token"))
         out_bytes = jnp.dtype(self.out).itemsize
         sizes = self.head_dim, self.cache_bytes, token_scales, self.columns, self.terms, out_bytes
@@ -124,12 +126,12 @@ class Configuration:
         return allocated(PagedKV, spec)
 
     def plan(self, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH) -> Any:
-        """Plan of `plan_decode` for a batch, as shapes, which are the same for any window."""
+        """Shapes of a plan of `plan_decode` for a batch; they are the same for any window."""
         implementation = "mosaic_sm100" if self.card == "B200" else "mosaic_sm90"
         return plan_shapes(self.page_size, KV_HEADS, 264, mode, batch, implementation)
 
     def arguments(self, queries: int = 1, num_pages: int = BATCH * PAGES, batch: int = BATCH) -> dict[str, Any]:
-        """Shapes of a call of so many queries, with as many heads as fill the columns."""
+        """Shapes of a call with `queries` queries, and the number of heads that fills the columns."""
         q_dtype = jnp.float16 if self.cache == "f16" else jnp.bfloat16
         return {
             "q": shape(batch, queries, self.columns // queries * KV_HEADS, self.head_dim, dtype=q_dtype),
@@ -141,18 +143,18 @@ class Configuration:
 
     @property
     def tile(self) -> Tile:
-        """Tile of `TOKENS` tokens, whatever the kernel takes at once; on a B200 of as many as it takes."""
+        """Tile of `TOKENS` tokens, or on a B200 of the kernel's number of tokens."""
         elements = (self.config.tile_tokens if self.card == "B200" else TOKENS) * self.head_dim
         return Tile(2 * elements * self.cache_bytes, (self.terms + 1) * elements * self.columns)
 
     def scratch_bytes(self, sizes: DecodeConfig) -> int:
-        """Shared memory of the kernel of `arguments`, which packs no queries."""
+        """Shared memory of the kernel for `arguments`, which does not pack queries."""
         tile = replace(self.decode_tile(sizes.tile_tokens), packs_queries=False, scales=self.scales)
         return scratch_bytes(tile, sizes.stages)
 
     @deferred
     def case(self, arguments: Mapping[str, Any] | None = None, *, device: str = "untuned", **static: Any) -> Case:
-        """Call with the sizes that are packaged for a device, or the heuristic ones."""
+        """Call with the sizes that are packaged for a device, or with heuristic sizes."""
 
         on_device = mock.patch.object(tuning, "device_name", return_value=device)
 
@@ -178,7 +180,7 @@ class Configuration:
 
 
 def widths(cache: str, head_dim: int) -> range:
-    """Numbers of columns that a program can take at once."""
+    """Possible numbers of columns of a CTA."""
     return range(8, max_columns(head_dim, jnp.dtype(CACHES[cache][0]).itemsize) + 1, 8)
 
 
@@ -187,7 +189,7 @@ def widest(cache: str, head_dim: int) -> int:
 
 
 def configurations() -> list[Configuration]:
-    """One configuration for each possible key and each cache of it; then other pages."""
+    """One configuration for each possible key and each of its caches; then other page sizes."""
     every = [
         Configuration(cache, head_dim, columns, out)
         for cache, head_dim in itertools.product(CACHES, HEAD_DIMS)
@@ -203,7 +205,7 @@ CONFIGURATIONS = configurations()
 
 
 def sm100_configurations() -> list[Configuration]:
-    """Do as `configurations`, for a B200."""
+    """Like `configurations`, for a B200."""
     every = [
         Configuration(cache, head_dim, columns, out, card="B200")
         for cache, head_dim, out in itertools.product(CACHES, HEAD_DIMS, (jnp.bfloat16, jnp.float32))
@@ -218,15 +220,15 @@ SM100_CONFIGURATIONS = sm100_configurations()
 
 
 def tunings() -> dict[str, list[PagedDecodeKey]]:
-    """Keys for which each device has packaged tunings."""
-    folder = resources.files(pallas_attn) / "tuned"
+    """Keys with packaged tunings, by device."""
+    folder = resources.files(pallas_attn) / "runtime" / "tuned"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
     entries = {file.name.removesuffix(".json"): json.loads(file.read_text()).get(OPERATION, ()) for file in files}
     return {device: [PagedDecodeKey(**entry["key"]) for entry in found] for device, found in entries.items()}
 
 
 def tuned() -> Iterator[tuple[str, Configuration]]:
-    """Configurations with packaged tunings, and their devices: each cache that a key may be for."""
+    """Configurations with packaged tunings, and their devices. A key may apply to several caches."""
     for device, keys in tunings().items():
         for key, cache in itertools.product(keys, CACHES):
             out = jnp.float32 if key.out_bytes == 4 else jnp.bfloat16
@@ -251,21 +253,21 @@ def sinks(columns: int) -> dict[str, Any]:
 
 
 def q_scales(configuration: Configuration, queries: int = 1) -> dict[str, Any]:
-    """Scales of 8-bit queries, over caches that take such."""
+    """Scales of 8-bit queries, for float8 caches; otherwise empty."""
     scales = shape(BATCH, queries, configuration.columns // queries * KV_HEADS, dtype=jnp.float32)
     return {"q_scale": scales} if CACHES[configuration.cache][0] == jnp.float8_e4m3fn else {}
 
 
 @deferred
 def fp8_queries(**changes: Any) -> DeferredCase:
-    """Call with 8-bit queries, of which only the scales are news to the kernel."""
+    """Call with 8-bit queries. The kernel differs only in the scales."""
     fp8 = Configuration("fp8-head", **changes)
     return fp8.case(fp8.arguments() | q_scales(fp8))
 
 
 @deferred
 def sm100_fp8_products(c: Configuration) -> DeferredCase:
-    """Call in which fp8 queries are multiplied with keys as cached: their sizes are their own."""
+    """Call in which fp8 queries are multiplied with keys as cached. It has other sizes."""
     sizes = mosaic_sm100_config(c.key, fp8_products=True)
     tile = replace(c.decode_tile(sizes.tile_tokens), q_dtype=jnp.float8_e4m3fn, scales=c.scales)
     return c.case(c.arguments() | q_scales(c)).replace(
@@ -277,7 +279,7 @@ def sm100_fp8_products(c: Configuration) -> DeferredCase:
 
 @deferred
 def blocks() -> DeferredCase:
-    """Call of 12 heads and 8 queries, which takes two blocks of columns."""
+    """Call with 12 heads and 8 queries, which takes two blocks of columns."""
     columns = QueryPacking(group=12, queries=8, limit=max_columns(128, 2))
     q = shape(BATCH, columns.queries, columns.group * KV_HEADS, 128)
     return replace(BF16, columns=columns.width).case(BF16.arguments() | {"q": q})
@@ -299,7 +301,7 @@ def features() -> dict[str, DeferredCase]:
 
 @deferred
 def group_of_4(head_dim: int) -> DeferredCase:
-    """Call in which half of the columns are padding, and the kernel itself packs the queries."""
+    """Call in which half of the columns are padding, and the kernel packs the queries."""
     few = replace(BF16, head_dim=head_dim)
     case = few.case(few.arguments() | {"q": shape(BATCH, 1, 4 * KV_HEADS, head_dim)})
     return case.replace(scratch_bytes=scratch_bytes(few.decode_tile(few.config.tile_tokens), few.config.stages))
@@ -307,13 +309,13 @@ def group_of_4(head_dim: int) -> DeferredCase:
 
 @deferred
 def one_sequence() -> DeferredCase:
-    """Call whose partial states are merged by programs with fewer columns."""
+    """Call whose partial states are merged in blocks of fewer columns."""
     wide = replace(BF16, columns=32)
     return wide.case(wide.arguments(batch=1) | sinks(32))
 
 
 def unlike() -> dict[str, DeferredCase]:
-    """Calls unlike those of the configurations."""
+    """Calls that no configuration covers."""
     plain = BF16.arguments()
     return {
         **{f"bf16-d{head_dim}-group-of-4": group_of_4(head_dim) for head_dim in HEAD_DIMS},
@@ -328,11 +330,13 @@ def unlike() -> dict[str, DeferredCase]:
 
 @deferred
 def all_features(configuration: Configuration) -> DeferredCase:
-    """Call that needs the most registers: all features at once, over the smallest pages."""
+    """Call with the most registers: all features together, over the smallest pages."""
     wide = replace(configuration, page_size=16, out=jnp.float32)
     arguments = wide.arguments(queries=4) | drafts(4) | sinks(wide.columns // 4) | HEAD_WINDOWS | HEAD_TABLES
     arguments |= q_scales(wide, queries=4)
-    return wide.case(arguments, soft_cap=50.0).replace(blocks=1)  # what else takes registers, sizes are not chosen by
+    return wide.case(arguments, soft_cap=50.0).replace(
+        blocks=1
+    )  # heuristics do not consider the registers of these features
 
 
 # --- calls
@@ -351,7 +355,7 @@ LAYERS = 4
 
 
 def layers(q: Any, kv: PagedKV, block_tables: Any, kv_lens: Any, plan: Any) -> Any:
-    """A step of a model whose layers share one pool, each with pages of its own."""
+    """A step of a model whose layers share one pool, each with separate pages."""
     pages = kv.k.shape[0] // LAYERS
     slots = pallas_attn.slot_mapping(
         block_tables, jnp.arange(BATCH + 1, dtype=jnp.int32), kv_lens, page_size=kv.k.shape[2], length=BATCH
@@ -391,14 +395,14 @@ def calls() -> dict[str, DeferredCase]:
     }
 
 
-# --- all of them
+# --- all cases
 
 CONTRASTS = ("bf16", "int8-head", "fp8-token")
 """Caches that differ most from each other."""
 
 
 def is_typical(c: Configuration) -> bool:
-    """Whether others are much like it."""
+    """Whether the configuration represents similar ones."""
     if c != Configuration(c.cache, c.head_dim, c.columns):
         return False
     if c.cache in CONTRASTS:
@@ -424,11 +428,11 @@ DECODE_MORE: dict[str, DeferredCase] = {
     **{f"{c}@{device}": c.case(device=device) for device, c in tuned()},
     **{f"paged-decode-{name}": case for name, case in features().items()},
 }
-"""All configurations and calls, and each feature by itself."""
+"""All configurations and calls, and each feature separately."""
 
 
 def sm100() -> dict[str, DeferredCase]:
-    """All configurations for a B200, the widest with all features at once, and calls unlike those."""
+    """All configurations for a B200, the widest with all features together, and calls that no configuration covers."""
     plain = Configuration("bf16", columns=16, card="B200")
     arguments = plain.arguments()
     wide = [c for c in SM100_CONFIGURATIONS if c.page_size == 16]

@@ -1,8 +1,7 @@
-"""Steps of the engine, and whatever is chosen by itself: layers of DeepSeek-V2-Lite's widths, one dense and two of
-experts, and of gpt-oss-20b's, with its own windows or heads of unlike ones. For a B200 layers of DeepSeek-V3's widths
-and of Qwen3-8B's, too. In Triton they are compiled for an H200 and, where nothing else has kernels, for an L4. Every
-step has to be one CUDA graph.
-"""
+"""Compile-gate cases of whole engine steps. Models: layers of DeepSeek-V2-Lite's widths (one dense, two with experts),
+and of gpt-oss-20b's, with its own windows or with windows per head. For a B200 also layers of DeepSeek-V3's and of
+Qwen3-8B's widths. Triton kernels are compiled for an H200, and for an L4 if nothing else has kernels there. Every step
+must be one CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from flax import nnx
 from models.config import GQA_PRESETS, PRESETS, GQAConfig, HeadWindows, ModelConfig
 from models.decoder import AttentionSettings, Decoder, split_model
 from models.engine import DraftRows, DraftTree, NGramProposer, Proposer, Speculation
+from models.engine.compile_options import gpu_options
 from models.engine.config import Bucket, EngineConfig, RunnerConfig
 from models.engine.group_sizes import group_sizes
-from models.engine.runner import gpu_options
 from models.engine.speculation.step import allocate_state, proposer_sizes, run_speculative_step
-from models.engine.step.layered import LayeredStep, apply_piece
+from models.engine.step.layered import LayeredStep, apply_layer_range
 from models.engine.step.packed import PackedStep
 from models.engine.step.plain import run_step
 from pallas_attn import FULL
@@ -42,7 +41,7 @@ QWEN3 = dataclasses.replace(
 HEADS = HeadWindows((FULL,) * 2 + (4096,) * 6, (0,) * 2 + (64,) * 6)
 
 UNTIMED: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-"""Options for compiling without a card: XLA's own kernels for some products have no sizes before they are timed."""
+"""Options for compilation without a card, where XLA cannot time candidates to choose the tile sizes of its kernels."""
 
 SIZES = RunnerConfig(
     num_pages=32768,
@@ -63,7 +62,8 @@ def step(
     speculate: Speculation | None = None,
     temporaries: int = 512 * 2**20,
 ) -> Case:
-    """A step of a bucket: all that it makes beside its caches are activations, at most those of all rows' experts."""
+    """Case of a bucket's step. Apart from its caches it may allocate only activations, at most the activations of all
+    experts of all rows."""
     model = nnx.eval_shape(lambda: Decoder(config, settings, jnp.bfloat16))
     sizes = _sizes(config, speculate)
     arguments = _arguments(model, sizes, bucket)
@@ -87,18 +87,18 @@ def step(
 
 
 @deferred
-def first_piece(config: ModelConfig, bucket: Bucket, num_pieces: int) -> Case:
-    """The first layers of a step that is launched in pieces, and what comes before them, as a single program: those of
-    layers alone take plans, whose shapes depend on the card."""
+def first_layers(config: ModelConfig, bucket: Bucket, num_programs: int) -> Case:
+    """The first layers of a step that is split into programs, together with the inputs of all layers, as one program. A
+    program of layers alone takes plans, whose shapes depend on the card."""
     model, sizes = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16)), _sizes(config)
-    layered = LayeredStep(model, sizes, num_pieces)
-    layers, arguments = layered.layers[: layered.pieces[0].stop], _arguments(model, sizes, bucket)
+    layered = LayeredStep(model, sizes, num_programs)
+    layers, arguments = layered.layers[: layered.layer_ranges[0].stop], _arguments(model, sizes, bucket)
     arguments["caches"] = arguments["caches"][: len(layers)]
 
     def call(weights: Any, caches: Any, last_tokens: Any, packed: Any) -> Any:
         x, *shared = layered.begin(bucket, weights, caches[0], packed, last_tokens)
         kinds, own = [layer.kind for layer in layers], [layer.weights(weights) for layer in layers]
-        return apply_piece(kinds, own, caches, x, None, *shared)
+        return apply_layer_range(kinds, own, caches, x, None, *shared)
 
     return Case(
         call,
@@ -136,9 +136,8 @@ def _arguments(model: Decoder, sizes: RunnerConfig, bucket: Bucket) -> dict[str,
 
 
 def _packed_output(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
-    """Shape of the array that decode rows and chunks of a mixed step are written to. With latents, XLA's products with
-    W_UV and its merges of prefixes come after the kernels, and what joins them is fused with those.
-    """
+    """Shape of the array to which decode rows and chunks of a mixed step are written. With latents, XLA fuses the
+    concatenation with its products with W_UV and the merges of prefixes, which follow the kernels."""
     if not isinstance(config, GQAConfig) or not (bucket.decode_rows and bucket.prefill_tokens):
         return ()
     tokens = bucket.decode_rows * (1 + bucket.num_drafts) + bucket.prefill_tokens
@@ -153,7 +152,7 @@ def _last_tokens(config: ModelConfig, sizes: RunnerConfig) -> Any:
 
 
 class Forking(Proposer):
-    """Proposes the newest token at every place, twice at the first."""
+    """Proposes the newest token at every position, twice at the first."""
 
     makes_trees = True
 
@@ -170,15 +169,15 @@ ENGINE = {
     "engine-one-row": step(V2_LITE, Bucket(1, 0)),
     "engine-mixed": step(V2_LITE, MIXED),
     "engine-few-prompts": step(V2_LITE, Bucket(64, 512)),
-    "engine-piece": first_piece(V2_LITE, MIXED, 2),
-    "engine-gpt-oss-piece": first_piece(GPT_OSS, MIXED, 2),
+    "engine-piece": first_layers(V2_LITE, MIXED, 2),
+    "engine-gpt-oss-piece": first_layers(GPT_OSS, MIXED, 2),
     "engine-gpt-oss-decode": step(GPT_OSS, DECODE),
     "engine-gpt-oss-mixed": step(GPT_OSS, MIXED),
     "engine-head-windows-mixed": step(dataclasses.replace(GPT_OSS, windows=(HEADS, None)), MIXED),
     "engine-drafts": step(V2_LITE, DRAFTS, speculate=NGRAM),
     "engine-tree": step(V2_LITE, DRAFTS, speculate=TREE),
     "engine-qwen3-tree": step(QWEN3, DRAFTS, speculate=TREE, temporaries=1280 * 2**20),
-    # Logits of 320 rows in float32 are 257 MB, of which verifying drafts holds four arrays.
+    # Verifying drafts holds four arrays of logits: 320 rows in float32 are 257 MB each.
     "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM, temporaries=1280 * 2**20),
     "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
     "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
@@ -211,4 +210,4 @@ SM100_ENGINE = on_b200(
         for bucket in BUCKETS.buckets()
     }
 )
-"""For a B200 every bucket of an engine, of decode rows and prefill tokens."""
+"""Every bucket of an engine on a B200: (decode rows, prefill tokens)."""

@@ -1,4 +1,4 @@
-"""`write_latent` and `gather_latent` on Hopper at the widths of models, and `mla_prefill` with them."""
+"""Compile-gate cases of `write_latent`, `gather_latent` and `mla_prefill` on Hopper, at the widths of models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WIDTHS = ((512, 64), (256, 32), (128, 32), (256, 64), (448, 64))
 DTYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 PAGE_SIZE, SEQUENCES, TABLE_PAGES, TOKENS = 64, 8, 2048, 4096
 BLOCKS = 5
-"""Blocks of each kernel that should share a multiprocessor: each has 18 KB of latents on their way, so five have more
-than twice what keeps a multiprocessor's share of the memory busy."""
+"""Required CTAs per SM of each kernel. Each CTA has 18 KB in flight; five have more than twice the bytes in flight that
+saturate an SM's share of the memory bandwidth."""
 
 MOVES = functools.partial(Case, cache="cache", tensor_cores=False, temporaries=1024, blocks=BLOCKS)
 
@@ -64,7 +64,7 @@ DEEPSEEK = paged_latent(512, 64, jnp.bfloat16)
 
 @deferred
 def layers_in_scan() -> Case:
-    """Write the layers of a step, one after the other, to a cache that a loop carries."""
+    """Write the layers of a step in a scan whose carry is the cache."""
 
     def steps(cache: PagedLatent, latent: jax.Array, slots: jax.Array) -> PagedLatent:
         return lax.scan(lambda cache, step: (write_latent(cache, *step), None), cache, (latent, slots))[0]
@@ -77,7 +77,7 @@ HEADS, NOPE, PIECE_TOKENS = 16, 128, 4096
 
 
 def prefill_arguments(table_pages: int, tokens: int = TOKENS, sequences: int = SEQUENCES, heads: int = HEADS) -> Any:
-    """Shapes of a chunk of DeepSeek-V2-Lite's, or of a model with more heads."""
+    """Return the shapes of a prefill chunk, by default of DeepSeek-V2-Lite."""
     return {
         "cache": DEEPSEEK,
         "q_nope": shape(tokens, heads, NOPE),
@@ -96,10 +96,10 @@ mla_prefill = functools.partial(pallas_attn.mla_prefill, sm_scale=0.1, implement
 
 @deferred
 def prefill(table_pages: int) -> Case:
-    """A chunk over expanded prefixes.
+    """Return a case of a chunk over expanded prefixes.
 
-    Its temporaries are keys and values of a piece and of the chunk, once as they are multiplied and once put together,
-    and outputs and LSEs of the chunk, those merged and those to come.
+    Temporaries are: keys and values of a piece and of the chunk, before and after concatenation; outputs and LSEs of
+    the chunk, merged and of the next piece.
     """
     call = functools.partial(mla_prefill, absorbed=False, piece_tokens=PIECE_TOKENS)
     expanded = (PIECE_TOKENS + TOKENS) * HEADS * 2 * (2 * NOPE + 64) * 2
@@ -110,10 +110,10 @@ def prefill(table_pages: int) -> Case:
 
 @deferred
 def short_prefill(tokens: int, sequences: int, heads: int) -> Case:
-    """A chunk over absorbed prefixes, or over such as the device decides for.
+    """Return a case of a chunk for which the device chooses absorbed or expanded prefixes.
 
-    Its temporaries are queries and outputs in latent space, partial states of as many rows as there are programs and
-    blocks of them, and keys and values of a piece.
+    Temporaries are: queries and outputs in latent space; partial states, one per token and CTA; keys and values of a
+    piece.
     """
     latent = 2 * tokens * heads * (576 + 512) * 2
     partial_states = (tokens + 132) * 128 * 512 * 4
@@ -148,6 +148,6 @@ LATENT_MORE = {
     for (name, make), dtype, (latent_dim, rope_dim) in itertools.product(
         (("write", write), ("gather", gather)), DTYPES, WIDTHS
     )
-    if (dtype, latent_dim) != ("bf16", 512)  # which are among those above
+    if (dtype, latent_dim) != ("bf16", 512)  # in `LATENT`
 }
-"""Every width and dtype, and the other short chunks."""
+"""All widths and dtypes, and other short chunks."""

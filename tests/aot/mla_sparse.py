@@ -1,4 +1,4 @@
-"""The kernel of `mla_sparse` for Hopper: heads, widths and dtypes of latents, decode rows and chunks, few rows."""
+"""Compile-gate cases of Hopper's `mla_sparse` kernels: heads, widths, dtypes, numbers of tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_attn
 from pallas_attn import PagedLatent, latent_cache_spec
 from pallas_attn.mosaic.primitives import shared_memory
-from pallas_attn.ops.mla_sparse.mosaic_raw import RawSparseScratch, RawSparseStatic
-from pallas_attn.ops.mla_sparse.mosaic_sm90 import SparseScratch, SparseStatic
+from pallas_attn.ops.mla_sparse import mosaic_bf16
+from pallas_attn.ops.mla_sparse.mosaic_fp8 import SparseFp8Scratch
+from pallas_attn.ops.mla_sparse.mosaic_items import SparseStatic
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 from tests.aot.case import Case, DeferredCase, Tile, allocated, deferred, shape
 
@@ -25,13 +26,16 @@ mla_sparse = functools.partial(pallas_attn.mla_sparse, sm_scale=0.1, return_lse=
 
 @dataclass(frozen=True)
 class Configuration:
-    """Parameters that the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
-      heads: query heads, a block of rows for each 64.
-      tokens: query tokens; the slots of few are shared by several programs.
-      quantised: whether latents have 8 bits.
-      out: dtype of the output; None for the queries'.
+      latent_dim: L.
+      heads: query heads. Every 64 heads are a block of rows.
+      tokens: query tokens. With few tokens, several CTAs share the slots of a token.
+      quantised: whether latents are fp8.
+      dtype: dtype of queries and of 16-bit latents.
+      out: dtype of the output; None for the dtype of the queries.
+      pages: pages of the pool.
     """
 
     latent_dim: int = 512
@@ -78,19 +82,19 @@ class Configuration:
         facts = {
             "latent_dim": self.latent_dim,
             "top_k": TOP_K,
-            "heads": -(-self.heads // 8) * 8,  # rows of a block over 8 bits; over 16 it has 64 always
+            "heads": -(-self.heads // 8) * 8,  # rows of a block over fp8 latents; 64 over 16-bit latents
             "splits": 1,
             "sm_scale": 0.1,
         }
         if self.quantised:
-            return shared_memory.block_bytes(RawSparseScratch.types(RawSparseStatic(**facts), self.dtype))
+            return shared_memory.block_bytes(SparseFp8Scratch.types(SparseStatic(**facts), self.dtype))
         reductions = plgpu.CompilerParams().reduction_scratch_bytes
-        types = SparseScratch.types(SparseStatic(**facts), self.dtype)
+        types = mosaic_bf16.scratch_types(SparseStatic(**facts), self.dtype)
         return shared_memory.block_bytes(types, reduction_bytes=reductions)
 
     @deferred
     def case(self) -> Case:
-        """Call of the configuration. Of all temporaries, partial states take most: 128 KB for each share of 64 rows."""
+        """Return a case. Partial states are the largest temporaries: 128 KB for each split of 64 rows."""
         return Case(
             functools.partial(mla_sparse, out_dtype=self.out),
             self.arguments,
@@ -102,7 +106,7 @@ class Configuration:
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every number of heads and kind of cache, of decode rows, few rows, and a chunk; then widths and dtypes."""
+    """Return all numbers of heads and kinds of cache for 8, 128 and 2,048 tokens, then widths and dtypes."""
     for quantised in (False, True):
         for heads in (16, 64, 128):
             for tokens in (8, 128, 2048):
@@ -123,4 +127,4 @@ MLA_SPARSE_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in configurations()},
     "mla-sparse-large-pool": Configuration(pages=2**18).case(),
 }
-"""All configurations, and a pool of more than 2**32 elements."""
+"""All configurations, and a pool with more than 2**32 elements."""

@@ -1,4 +1,4 @@
-"""The swap-AB kernel of `mla_decode`, for few query rows: widths of latents, of tiles and of pages, drafts, plans."""
+"""Compile-gate cases of the swap-AB kernel of `mla_decode`: widths, columns, page sizes, drafts, plans."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Parameters that the kernel is compiled for.
+    """Compile-time parameters of the kernel.
 
     Attributes:
-      columns: query rows that a program takes at once: heads, unless there are several queries.
+      latent_dim, rope_dim: L, R.
+      columns: query rows per CTA: heads times queries.
+      page_size: tokens of a page.
       out: dtype of the output.
-      quantised: whether latents have 8 bits.
+      dtype: dtype of queries and of 16-bit latents.
+      quantised: whether latents are fp8.
     """
 
     latent_dim: int = 512
@@ -57,7 +60,7 @@ class Configuration:
 
     @property
     def key(self) -> SwapAbKey:
-        """Key under which its sizes are looked up."""
+        """Key of the configuration's sizes."""
         out_bytes = jnp.dtype(self.out).itemsize
         return SwapAbKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size, self.quantised)
 
@@ -65,7 +68,7 @@ class Configuration:
         return plan_shapes(self.page_size, 1, num_programs, mode, batch)
 
     def arguments(self, queries: int = 1, heads: int | None = None, batch: int = BATCH) -> dict[str, Any]:
-        """Shapes of a call of so many queries, with as many heads as fill the columns unless given."""
+        """Return the shapes of a call. By default the number of heads fills the columns."""
         spec = latent_cache_spec(
             num_pages=BATCH * PAGES,
             page_size=self.page_size,
@@ -119,7 +122,7 @@ class Configuration:
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every width with every number of columns, and other pages, another dtype, and small ones with a third stage."""
+    """Return all widths with all numbers of columns and page sizes, float16, and small tiles with a third stage."""
     for latent_dim, rope_dim in WIDTHS:
         for columns in range(8, max_columns(jnp.float32) + 1, 8):
             yield Configuration(latent_dim, rope_dim, columns, out=jnp.float32)
@@ -140,7 +143,7 @@ def configurations() -> Iterator[Configuration]:
 
 @deferred
 def drafts(configuration: Configuration, queries: int) -> DeferredCase:
-    """Call with draft trees."""
+    """Return a case with draft trees."""
     mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
     return configuration.case(configuration.arguments(queries) | mask)
 

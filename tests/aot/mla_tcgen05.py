@@ -1,4 +1,6 @@
-"""`mla_decode` on Blackwell: widths of latents and of pages, numbers of query rows, dtypes, drafts, and plans."""
+"""Compile-gate cases of `mla_decode` on Blackwell: widths of latents, page sizes, numbers of query rows, dtypes,
+drafts, and plans.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import jax.numpy as jnp
 
 import pallas_attn
 from pallas_attn import PagedLatent
+from pallas_attn.mosaic.blackwell.mla_decode import REDUCTION_BYTES, TcgenScratch, TcgenStatic, choose_static
 from pallas_attn.mosaic.primitives import shared_memory
-from pallas_attn.ops.mla_decode.mosaic_tcgen05 import REDUCTION_BYTES, TcgenScratch, TcgenStatic, choose_static
 from tests.aot import mla_swap_ab
 from tests.aot.case import Case, DeferredCase, deferred, shape
 from tests.aot.mla_swap_ab import BATCH, WIDTHS
@@ -28,10 +30,10 @@ class Configuration:
     """Parameters that the kernel is compiled for.
 
     Attributes:
-      heads: query heads; up to 64 rows are columns of O, more are its rows.
-      queries: of a sequence.
-      out: dtype of the output; None for the queries'.
-      tree: drafts have a mask.
+      heads: query heads. Up to 64 query rows are columns of O; more are its rows.
+      queries: queries of a sequence.
+      out: dtype of the output; None for the queries' dtype.
+      tree: whether drafts have a mask.
     """
 
     latent_dim: int = 512
@@ -64,11 +66,11 @@ class Configuration:
         )
 
     def arguments(self, mode: Mode = "balanced", batch: int = BATCH) -> dict[str, Any]:
-        """Shapes of a call, with a plan for as many programs as a B200 runs at once."""
+        """Shapes of a call, with a plan for the number of CTAs that a B200 runs at the same time."""
         shapes = mla_swap_ab.Configuration(
             self.latent_dim, self.rope_dim, page_size=self.page_size, dtype=self.dtype
         ).arguments(self.queries, self.heads, batch)
-        programs = max(1, MULTIPROCESSORS // self.static.programs(self.queries * self.heads))
+        programs = max(1, MULTIPROCESSORS // self.static.ctas(self.queries * self.heads))
         plan = plan_shapes(self.page_size, 1, programs, mode, batch, "mosaic_sm100")
         mask = shape(batch, self.queries, self.queries, dtype=jnp.bool_) if self.tree else None
         return shapes | {"draft_mask": mask, "plan": plan}
@@ -102,7 +104,7 @@ ALL_WIDTHS = [(latent_dim, rope_dim) for latent_dim in range(64, 513, 64) for ro
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every width with every number of columns of O, and with rows; then other pages, dtypes and drafts."""
+    """Every width with every number of columns of O, and with rows; then other page sizes, dtypes and drafts."""
     for latent_dim, rope_dim in ALL_WIDTHS:
         for heads in (16, 32, 48, 64, 128):
             yield Configuration(latent_dim, rope_dim, heads, page_size=16)
@@ -115,7 +117,7 @@ def configurations() -> Iterator[Configuration]:
 
 @deferred
 def without(configuration: Configuration, *names: str) -> DeferredCase:
-    """Call without some arguments, which the operation then makes."""
+    """Call without some arguments, which the operation then computes."""
     return configuration.case({k: v for k, v in configuration.arguments().items() if k not in names})
 
 

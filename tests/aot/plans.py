@@ -1,4 +1,4 @@
-"""`plan_decode` on Hopper: one kernel, whatever the sizes."""
+"""Compile-gate cases of `plan_decode` on Hopper: one kernel for any sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def step(batch: int, page_size: int = PAGE_SIZE, kv_heads: int = KV_HEADS) -> di
 def plan_shapes(
     page_size: int, kv_heads: int, num_programs: int, mode: Mode, batch: int, implementation: str = "mosaic_sm90"
 ) -> DecodePlan:
-    """Shapes of a plan for a Mosaic kernel; `fitted` says for which call. Tracing one takes half a second."""
+    """Shapes of a plan for a Mosaic kernel. `fitted` sets the call that it was made for. Tracing a plan would take half
+    a second.
+    """
     rows, rows_plus_1, programs_plus_1 = (
         shape(n, dtype=jnp.int32) for n in (batch * kv_heads, batch * kv_heads + 1, num_programs + 1)
     )
@@ -47,7 +49,7 @@ def plan_shapes(
 
 
 def fitted(arguments: Mapping[str, Any], window: int | None = None) -> dict[str, Any]:
-    """The arguments of a decode call, its plan as if it had been made for just that call."""
+    """Arguments of a decode call, with a plan marked as made for this call."""
     plan = arguments.get("plan")
     if not isinstance(plan, DecodePlan):
         return dict(arguments)
@@ -76,7 +78,7 @@ def plan(batch: int, mode: Mode = "balanced", *, windows: bool = False, drafts: 
         per_head = shape(KV_HEADS, dtype=jnp.int32)
         arguments["window"] = HeadWindow(per_head, per_head)  # pyrefly: ignore[bad-argument-type]
     call = functools.partial(pallas_attn.plan_decode, num_programs=PROGRAMS, mode=mode, implementation="mosaic")
-    lengths = 4 * (batch + drafts * batch)  # held to what the tables have room for
+    lengths = 4 * (batch + drafts * batch)  # temporaries for lengths clipped to the size of the tables
     return Case(call, arguments, tensor_cores=False, temporaries=1024 + lengths)
 
 

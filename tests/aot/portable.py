@@ -1,6 +1,6 @@
-"""The portable implementations at serving sizes, and what jax brings that our model uses on Hopper.
+"""Cases of the portable implementations at serving sizes, and of the expert GEMMs on Hopper.
 
-Pools are of tens of gigabytes and tables of 128k tokens a sequence, of which a call must make no copy.
+Pools have tens of gigabytes, and block tables cover 128k tokens per sequence. A call must not copy them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_attn
-from models.moe import layer as moe
+from models.moe import dispatch, split_experts
+from models.moe.experts import ClampedSwiglu, Experts
 from pallas_attn import PagedKV, PagedLatent, kv_cache_spec, latent_cache_spec
 from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
 
@@ -119,18 +120,18 @@ def ragged_attention() -> Case:
 
 
 def routed_experts(tokens: int) -> DeferredCase:
-    """The experts of DeepSeek-V2-Lite: 64, of which every token takes 6."""
+    """Routed experts of DeepSeek-V2-Lite: 64 experts, 6 per token."""
     count, width, hidden = 64, 2048, 1408
-    return experts_case(tokens, 6, lambda: moe.Experts(bf16(count, width, 2 * hidden), bf16(count, hidden, width)))
+    return experts_case(tokens, 6, lambda: Experts(bf16(count, width, 2 * hidden), bf16(count, hidden, width)))
 
 
 def biased_experts(tokens: int) -> DeferredCase:
-    """The experts of gpt-oss-20b: 32, of which every token takes 4; their width leaves half a tile."""
+    """Experts of gpt-oss-20b: 32 experts, 4 per token. Their width is not a multiple of 128."""
     count, width = 32, 2880
 
-    def make() -> moe.Experts:
+    def make() -> Experts:
         weights = bf16(count, width, 2 * width), bf16(count, width, width)
-        return moe.Experts(*weights, bf16(count, 2 * width), bf16(count, width), moe.ClampedSwiglu(1.702, 7.0))
+        return Experts(*weights, bf16(count, 2 * width), bf16(count, width), ClampedSwiglu(1.702, 7.0))
 
     return experts_case(tokens, 4, make)
 
@@ -140,7 +141,7 @@ def bf16(*dims: int) -> jax.Array:
 
 
 @deferred
-def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Case:
+def experts_case(tokens: int, top_k: int, make: Callable[[], Experts]) -> Case:
     experts = jax.eval_shape(make)
     num_experts, hidden, width = experts.down.shape
     arguments = {
@@ -149,11 +150,11 @@ def experts_case(tokens: int, top_k: int, make: Callable[[], moe.Experts]) -> Ca
         "weights": shape(tokens, top_k, dtype=jnp.float32),
         "experts": experts,
     }
-    # Not all experts times the pairs, which is what jax.lax.ragged_dot takes. Results of the first product for few rows
-    # lie as rows of each expert, and groups of others begin at multiples of 8 rows.
-    spread = num_experts * hidden * 2 * (-(-tokens // 8) * 8 if tokens <= moe.SPREAD_ROWS else 8)
-    temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden) + spread
-    return Case(moe.routed_experts, arguments, temporaries=temporaries)
+    # The limit is far below experts · pairs, which jax.lax.ragged_dot allocates. For few rows, the results of GEMM1 are
+    # stored per expert. For many rows, the groups of the experts are padded to multiples of 8 rows.
+    per_expert = num_experts * hidden * 2 * (-(-tokens // 8) * 8 if tokens <= dispatch.MAX_FEW_ROWS else 8)
+    temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden) + per_expert
+    return Case(split_experts.routed_experts, arguments, temporaries=temporaries)
 
 
 PORTABLE = {

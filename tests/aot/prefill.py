@@ -1,4 +1,4 @@
-"""`ragged_attention` and `paged_prefill`: every configuration that can be chosen, features, and calls."""
+"""Compile-gate cases of `ragged_attention` and `paged_prefill`: configurations, options and caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pallas_attn
 from pallas_attn import HeadWindow, PagedKV, kv_cache_spec
 from pallas_attn.mosaic.hopper.prefill import QUERIES
 from pallas_attn.mosaic.prefill.config import FlashConfig
-from pallas_attn.mosaic.prefill.split import PARTIALS
+from pallas_attn.mosaic.prefill.split import PARTIALS_PER_CTA
 from pallas_attn.ops.paged_prefill import config as paged_config
 from pallas_attn.ops.ragged_attention import config as ragged_config
 from pallas_attn.ops.ragged_attention.config import RaggedAttentionKey
@@ -31,7 +31,7 @@ SIZES = {
     (64, 64): [FlashConfig(128, 2, 2), FlashConfig(128, 4, 2), FlashConfig(128, 4, 3), FlashConfig(64, 2, 1)],
     (256, 256): [FlashConfig(64, 2, 1)],
 }
-"""Sizes for tuning to choose from, beside those that are chosen where nothing was measured."""
+"""Sizes for tuning, in addition to the sizes of the heuristics."""
 
 paged_prefill = functools.partial(pallas_attn.paged_prefill, return_lse=True, implementation="mosaic")
 ragged_attention = functools.partial(pallas_attn.ragged_attention, return_lse=True, implementation="mosaic")
@@ -42,7 +42,7 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
 
 
 def looking_up(sizes: FlashConfig | None) -> Any:
-    """Make calls take these sizes, or those for a card without measurements, within a context."""
+    """Return a context in which calls use `sizes`, or the heuristic sizes for None."""
 
     def lookup(op: str, key: Any, make: Any, heuristic: Any) -> Any:
         return heuristic() if sizes is None else sizes
@@ -65,10 +65,11 @@ def ragged(
     sinks: bool = False,
     **static: Any,
 ) -> Case:
-    """A call of `ragged_attention` with these sizes, or those for a card without measurements.
+    """Return a case of `ragged_attention`.
 
     Args:
-      splits: splits of the keys that there is room for, if they may be cut.
+      sizes: sizes of the kernel, or None for the heuristic sizes.
+      splits: largest number of splits, 0 if keys are never split.
     """
     arguments = {
         "q": shape(tokens, q_heads, key_dim, dtype=dtype),
@@ -93,7 +94,7 @@ def ragged(
 
 
 def partial_outputs(splits: int, tokens: int, heads: int, width: int) -> int:
-    """Bytes of the splits' partial states (output, maximum and sum of each row)."""
+    """Return the bytes of the partial states of the splits: output, maximum and sum of each row."""
     return 4 * splits * tokens * heads * (width + 2)
 
 
@@ -111,12 +112,14 @@ def paged(
     group: int = 4,
     **static: Any,
 ) -> Case:
-    """A call of `paged_prefill` with 8 KV heads and these sizes, or those for a card without measurements.
+    """Return a case of `paged_prefill` with 8 KV heads.
 
     Args:
-      group: query heads of each KV head.
-      cache: dtype and scales of a quantised one; None for q's dtype.
-      splits: splits of the keys that there is room for, if they may be cut.
+      cache: dtype and scales of a quantised cache, or None for a cache in `dtype`.
+      sizes: sizes of the kernel, or None for the heuristic sizes.
+      features: of "head-tables", "head-windows" and "sinks".
+      splits: largest number of splits, 0 if keys are never split.
+      group: query heads per KV head.
     """
     pages = KEYS // page_size
     cache_dtype, scales = cache or (dtype, None)
@@ -165,7 +168,7 @@ def paged(
 
 @deferred
 def mapped(plain: DeferredCase) -> Case:
-    """A case of two batches, stacked and mapped over."""
+    """Return a case of two batches under `jax.vmap`."""
     case = plain.made
     stacked = {name: shape(2, *a.shape, dtype=a.dtype) for name, a in case.arguments.items()}
     function = lambda **arguments: jax.vmap(lambda each: case.function(**each))(arguments)  # noqa: E731
@@ -174,7 +177,7 @@ def mapped(plain: DeferredCase) -> Case:
 
 @deferred
 def exported(plain: DeferredCase) -> Case:
-    """A case after a round trip through jax.export."""
+    """Return a case that was exported and loaded with `jax.export`."""
     case = plain.made
 
     def call(**arguments: Any) -> Any:
@@ -210,9 +213,9 @@ ALL_FEATURES: dict[str, Any] = {
 }
 BUT_CAP = {name: value for name, value in ALL_FEATURES.items() if name != "soft_cap"}
 TWO_CONSUMERS: dict[str, Any] = {"splits": 6}
-"""Blocks of two consumers are half as many as those of one, so their keys, in tiles of 64, may be cut in more."""
+"""Two consumers have half as many blocks as one consumer, so their keys may be split more often."""
 FEW: dict[str, Any] = {"tokens": 96, "splits": 11}
-"""Queries in so few blocks that keys are cut."""
+"""So few blocks of queries that keys are split."""
 PREFILL: dict[str, DeferredCase] = {
     "ragged-192-128": ragged(192, 128, 128, 128),
     "ragged-128-128": ragged(128, 128),
@@ -254,7 +257,7 @@ TUNING: dict[str, DeferredCase] = {
     for (key_dim, value_dim), tried in SIZES.items()
     for c in tried
 }
-"""The sizes that tuning tries on Hopper."""
+"""Sizes for tuning on Hopper."""
 
 PREFILL_MORE: dict[str, DeferredCase] = {
     **TUNING,
@@ -302,27 +305,29 @@ PREFILL_MORE: dict[str, DeferredCase] = {
         for name, static in VARIED.items()
     },
 }
-"""Combinations of caches, widths and features, and the sizes that tuning tries."""
+"""Combinations of caches, widths and features, and the sizes for tuning."""
 
-REFUSED_ON_B200 = re.compile(r"paged-prefill-(int8-channel|fp8-token|int8-group)-d256")
-"""Shared memory is too small: 128 rows of queries of this width, two stages and the staging buffers leave no room for
-scales of tokens, or a second term of the queries.
+UNSUPPORTED_ON_B200 = re.compile(r"paged-prefill-(int8-channel|fp8-token|int8-group)-d256")
+"""Cases that need too much shared memory on Blackwell.
+
+128 query rows of this width, two stages and the staging buffers leave no space for token scales or a second part of the
+queries.
 """
 
-PARTIALS_ON_B200 = PARTIALS * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
-"""Bytes of partial states: eight of a block of 256 rows for each multiprocessor, or of 128 rows twice as wide."""
+PARTIALS_ON_B200 = PARTIALS_PER_CTA * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
+"""Bytes of partial states of 8 work tiles per CTA, with 256 query rows of width 128, or 128 rows of width 256."""
 
 
 @deferred
 def with_larger_blocks(plain: DeferredCase) -> Case:
-    """A case for a B200."""
+    """Return the case with the memory of partial states on a B200."""
     return replace(plain.made, tile=None, temporaries=plain.made.temporaries + PARTIALS_ON_B200)
 
 
 SM100_PREFILL = {
-    # Tiles are of Hopper's sizes. More multiprocessors and larger blocks have keys cut where Hopper does not.
+    # A B200 has more multiprocessors and larger blocks, so it splits keys in cases that Hopper does not.
     name: with_larger_blocks(case)
     for name, case in on_b200(PREFILL | PREFILL_MORE).items()
-    if name.removeprefix("sm100-") not in TUNING and not REFUSED_ON_B200.search(name)
+    if name.removeprefix("sm100-") not in TUNING and not UNSUPPORTED_ON_B200.search(name)
 }
-"""The same calls on Blackwell."""
+"""The same cases on Blackwell."""

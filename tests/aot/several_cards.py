@@ -1,7 +1,10 @@
-"""Compiles decode over contexts split over two cards, operations on arrays whose heads are outside `jax.shard_map`, and
-steps of models whose heads are; prints what the cards exchange in each.
+"""Compile programs for two cards and print the collectives of each.
 
-python -m tests.aot.several_cards contexts  # or plain, or steps; in the environment of tests/aot/environment.py
+contexts: decode over contexts that are split over the cards
+plain:    operations under a plain `jax.jit` on arrays with split heads
+steps:    steps of models with split heads or experts
+
+python -m tests.aot.several_cards contexts  # in the environment of tests/aot/environment.py
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from models.config import ModelConfig
 from models.decoder import AttentionSettings, Decoder, over_mesh, split_model
 from models.decoder.mesh import DATA, HEADS, TENSOR, cache_partition, normal_mesh, num_devices
+from models.engine.compile_options import gpu_options
 from models.engine.config import Bucket
 from models.engine.group_sizes import group_sizes
-from models.engine.runner import gpu_options
 from models.engine.step.packed import PackedStep
 from models.engine.step.plain import run_step
 from pallas_attn import (
@@ -46,7 +49,7 @@ SPLIT, WHOLE = PartitionSpec("context"), PartitionSpec()
 
 
 def mesh(axis: str, kind: AxisType = AxisType.Auto) -> Mesh:
-    """Two H200s."""
+    """Mesh of two H200s."""
     described = topologies.get_topology_desc(platform="cuda", topology="1x1x2", target_config=device.H200)
     return Mesh(np.array(described.devices), (axis,), axis_types=(kind,))
 
@@ -129,11 +132,11 @@ STEPS: dict[str, tuple[Any, ...]] = {
     "v2-lite": (engine.V2_LITE, engine.MIXED),
     "v2-lite, experts of data ranks": (engine.V2_LITE, engine.MIXED, DATA),
 }
-"""Models and buckets of steps; their layers are few."""
+"""Models with few layers, and buckets of steps."""
 
 
 def contexts() -> dict[str, list[str]]:
-    """Decode over contexts split over the cards, by what is cached."""
+    """Collectives of decode over contexts split over the cards, by kind of cache."""
     cards, dtype = mesh("context"), jnp.bfloat16
     heads = kv_cache_spec(num_pages=1024, page_size=64, num_kv_heads=8, head_dim=128, dtype=dtype)
     latents = latent_cache_spec(num_pages=1024, page_size=64, latent_dim=512, rope_dim=64, dtype=dtype)
@@ -146,9 +149,8 @@ def contexts() -> dict[str, list[str]]:
 
 
 def plain() -> dict[str, Any]:
-    """Operations under a plain `jax.jit`, on arrays whose heads or sequences are split: by implementation, types of
-    axes and operation, what is exchanged, the kernel's calls, and copies of a device's part of a cache.
-    """
+    """Operations under a plain `jax.jit` on arrays whose heads or sequences are split. For each implementation, type of
+    axes and operation: the collectives, the kernel calls, and copies of a device's part of a cache."""
     dtype, found = jnp.bfloat16, {}
     spec = kv_cache_spec(num_pages=1024, page_size=64, num_kv_heads=8, head_dim=128, dtype=dtype)
     kv = jax.eval_shape(lambda: PagedKV.allocate(spec))

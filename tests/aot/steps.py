@@ -1,4 +1,4 @@
-"""Compositions on Hopper: whole steps whose cache is written and attended in one call, and shared prefixes."""
+"""Compile-gate cases of compositions on Hopper: steps that write and attend to a cache, and shared prefixes."""
 
 from __future__ import annotations
 

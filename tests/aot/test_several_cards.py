@@ -1,5 +1,5 @@
-"""Exchanges of two cards: heads once, when contexts are split over them, sums and logits, when heads of a model are,
-nothing, when those of one operation are; no cache."""
+"""Collectives of two cards: one exchange of heads if contexts are split, sums and a gather of logits if a model's heads
+are split, none for a single operation. No cache is gathered."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tests.aot import engine, environment
 
 
 def exchanged(what: str, kernels: Path) -> Any:
-    """Output of `several_cards`, which keeps the kernels it lowers in a folder."""
+    """Return the output of `several_cards`, which stores its lowered kernels in a folder."""
     if reason := environment.missing("cuda13"):
         pytest.skip(reason)
     run = subprocess.run(
@@ -28,23 +28,24 @@ def exchanged(what: str, kernels: Path) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow  # compiles for two cards; tests/contract/test_surroundings.py traces for several
 def test_compiled_kernels_gather_no_cache(tmp_path):
     assert exchanged("contexts", tmp_path) == {"heads": ["all-to-all"], "latents": ["all-to-all"]}
     assert len(list(tmp_path.iterdir())) == 4  # a planner and a decode kernel each, for both cards
 
 
 @pytest.mark.slow  # tests/runtime/test_sharded_calls.py has both types of meshes, on CPUs
-def test_outside_a_shard_map_nothing_is_exchanged_or_copied(tmp_path):
-    """Kernels of both languages, under a plain `jax.jit`, with either type of axes; also a write in place."""
+def test_operations_outside_shard_map_exchange_and_copy_nothing(tmp_path):
+    """Mosaic and Triton kernels under a plain `jax.jit`, with both types of axes; also an in-place write."""
     found = exchanged("plain", tmp_path)
     assert len(found) == 16
     assert {name: what for name, what in found.items() if what} == {}
 
 
 @pytest.mark.slow
-def test_steps_of_split_models_add_up_twice_a_layer(tmp_path):
-    """The embedding is added up and the logits are gathered, too. Data ranks gather the tokens of a layer with experts,
-    with their experts, weights and which are live at once, and add up what these give, and nothing else."""
+def test_steps_of_split_models_have_two_sums_per_layer(tmp_path):
+    """In addition, the embedding is summed and the logits are gathered. Data ranks gather the tokens of a layer with
+    experts together with expert ids, weights and live flags, and reduce-scatter the results."""
     sums = {"gpt-oss": 1 + 2 * engine.GPT_OSS.num_hidden_layers, "v2-lite": 1 + 2 * engine.V2_LITE.num_hidden_layers}
     wanted = {name: {"all-reduce": count, "all-gather": 1} for name, count in sums.items()}
     layers = engine.V2_LITE.num_moe_layers

@@ -1,4 +1,4 @@
-"""Every Triton configuration compiles for six architectures without spills, within the card's shared memory."""
+"""Every Triton kernel configuration compiles for six architectures, without spills and within shared memory."""
 
 import dataclasses
 import inspect
@@ -13,7 +13,7 @@ import pytest
 
 from pallas_attn.runtime import device
 from pallas_attn.triton import launch, tiles
-from tests.aot.triton_cases import CARDS, ORDINARY, SPILLS, TRITON_CASES
+from tests.aot.triton_cases import CARDS, IN_EVERY_RUN, SPILLS, TRITON_CASES
 from tests.aot.triton_compile import TritonCompiler, TritonKernelReport, complaints
 from tests.aot.triton_resources import SHOWN
 
@@ -28,7 +28,7 @@ def triton_compiler() -> Iterator[TritonCompiler]:
 
 
 def named(case: str, card: str):
-    marks = [] if (case, card) in ORDINARY else pytest.mark.slow
+    marks = [] if (case, card) in IN_EVERY_RUN else pytest.mark.slow
     return pytest.param(case, card, id=f"{case}-{card}", marks=marks)
 
 
@@ -37,17 +37,17 @@ def test_compiles(triton_compiler: TritonCompiler, case: str, card: str) -> None
     kernels = triton_compiler.kernels(case, card)
     for kernel in kernels:
         print(kernel)
-    # The bytes are those of the pinned triton. Where it spills 200, 3.9 spills up to 552, untimed.
+    # The numbers are for the pinned triton 3.6. Kernels that spill 200 bytes there spill up to 552 with triton 3.9.
     spills = SPILLS.get((case, card), 0) * (1 if metadata.version("triton").startswith("3.6.") else 3)
     assert not list(complaints(kernels, TRITON_CASES[case], card, spills))
 
 
-def test_the_ordinary_run_has_what_there_is() -> None:
-    assert {(case, card) for case in TRITON_CASES for card in CARDS} >= ORDINARY | SPILLS.keys()
+def test_case_lists_name_existing_cases() -> None:
+    assert {(case, card) for case in TRITON_CASES for card in CARDS} >= IN_EVERY_RUN | SPILLS.keys()
     assert set(TRITON_CASES) >= set(SHOWN)
 
 
-# --- every tile that a table may choose is that of a case
+# --- every tile of the tables is compiled in some case
 
 GRID: dict[str, list[dict[str, Any]]] = {
     "decode_tile": [
@@ -95,19 +95,19 @@ GRID: dict[str, list[dict[str, Any]]] = {
         for demanding in (False, True)
     ],
 }
-"""Arguments of the functions of `tiles`: sizes that models have, and those on both sides of every bound."""
+"""Arguments for the functions of `tiles`: sizes of models, and sizes on both sides of every threshold."""
 
-TOLD_APART = ("cache_bytes", "quantised", "tree", "demanding")
-"""Arguments for which a kernel differs although its tile does not."""
+KERNEL_OPTIONS = ("cache_bytes", "quantised", "tree", "demanding")
+"""Arguments that change a kernel even if they do not change its tile."""
 
 
 def described(function: Callable[..., Any], tile: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    return function.__name__, tile, *(arguments.get(name) for name in TOLD_APART)
+    return function.__name__, tile, *(arguments.get(name) for name in KERNEL_OPTIONS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("card", CARDS)
-def test_every_tile_that_a_table_may_choose_is_compiled(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_of_the_tables_is_compiled(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, compiled = {}, set()
     for name, grid in GRID.items():
         function = getattr(tiles, name)
@@ -132,7 +132,7 @@ def test_every_tile_that_a_table_may_choose_is_compiled(card: str, monkeypatch: 
     assert [example for key, example in wanted.items() if key not in compiled] == []
 
 
-def test_what_is_wrong_is_seen() -> None:
+def test_complaints_detect_each_flaw() -> None:
     sound = TritonKernelReport("k", "8.4", 40, 0, 0, 1024, ("HMMA.16816.F32",))
     case = dataclasses.replace(next(iter(TRITON_CASES.values())), tensor_cores=True)
     assert not list(complaints([sound], case, "sm86"))

@@ -1,4 +1,4 @@
-"""Calls that the gate compiles in Triton, by name, and the cards that it compiles them for."""
+"""Triton calls that the compile gate compiles, by name, and the cards that it compiles them for."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.aot.case import allocated, shape
 
 @dataclasses.dataclass(frozen=True)
 class TritonCase:
-    """Call that has to compile for every card.
+    """A call that must compile for every card.
 
     Attributes:
-      function: takes `arguments` by name, and names "triton".
+      function: function with keyword `arguments` that runs the implementation "triton".
       arguments: pytrees of shapes.
-      tensor_cores: whether one of its kernels has to use the tensor cores.
+      tensor_cores: whether one of its kernels must use the tensor cores.
     """
 
     function: Callable[..., Any]
@@ -57,7 +57,7 @@ CARDS = {
 
 
 def latents(name: str, latent_dim: int, rope_dim: int, page_size: int = 64) -> PagedLatent:
-    """Shapes of a cache; "fp8-alone" has no scales."""
+    """Shapes of a latent cache. "fp8-alone" has no scales."""
     if name == "fp8-alone":
         pages: Any = shape(1024, page_size, latent_dim + rope_dim, dtype=jnp.float8_e4m3fn)
         return PagedLatent(pages)
@@ -113,7 +113,7 @@ def mla_decode(
     fixed: bool = False,
     **options: Any,
 ) -> TritonCase:
-    """A decode of 16 sequences over latents; `cache` names a dtype."""
+    """Decode of 16 sequences over latents. `cache` is the name of a dtype."""
     batch, table_pages = 16, 4096 // page_size
     q_dtype = jnp.float16 if cache == "f16" else jnp.bfloat16
     ints = functools.partial(shape, dtype=jnp.int32)
@@ -163,7 +163,7 @@ MLA_DECODE = {
         f"mla-decode-{cache}-tree-h{heads}": mla_decode(cache, heads, queries=8, tree=True)
         for cache, heads in (("bf16", 2), ("bf16", 5), ("bf16", 16), ("fp8", 16))
     },
-    # One of each tile that `tiles.latent_tile` may choose, with those above.
+    # With the cases above, every tile that `tiles.latent_tile` can return.
     **{
         f"mla-decode-{cache}-{latent_dim}-{rope_dim}-h{heads}{'-tree' if tree else ''}": mla_decode(
             cache, heads, latent_dim, rope_dim, queries=4 if tree else 1, tree=tree
@@ -181,7 +181,11 @@ MLA_DECODE = {
 
 
 def _cache(spec: CacheSpec, lanes: int | None) -> PagedKV:
-    """Shapes of a cache of keys and values; `lanes` columns of each beside each other in one array."""
+    """Shapes of a cache of keys and values.
+
+    Args:
+      lanes: columns of keys and of values in one fused array; None for separate arrays.
+    """
     kv = allocated(PagedKV, spec)
     if lanes is None:
         return kv
@@ -204,7 +208,7 @@ def paged_decode(
     fixed: bool = False,
     **options: Any,
 ) -> TritonCase:
-    """A decode of 16 sequences over 8 KV heads; `cache` names a dtype, and the layout of its scales."""
+    """Decode of 16 sequences over 8 KV heads. `cache` is the name of a dtype and a layout of scales."""
     batch, kv_heads, table_pages = 16, 8, 4096 // page_size
     name, _, layout = cache.partition("-")
     scales: Any = int(layout) if layout.isdigit() else layout or None
@@ -254,7 +258,7 @@ PAGED_DECODE = {
         for cache in ("int8-head", "int8-channel", "int8-16", "fp8-head", "fp8-channel", "fp8-4", "fp8-16")
         for d in (64, 128, 256)
     },
-    # One of each tile that `tiles.decode_tile` may choose, with those above; the options of a tree take most registers.
+    # With the cases above, every tile that `tiles.decode_tile` can return. Draft masks need the most registers.
     **{
         f"paged-decode-{cache}-d{d}-g{group}": paged_decode(cache, d, group)
         for cache in ("bf16", "fp8-16", "int8-channel")
@@ -300,7 +304,7 @@ def paged_prefill(
     mask: int | None = None,
     **options: Any,
 ) -> TritonCase:
-    """A chunk of 8 sequences, for 8 heads over 2 KV heads; `cache` names a dtype, and the layout of its scales."""
+    """Chunk of 8 sequences, with 8 heads over 2 KV heads. `cache` is the name of a dtype and a layout of scales."""
     sequences, kv_heads, table_pages = 8, 2, 64
     name, _, layout = cache.partition("-")
     scales: Any = int(layout) if layout.isdigit() else layout or None
@@ -332,7 +336,7 @@ def paged_prefill(
 
 
 FEW, MANY = 64, 8192
-"""Tokens of a chunk whose tiles have few rows, and of one that fills them."""
+"""Tokens of a chunk whose tiles have few rows, and of a chunk with full tiles."""
 HEAD_WISE: dict[str, Any] = {"head_windows": True, "head_wise": True, "sinks": True}
 
 PAGED_PREFILL = {
@@ -365,7 +369,7 @@ PAGED_PREFILL = {
 
 
 def ragged(key_dim: int, value_dim: int, num_tokens: int, *, sinks: bool, **options: Any) -> TritonCase:
-    """Eight sequences of 8 heads over 2 KV heads."""
+    """Attention of 8 sequences, with 8 heads over 2 KV heads."""
     kv_heads, sums = 2, shape(9, dtype=jnp.int32)
     arguments = {
         "q": shape(num_tokens, 4 * kv_heads, key_dim),
@@ -402,7 +406,7 @@ def write_kv(
     head_slots: bool = False,
     **static: Any,
 ) -> TritonCase:
-    """A write of 8,192 tokens; `half` pairs of columns of keys and queries are rotated and normed."""
+    """Write of 8,192 tokens. Keys and queries are normed, and `half` pairs of columns are rotated."""
     num_tokens, kv_heads = 8192, 8
     name, _, layout = cache.partition("-")
     scales: Any = int(layout) if layout.isdigit() else layout or None
@@ -458,7 +462,7 @@ def mla_sparse(
     num_tokens: int = 512,
     **options: Any,
 ) -> TritonCase:
-    """A step of so many tokens, each of which attends to 2,048 latents; `cache` names a dtype."""
+    """Step of `num_tokens` tokens. Each attends to 2,048 latents. `cache` is the name of a dtype."""
     q = functools.partial(shape, num_tokens, heads, dtype=jnp.float16 if cache == "f16" else jnp.bfloat16)
     arguments = {
         "q_latent": q(latent_dim),
@@ -486,7 +490,7 @@ def indexed(
     tree: int = 0,
     **options: Any,
 ) -> TritonCase:
-    """Index queries of 16 sequences over contexts of 32k; `cache` names a dtype, `tree` is the width of a mask."""
+    """Index queries of 16 sequences over 32k keys. `cache` is the name of a dtype, `tree` the width of a draft mask."""
     ints = functools.partial(shape, dtype=jnp.int32)
     arguments = {
         "q": shape(num_tokens, heads, index_dim, dtype=jnp.float16 if cache == "f16" else jnp.bfloat16),
@@ -515,7 +519,7 @@ SPARSE = {
             *(("fp8", 512, 128, 128), ("fp8", 128, 32, 64)),
         )
     },
-    # One of each tile that `tiles.sparse_tile` and `tiles.index_tile` may choose, with those around.
+    # With the other cases, every tile that `tiles.sparse_tile` and `tiles.index_tile` can return.
     **{
         f"mla-sparse-{cache}-{latent_dim}-{rope_dim}-h{heads}": mla_sparse(cache, heads, latent_dim, rope_dim)
         for cache, latent_dim, rope_dim in (
@@ -558,7 +562,7 @@ SPARSE = {
     },
     "index-scores-bf16": indexed(pallas_attn.index_scores),
     "index-scores-fp8-64": indexed(pallas_attn.index_scores, "fp8", num_tokens=64),
-    # Rows that programs share, by segments of each size, and one program a row.
+    # Shared rows with segments of each size, and one program per row.
     **{
         name: TritonCase(
             functools.partial(pallas_attn.select_top_k, top_k=2048, implementation="triton"),
@@ -598,9 +602,9 @@ SPILLS = dict.fromkeys(
     ),
     200,
 )
-"""Bytes that a thread may spill, of the cases that may: timed, and faster so than by any tile that does not."""
+"""Bytes that a thread may spill, for cases that were faster with spills than all timed tiles without."""
 
-ORDINARY = frozenset(
+IN_EVERY_RUN = frozenset(
     {
         ("write-latent-bf16-512-64", "sm86"),
         ("write-latent-fp8-512-64", "sm80"),
@@ -620,4 +624,4 @@ ORDINARY = frozenset(
         ("paged-prefill-int8-16-d128-8192-windows-cap", "sm89"),
     }
 )
-"""Cases and cards of the ordinary run; the slow run has all others."""
+"""Cases and cards in every run. The slow run has all other combinations."""

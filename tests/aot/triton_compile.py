@@ -1,7 +1,7 @@
-"""Compiles Triton calls for described cards, to PTX and with the assembler of triton's wheel to machine code.
+"""Compile Triton calls for described cards, to PTX and then to machine code with the assembler of triton's wheel.
 
-A process of its own does it, since in that of the tests kernels are interpreted: `TritonCompiler` sends it a line
-"CASE CARD" each, and gets a line of JSON.
+A separate process compiles, because kernels in the process of the tests are interpreted. `TritonCompiler` sends it
+lines "CASE CARD", and receives a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ PTX_VERSIONS = {"sm80": "8.4", "sm86": "8.4", "sm89": "8.4", "sm90": "8.4", "sm1
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernelReport:
-    """One kernel, as the assembler left it.
+    """An assembled kernel.
 
     Attributes:
-      name: of the function.
+      name: name of the function.
       ptx_version: such as "8.4".
-      registers: per thread.
+      registers: registers per thread.
       stack, spills: bytes per thread.
-      shared_bytes: of a thread block.
-      tensor_cores: its tensor-core instructions.
+      shared_bytes: shared memory of a thread block.
+      tensor_cores: names of tensor-core instructions.
     """
 
     name: str
@@ -52,7 +52,7 @@ class TritonKernelReport:
 def complaints(
     kernels: list[TritonKernelReport], case: TritonCase, card: str, allowed_spills: int = 0
 ) -> Iterator[str]:
-    """Says what is wrong with a compiled call."""
+    """Yield a message for each flaw of a compiled call."""
     limit = CARDS[card].shared_bytes_per_block
     assert limit is not None
     if not kernels:
@@ -69,13 +69,13 @@ def complaints(
 
 
 class TritonCompiler:
-    """The process that compiles; started when the first case needs it."""
+    """The process that compiles. It starts with the first case."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def kernels(self, case: str, card: str) -> list[TritonKernelReport]:
-        """The kernels of a case compiled for a card; fails with what the process said."""
+        """Return the kernels of a case, compiled for a card. Raises AssertionError with the output of the process."""
         if self._process is None:
             self._process = self._start()
         assert self._process.stdin
@@ -91,7 +91,7 @@ class TritonCompiler:
         raise AssertionError("".join(said[-30:]))
 
     def close(self) -> None:
-        """Ends the process."""
+        """Stop the process."""
         if self._process is not None:
             self._process.communicate()
             self._process = None
@@ -115,7 +115,7 @@ class TritonCompiler:
 
 
 def compile_call(case: TritonCase, card: device.Device) -> list[TritonKernelReport]:
-    """Traces a call for a card, and assembles every kernel that it launches."""
+    """Trace a call for a card, and assemble every kernel that it launches."""
     import jax
 
     from pallas_attn.triton import launch
@@ -130,15 +130,15 @@ def compile_call(case: TritonCase, card: device.Device) -> list[TritonKernelRepo
     with (
         mock.patch.object(device, "triton_card", return_value=card),
         mock.patch.object(launch, "compiled", recording),
-        mock.patch.object(launch, "encoded_call", return_value=b""),  # which takes jax's CUDA plugin
+        mock.patch.object(launch, "encoded_call", return_value=b""),  # requires jax's CUDA plugin
     ):
-        # A function of its own, since jax keeps what it traced and knows nothing of the card.
+        # A new lambda for each call, because jax caches traces and does not know about the card.
         jax.eval_shape(lambda arguments: case.function(**arguments), dict(case.arguments))
     return [assembled(kernel, capability) for kernel, capability in compiled.items()]
 
 
 def assembled(kernel: Any, capability: int) -> TritonKernelReport:
-    """Assembles a kernel and reads off what came of it."""
+    """Assemble a kernel and report its resources."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

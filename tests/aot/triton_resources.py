@@ -1,7 +1,7 @@
-"""Writes what the machine code of typical Triton kernels takes on each card: python -m tests.aot.triton_resources
+"""Write the resources of typical Triton kernels on each card: python -m tests.aot.triton_resources
 
-The result is benchmarks/results/triton_resources.json, of which `scripts.tools.performance` makes the table in
-docs/kernels/triton.md.
+The result is benchmarks/results/triton_resources.json, from which `scripts.tools.performance` generates the table
+in docs/kernels/triton.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHOWN = (
     *("write-kv-bf16-d128", "write-kv-fp8-4-d128", "write-latent-bf16-512-64", "write-latent-fp8-512-64"),
     *("gather-latent-bf16-512-64", "write-index-keys-fp8"),
 )
-"""Cases of every operation and of each kind of cache."""
+"""Cases of each operation and each kind of cache."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Calls of Triton kernels as XLA compiles them for an H200: donated caches stay where they are."""
+"""Calls of Triton kernels compiled by XLA for an H200. Donated caches must be updated in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRITON = {
         ("paged-decode-tree", "kv", False, 64 * 2**20),
         ("paged-prefill-bf16-d128-8192-windows", "kv", False, 2**20),
         ("write-kv-bf16-d128", "kv", True, 1024),
-        # Which token writes each slot, 4 bytes a slot.
+        # The token that writes each slot: 4 bytes per slot.
         ("write-kv-fp8-4-d128", "kv", True, 2**20),
     )
 }

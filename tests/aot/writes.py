@@ -1,6 +1,6 @@
-"""`write_kv` on Hopper: every layout of rows in registers that config.py or a packaged tuning can choose, and features.
+"""`write_kv` on Hopper: every register layout that config.py or a packaged tuning can choose, and other features.
 
-The most registers are taken by what rotates and norms keys and queries, so most cases do.
+Norm and rotation need the most registers, so most cases have them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ CACHES: dict[str, tuple[Any, Any]] = {
     "fp8-by-1": (jnp.float8_e4m3fn, PAGE_SIZE),
     "fp8-by-16": (jnp.float8_e4m3fn, PAGE_SIZE // 16),
 }
-"""Dtype and scales: a number of tokens that share a scale, or the kind of static scales."""
+"""Dtype and scales: the number of scale groups per page, or the layout of static scales.
+
+The number in a name is the number of tokens per group.
+"""
 FEW, MANY = 64, 8192
-"""Tokens of a step of decode and of one of prefill: their number decides between layouts."""
+"""Tokens of a decode step and of a prefill step. The layout depends on their number."""
 
 write_kv = functools.partial(pallas_attn.write_kv, implementation="mosaic")
 
@@ -71,9 +74,9 @@ def write(
     device: str = "untuned",
     **more: Any,
 ) -> Case:
-    """A call with the layouts that are packaged for a device, or those for a device without measurements.
+    """A call with the layouts that are packaged for a device, or with the defaults for an untuned device.
 
-    Where groups of tokens have scales, notes of who writes a slot take 4 bytes a slot.
+    With dynamic scales, the record of the token that writes each slot takes 4 bytes per slot.
     """
     new = shape(num_tokens, KV_HEADS, head_dim)
     slots = shape(*((num_tokens, KV_HEADS) if head_slots else (num_tokens,)), dtype=jnp.int32)
@@ -90,7 +93,7 @@ def write(
 
 @deferred
 def in_scan(plain: DeferredCase) -> Case:
-    """A case in a loop that carries the cache."""
+    """A case inside a scan that carries the cache."""
     case = plain.made
 
     def steps(kv: PagedKV, **arguments: Any) -> Any:
@@ -102,7 +105,7 @@ def in_scan(plain: DeferredCase) -> Case:
 
 @deferred
 def exported(plain: DeferredCase) -> Case:
-    """A case after a round trip through jax.export."""
+    """A case after export and deserialisation with jax.export."""
     case = plain.made
 
     def call(kv: PagedKV, **arguments: Any) -> Any:
@@ -116,7 +119,7 @@ def exported(plain: DeferredCase) -> Case:
 
 @deferred
 def mapped(plain: DeferredCase) -> Case:
-    """A case of two caches, stacked and mapped over."""
+    """A case under vmap over two stacked caches."""
     case = plain.made
     arguments = jax.tree.map(lambda a: shape(2, *a.shape, dtype=a.dtype), dict(case.arguments))
     function = lambda **arguments: jax.vmap(lambda each: case.function(**each))(arguments)  # noqa: E731
@@ -124,7 +127,7 @@ def mapped(plain: DeferredCase) -> Case:
 
 
 def tuned() -> Iterator[tuple[str, DeferredCase]]:
-    """Keys for which devices have layouts of their own."""
+    """Cases for all keys with packaged layouts."""
     by_group = {0: "bf16", 1: "fp8-by-1", 16: "fp8-by-16", 64: "int8-by-64"}
     folder = resources.files(pallas_attn) / "tuned"
     for file in folder.iterdir() if folder.is_dir() else ():
@@ -137,13 +140,13 @@ def tuned() -> Iterator[tuple[str, DeferredCase]]:
             yield f"write-kv-{'-'.join(map(str, entry['key'].values()))}@{device}", case
 
 
-TURNED: dict[str, dict[str, Any]] = {
+ROTATED: dict[str, dict[str, Any]] = {
     "neox-partial-norm-after": {"half": 32, "norm_order": "after_rope"},
     "interleaved": {"style": "interleaved"},
     "no-norm": {"norms": False},
 }
 WRITES = {
-    **{f"write-kv-bf16-{name}": write("bf16", MANY, **rope(MANY, 128, **options)) for name, options in TURNED.items()},
+    **{f"write-kv-bf16-{name}": write("bf16", MANY, **rope(MANY, 128, **options)) for name, options in ROTATED.items()},
     "write-kv-bf16": write("bf16", FEW),
     "write-kv-int8-channel": write("int8-channel", MANY),
     "write-kv-int8-by-64": write("int8-by-64", MANY, **rope(MANY, 128)),
@@ -155,13 +158,13 @@ WRITES = {
     "write-kv-large-pool": write("fp8-by-16", FEW, num_pages=2**17),
     **dict(tuned()),
 }
-"""Every kind of cache, rotation, slots and call."""
+"""All kinds of caches, rotations, slots and calls."""
 
 WRITES_MORE = {
     f"write-kv-{cache}-d{head_dim}-{num_tokens}": write(
         cache, num_tokens, head_dim, head_slots=True, **rope(num_tokens, head_dim, head_dim // 4, style="interleaved")
     )
     for cache, head_dim, num_tokens in itertools.product(CACHES, (64, 128, 256), (FEW, 512, MANY))
-    if (cache, head_dim) != ("int8-by-64", 256)  # too many values for a thread
+    if (cache, head_dim) != ("int8-by-64", 256)  # too many values per thread
 }
-"""Combinations of these, and every number of threads that share a row."""
+"""Combinations of these kinds, and every number of threads per row."""

@@ -1,4 +1,4 @@
-"""Sequences in the batch slots of a prefix cache's pools."""
+"""Sequences in the batch slots of a prefix cache's pools, for tests."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ def head_window(heads: Heads) -> HeadWindow:
 def make_pools(
     groups: list[tuple[int, Heads]], *, page_size: int = PAGE_SIZE, max_num_seqs: int = 8, max_pages: int = 8
 ) -> GroupPools:
-    """Makes pools of so many rows for groups of such heads."""
+    """Return pools with these numbers of rows for groups with these heads."""
     sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_pages_per_seq": max_pages}
     return GroupPools([HeadPagePool(num_rows, head_window(heads), **sizes) for num_rows, heads in groups])
 
 
 class Sequences:
-    """Builds a prefix cache over pools; by default of one group with one head that sees everything, so that a row is a
-    page."""
+    """A prefix cache over pools, and its sequences.
+
+    By default the pools have one group with one head without a window, so that a row is a page.
+    """
 
     def __init__(self, num_pages: int = 8, groups: list[tuple[int, Heads]] | None = None, **options: Callable):
         self.pools = make_pools(groups or [(num_pages, [(FULL, 0)])])
@@ -45,7 +47,7 @@ class Sequences:
         return next(slot for slot in range(self.pools.max_num_seqs) if not self.pool.allocated_tokens(slot))
 
     def room(self, num_tokens: int) -> int:
-        """Starts a new sequence, in the batch slot returned."""
+        """Start a new sequence and return its batch slot."""
         slot = self.idle_slot()
         self.pools.allocate(slot, num_tokens)
         return slot
@@ -56,14 +58,14 @@ class Sequences:
         return slot
 
     def published(self, tokens: list[int], salt: str = "") -> int:
-        """Starts a sequence that has computed `tokens`, and keeps it."""
+        """Start a sequence that has computed `tokens`, and publish it."""
         slot = self.room(len(tokens))
         self.cache.publish(slot, tokens, salt)
         self.check()
         return slot
 
     def pages(self, slot: int, group: int = 0, head: int = 0) -> list[int]:
-        """Rows of a sequence, PAGE_NONE where one is recycled."""
+        """Return the rows of a sequence; PAGE_NONE for recycled rows."""
         table = self.pools.tables([slot])[group][0, head]
         return table[: self.pool.allocated_tokens(slot) // PAGE_SIZE].tolist()
 
@@ -71,7 +73,7 @@ class Sequences:
         return self.cache.lookup(tokens, salt)[0][0].tolist()
 
     def snapshot(self) -> tuple:
-        """Full state of the pools and the cache, including the order in which free rows would be handed out."""
+        """Return the full state of the pools and the cache, including the order of free rows."""
         rows = [(pool._rows._refcounts[:], list(pool._rows._free), pool._tables.tolist()) for pool in self.pools.pools]
         nodes = {digest: list(node.rows) for digest, node in self.cache._by_digest.items()}
         return (
@@ -88,5 +90,5 @@ class Sequences:
 
 
 def present(rows: np.ndarray) -> list[list[int]]:
-    """Pages for which each head has a row."""
+    """Return the pages for which each head has a row."""
     return [np.flatnonzero(head != PAGE_NONE).tolist() for head in rows]

@@ -1,4 +1,4 @@
-"""Random operations on the pools of cache groups and their prefix cache, against a model that looks at every token."""
+"""Random operations on pools of cache groups and a prefix cache, compared with a model that checks every token."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ Text = tuple[str, tuple[int, ...]]  # a salt, and all tokens up to and including
 
 @dataclass(eq=False)
 class Sequence:
-    """Rows by lane and page. The K/V of the first `num_written` tokens is in them."""
+    """Rows by lane and page. The rows contain the K/V of the first `num_written` tokens."""
 
     salt: str
     tokens: list[int]
@@ -38,14 +38,13 @@ class Sequence:
 
 
 def begins(text: Text, other: Text) -> bool:
-    """Whether `other` equals `text` or continues it."""
+    """Return whether `other` equals `text` or continues it."""
     return text[0] == other[0] and other[1][: len(text[1])] == text[1]
 
 
 @dataclass
 class World:
-    """The pools and the cache, with a model beside them: owners of rows, order of free rows, published pages,
-    memory."""
+    """The pools and the cache, and a model of them: owners of rows, order of free rows, published pages, memory."""
 
     groups: list[tuple[int, Heads]]
     page_size: int
@@ -62,18 +61,21 @@ class World:
         self.memory: dict[tuple[int, int, int], tuple[int, Text]] = {}  # (group, row, offset) -> (head, text)
 
     def visible(self, lane: Lane, key: int, query: int) -> bool:
-        """Whether a head's query sees a key, by the definition of windows and sink tokens."""
+        """Return whether a head's query sees a key, by the definition of windows and sink tokens."""
         window, sink_tokens = self.groups[lane[0]][1][lane[1]]
         return key <= query and (key < sink_tokens or key > query - window)
 
     def is_needed(self, lane: Lane, page: int, oldest_query: int) -> bool:
-        """Whether any query from `oldest_query` on sees a token of a page; if one does, the first at or after the token
-        does."""
+        """Return whether any query from `oldest_query` on sees a token of a page. If any does, the first query at or
+        after the token does.
+        """
         tokens = range(page * self.page_size, (page + 1) * self.page_size)
         return any(self.visible(lane, token, max(token, oldest_query)) for token in tokens)
 
     def longest_hit(self, salt: str, tokens: list[int]) -> int:
-        """Pages of the longest prefix of which every lane has all that the first token after it sees."""
+        """Return the length in pages of the longest prefix for which every lane has the rows that the first token after
+        it sees.
+        """
         texts = [(salt, tuple(tokens[:end])) for end in range(self.page_size, len(tokens), self.page_size)]
         for num_pages in range(len(texts), 0, -1):
             known = any(begins(texts[num_pages - 1], text) for _, text in self.published)
@@ -87,7 +89,7 @@ class World:
         return 0
 
     def admit(self, tokens: list[int], salt: str, step_tokens: int) -> None:
-        """Serves a new request as an engine does: matches, then computes the rest step by step, or gives up."""
+        """Process a new request like an engine: match, compute the rest step by step, or give up."""
         if len(self.sequences) == NUM_SEQS:
             return
         batch_slot = next(slot for slot in range(NUM_SEQS) if slot not in self.sequences)
@@ -115,7 +117,7 @@ class World:
                 return
 
     def extend(self, batch_slot: int, tokens: list[int]) -> bool:
-        """Runs one step: makes room for new tokens in all groups or in none, writes them and attends."""
+        """Run one step: make room for new tokens in all groups or in none, write them and attend."""
         sequence = self.sequences[batch_slot]
         start, end = len(sequence.tokens), len(sequence.tokens) + len(tokens)
         if end > MAX_PAGES * self.page_size:
@@ -148,7 +150,7 @@ class World:
         return True
 
     def attend(self, batch_slot: int, query: int) -> None:
-        """Checks that every visible key is present and unchanged, except a query's own before it is written."""
+        """Check that every visible key is present and unchanged, except a query's own key before it is written."""
         sequence = self.sequences[batch_slot]
         for lane, key in itertools.product(self.lanes, range(min(query + 1, sequence.num_written))):
             if self.visible(lane, key, query):
@@ -156,7 +158,7 @@ class World:
                 assert self.memory[lane[0], row, key % self.page_size] == (lane[1], sequence.text(key + 1))
 
     def holders(self, group: int, row: int) -> list[tuple[int, int, int]]:
-        """(batch slot, page, head) of all holders of a row."""
+        """Return (batch slot, page, head) of all holders of a row."""
         return [
             (batch_slot, page, head)
             for batch_slot, sequence in self.sequences.items()
@@ -169,7 +171,7 @@ class World:
         return {row for ((of, _), _), row in self.published.items() if of == group}
 
     def forget(self, group: int, row: int) -> None:
-        """Models a row being handed out again. If all that follows its page needs it, that is lost too."""
+        """Model the reallocation of a row. If all prefixes after its page need it, they are lost too."""
         for lane, text in [key for key, known in self.published.items() if (key[0][0], known) == (group, row)]:
             del self.published[lane, text]
             self.seen.add("eviction")
@@ -190,7 +192,7 @@ class World:
                 self.published.setdefault((lane, text), sequence.rows[lane][page])
 
     def recycle(self, batch_slot: int, oldest_query: int) -> None:
-        """Recycles up to any position between the last oldest query and the last written one."""
+        """Recycle up to a random position between the last oldest query and the last written token."""
         sequence = self.sequences[batch_slot]
         span = sequence.num_written - sequence.oldest_query
         oldest_query = sequence.oldest_query + (oldest_query - sequence.oldest_query) % (span + 1)
@@ -230,7 +232,7 @@ class World:
         self.published.clear()
 
     def misuse(self, batch_slot: int) -> None:
-        """Makes calls that are refused; `check` sees whether they changed anything."""
+        """Make invalid calls; `check` finds whether they changed anything."""
         sequence = self.sequences[batch_slot]
         room = sequence.num_pages * self.page_size
         with pytest.raises(ValueError, match="oldest_queries"):
@@ -271,7 +273,7 @@ class World:
 
 
 def worlds() -> st.SearchStrategy[World]:
-    """Windows and sink tokens close to multiples of a page, and unlimited ones; the plain case among them."""
+    """Windows and sink tokens close to multiples of a page, and unlimited windows; includes the plain case."""
 
     def sized(page_size: int) -> st.SearchStrategy[World]:
         width = st.sampled_from([1, page_size, page_size + 1, 3 * page_size - 1, FULL])
@@ -374,7 +376,7 @@ def test_a_hundred_thousand_random_operations():
 
 
 def run_one(world: World, draw: random.Random) -> None:
-    """Runs one random operation, on a random sequence if it takes one."""
+    """Run one random operation, on a random sequence if it needs one."""
     if not world.sequences or draw.random() < 0.3:
         tokens = draw.choices(range(2), k=draw.randint(1, MAX_PAGES * world.page_size))
         world.admit(tokens, draw.choice(SALTS), draw.randint(1, 8))

@@ -20,7 +20,7 @@ def snapshot(of: GroupPools) -> list:
     ]
 
 
-def test_a_sequence_gets_room_in_every_group_or_in_none():
+def test_allocation_in_all_groups_or_none():
     both = pools()
     both.allocate(0, 20)
     assert both.num_owned == (5, 10)
@@ -51,11 +51,11 @@ def test_groups_recycle_release_and_swap_together():
     both.check()
 
 
-def test_reset_pools_are_as_new_whatever_was_half_done():
+def test_reset_after_an_interrupted_call():
     both = pools()
     both.allocate(0, 20)
     both.recycle([0], [17])
-    both.pools[1]._rows._free.clear()  # as if a call had been cut short
+    both.pools[1]._rows._free.clear()  # simulates an interrupted call
     both.pools[0]._num_pages[1] = 3
     both.reset()
     assert snapshot(both) == snapshot(pools())
@@ -75,7 +75,7 @@ def test_reset_pools_are_as_new_whatever_was_half_done():
         ([(1, [(FULL, 0), (5, 0)])], 0),
     ],
 )
-def test_how_long_a_sequence_can_get_that_has_the_pools_to_itself(groups, tokens):
+def test_max_tokens_of_a_single_sequence(groups, tokens):
     alone = make_pools(groups)
     assert alone.max_tokens == tokens
     for position in range(tokens):
@@ -86,7 +86,7 @@ def test_how_long_a_sequence_can_get_that_has_the_pools_to_itself(groups, tokens
 
 
 @pytest.mark.parametrize("windowed_rows", [6, 10])
-def test_room_for_a_new_sequence_counts_the_rows_it_begins_with(windowed_rows):
+def test_has_room_counts_the_prefix(windowed_rows):
     case = Sequences(groups=[(8, [(FULL, 0)]), (windowed_rows, [(5, 0)])])
     tokens = list(range(30))
     slot = case.room(16)
@@ -105,7 +105,7 @@ def test_room_for_a_new_sequence_counts_the_rows_it_begins_with(windowed_rows):
     assert not case.pools.has_room(33, step_tokens=4)
 
 
-def test_pools_of_unlike_shapes_are_refused():
+def test_pools_of_different_shapes():
     good = {"page_size": 4, "max_num_seqs": 2, "max_pages_per_seq": 8}
     for change in ({"page_size": 8}, {"max_num_seqs": 3}, {"max_pages_per_seq": 9}):
         members = [HeadPagePool(8, head_window([(FULL, 0)]), **{**good, **changed}) for changed in ({}, change)]
@@ -119,7 +119,7 @@ SEEN = np.array([[0, 1, 2], [PAGE_NONE, PAGE_NONE, 3]], np.int32)
 """Rows of the first three pages, for a full head and one with a window of 5."""
 
 
-def test_adopted_rows_are_as_if_computed_and_recycled():
+def test_adopted_sequence_equals_a_computed_one():
     both = pools()
     both.adopt(3, (SEEN[:1], SEEN))
     assert both.num_owned == (3, 4)
@@ -148,7 +148,7 @@ def test_adopted_rows_are_as_if_computed_and_recycled():
         (1, np.where(SEEN == 3, 12, SEEN), PageError, "page 12 is not of this pool of 12"),
     ],
 )
-def test_what_cannot_be_adopted_is_refused_in_all_groups(batch_slot, rows, error, message):
+def test_invalid_prefix_changes_no_group(batch_slot, rows, error, message):
     both = pools()
     both.allocate(0, 4)
     before = snapshot(both)
@@ -158,7 +158,7 @@ def test_what_cannot_be_adopted_is_refused_in_all_groups(batch_slot, rows, error
     both.check()
 
 
-def test_a_prefix_has_rows_of_every_group():
+def test_prefix_needs_rows_of_every_group():
     both = pools()
     with pytest.raises(ValueError, match=r"for 2 groups, got \[\[1, 3\]\]"):
         both.adopt(0, (SEEN[:1],))

@@ -23,17 +23,17 @@ def make_pool(window: HeadWindow, num_rows: int = 64, **sizes: int) -> HeadPageP
 
 
 def snapshot(pool: HeadPagePool) -> tuple:
-    """Full state of a pool, including the order in which free rows would be handed out."""
+    """Return the full state of a pool, including the order of free rows."""
     state = (pool._tables, pool._num_pages, pool._oldest_query, pool._first_page)
     return list(pool._rows._free), pool._rows._refcounts[:], [values.tolist() for values in state]
 
 
 def held(pool: HeadPagePool, batch_slot: int = 0) -> list[list[int]]:
-    """Pages for which each head has a row."""
+    """Return the pages for which each head has a row."""
     return [np.flatnonzero(table != PAGE_NONE).tolist() for table in pool.tables([batch_slot])[0]]
 
 
-def test_full_heads_are_numbered_as_rank_2_tables_would():
+def test_full_heads_have_the_row_ids_of_rank_2_tables():
     pool = make_pool(heads(FULL, FULL, FULL), num_rows=15)
     pool.allocate(1, 4)
     pool.allocate(0, 13)
@@ -46,7 +46,7 @@ def test_full_heads_are_numbered_as_rank_2_tables_would():
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 5, 31, 32])
-def test_room_comes_in_pages_and_once(num_tokens):
+def test_room_grows_by_pages(num_tokens):
     pool = make_pool(heads(FULL, 2))
     pages = -(-num_tokens // PAGE_SIZE)
     assert pool.num_lacking(1, num_tokens) == 2 * pages
@@ -74,7 +74,7 @@ def test_allocation_is_all_heads_or_none():
     pool.check()
 
 
-def test_what_windowed_heads_give_back_goes_to_any_head():
+def test_every_head_can_use_recycled_rows():
     pool = make_pool(heads(FULL, 1), num_rows=8)
     pool.allocate(0, 16)
     assert pool.recycle([0], [16]) == [1, 3, 5, 7]
@@ -116,7 +116,7 @@ BOUNDARIES = [
 
 
 @pytest.mark.parametrize(("window", "sink_tokens", "oldest_query", "gone"), BOUNDARIES)
-def test_only_whole_pages_behind_the_window_and_after_the_sinks_go(window, sink_tokens, oldest_query, gone):
+def test_recycled_pages_are_outside_window_and_sinks(window, sink_tokens, oldest_query, gone):
     pool = make_pool(heads(window, FULL, sink_tokens=sink_tokens))
     pool.allocate(0, 32)
     rows = pool.tables([0])[0, 0]
@@ -126,7 +126,7 @@ def test_only_whole_pages_behind_the_window_and_after_the_sinks_go(window, sink_
     pool.check()
 
 
-def test_rejected_drafts_hold_back_recycling():
+def test_rejected_drafts_delay_recycling():
     pool = make_pool(heads(2))
     pool.allocate(0, 10)  # a step computed tokens 5 to 9, four of them drafts that were all rejected
     rows = pool.tables([0])[0, 0]
@@ -137,7 +137,7 @@ def test_rejected_drafts_hold_back_recycling():
     assert pool.recycle([0], [9]) == rows[1:2].tolist()
 
 
-def test_releasing_again_does_nothing():
+def test_second_release_does_nothing():
     pool = make_pool(heads(FULL, 3, sink_tokens=[0, 5]), num_rows=20)
     pool.allocate(0, 20)
     pool.recycle([0], [20])
@@ -155,7 +155,7 @@ def test_releasing_again_does_nothing():
     pool.check()
 
 
-def test_swap_moves_all_rows_and_what_is_known_of_them():
+def test_swap_exchanges_rows_and_state():
     pool = make_pool(heads(FULL, 3, sink_tokens=[0, 1]))
     pool.allocate(0, 20)
     pool.recycle([0], [12])
@@ -196,7 +196,7 @@ def test_tables_are_copies_with_idle_rows():
     assert pool.tables([]).shape == (0, 2, 8)
 
 
-def test_slots_are_those_of_slot_mapping_and_overlap_nowhere():
+def test_slots_equal_slot_mapping_and_are_unique():
     window = heads(FULL, 5, 1, sink_tokens=[0, 2, 0])
     pool = make_pool(window)
     old, new = np.array([9, 0, 14]), np.array([3, 6, 1])
@@ -221,7 +221,7 @@ def test_slots_are_those_of_slot_mapping_and_overlap_nowhere():
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4])
-def test_the_pages_that_stay_are_those_that_the_operations_walk(page_size):
+def test_remaining_pages_equal_page_walk(page_size):
     sink_tokens = [0, 1, 4, 5, 11, 0]
     window = heads(FULL, 1, 3, 4, 5, 9, sink_tokens=sink_tokens)
     for step_tokens in (1, 5):
@@ -245,7 +245,7 @@ def test_peak_rows_grow_with_the_tokens_until_the_window_is_full():
 
 @pytest.mark.parametrize("width", range(1, 10))
 @pytest.mark.parametrize("step_tokens", [1, 2, 4, 5])
-def test_peak_rows_are_reached_by_some_step_and_exceeded_by_none(width, step_tokens):
+def test_peak_rows_is_the_maximum(width, step_tokens):
     def rows(start: int) -> int:
         pool = make_pool(heads(width, sink_tokens=5))
         pool.allocate(0, start)
@@ -256,7 +256,7 @@ def test_peak_rows_are_reached_by_some_step_and_exceeded_by_none(width, step_tok
     assert max(map(rows, range(28))) == make_pool(heads(width, sink_tokens=5)).peak_rows(32, step_tokens=step_tokens)
 
 
-def test_slots_go_up_to_the_largest_int32():
+def test_largest_slot_fits_int32():
     pool = HeadPagePool(2, heads(FULL), page_size=2**30, max_num_seqs=1, max_pages_per_seq=2)
     pool.allocate(0, 2**31)
     assert pool.slots([0], [2**31 - 1]).tolist() == [[2**31 - 1]]
@@ -273,15 +273,15 @@ def test_slots_go_up_to_the_largest_int32():
         (lambda pool: pool.recycle([-1], [0]), r"batch_slots\[0\] must be from 0 to 2, got -1"),
         (
             lambda pool: pool.recycle([0], [8]),
-            r"oldest_queries\[0\] must be from 9, as it was before, .* 12 tokens .*, got 8",
+            r"oldest_queries\[0\] must be from 9, its earlier value, to 12, .*, got 8",
         ),
         (
             lambda pool: pool.recycle([0], [13]),
-            r"oldest_queries\[0\] must be from 9, .* 12 tokens there is room for, got 13",
+            r"oldest_queries\[0\] must be from 9, .* to 12, the room of the sequence, got 13",
         ),
         (
             lambda pool: pool.recycle([1], [-1]),
-            r"oldest_queries\[0\] must be from 0, .* 0 tokens there is room for, got -1",
+            r"oldest_queries\[0\] must be from 0, .* to 0, the room of the sequence, got -1",
         ),
         (lambda pool: pool.release(3), "batch_slot must be from 0 to 2, got 3"),
         (lambda pool: pool.swap(0, 3), "batch_slot must be from 0 to 2, got 3"),
@@ -334,7 +334,7 @@ def test_misuse_raises_and_changes_nothing(call, message):
         ({"window": heads(4, 4, sink_tokens=[0, -1])}, r"window.sink_tokens\[1\] must be at least 0, got -1"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message, unchecked_shapes):
+def test_invalid_arguments(arguments, message, unchecked_shapes):
     good: dict[str, Any] = {"num_rows": 8, "page_size": 4, "max_num_seqs": 2, "max_pages_per_seq": 8}
     good["window"] = heads(FULL)
     with pytest.raises(ValueError, match=message):
@@ -350,7 +350,7 @@ def owned(pool: HeadPagePool, row: int, count: int) -> None:
 
 
 def share_row_0(pool: HeadPagePool) -> None:
-    """Row 0 also takes the place of row 2, with counts that agree."""
+    """Row 0 also replaces row 2, with consistent counts."""
     pool._tables[0, 0, 1] = 0
     owned(pool, 0, 2)
     owned(pool, 2, 0)
@@ -372,7 +372,7 @@ def share_row_0(pool: HeadPagePool) -> None:
         (lambda pool: owned(pool, 0, 2), "row 0 is 1x in tables and owned 2x"),
     ],
 )
-def test_check_finds_broken_invariants(break_pool, message):
+def test_check_finds_violated_invariants(break_pool, message):
     pool = make_pool(heads(FULL, 1))
     pool.allocate(0, 9)
     pool.recycle([0], [9])
@@ -382,7 +382,7 @@ def test_check_finds_broken_invariants(break_pool, message):
         pool.check()
 
 
-def test_held_rows_are_handed_to_nobody_and_dropped_once():
+def test_held_rows_are_not_allocated_and_dropped_once():
     pool = make_pool(heads(FULL), num_rows=4)
     rows = pool.take(3)
     pool.check()
@@ -404,7 +404,7 @@ def test_held_rows_are_handed_to_nobody_and_dropped_once():
     assert pool.num_free == 4
 
 
-def test_unseen_pages_lie_between_the_sink_tokens_and_the_window():
+def test_unseen_pages_are_between_sink_tokens_and_window():
     pool = make_pool(heads(FULL, 6, sink_tokens=3))
     unseen = pool.is_unseen(0, 5, oldest_query=16)  # whose window is tokens 11 to 16
     assert unseen.tolist() == [[False] * 5, [False, True, False, False, False]]

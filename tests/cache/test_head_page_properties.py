@@ -1,4 +1,4 @@
-"""Random steps of sequences with head-wise windows, against a model that looks at every token of every page."""
+"""Random steps of sequences with head-wise windows, compared with a model that checks every token of every page."""
 
 import itertools
 import random
@@ -35,7 +35,7 @@ class Sequence:
 
 @dataclass
 class World:
-    """The pool, with a model beside it: owners of rows, order of free ones, memory."""
+    """The pool, and a model of it: owners of rows, order of free rows, memory."""
 
     widths: list[int]
     sink_tokens: list[int]
@@ -61,12 +61,13 @@ class World:
         return Sequence(self.num_started, [{} for _ in self.heads])
 
     def visible(self, head: int, key: int, query: int) -> bool:
-        """Whether a head's query sees a key, by the definition of windows and sink tokens."""
+        """Return whether a head's query sees a key, by the definition of windows and sink tokens."""
         return key <= query and (key < self.sink_tokens[head] or key > query - self.widths[head])
 
     def is_needed(self, head: int, page: int, oldest_query: int) -> bool:
-        """Whether any query from `oldest_query` on sees a token of a page; if one does, the first at or after the token
-        does."""
+        """Return whether any query from `oldest_query` on sees a token of a page. If any does, the first query at or
+        after the token does.
+        """
         tokens = range(page * self.page_size, (page + 1) * self.page_size)
         return any(self.visible(head, token, max(token, oldest_query)) for token in tokens)
 
@@ -74,7 +75,7 @@ class World:
         return {token // self.page_size for token in tokens}
 
     def step(self, batch_slot: int, num_new: int, num_accepted: int) -> None:
-        """Runs a step as an engine does: recycles, makes room, writes, attends, and takes back the rejected drafts."""
+        """Run a step like an engine: recycle, make room, write, attend, and discard the rejected drafts."""
         sequence = self.sequences[batch_slot]
         start = sequence.num_accepted
         end = min(start + num_new, MAX_PAGES * self.page_size)
@@ -89,7 +90,7 @@ class World:
             self.seen.add("rejected drafts")
 
     def grow(self, batch_slot: int, num_tokens: int) -> bool:
-        """Allocates the rows that a sequence lacks, if so many are free: page by page, least recently freed first."""
+        """Allocate the rows that a sequence needs, if enough are free: page by page, least recently freed first."""
         sequence = self.sequences[batch_slot]
         new_pages = sorted(self.pages(range(num_tokens)) - set(range(sequence.num_pages)))
         lacking = len(new_pages) * len(self.heads)
@@ -124,7 +125,7 @@ class World:
             self.memory[row] = [None] * self.page_size
 
     def expect_no_more_than_needed(self, sequence: Sequence, start: int) -> None:
-        """Checks that only sink pages, window pages and pages being written are held, no more rows than `peak_rows`."""
+        """Check that only sink pages, window pages and written pages are held, and at most `peak_rows` rows."""
         for head in self.heads:
             window = range(max(start - self.widths[head] + 1, 0), start)
             written = range(start, sequence.num_pages * self.page_size)
@@ -142,7 +143,7 @@ class World:
                 self.memory[row][offset] = (sequence.number, head, position)
 
     def attend(self, batch_slot: int, queries: range) -> None:
-        """Checks that every visible key is present and unchanged."""
+        """Check that every visible key is present and unchanged."""
         [table] = self.pool.tables([batch_slot]).tolist()
         for head, query in itertools.product(self.heads, queries):
             for key in range(query + 1):
@@ -153,13 +154,13 @@ class World:
                     assert found == (self.sequences[batch_slot].number, head, key)
 
     def recycle_early(self, batch_slot: int, oldest_query: int) -> None:
-        """Recycles outside a step, up to any position between the last oldest query and the last accepted one."""
+        """Recycle outside a step, up to a random position between the last oldest query and the last accepted token."""
         sequence = self.sequences[batch_slot]
         span = sequence.num_accepted - sequence.oldest_query
         self.recycle(batch_slot, sequence.oldest_query + oldest_query % (span + 1))
 
     def reserve(self, batch_slot: int, num_tokens: int) -> None:
-        """Makes room ahead of time, without recycling."""
+        """Make room in advance, without recycling."""
         end = self.sequences[batch_slot].num_accepted + num_tokens
         self.grow(batch_slot, min(end, MAX_PAGES * self.page_size))
 
@@ -175,7 +176,7 @@ class World:
         self.sequences[first], self.sequences[second] = self.sequences[second], self.sequences[first]
 
     def misuse(self, batch_slot: int) -> None:
-        """Makes calls that are refused; `check` sees whether they changed anything."""
+        """Make invalid calls; `check` finds whether they changed anything."""
         sequence = self.sequences[batch_slot]
         room = sequence.num_pages * self.page_size
         for oldest_query in (sequence.oldest_query - 1, room + 1):
@@ -210,7 +211,7 @@ class World:
 
 
 def worlds() -> st.SearchStrategy[World]:
-    """Windows and sink tokens close to multiples of a page, and unlimited ones."""
+    """Windows and sink tokens close to multiples of a page, and unlimited windows."""
 
     def sized(page_size: int) -> st.SearchStrategy[World]:
         width = st.sampled_from([1, max(page_size - 1, 1), page_size, page_size + 1, 3 * page_size - 1, FULL])

@@ -4,7 +4,7 @@ from pallas_attn.cache import CacheError, InconsistentCache, OutOfPages, PageErr
 
 
 def snapshot(pool: PagePool) -> tuple[list[int], list[int]]:
-    """Reference counts, and the order in which free pages would be handed out."""
+    """Return the reference counts and the order of free pages."""
     return [pool.refcount(page) for page in range(pool.num_pages)], list(pool._free)
 
 
@@ -42,7 +42,7 @@ def test_shared_page_is_free_when_its_last_owner_releases():
     assert pool.num_free == 2
 
 
-def test_freed_pages_are_reused_least_recently_freed_first_and_tail_first():
+def test_least_recently_freed_page_is_allocated_first():
     pool = PagePool(6)
     first, second = pool.allocate(3), pool.allocate(3)
     pool.release(second)
@@ -50,7 +50,7 @@ def test_freed_pages_are_reused_least_recently_freed_first_and_tail_first():
     assert pool.allocate(6) == second[::-1] + first[::-1]
 
 
-def test_reclaiming_takes_a_page_out_of_the_free_ones():
+def test_reclaimed_page_is_not_free():
     pool = PagePool(3)
     first, second, third = pool.allocate(3)
     pool.release([first, second])
@@ -60,7 +60,7 @@ def test_reclaiming_takes_a_page_out_of_the_free_ones():
     pool.check()
 
 
-def test_reuse_is_announced_before_the_pages_come_back():
+def test_watcher_is_called_before_allocation_returns():
     pool = PagePool(3)
     announced: list[int] = []
     pool.watch_reuse(announced.append)
@@ -96,7 +96,7 @@ def test_misuse_raises_and_changes_nothing(operation, pages, message):
     pool.check()
 
 
-def test_bad_sizes_are_refused():
+def test_invalid_sizes():
     with pytest.raises(ValueError, match="num_pages must be at least 1, got 0"):
         PagePool(0)
     with pytest.raises(ValueError, match="n must not be negative, got -1"):
@@ -115,7 +115,7 @@ def test_bad_sizes_are_refused():
         (lambda pool: pool._free.__setitem__(9, None), r"not of this pool: \[9\]"),
     ],
 )
-def test_check_finds_broken_invariants(break_pool, message):
+def test_check_finds_violated_invariants(break_pool, message):
     pool = PagePool(4)
     pool.allocate(2)
     pool.check()

@@ -41,7 +41,7 @@ def test_the_last_token_is_never_matched(length, num_matched):
     assert case.pages(1) == pages[:num_matched]
 
 
-def test_a_page_matches_only_after_the_pages_it_followed():
+def test_page_matches_only_after_its_predecessors():
     case = Sequences()
     case.published(PROMPT)
     assert case.lookup([*PROMPT[4:8], 1]) == []
@@ -49,7 +49,7 @@ def test_a_page_matches_only_after_the_pages_it_followed():
     assert case.lookup([7, *PROMPT[1:], 1]) == []
 
 
-def test_salt_isolates():
+def test_salts_do_not_share_prefixes():
     case = Sequences()
     ours = case.pages(case.published(PROMPT, salt="ours"))
     assert case.lookup([*PROMPT, 1], salt="ours") == ours
@@ -71,9 +71,9 @@ def test_released_pages_stay_matchable_until_they_are_reused():
     assert case.pool.num_owned == 3
     case.pools.release(slot)
 
-    case.room(4)  # the page that was never used
+    case.room(4)  # the unused page
     assert case.lookup([*PROMPT, 1]) == pages
-    for survivors in (2, 1, 0):  # a prefix loses its tail first
+    for survivors in (2, 1, 0):  # a prefix loses its last page first
         assert case.pages(case.room(4)) == [pages[survivors]]
         assert case.lookup([*PROMPT, 1]) == pages[:survivors]
         case.check()
@@ -127,7 +127,7 @@ def counting(hashed: list[bytes]):
     return digest
 
 
-def test_publishing_again_costs_only_the_new_pages():
+def test_publish_hashes_only_new_pages():
     hashed: list[bytes] = []
     case = Sequences(digest=counting(hashed))
     slot = case.published(PROMPT)
@@ -139,8 +139,8 @@ def test_publishing_again_costs_only_the_new_pages():
     assert case.lookup([*extended, 1]) == case.pages(slot)
 
 
-def test_looking_up_again_costs_only_what_was_not_found():
-    """A waiting prompt, looked up before every step and once more on admission, hashes only the page after its hit."""
+def test_repeated_lookup_hashes_only_missing_pages():
+    """A waiting prompt is looked up before every step. Each lookup hashes only the page after its hit."""
     hashed: list[bytes] = []
     case = Sequences(digest=counting(hashed))
     slot = case.published(PROMPT[:8])
@@ -162,7 +162,7 @@ def test_looking_up_again_costs_only_what_was_not_found():
     assert case.lookup(waiting) == []
 
 
-def test_a_forced_collision_is_a_miss():
+def test_digest_collision_is_a_miss():
     case = Sequences(digest=lambda message: b"same")
     first = case.published([1] * 4)
     pages = case.pages(first)
@@ -182,7 +182,7 @@ def test_a_forced_collision_is_a_miss():
     assert case.lookup([1] * 5) == []
 
 
-def test_digest_fields_cannot_run_into_each_other():
+def test_digest_separates_its_fields():
     messages: list[bytes] = []
 
     def digest(message: bytes) -> bytes:
@@ -197,14 +197,14 @@ def test_digest_fields_cannot_run_into_each_other():
     assert len(messages) == len(set(messages)) == 3
 
 
-def test_every_cache_has_a_seed_of_its_own():
+def test_caches_have_different_seeds():
     messages: list[bytes] = []
     for _ in range(2):
         Sequences(digest=lambda message: messages.append(message) or b"").lookup([1] * 5)
     assert len(messages) == len(set(messages)) == 2
 
 
-def test_statistics_count_what_match_found():
+def test_statistics_count_matches():
     case = Sequences()
     case.published(PROMPT)
     case.lookup([*PROMPT, 1])
@@ -229,7 +229,7 @@ def test_clear_forgets_contents_and_keeps_owners():
 
 
 WINDOWS = [(40, [(FULL, 0), (5, 0), (5, 6)]), (20, [(9, 0)])]
-"""A group with a full head, one with a window and one that also has sink tokens; and a group with one window."""
+"""A group with a full head, a windowed head and a windowed head with sink tokens; and a group with one window."""
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ WINDOWS = [(40, [(FULL, 0), (5, 0), (5, 6)]), (20, [(9, 0)])]
     ],
 )
 @pytest.mark.parametrize("groups", [None, WINDOWS])
-def test_bad_publications_change_nothing(groups, tokens, salt, error, message):
+def test_invalid_publication_changes_nothing(groups, tokens, salt, error, message):
     case = Sequences(groups=groups)
     slot = case.published(PROMPT)
     case.pools.allocate(slot, 20)
@@ -254,8 +254,8 @@ def test_bad_publications_change_nothing(groups, tokens, salt, error, message):
     case.check()
 
 
-def test_a_row_is_published_in_one_place():
-    """The rows of a page are in another sequence's table as well, which only misuse can cause."""
+def test_row_cannot_be_published_twice():
+    """The rows of a page are also in another sequence's table, which only misuse can cause."""
     case = Sequences()
     case.published(PROMPT)
     slot = case.room(8)
@@ -267,7 +267,7 @@ def test_a_row_is_published_in_one_place():
 
 
 @pytest.mark.parametrize("num_digests", [0, 1, 2])
-def test_a_digest_that_fails_leaves_everything_as_it_was(num_digests):
+def test_failing_digest_changes_nothing(num_digests):
     tickets = [None] * 100
 
     def digest(message: bytes) -> bytes:
@@ -286,7 +286,7 @@ def test_a_digest_that_fails_leaves_everything_as_it_was(num_digests):
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_match_whose_rows_cannot_be_retained_counts_nothing(group, monkeypatch):
+def test_failing_match_changes_no_statistics(group, monkeypatch):
     case = Sequences(groups=WINDOWS)
     case.published(PROMPT)
     before = case.snapshot()
@@ -300,7 +300,7 @@ def test_a_match_whose_rows_cannot_be_retained_counts_nothing(group, monkeypatch
     assert case.snapshot() == before
 
 
-def test_a_batch_slot_in_use_matches_nothing():
+def test_match_needs_an_idle_batch_slot():
     case = Sequences(groups=WINDOWS)
     slot = case.published(PROMPT)
     before = case.snapshot()
@@ -311,17 +311,17 @@ def test_a_batch_slot_in_use_matches_nothing():
     assert case.snapshot() == before
 
 
-def test_pools_serve_one_cache():
+def test_pools_accept_one_prefix_cache():
     with pytest.raises(ValueError, match="watched already"):
         PrefixCache(Sequences().pools)
 
 
-# A head needs those of n pages that a token at 4n sees: with a window of 5 the page before it, of 6 two.
+# After n pages, a head needs the pages that the token at 4n sees: one page with a window of 5, two with 6.
 LONG = list(range(200, 232))
 
 
 def windowed(*heads: tuple[int, int], num_rows: int = 64, num_tokens: int = 32) -> tuple[Sequences, int]:
-    """Publishes a sequence of `num_tokens` as it grows and is recycled, with a full head and others."""
+    """Publish a sequence of `num_tokens` while it grows and is recycled, with a full head and others."""
     case = Sequences(groups=[(num_rows, [(FULL, 0), *heads])])
     slot = case.room(num_tokens)
     case.cache.publish(slot, LONG[:num_tokens])
@@ -331,7 +331,7 @@ def windowed(*heads: tuple[int, int], num_rows: int = 64, num_tokens: int = 32) 
 
 
 def hit(case: Sequences, tokens: list[int]) -> list[list[int]]:
-    """Pages of which a match takes rows, in each head of the first group."""
+    """Return the pages whose rows a match uses, for each head of the first group."""
     return present(case.cache.lookup(tokens)[0])
 
 
@@ -351,7 +351,7 @@ def hit(case: Sequences, tokens: list[int]) -> list[list[int]]:
         (1, 99, [0, 1, 2, 3, 4]),
     ],
 )
-def test_a_hit_takes_what_the_first_new_token_sees(window, sink_tokens, pages):
+def test_hit_has_the_rows_that_the_first_new_token_sees(window, sink_tokens, pages):
     case, _ = windowed((window, sink_tokens))
     assert hit(case, [*LONG[:20], 1]) == [[0, 1, 2, 3, 4], pages]
     slot = case.match([*LONG[:20], 1])
@@ -360,9 +360,9 @@ def test_a_hit_takes_what_the_first_new_token_sees(window, sink_tokens, pages):
     case.check()
 
 
-def test_a_longer_prefix_may_be_a_hit_where_a_shorter_one_is_not():
+def test_longer_prefix_may_hit_where_shorter_misses():
     case, _ = windowed((5, 0), num_rows=17)
-    case.room(4)  # takes the row that was never used, and the one freed first: of the last page behind the window
+    case.room(4)  # takes the unused row, and the row that was freed first: the last page before the window
     assert hit(case, [*LONG, 1]) == [list(range(8)), [7]]
     assert hit(case, LONG[:29]) == [list(range(6)), [5]], "the next needs page 6"
     case.check()
@@ -376,20 +376,20 @@ def test_recycled_rows_are_matchable_until_they_are_reused():
     assert case.pools.recycle([shared], [16]) == ([],)
     case.pools.release(slot)
     assert case.pool.num_owned == 4 + 2
-    case.pools.release(case.room(5 * 4))  # five pages of two heads: all that is free
+    case.pools.release(case.room(5 * 4))  # five pages of two heads: all free rows
     assert hit(case, [*LONG, 1]) == [list(range(4)), [0, 3]], "what is still held"
     assert hit(case, [*LONG[:8], 1]) == [[0], [0]], "with page 1 the window's row went"
     case.check()
 
 
 @pytest.mark.parametrize("group", [(17, [(FULL, 0)]), (17, [(2, 8)]), (34, [(2, 0), (2, 5)])])
-def test_a_lost_page_that_is_seen_for_good_ends_all_longer_prefixes(group):
+def test_lost_page_of_a_full_head_ends_longer_prefixes(group):
     case = Sequences(groups=[group])
     first, second = case.published(LONG[:8]), case.published(LONG)
     case.pools.release(case.room(6 * 4))
     assert case.cache.num_published == 8
     case.pools.release(first)
-    case.room(8 * 4)  # pages never used, and page 1, for which the second sequence has rows of its own
+    case.room(8 * 4)  # unused pages, and page 1, for which the second sequence has other rows
     assert case.cache.num_published == 1
     assert len(hit(case, [*LONG, 1])[-1]) <= 1
     case.check()
@@ -398,7 +398,7 @@ def test_a_lost_page_that_is_seen_for_good_ends_all_longer_prefixes(group):
     case.check()
 
 
-def test_a_row_that_went_is_replaced_by_the_next_publisher():
+def test_lost_row_is_replaced_by_the_next_publisher():
     case, slot = windowed((5, 0), num_rows=17)
     other = case.room(4)
     case.pools.release(other)
@@ -411,7 +411,7 @@ def test_a_row_that_went_is_replaced_by_the_next_publisher():
     case.check()
 
 
-def test_groups_have_to_agree_on_a_hit():
+def test_hit_needs_all_groups():
     case = Sequences(groups=[(8, [(FULL, 0)]), (8, [(5, 0)]), (20, [(2, 0), (9, 4)])])
     slot = case.room(32)
     case.cache.publish(slot, LONG)
@@ -428,7 +428,7 @@ def test_groups_have_to_agree_on_a_hit():
     case.check()
 
 
-def test_pages_of_windows_alone_are_kept_while_something_follows_them():
+def test_window_pages_stay_while_a_page_follows():
     case = Sequences(groups=[(8, [(5, 0)])])
     slot = case.room(32)
     case.cache.publish(slot, LONG)
@@ -443,7 +443,7 @@ def test_pages_of_windows_alone_are_kept_while_something_follows_them():
     case.check()
 
 
-def test_a_recycled_page_is_published_without_its_row():
+def test_recycled_page_is_published_without_its_row():
     case = Sequences(groups=[(64, [(FULL, 0), (5, 0)])])
     slot = case.room(32)
     case.pools.recycle([slot], [32])
@@ -476,7 +476,7 @@ def test_pages_without_any_row_are_not_published():
         (lambda nodes, cache: cache._by_row[1].update({19: nodes[0]}), "row 19 of group 1 belongs to a page"),
     ],
 )
-def test_check_finds_broken_invariants(break_cache, message):
+def test_check_finds_violated_invariants(break_cache, message):
     case = Sequences(groups=WINDOWS)
     case.published(PROMPT)
     break_cache(sorted(case.cache._by_digest.values(), key=lambda node: node.depth), case.cache)
@@ -484,7 +484,7 @@ def test_check_finds_broken_invariants(break_cache, message):
         case.cache.check()
 
 
-def test_check_finds_pages_of_no_use():
+def test_check_finds_useless_pages():
     case = Sequences(groups=[(8, [(5, 0)])])
     case.published(PROMPT)
     leaf = max(case.cache._by_digest.values(), key=lambda node: node.depth)
@@ -500,8 +500,8 @@ GROUPS = [[(FULL, 0), (6, 3)], [(5, 0)]]
 
 @pytest.mark.parametrize("num_pages", [100, 7], ids=["ample", "short of rows"])
 @pytest.mark.parametrize("seed", range(5))
-def test_pages_inserted_from_another_cache_are_found_as_there(seed: int, num_pages: int):
-    """Follows what is written to each row: a hit holds the very pages of the prompt, in each head."""
+def test_inserted_pages_match_as_in_the_other_cache(seed: int, num_pages: int):
+    """The test tracks the contents of each row: a hit has exactly the pages of the prompt, in each head."""
     draw = random.Random(seed)
     source = Sequences(groups=[(100 * len(heads), heads) for heads in GROUPS])
     target = Sequences(groups=[(num_pages * len(heads), heads) for heads in GROUPS])

@@ -115,7 +115,7 @@ BACKENDS = (
         (9, 0),
         configs=(
             decode_config.DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1),
-            mla_config.SeesawConfig(pairs=1, cluster=1),
+            mla_config.TwoWarpgroupConfig(pairs=1, cluster=1),
             flash_config.FlashConfig(tile_keys=64, stages=2, consumers=1),
             # Few entries per CTA, so that the inputs need many CTAs and several CTAs touch one scale group.
             write_config.WriteKVConfig(row_threads=32, scan_tokens=2),

@@ -41,7 +41,7 @@ def backend_of(item: pytest.Item) -> Backend | None:
 
 def case_of(item: pytest.Item, backend: Backend) -> str:
     """Return the id of a test's parameters without the backend."""
-    words = item.callspec.id.split("-")
+    words = item.nodeid.partition("[")[2].removesuffix("]").split("-")
     words.remove(backend.id)
     return "-".join(words)
 

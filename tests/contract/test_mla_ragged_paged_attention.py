@@ -388,7 +388,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"new_latent": np.zeros((T, R), np.float32)},
         r"new_latent: expected shape \[T=40, L=128\], got \[40, 32\]",
     ),
-    "no new_rope": ({"new_rope": None}, "new_rope: expected the new tokens', or update_kv_cache=False; got None"),
+    "no new_rope": ({"new_rope": None}, "new_rope: expected the new tokens, or update_kv_cache=False; got None"),
     "cache": ({"cache": PagedLatent(jnp.zeros((N, PS, L)))}, "cache.pages: expected L . R = 128 . 32 columns, got 128"),
     "page_indices": ({"page_indices": np.zeros((S, 2, P), np.int32)}, r"page_indices: expected shape \[S=5, P\]"),
     "distribution": ({"distribution": [1, 2]}, r"distribution: expected shape \[3\], got \[2\]"),
@@ -397,7 +397,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "k_scale": ({"k_scale": 0.5}, "k_scale: expected None with a float32 cache that has none"),
     "v_scale of groups": (
         {"cache": jax.eval_shape(lambda: PagedLatent.allocate(GROUPED)), "v_scale": 0.5},
-        "v_scale: expected None with a float8_e4m3fn cache that has scales of its own",
+        "v_scale: expected None with a float8_e4m3fn cache that has scales",
     ),
     "scale without rope": (
         {"cache": PagedLatent(FP8, jnp.ones((N, PS, 1)))},

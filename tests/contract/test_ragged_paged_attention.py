@@ -453,7 +453,7 @@ GROUPS = jnp.ones((N, HKV, 4), jnp.float32)
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "q": ({"q": np.zeros((T, HQ, D), np.int32)}, "q: expected dtype"),
     "k": ({"k": np.zeros((T, 1, D), np.float32)}, r"k: expected shape \[T=40, Hkv=2, D=64\], got \[40, 1, 64\]"),
-    "no v": ({"v": None}, "v: expected the new tokens', or update_kv_cache=False; got None"),
+    "no v": ({"v": None}, "v: expected the new tokens, or update_kv_cache=False; got None"),
     "quantised k": ({"k": np.zeros((T, HKV, D), np.int8)}, "k: expected dtype .*, got int8"),
     "e5m2": ({"kv": PagedKV(E5M2, E5M2)}, "kv.k_scale: a float8_e5m2 cache needs scales, got None"),
     "kv_lens": ({"kv_lens": np.zeros(S, np.float32)}, "kv_lens: expected dtype int32"),

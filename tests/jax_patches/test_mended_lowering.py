@@ -1,4 +1,4 @@
-"""Chosen values are as signed as those they are chosen from."""
+"""The result of `FragmentedArray.select` has the signedness of its choices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.aot import signs
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Checks signs of all that is lowered, with jax's own `select`."""
+    """Check the signedness of each lowered value, starting from JAX's own `select`."""
     rules = lowering.mosaic_lowering_rules[gpu_core.LANExWG_SEMANTICS]
     for primitive, rule in rules.items():
         monkeypatch.setitem(rules, primitive, signs.checked(primitive, rule))
@@ -32,7 +32,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def lower(dtype: Any, semantics: plgpu.LoweringSemantics, true: Any, false: Any) -> None:
-    """Lowers a kernel that chooses from `true(x)` and `false(x)`."""
+    """Lower a kernel with `jnp.where(condition, true(x), false(x))`."""
 
     def body(x_gmem: Any, out_gmem: Any) -> None:
         x = basics.load(x_gmem, plgpu.Layout.WG_STRIDED((128,), vec_size=1))
@@ -49,15 +49,18 @@ def lower(dtype: Any, semantics: plgpu.LoweringSemantics, true: Any, false: Any)
 
 
 @pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("variable", ["0", "1"])
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32, jnp.float32])
-def test_signs_are_kept(dtype: Any) -> None:
+def test_select_keeps_the_sign(dtype: Any, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`PALLAS_ATTN_PATCH_JAX` does not disable the correction."""
+    monkeypatch.setenv("PALLAS_ATTN_PATCH_JAX", variable)
     semantics = basics.lane_semantics()
     for true, false in ((lambda x: x, lambda x: x + 1), (lambda x: x, lambda _: 3), (lambda _: 3, lambda x: x)):
         lower(dtype, semantics, true, false)
 
 
 @pytest.mark.usefixtures("checked")
-def test_jax_needs_it() -> None:
-    """Fails once the newest jax keeps signs by itself; those that don't may still be admitted."""
+def test_jax_has_the_fault() -> None:
+    """This test fails once JAX is fixed. The correction is needed while older versions of JAX are supported."""
     with pytest.raises(AssertionError, match=r"select_n: int32\[128\] is lowered with is_signed=False"):
         lower(jnp.int32, plgpu.LoweringSemantics.Lane, lambda _: 3, lambda x: x)

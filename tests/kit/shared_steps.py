@@ -1,7 +1,7 @@
-"""Steps that the tests of a module compile once, however many engines and plain runs they make.
+"""Compile steps once for all engines and plain runs of a test module.
 
-A module asks for it with `pytest.mark.usefixtures("shared_steps")` if none of its tests changes how a model computes.
-The conftest.py of its folder imports both fixtures.
+A module uses `pytest.mark.usefixtures("shared_steps")` if none of its tests changes how a model computes. The
+conftest.py of its folder imports both fixtures.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from models.engine.config import Bucket
 from models.engine.runner import Runner
 
 ALIKE: weakref.WeakKeyDictionary[Runner, str] = weakref.WeakKeyDictionary()
-"""A description of each runner that was made where steps are shared; some live longer than the test that made them."""
+"""Description of each runner made with the fixture. Some runners live longer than the test that made them."""
 
 
 @pytest.fixture(scope="module")
 def compiled_steps() -> dict[str, Any]:
-    """Compiled steps, by a description of all that they depend on."""
+    """Compiled steps, by a description of everything that they depend on."""
     return {}
 
 
 @pytest.fixture
 def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runners and plain runs of equal models and sizes take what was compiled for the first of them."""
+    """Runners and plain runs of equal models and sizes reuse the compiled steps of the first one."""
     make_runner, compile_steps, make_plain = Runner.__init__, Runner.compile, verify.PlainRun.__init__
 
     def description(model: Any, *rest: Any) -> str:
@@ -38,7 +38,7 @@ def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 
     def runner(self: Runner, model: Any, config: Any, processes: Any = None) -> None:
         make_runner(self, model, config, processes)
-        if config.speculate is None:  # a proposer may have weights, and is not described
+        if config.speculate is None:  # a proposer may have weights, which the description does not cover
             ALIKE[self] = description(model, config)
 
     def compiling(self: Runner, buckets: Sequence[Bucket]) -> None:
@@ -49,7 +49,7 @@ def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 
     def plain(self: Any, model: Any, max_output: int, cache_dtype: Any = None, kv_scales: Any = None) -> None:
         make_plain(self, model, max_output, cache_dtype, kv_scales)
-        if kv_scales is None:  # which would be constants of what is compiled
+        if kv_scales is None:  # scales are constants of the compiled program
             key = f"plain {description(model, max_output, cache_dtype)}"
             self._choose = compiled_steps.setdefault(key, self._choose)
 

@@ -1,4 +1,4 @@
-"""Fixtures that the tests of models share."""
+"""Fixtures shared by the tests of models."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A model small enough to compile in seconds, prompts with shared prefixes, and the tokens of a plain run."""
+"""A model that compiles in seconds, prompts with shared prefixes, and the tokens of a plain run."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ SPARSE = dataclasses.replace(
     index_head_dim=12,
     indexer_types=("full", "shared"),
 )
-"""Its first layer has index keys, and its tokens choose fewer than most prompts have; the second layer, which has none,
-shares what the first one chose."""
+"""Sparse attention: the first layer has index keys, and tokens select fewer keys than most prompts have. The second
+layer has no index keys and shares the selection of the first."""
 
 _PREFIX = [7, 3, 60, 22, 41, 9, 18, 33, 50, 2, 11, 28, 5, 44, 37, 16, 29, 8, 55, 13]
 
@@ -78,11 +78,11 @@ ENGINES = {
     "unchunked": EngineConfig(num_pages=64, page_size=4, max_batched_tokens=64, max_num_seqs=4, chunked_prefill=False),
     "one at a time": EngineConfig(num_pages=96, page_size=1, max_batched_tokens=7, max_num_seqs=1),
 }
-"""Sizes of pools and budgets that cause chunks, hits and preemptions of different kinds."""
+"""Sizes that cause different kinds of chunks, prefix hits and preemptions."""
 
 
 QUICK = AttentionSettings(implementation="reference")
-"""Attention that compiles in two thirds of the time, for tests of what is around it; others run engines with `xla`."""
+"""Attention that compiles in two thirds of the time of `xla`, for tests of other parts of the engine."""
 
 
 @functools.cache
@@ -92,12 +92,12 @@ def model() -> Decoder:
 
 @functools.cache
 def engine(name: str) -> Engine:
-    """One of `ENGINES`; shared, since compiling it takes longer than any test does. Tests leave it drained."""
+    """One of `ENGINES`, shared because compiling it takes longer than any test. Tests leave it without requests."""
     return Engine(model(), padded(ENGINES[name]))
 
 
 def padded(config: EngineConfig) -> EngineConfig:
-    """The same configuration with one bucket of each kind, so that little is compiled."""
+    """The configuration with one bucket of each kind, to compile little."""
     return dataclasses.replace(
         config,
         max_model_len=96,
@@ -108,19 +108,19 @@ def padded(config: EngineConfig) -> EngineConfig:
 
 @functools.cache
 def plain(index: int, params: SamplingParams) -> tuple[int, ...]:
-    """Continues a prompt with one uncached forward for every token; margins are large enough to demand equality."""
+    """Continue a prompt with one uncached forward pass per token. Margins are large enough to demand equal tokens."""
     tokens: list[int] = []
     for _ in range(params.max_tokens):
-        choices, margins, _ = _plain_run().choose(Decoded(PROMPTS[index], tokens, params), 0.0)
-        if margins[-1] < 1e-3:
+        choices = _plain_run().choose(Decoded(PROMPTS[index], tokens, params))
+        if choices.margins[-1] < 1e-3:
             raise RuntimeError(f"prompt {index} has a near tie after {len(tokens)} tokens: choose another seed")
-        tokens.append(int(choices[-1]))
+        tokens.append(int(choices.tokens[-1]))
     return tuple(tokens)
 
 
 @contextlib.contextmanager
 def compile_events() -> Iterator[list[str]]:
-    """Records the events of jax's compilations from now on, including those found in its cache."""
+    """Record jax's compilation events from now on, including hits of its compilation cache."""
     events: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:

@@ -1,7 +1,7 @@
-"""A forward pass with grouped-query attention in plain float64 numpy, from tensors as a checkpoint names them.
+"""Forward pass with grouped-query attention in float64 numpy, from tensors with the names of a checkpoint.
 
-The visible keys of each KV head are an explicit mask, made here key by key from the definition of windows. Nothing of
-`models` but the configuration's fields is used.
+The visible keys of each KV head are an explicit mask, computed from the definition of windows. It uses only the
+configuration of `models`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ type Tensors = Mapping[str, np.ndarray]
 
 
 def forward(config: GQAConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
-    """Computes logits of every position, [len(tokens), vocab]."""
+    """Return the logits of all positions, [len(tokens), vocab]."""
     t = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     x = t["model.embed_tokens.weight"][tokens]
     for layer, window in enumerate(config.windows or [None] * config.num_hidden_layers):
@@ -30,7 +30,7 @@ def forward(config: GQAConfig, tensors: Tensors, tokens: list[int]) -> np.ndarra
 
 
 def visible(window: LayerWindow, kv_heads: int, length: int) -> np.ndarray:
-    """Whether a KV head's query sees a key, [Hkv, length, length]."""
+    """Return whether each query of each KV head sees each key, [Hkv, length, length]."""
     mask = np.zeros((kv_heads, length, length), bool)
     for head, query, key in np.ndindex(mask.shape):
         match window:
@@ -63,7 +63,7 @@ def attention(config: GQAConfig, t: Tensors, name: str, x: np.ndarray, mask: np.
 
 
 def turn(config: GQAConfig, x: np.ndarray) -> np.ndarray:
-    """Rotates columns i and i + D/2 as a complex number, times exp(i · position · frequency); plain rope."""
+    """Rotate columns i and i + D/2 as a complex number by exp(i · position · frequency), without scaling."""
     assert config.rope_scaling is None
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-np.arange(half) / half)

@@ -1,7 +1,7 @@
-"""A DeepSeek forward pass in plain float64 numpy, from tensors as a checkpoint names and lays them out.
+"""DeepSeek forward pass in float64 numpy, from tensors with the names and layouts of a checkpoint.
 
-Written from the papers and the checkpoints' own layout, one token's view at a time; nothing of `models` but the
-configuration's fields is used.
+It is written from the papers and the checkpoint format, one token at a time. It uses only the configuration of
+`models`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ type Tensors = Mapping[str, np.ndarray]
 
 
 def forward(config: DeepSeekConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
-    """Computes logits of every position, [len(tokens), vocab]."""
+    """Return the logits of all positions, [len(tokens), vocab]."""
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     return hidden_states(config, tensors, tokens) @ np.asarray(tensors[head], np.float64).T
 
 
 def hidden_states(config: DeepSeekConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
-    """Computes what the head multiplies, [len(tokens), width]."""
+    """Return the input of the head at all positions, [len(tokens), width]."""
     t = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     x = t["model.embed_tokens.weight"][tokens]
     for i in range(config.num_hidden_layers):
@@ -34,8 +34,7 @@ def hidden_states(config: DeepSeekConfig, tensors: Tensors, tokens: list[int]) -
 def predict(
     config: DeepSeekConfig, tensors: Tensors, module: int, hidden: np.ndarray, next_tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Computes a multi-token prediction module's logits and hidden states of a whole sequence, from the tensors of its
-    own layer alone."""
+    """Return logits and hidden states of a multi-token prediction module for a whole sequence."""
     index = config.num_hidden_layers + module
     name = f"model.layers.{index}"
     t = {key: np.asarray(tensor, np.float64) for key, tensor in tensors.items() if key.startswith(f"{name}.")}
@@ -97,7 +96,7 @@ def temperature(config: DeepSeekConfig, which: str) -> float:
 
 
 def turn(config: DeepSeekConfig, x: np.ndarray) -> np.ndarray:
-    """Rotates each pair of columns as a complex number, times exp(i · position · frequency)."""
+    """Rotate each pair of columns as a complex number by exp(i · position · frequency)."""
     half = x.shape[-1] // 2
     if config.rope_interleave:
         first, second = x[..., 0::2], x[..., 1::2]
@@ -137,7 +136,7 @@ def mixture(config: DeepSeekConfig, t: Tensors, name: str, x: np.ndarray) -> np.
 
 
 def route(config: DeepSeekConfig, logits: np.ndarray, bias: np.ndarray | None) -> dict[int, float]:
-    """Weights of one token's experts, by expert."""
+    """Return the weights of the selected experts of one token, by expert."""
     if config.scoring_func == "softmax":
         scores = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     else:

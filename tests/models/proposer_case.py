@@ -1,4 +1,4 @@
-"""A proposer that knows what comes next, and says it as often as it is told to."""
+"""A proposer that knows the next tokens and proposes them with a given probability."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LONGEST = 128
 
 
 class KnowingProposer(Proposer):
-    """Looks a request up among known sequences by all of its tokens, so that it also tells whether those are right.
+    """Finds a request among known sequences by all of its tokens, which also checks the tokens that the proposer gets.
 
     Attributes:
-      weights: int32 [sequences, LONGEST] tokens, -1 past their ends; float32 share of the drafts that are right.
+      weights: int32 [sequences, LONGEST] tokens, -1 after their ends; and float32 share of right drafts.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], share: float, vocab_size: int):
@@ -29,7 +29,8 @@ class KnowingProposer(Proposer):
         return self.drafts(weights, rows, range(1, num_drafts + 1)), state
 
     def drafts(self, weights: Any, rows: DraftRows, depths: Sequence[int]) -> Int32[Array, "B d"]:
-        """Drafts for places so far after the newest token, each right or not by a draw of its own."""
+        """Drafts for positions at the given distances after the newest token; each is right with the given
+        probability."""
         known, share = weights
         history = rows.history()[:, :LONGEST]
         history = jnp.pad(history, ((0, 0), (0, LONGEST - history.shape[1])), constant_values=-1)
@@ -45,7 +46,7 @@ class KnowingProposer(Proposer):
 
 
 class KnowingTreeProposer(KnowingProposer):
-    """Proposes trees of the same kind of drafts, whose branches are mixed up."""
+    """Proposes trees of such drafts, with interleaved branches."""
 
     makes_trees = True
     PARENTS = (-1, -1, 1, 0, 1, 4, 2, 5)
@@ -68,7 +69,7 @@ class KnowingTreeProposer(KnowingProposer):
 
 
 def tell(engine: Engine, sequences: Sequence[Sequence[int]], share: float) -> None:
-    """Gives an engine's proposer other sequences, or another share of right drafts, and compiles nothing."""
+    """Replace the sequences or the share of right drafts of an engine's proposer, without compilation."""
     assert engine.config.speculate is not None
     engine.config.speculate.proposer.weights = _weights(sequences, share)
 

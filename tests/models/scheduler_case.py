@@ -1,4 +1,4 @@
-"""A fake engine for the scheduler, whose model is a hash of everything in the pages a request is given."""
+"""A fake engine for the scheduler. Its model is a hash of everything in the pages of a request."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ VOCAB = 7
 EOS = 0
 SALTS = ("", "other")
 PLAIN: list[Heads] = [[(FULL, 0)]]
-"""One cache group, whose heads all see everything."""
+"""One cache group of heads without windows."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Limits:
     max_model_len: int = 64
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    lag: int = 1  # steps launched before the oldest is read back
+    lag: int = 1  # steps launched before the oldest one is read
     groups: list[Heads] = field(default_factory=lambda: PLAIN)
     padded_sizes: tuple[int, ...] = ()
-    num_drafts: int = 0  # of every decode row; a random number of them is right
+    num_drafts: int = 0  # per decode row; a random number of them is right
 
     @property
     def max_len(self) -> int:
@@ -44,7 +44,7 @@ class Limits:
 
     @property
     def heads(self) -> list[tuple[int, int]]:
-        """Rows of all groups."""
+        """Heads of all groups."""
         return [head for group in self.groups for head in group]
 
     def pools(self) -> GroupPools:
@@ -53,23 +53,23 @@ class Limits:
 
 
 def visible(head: tuple[int, int], query: int) -> list[int]:
-    """Positions that a head sees, by the definition of windows and sink tokens."""
+    """Positions that a head attends to: reference implementation of windows and sink tokens."""
     window, sink_tokens = head
     return [key for key in range(query + 1) if key < sink_tokens or key > query - window]
 
 
 def next_token(views: list[list]) -> int:
-    """Computes the next token from everything that each head sees."""
+    """Compute the next token from all tokens that each head attends to."""
     return hash(tuple(views[0]) if len(views) == 1 else tuple(map(tuple, views))) % VOCAB
 
 
 def kv_of(salt: str, token: int) -> tuple[int, int]:
-    """Cached value of the fake model. It includes the salt, so that sharing across salts changes the output."""
+    """Cached value of the fake model. It includes the salt, so that sharing across salts would change the output."""
     return SALTS.index(salt), token
 
 
 def plain_output(request: Request, limits: Limits) -> tuple[list[int], str]:
-    """Expected output of a request: one token after the other, with nothing around it."""
+    """Expected output of a request that runs alone, one token at a time."""
     tokens = list(request.prompt_ids)
     end = min(limits.max_len, len(tokens) + request.params.max_tokens)
     while True:
@@ -126,7 +126,7 @@ class FakeEngine:
         return request
 
     def step(self) -> StepPlan | None:
-        """Launches a step, then reads back the one `lag` before it, so that the device never waits."""
+        """Launch a step, then read the step `lag` before it, so that the device never waits."""
         oldest = self.unfinished[0] if self.unfinished else None
         oldest_waits_for_a_token = oldest is not None and oldest.num_in_flight > 0
         plan = self.scheduler.schedule()
@@ -147,15 +147,15 @@ class FakeEngine:
         return plan
 
     def launch(self, plan: StepPlan) -> list[RowTokens]:
-        """Runs a step at once, as the device would: programs run in the order they are launched.
+        """Run a step at once, like a device that runs programs in launch order.
 
-        All that precedes the new tokens is read before any of them is written: a step shares nothing within itself. A
-        decode row begins where the device knows it to be, which is where the plan says or after it.
+        All values before the new tokens are read before any new token is written, because a step must not share pages
+        that it writes. A decode row begins at the position known to the device, which is the planned position or later.
         """
         begins = [row.start for row in plan.rows]
         for i, row in enumerate(plan.decode):
-            assert row.start < self.lens[row.slot] <= row.start + 1 + self.limits.lag * self.limits.num_drafts
-            begins[i] = self.lens[row.slot] - 1
+            assert row.start < self.lens[row.request_slot] <= row.start + 1 + self.limits.lag * self.limits.num_drafts
+            begins[i] = self.lens[row.request_slot] - 1
         cached = [self.read(plan, i, begin) for i, begin in enumerate(begins)]
         samples = []
         for i, (row, views, begin) in enumerate(zip(plan.rows, cached, begins, strict=True)):
@@ -166,15 +166,15 @@ class FakeEngine:
                 self.write(plan, i, views, position, row.request.token_ids[position])
             if row.samples:
                 samples.append(RowTokens([self.next(views, end)]))
-                self.last_tokens[row.slot], self.lens[row.slot] = samples[-1].tokens[0], end + 1
+                self.last_tokens[row.request_slot], self.lens[row.request_slot] = samples[-1].tokens[0], end + 1
         return samples
 
     def verify(self, plan: StepPlan, row: int, views: list[dict[int, object]]) -> RowTokens:
-        """Computes a decode row: its newest token and all drafts, of which the first wrong one ends what it gets."""
+        """Compute a decode row: its newest token and all drafts. The row's tokens end at the first wrong draft."""
         planned = plan.decode[row]
-        slot, length = planned.slot, self.lens[planned.slot]
+        slot, length = planned.request_slot, self.lens[planned.request_slot]
         if length >= planned.limit:
-            return RowTokens([])  # it has come to its end in a step that was not read when this one was planned
+            return RowTokens([])  # it ended in a step that was not read when this step was planned
         drafts = min(planned.num_drafts, planned.limit - length - 1)
         token, got, right = self.last_tokens[slot], [], True
         for position in range(length - 1, length + drafts):
@@ -187,19 +187,19 @@ class FakeEngine:
         return RowTokens(got, drafts)
 
     def write(self, plan: StepPlan, row: int, views: list[dict[int, object]], position: int, token: int) -> None:
-        """Computes a token and caches its value, in rows that no other sequence holds."""
+        """Compute a token and cache its value in rows that no other sequence holds."""
         for (lane, place), view in zip(self.places(plan, row, position), views, strict=True):
             assert place[1] != PAGE_NONE
             view[position] = self.memory[place] = kv_of(plan.rows[row].request.salt, token)
             assert all(key in view for key in visible(lane, position))
 
     def next(self, views: list[dict[int, object]], end: int) -> int:
-        """Computes the token after the first `end`."""
+        """Compute the token after the first `end` tokens."""
         heads = zip(self.limits.heads, views, strict=True)
         return next_token([[view[key] for key in visible(head, end - 1)] for head, view in heads])
 
     def places(self, plan: StepPlan, row: int, position: int) -> list[tuple[tuple[int, int], tuple[int, int, int]]]:
-        """Yields each head, with the group, row and offset of a token's K/V for it."""
+        """Yield each head, with the group, row and offset of a token's K/V."""
         page, offset = divmod(position, self.limits.page_size)
         return [
             (head, (group, int(plan.tables[group][row, i, page]), offset))
@@ -208,7 +208,8 @@ class FakeEngine:
         ]
 
     def read(self, plan: StepPlan, row: int, start: int) -> list[dict[int, object]]:
-        """Cached values before `start`, by position for each head: all that a token at `start` or after it sees."""
+        """Cached values before `start`, by position for each head: everything that a token at `start` or later attends
+        to."""
         views: list[dict[int, object]] = [{} for _ in self.limits.heads]
         for position in range(start):
             for (head, place), view in zip(self.places(plan, row, position), views, strict=True):
@@ -228,8 +229,7 @@ class FakeEngine:
         self.check()
 
     def fail(self) -> None:
-        """Fails a step after its caches were donated: their contents are lost, and so are the tokens that were not read
-        back."""
+        """Fail a step after its caches were donated: their contents and the unread tokens are lost."""
         self.scheduler.schedule()
         self.memory = dict.fromkeys(self.memory, "garbage")
         self.last_tokens.clear()
@@ -260,15 +260,15 @@ class FakeEngine:
     def check_plan(self, plan: StepPlan) -> None:
         limits, rows = self.limits, plan.rows
         assert 0 < plan.num_tokens <= limits.max_batched_tokens
-        assert len({row.slot for row in rows}) == len({row.request for row in rows}) == len(rows)
+        assert len({row.request_slot for row in rows}) == len({row.request for row in rows}) == len(rows)
         assert all(row.num_tokens == 1 and row.samples for row in plan.decode)
         assert sum(not row.samples for row in plan.prefill) <= 1
         assert limits.max_prefill_seqs is None or len(plan.prefill) <= limits.max_prefill_seqs
         for row in rows:
             request, end = row.request, row.start + row.num_tokens
-            assert row.slot == request.slot
-            assert row.slot in range(limits.max_num_seqs)
-            assert end <= self.pools.pools[0].allocated_tokens(row.slot)
+            assert row.request_slot == request.request_slot
+            assert row.request_slot in range(limits.max_num_seqs)
+            assert end <= self.pools.pools[0].allocated_tokens(row.request_slot)
             assert row.samples == (end >= request.prefill_end)
             assert request.num_tokens <= min(limits.max_len, len(request.prompt_ids) + request.params.max_tokens)
             if not limits.chunked_prefill and not row.samples:
@@ -288,11 +288,11 @@ class FakeEngine:
         self.unfinished = [request for request in self.unfinished if request.finish_reason is None]
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert [*running, *waiting] == self.unfinished
-        slots = [request.slot for request in running if request.slot is not None]
+        slots = [request.request_slot for request in running if request.request_slot is not None]
         assert len(slots) == len(running)
         for request in self.unfinished:
-            assert (request.slot is not None) == (request in running)
-        ends = {request.slot: request.num_computed for request in running}
+            assert (request.request_slot is not None) == (request in running)
+        ends = {request.request_slot: request.num_computed for request in running}
         for slot, pool in itertools.product(range(self.limits.max_num_seqs), self.pools.pools):
             pages = -(-ends.get(slot, 0) // self.limits.page_size)
             for_drafts = (self.limits.lag + 2) * (1 + self.limits.num_drafts)
@@ -310,5 +310,5 @@ LASTING = [
 
 
 def summary(rows) -> list[tuple[int, int, int, bool]]:
-    """Summarises a row: its request, its start, its number of tokens, and whether one is sampled."""
+    """Summary of a row: request, start, number of tokens, and whether a token is sampled."""
     return [(row.request.request_id, row.start, row.num_tokens, row.samples) for row in rows]

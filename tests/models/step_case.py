@@ -1,4 +1,4 @@
-"""Steps of made-up traffic: metadata for any mix of decode rows and prefill chunks, over scattered pages."""
+"""Metadata of steps with any mix of decode rows and prefill chunks, over scattered pages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PAGE_SIZE = 8
 
 
 def latent_pages(caches: Caches) -> list[jax.Array]:
-    """Copies the pages of every layer, [N, ps, L + R] each."""
+    """Return copies of the pages of all layers, [N, ps, L + R] each."""
     return [latents_of(cache).pages for cache in caches if isinstance(cache, PagedLatent | IndexedLatent)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """A block table for each sequence, of pages in no order; no page is shared and page 0 is unused."""
+    """Block tables of sequences with pages in random order. No page is shared, and page 0 is unused."""
 
     tables: np.ndarray
 
@@ -33,7 +33,7 @@ class Pages:
         return Pages(ids.reshape(num_sequences, width).astype(np.int32))
 
     def allocate(self, model: Decoder, fill: float = 0.0) -> Caches:
-        """Allocates caches of every layer, filled with values that must not be read."""
+        """Allocate caches of all layers, filled with values that must not be read."""
         caches = model.allocate_caches(self.tables.size + 1, PAGE_SIZE)
         return jax.tree.map(lambda pages: jnp.full_like(pages, fill), caches)
 
@@ -41,19 +41,19 @@ class Pages:
         return self.tables[sequence, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
     def latents(self, caches: Caches, sequence: int, length: int) -> np.ndarray:
-        """Reads the cached latents of a sequence, [layers, length, L + R]."""
+        """Return the cached latents of a sequence, [layers, length, L + R]."""
         slots = self.slots(sequence, np.arange(length))
         layers = [np.asarray(pages, np.float32) for pages in latent_pages(caches)]
         return np.stack([pages.reshape(-1, pages.shape[-1])[slots] for pages in layers])
 
     def index_keys(self, caches: Caches, sequence: int, length: int) -> np.ndarray:
-        """Reads the cached index keys of a sequence, [layers, length, Di]."""
+        """Return the cached index keys of a sequence, [layers, length, Di]."""
         slots = self.slots(sequence, np.arange(length))
         layers = [np.asarray(cache.index.keys) for cache in caches if isinstance(cache, IndexedLatent)]
         return np.stack([keys.reshape(-1, keys.shape[-1])[slots] for keys in layers])
 
     def keys_and_values(self, caches: Caches, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Reads the cached keys and values of a sequence, [layers, Hkv, T, D] each, as stored."""
+        """Return the stored keys and values of a sequence, [layers, Hkv, T, D] each."""
         pages, offsets = np.divmod(self.slots(sequence, np.arange(length)), PAGE_SIZE)
 
         def gather(array: jax.Array) -> np.ndarray:
@@ -73,7 +73,7 @@ def step(
     padding: int = 0,
     logit_rows: list[int] | None = None,
 ) -> StepMetadata:
-    """Makes metadata of (sequence, position) decode rows and (sequence, start, stop) prefill chunks.
+    """Return metadata of (sequence, position) decode rows and (sequence, start, stop) prefill chunks.
 
     `idle_rows` are added to the decode rows and `padding` tokens to the prefill part.
     """

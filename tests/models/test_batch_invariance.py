@@ -1,7 +1,7 @@
-"""Batch-invariant engines: a request's logits have the same bits alone and in any company.
+"""Batch-invariant engines: a request's logits have the same bits alone and next to other requests.
 
-The sampler is replaced by one that makes a token of all bits of a row of logits, so that a difference in a single bit
-changes the tokens from there on.
+The sampler is replaced by a function that hashes all bits of a row of logits to a token. So a difference in one bit
+changes all later tokens.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ SIZES = EngineConfig(
 def draw_bits(logits, rows):
     bits = lax.bitcast_convert_type(logits, jnp.int32)
     odd = 2 * jnp.arange(logits.shape[-1], dtype=jnp.int32) + 1
-    mixed = jnp.sum(bits * odd[None], axis=-1, dtype=jnp.int32)  # it wraps, so that the order does not matter
+    mixed = jnp.sum(bits * odd[None], axis=-1, dtype=jnp.int32)  # wraps around, so the sum does not depend on the order
     return mixed & (logits.shape[-1] - 1)
 
 
 def expect_equal_bits(model: Decoder, sizes: EngineConfig, prompts: list[list[int]], pages_alone: int) -> EngineStats:
-    """Runs prompts one after the other without a cache; then twice together, with chunks and hits, and with preemptions
-    if pages are short.
-    """
+    """Run prompts one after the other without a cache; then twice together, with chunks, prefix hits and, if pages are
+    short, preemptions. Expect equal tokens."""
     together = Engine(model, sizes)
     alone = Engine(model, dataclasses.replace(sizes, prefix_caching=False, num_pages=pages_alone))
     if pages_alone == sizes.num_pages:
@@ -61,23 +60,22 @@ GPT_OSS = dataclasses.replace(GQA_PRESETS["gpt-oss-tiny"], num_hidden_layers=2, 
     ("config", "implementation", "num_pages", "pages_alone"),
     [
         pytest.param(engine_case.CONFIG, "xla", 22, 96, id="latents and experts, other pages"),
-        pytest.param(test_engine_windows.CONFIG, "xla", 14, 14, id="windows of heads"),
+        pytest.param(test_engine_windows.CONFIG, "xla", 14, 14, id="windows of heads", marks=pytest.mark.slow),
         pytest.param(GPT_OSS, "xla", 22, 22, id="sinks and experts", marks=pytest.mark.slow),
         pytest.param(test_engine_windows.CONFIG, "reference", 14, 14, id="dense oracle", marks=pytest.mark.slow),
     ],
 )
-def test_bits_are_the_same_alone_and_in_company(
+def test_bits_do_not_depend_on_other_requests(
     monkeypatch: pytest.MonkeyPatch, config: ModelConfig, implementation: str, num_pages: int, pages_alone: int
 ):
-    """Takes its time because every configuration is a compilation."""
     monkeypatch.setattr(plain_step, "draw", draw_bits)
     model = random_model(config, seed=3, settings=AttentionSettings(implementation=implementation))
     stats = expect_equal_bits(model, dataclasses.replace(SIZES, num_pages=num_pages), [*PROMPTS], pages_alone)
     assert stats.preemptions > 0
 
 
-def test_bits_are_the_same_whatever_was_drafted(monkeypatch: pytest.MonkeyPatch):
-    """Drafts put a token into another row of the step, between other tokens."""
+def test_bits_do_not_depend_on_drafts(monkeypatch: pytest.MonkeyPatch):
+    """Drafts move a token to another row of the step, between other tokens."""
     monkeypatch.setattr(speculative_step, "draw", draw_bits)
     config = dataclasses.replace(engine_case.CONFIG, num_hidden_layers=1)
     speculate = Speculation(KnowingProposer([], 0.0, config.vocab_size), 3, adaptive=False)
@@ -96,7 +94,7 @@ def test_bits_are_the_same_whatever_was_drafted(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", test_gqa_hopper.CONFIGS)
-def test_bits_are_the_same_in_any_company_on_hopper(monkeypatch, name):
+def test_bits_do_not_depend_on_other_requests_on_hopper(monkeypatch, name):
     if getattr(jax.local_devices()[0], "compute_capability", "") != "9.0":
         pytest.skip("kernels are for compute capability 9.0")
     monkeypatch.setattr(plain_step, "draw", draw_bits)
@@ -110,7 +108,7 @@ def test_bits_are_the_same_in_any_company_on_hopper(monkeypatch, name):
     expect_equal_bits(model, dataclasses.replace(sizes, num_pages=14), prompts, pages_alone=64)
 
 
-def test_what_cannot_be_invariant_is_refused():
+def test_settings_without_batch_invariance_are_rejected():
     with pytest.raises(NotImplementedError, match="batch_invariant: expanded attention merges a chunk"):
         AttentionSettings(mla="expand", batch_invariant=True)
     expanding = random_model(engine_case.CONFIG, seed=3, settings=AttentionSettings(mla="expand"))

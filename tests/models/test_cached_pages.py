@@ -1,4 +1,4 @@
-"""Pages that go from one engine's cache to another's: tokens stay, and what does not fit is refused."""
+"""Export and import of cache pages: tokens do not change, and invalid pages are rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ KINDS = {
     "windows of heads, int8": ("windows", jnp.int8),
 }
 LATENT_KIND, HEADWISE = "latents and index keys", "windows of heads, int8"
-"""The kinds that have all parts of the others; what is about neither takes them, and they are in every run."""
+"""Kinds of caches that together have all parts of the other kinds; they are in every run."""
+KINDS_OF_EVERY_RUN = (LATENT_KIND, HEADWISE)
 SIZES = EngineConfig(num_pages=96, page_size=4, max_batched_tokens=16, max_num_seqs=4, max_model_len=96)
 
 
@@ -62,25 +63,25 @@ def check(engine: Engine) -> None:
 
 
 def hit(engine: Engine, tokens: Sequence[int]) -> int:
-    """Pages that a prompt would find."""
+    """Number of pages that a prompt would find."""
     return engine._prefix_caches[0].lookup(tokens)[0].shape[1]
 
 
 def passed_on(pages: CachedPages) -> CachedPages:
-    """Pages as they arrive on the other side of a file or a socket."""
+    """Encode and decode pages, as for a file or a socket."""
     return CachedPages.from_bytes(pages.to_bytes())
 
 
 @functools.cache
 def computed(kind: str) -> tuple[Engine, tuple[tuple[int, ...], ...]]:
-    """An engine that has computed all prompts, and its tokens."""
+    """Return an engine that has computed all prompts, and its tokens."""
     engine = make(kind)
     return engine, tuple(tuple(output.output_ids) for output in engine.generate(PROMPTS, PARAMS))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_engine_continues_with_the_pages_of_the_first(kind: str) -> None:
-    """Only the tokens after a prompt's last full page are computed again; by an engine of other sizes, too."""
+@pytest.mark.parametrize("kind", [HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != HEADWISE)])
+def test_second_engine_continues_with_the_pages_of_the_first(kind: str) -> None:
+    """Only tokens after a prompt's last full page are computed again, also by an engine of other sizes."""
     other_sizes = {"num_pages": 64, "max_num_seqs": 2, "max_batched_tokens": 8} if kind == "windows of heads" else {}
     first, second = make(kind), make(kind, **other_sizes)
     _, tokens = computed(kind)
@@ -96,8 +97,11 @@ def test_a_second_engine_continues_with_the_pages_of_the_first(kind: str) -> Non
     check(second)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_restarted_engine_finds_all_prefixes(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [LATENT_KIND, HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k not in KINDS_OF_EVERY_RUN)],
+)
+def test_restarted_engine_finds_all_prefixes(kind: str) -> None:
     first, tokens = computed(kind)
     second = make(kind)
     assert second.import_pages(passed_on(first.export_prefix_cache())) > 0
@@ -113,8 +117,8 @@ def test_a_restarted_engine_finds_all_prefixes(kind: str) -> None:
     check(second)
 
 
-def test_pages_arrive_while_every_slot_is_taken() -> None:
-    """Pages are found by the request that waits, change nothing for those that run, and take no slot of theirs."""
+def test_import_while_every_request_slot_is_used() -> None:
+    """A waiting request finds imported pages. Running requests keep their tokens and slots."""
     first, tokens = computed(HEADWISE)
     second = make(HEADWISE, max_num_seqs=2)
     ids = [second.add_request(prompt, PARAMS) for prompt in (PROMPTS[0], PROMPTS[3], PROMPTS[4])]
@@ -128,7 +132,7 @@ def test_pages_arrive_while_every_slot_is_taken() -> None:
     check(second)
 
 
-def test_pages_of_a_running_request_are_those_that_are_written() -> None:
+def test_export_of_a_running_request_has_its_computed_pages() -> None:
     first, second = make(LATENT_KIND), make(LATENT_KIND)
     request = first.add_request(PROMPTS[4], PARAMS)
     first.step()  # 16 of 50 tokens
@@ -141,7 +145,7 @@ def test_pages_of_a_running_request_are_those_that_are_written() -> None:
     check(second)
 
 
-def test_a_salt_stays_with_its_pages() -> None:
+def test_pages_keep_their_salt() -> None:
     first, second = make(LATENT_KIND), make(LATENT_KIND)
     request = first.add_request(PROMPTS[4], PARAMS, salt="one's own")
     while first.has_unfinished:
@@ -153,7 +157,7 @@ def test_a_salt_stays_with_its_pages() -> None:
     assert [second.output(i).cached_tokens for i in ids] == [0, 48]
 
 
-def test_of_more_than_the_pages_hold_a_part_stays() -> None:
+def test_import_of_more_pages_than_fit_keeps_a_part() -> None:
     first, tokens = computed(LATENT_KIND)
     pages = passed_on(first.export_prefix_cache())
     second = make(LATENT_KIND, num_pages=20)
@@ -165,7 +169,7 @@ def test_of_more_than_the_pages_hold_a_part_stays() -> None:
     check(second)
 
 
-def test_nothing_is_exported_of_what_is_not_there() -> None:
+def test_export_of_an_empty_cache() -> None:
     engine = make(LATENT_KIND)
     request = engine.add_request(PROMPTS[4], PARAMS)
     pages = passed_on(engine.export_pages(request))
@@ -175,7 +179,7 @@ def test_nothing_is_exported_of_what_is_not_there() -> None:
         engine.export_pages("another")
 
 
-def test_an_import_that_is_cut_short_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_import_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     first, tokens = computed(HEADWISE)
     second = make(HEADWISE)
     ids = [second.add_request(prompt, PARAMS) for prompt in PROMPTS]
@@ -191,7 +195,7 @@ def test_an_import_that_is_cut_short_loses_no_request(monkeypatch: pytest.Monkey
     monkeypatch.setattr(second._runner, "write_rows", fails)
     with pytest.raises(MemoryError):
         second.import_pages(first.export_prefix_cache())
-    assert second.export_prefix_cache().sequences == ()  # the contents of all pages may be lost
+    assert second.export_prefix_cache().sequences == ()  # the import may have lost all pages
     while second.has_unfinished:
         second.step()
     assert tuple(tuple(second.output(i).output_ids) for i in ids) == tokens
@@ -201,7 +205,7 @@ def test_an_import_that_is_cut_short_loses_no_request(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("kind", "changes", "match"),
     [
-        (LATENT_KIND, {"seed": 4}, "pages: expected those of an engine like this one, got weights of "),
+        (LATENT_KIND, {"seed": 4}, "pages: expected pages of an engine like this one, got weights of "),
         (LATENT_KIND, {"page_size": 8}, "got page_size of 4, this engine's is 8"),
         (LATENT_KIND, {"cache_dtype": "float16"}, "got arrays of .*float32.*, this engine's is .*float16"),
         (HEADWISE, {"recycling": False}, "got groups of "),
@@ -209,7 +213,7 @@ def test_an_import_that_is_cut_short_loses_no_request(monkeypatch: pytest.Monkey
     ],
     ids=["other weights", "other pages", "other dtype", "other windows", "no prefix cache"],
 )
-def test_pages_of_other_engines_are_refused(kind: str, changes: dict[str, Any], match: str) -> None:
+def test_pages_of_a_different_engine_are_rejected(kind: str, changes: dict[str, Any], match: str) -> None:
     pages = computed(kind)[0].export_prefix_cache()
     name, dtype = KINDS[kind]
     with_dtype: dict[str, Any] = {"cache_dtype": dtype} | changes
@@ -238,8 +242,8 @@ MALFORMED = {
 }
 
 
-def test_pages_of_another_configuration_are_refused() -> None:
-    """Weights and shapes are the same, and keys are rotated otherwise."""
+def test_pages_of_another_configuration_are_rejected() -> None:
+    """Weights and shapes are equal, but keys are rotated differently."""
     other = random_model(
         dataclasses.replace(MODELS["sparse"], rope_theta=500_000.0), seed=3, settings=engine_case.QUICK
     )
@@ -248,7 +252,7 @@ def test_pages_of_another_configuration_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("spoil", "match"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_pages_are_refused(spoil, match: str) -> None:
+def test_malformed_pages_are_rejected(spoil, match: str) -> None:
     engine = make(LATENT_KIND)
     with pytest.raises(ValueError, match=match):
         engine.import_pages(spoil(computed(LATENT_KIND)[0].export_prefix_cache()))
@@ -257,7 +261,7 @@ def test_malformed_pages_are_refused(spoil, match: str) -> None:
     check(engine)
 
 
-def test_rows_that_did_not_come_are_not_found() -> None:
+def test_missing_rows_are_not_found() -> None:
     engine, pages = make(LATENT_KIND), computed(LATENT_KIND)[0].export_prefix_cache()
     longest = max(pages.sequences, key=lambda sequence: len(sequence.tokens))
     rows = longest.rows[0].copy()
@@ -289,14 +293,14 @@ def _with_about(**changes: Any) -> bytes:
     ],
     ids=["nothing", "rubbish", "other tensors", "another version", "other sequences", "a bit"],
 )
-def test_other_bytes_are_refused(data, match: str) -> None:
+def test_invalid_bytes_are_rejected(data, match: str) -> None:
     with pytest.raises(ValueError, match=f"^data: .*{match}"):
         CachedPages.from_bytes(data())
 
 
 @given(position=st.integers(0), value=st.integers(1, 255))
 @settings(max_examples=200, deadline=None)
-def test_any_damage_is_noticed(position: int, value: int) -> None:
+def test_damaged_bytes_are_rejected(position: int, value: int) -> None:
     data = bytearray(_bytes())
     data[position % len(data)] ^= value
     with pytest.raises(ValueError, match="^data: no cached pages"):

@@ -1,4 +1,4 @@
-"""Configurations: reading a config.json, refusing a wrong one, and the sizes derived from it."""
+"""DeepSeek configurations: reading a config.json, errors of invalid files, and derived sizes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def without(config: dict, *names: str) -> dict:
     return {name: value for name, value in config.items() if name not in names}
 
 
-def test_published_v2_lite_is_the_preset():
+def test_published_v2_lite_equals_preset():
     config = DeepSeekConfig.from_hf(V2_LITE)
     assert config == PRESETS["v2-lite"]
     assert config.num_moe_layers == 26
@@ -128,7 +128,7 @@ def test_published_v2_lite_is_the_preset():
     assert config.yarn.rotary_scale == 1.0
 
 
-def test_published_v3():
+def test_published_v3_config():
     config = DeepSeekConfig.from_hf(V3)
     assert config.topk_method == "noaux_tc"
     assert config.scoring_func == "sigmoid"
@@ -140,7 +140,7 @@ def test_published_v3():
     assert count_parameters(config) == pytest.approx(671e9, rel=1e-3)
 
 
-def test_published_v32():
+def test_published_v32_config():
     config, v3 = DeepSeekConfig.from_hf(V32), DeepSeekConfig.from_hf(V3)
     assert (config.is_sparse, config.index_topk, config.index_n_heads, config.index_head_dim) == (True, 2048, 64, 128)
     assert dataclasses.replace(config, model_type="deepseek_v3", index_topk=0, index_n_heads=0, index_head_dim=0) == v3
@@ -149,7 +149,7 @@ def test_published_v32():
     assert count_parameters(config) - count_parameters(v3) == 61 * indexer
 
 
-def test_entries_of_an_indexer_say_nothing_of_other_families():
+def test_indexer_entries_are_ignored_for_other_families():
     assert DeepSeekConfig.from_hf({**V3, "index_topk": 2048}) == DeepSeekConfig.from_hf(V3)
     lists = {"layer_types": ["indexed_attention"] * 61, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58}
     assert DeepSeekConfig.from_hf({**V32, **lists, "rope_interleave": False}) == DeepSeekConfig.from_hf(V32)
@@ -163,7 +163,7 @@ def test_entries_of_an_indexer_say_nothing_of_other_families():
         ({"index_n_heads": "64"}, ValueError, "index_n_heads: expected an integer"),
         ({"index_head_dim": 32}, ValueError, "index_head_dim: expected at least qk_rope_head_dim=64, got 32"),
         ({"index_head_dim": 10**6}, ValueError, "index_head_dim: expected at most 10000"),
-        ({"q_lora_rank": None}, ValueError, "q_lora_rank: a deepseek_v32 needs one"),
+        ({"q_lora_rank": None}, ValueError, "q_lora_rank: expected a rank, which the indexer of a deepseek_v32 needs"),
         ({"layer_types": ["indexed_attention"]}, ValueError, "layer_types: expected one for each of 61 layers"),
         ({"layer_types": ["full_attention"] * 61}, NotImplementedError, "layer_types 'full_attention' of layer 0"),
         ({"mlp_layer_types": ["sparse"] * 61}, NotImplementedError, "mlp_layer_types 'sparse' of layer 0"),
@@ -176,7 +176,7 @@ def test_entries_of_an_indexer_say_nothing_of_other_families():
         ({"index_topk_pattern": "FS" * 30 + "F"}, NotImplementedError, "index_topk_pattern: layer 1"),
     ],
 )
-def test_says_what_is_wrong_with_an_indexer(entries: dict, error: type[Exception], message: str):
+def test_invalid_indexer_entries_raise(entries: dict, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         DeepSeekConfig.from_hf({**V32, **entries})
 
@@ -193,12 +193,12 @@ INDEXER = (
 
 
 @pytest.mark.parametrize("name", INDEXER)
-def test_no_entry_of_an_indexer_ends_in_another_error(name: str):
+def test_arbitrary_indexer_entries_raise_only_value_errors(name: str):
     assert all(is_read_or_refused({**V32, name: junk}) for junk in JUNK)
 
 
 def sharing(num_layers: int, **entries: object) -> DeepSeekConfig:
-    """A model of so many layers that may share choices, by these entries."""
+    """Return a GLM-5 model with this number of layers and these entries of config.json."""
     return DeepSeekConfig.from_hf({**V32, "model_type": "glm_moe_dsa", "num_hidden_layers": num_layers, **entries})
 
 
@@ -217,7 +217,7 @@ def sharing(num_layers: int, **entries: object) -> DeepSeekConfig:
         ({"indexer_types": [*["full", "shared"] * 5, "full"], "index_topk_pattern": "FSFSFSFSFSF"}, "FSFSFSFSFSF"),
     ],
 )
-def test_layers_that_share_a_choice(entries: dict, letters: str):
+def test_indexer_types_from_config(entries: dict, letters: str):
     config = sharing(len(letters), **entries)
     assert "".join("S" if config.shares_choice(i) else "F" for i in range(len(letters))) == letters
     assert [config.has_indexer(i) for i in range(len(letters))] == [letter == "F" for letter in letters]
@@ -259,12 +259,12 @@ def test_layers_that_share_a_choice(entries: dict, letters: str):
         ),
     ],
 )
-def test_says_what_is_wrong_with_layers_that_share(entries: dict, message: str):
+def test_invalid_indexer_types_raise(entries: dict, message: str):
     with pytest.raises(ValueError, match=message):
         sharing(4, **entries)
 
 
-def test_types_of_layers_are_checked_where_they_are_made():
+def test_constructor_checks_indexer_types():
     with pytest.raises(ValueError, match="indexer_types of layer 1: expected full or shared, got 'F'"):
         dataclasses.replace(sharing(2), indexer_types=("full", "F"))  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="indexer_types: expected one for each of 3 layers, got 2"):
@@ -274,17 +274,17 @@ def test_types_of_layers_are_checked_where_they_are_made():
 
 
 @pytest.mark.parametrize(("name", "millions"), [("v2-lite", 15_706.5), ("mla-25m", 25.15)])
-def test_parameters_are_counted_without_allocating_them(name: str, millions: float):
+def test_count_parameters_without_allocation(name: str, millions: float):
     assert count_parameters(PRESETS[name]) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
 @pytest.mark.parametrize("config", [*PRESETS.values(), DeepSeekConfig.from_hf(V3)], ids=[*PRESETS, "v3"])
-def test_survives_being_written_as_json(config: DeepSeekConfig):
+def test_json_round_trip(config: DeepSeekConfig):
     assert DeepSeekConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 @pytest.mark.parametrize("golden", ["v2-greedy", "v3"])
-def test_old_and_new_keys_describe_the_same_model(golden: str):
+def test_old_and_new_keys_give_equal_configs(golden: str):
     new, old = (
         DeepSeekConfig.from_hf(json.loads((GOLDENS / golden / name).read_text()))
         for name in ("config.json", "config_published.json")
@@ -293,12 +293,12 @@ def test_old_and_new_keys_describe_the_same_model(golden: str):
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "q_lora_rank", "n_routed_experts", "first_k_dense_replace", "n_group"])
-def test_says_what_is_missing(name: str):
+def test_missing_entries_are_named(name: str):
     with pytest.raises(ValueError, match=f"{name} missing"):
         DeepSeekConfig.from_hf(without(V3, name))
 
 
-def test_greedy_needs_no_groups():
+def test_greedy_routing_needs_no_groups():
     assert DeepSeekConfig.from_hf(without(V2_LITE, "n_group", "topk_group")) == PRESETS["v2-lite"]
 
 
@@ -332,7 +332,7 @@ def test_greedy_needs_no_groups():
         ),
     ],
 )
-def test_says_what_is_wrong(entries: dict, message: str):
+def test_invalid_entries_raise(entries: dict, message: str):
     with pytest.raises(ValueError, match=message):
         DeepSeekConfig.from_hf({**V3, **entries})
 
@@ -349,12 +349,12 @@ JUNK = (None, "x", "", -1, 0, 1.5, True, [], [1], {}, {"type": []}, {"x": {}})
 
 
 @pytest.mark.parametrize("name", V3)
-def test_no_entry_ends_in_another_error(name: str):
+def test_arbitrary_entries_raise_only_value_errors(name: str):
     assert all(is_read_or_refused({**V3, name: junk}) for junk in JUNK)
 
 
 @pytest.mark.parametrize("name", V3["rope_scaling"])
-def test_no_rope_entry_ends_in_another_error(name: str):
+def test_arbitrary_rope_entries_raise_only_value_errors(name: str):
     assert all(is_read_or_refused({**V3, "rope_scaling": {**V3["rope_scaling"], name: junk}}) for junk in JUNK)
 
 
@@ -373,16 +373,16 @@ def test_no_rope_entry_ends_in_another_error(name: str):
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
     ],
 )
-def test_names_what_is_not_supported(entries: dict, feature: str):
+def test_unsupported_features_are_named(entries: dict, feature: str):
     with pytest.raises(NotImplementedError, match=feature):
         DeepSeekConfig.from_hf({**V3, **entries})
 
 
-def test_v2_applies_no_norm_topk_prob():
+def test_v2_ignores_norm_topk_prob():
     assert not DeepSeekConfig.from_hf({**V2_LITE, "norm_topk_prob": True}).norm_topk_prob
 
 
-def test_a_plain_rope_has_no_yarn():
+def test_default_rope_has_no_yarn():
     config = DeepSeekConfig.from_hf({**V2_LITE, "rope_scaling": None, "rope_theta": 5000})
     assert config.yarn is None
     assert config.rope_theta == 5000.0

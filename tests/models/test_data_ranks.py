@@ -1,4 +1,4 @@
-"""Requests shared out among data ranks, each a scheduler with pages of its own."""
+"""Assignment of requests to data ranks, each with its own scheduler and pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def request(number: int, prompt: list[int] = PROMPT) -> Request:
 
 
 def unfinished(ranks: DataRanks) -> list[list[int | str]]:
-    """Ids of each rank's requests."""
+    """Ids of each rank's unfinished requests."""
     return [[r.request_id for r in (*scheduler.running, *scheduler.waiting)] for scheduler in ranks.schedulers]
 
 
@@ -29,7 +29,7 @@ def planned(plans: Sequence[StepPlan | None]) -> list[list[int | str] | None]:
     return [None if plan is None else [row.request.request_id for row in plan.rows] for plan in plans]
 
 
-def test_a_request_goes_to_the_rank_with_the_fewest_and_of_these_to_the_one_that_has_its_prefix():
+def test_request_goes_to_the_rank_with_the_fewest_requests_then_the_longest_prefix():
     engines = [FakeEngine(Limits()) for _ in range(3)]
     engines[2].add(PROMPT, max_tokens=4, ignore_eos=True)
     engines[2].run()
@@ -46,7 +46,7 @@ def test_a_request_goes_to_the_rank_with_the_fewest_and_of_these_to_the_one_that
     assert unfinished(ranks) == [[1, 3], [4], [0]]
 
 
-def test_ranks_plan_together_and_idle_ones_have_no_plan():
+def test_idle_ranks_have_no_plan():
     ranks = DataRanks([FakeEngine(Limits()).scheduler for _ in range(2)])
     assert ranks.schedule() is None
     ranks.add(request(0))
@@ -63,7 +63,7 @@ def test_ranks_plan_together_and_idle_ones_have_no_plan():
     assert ranks.looked_up_tokens == 2 * len(PROMPT)
 
 
-def test_requests_are_shared_out_in_turn_after_a_fault():
+def test_requests_are_assigned_round_robin_after_a_fault():
     ranks = DataRanks([FakeEngine(Limits()).scheduler for _ in range(2)])
     requests = [request(number) for number in range(5)]
     for each in requests:
@@ -73,7 +73,7 @@ def test_requests_are_shared_out_in_turn_after_a_fault():
     assert unfinished(ranks) == [[1, 3], [2, 4]]
 
 
-def test_what_no_rank_can_run_is_refused():
+def test_request_that_fits_no_rank_is_refused():
     ranks = DataRanks([FakeEngine(Limits()).scheduler for _ in range(2)])
     with pytest.raises(RequestRefused, match="the prompt needs 9 pages, the pool has 8"):
         ranks.add(request(0, [1] * 17))

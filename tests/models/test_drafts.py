@@ -1,4 +1,4 @@
-"""Parts of speculation without a model: acceptance, n-grams, the number of drafts."""
+"""Parts of speculative decoding without a model: acceptance, n-grams, the number of drafts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ find = jax.jit(continue_ngrams, static_argnums=(2, 3, 4))
 
 
 def ngrams(tokens: list[int], num_drafts: int, longest: int, shortest: int) -> list[int]:
-    """Continues tokens by the definition: the longest match, the latest of those; -1 for none."""
+    """Reference implementation: continue tokens after the latest of the longest matches; -1 without a match."""
     for n in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[len(tokens) - n :] and min(tokens[end - n : end]) >= 0:
@@ -41,22 +41,22 @@ def ngrams(tokens: list[int], num_drafts: int, longest: int, shortest: int) -> l
 
 @settings(deadline=None, max_examples=80)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=3, max_size=3), st.integers(0, 8))
-def test_ngrams_are_those_of_the_definition(rows: list[list[int]], recycled: int):
+def test_ngrams_match_the_reference(rows: list[list[int]], recycled: int):
     rows = [[*[-1] * min(recycled, len(row) - 1), *row[min(recycled, len(row) - 1) :]] for row in rows]
-    tokens = np.full((3, 32), 2, np.int32)  # what stands after the end must not count
+    tokens = np.full((3, 32), 2, np.int32)  # tokens after the end must be ignored
     for of_row, row in zip(tokens, rows, strict=True):
         of_row[: len(row)] = row
     drafts = find(jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32), 5, 3, 1)
     assert np.asarray(drafts).tolist() == [ngrams(row, 5, 3, 1) for row in rows]
 
 
-def test_a_text_that_repeats_itself_is_continued_over_its_end():
+def test_repeated_text_is_continued_past_its_end():
     assert ngrams([5, 1, 2, 1, 2, 1], 5, 4, 2) == [2, 1, 2, 1, 2]
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=4, max_size=4), st.integers(0, 3))
-def test_drafts_are_accepted_up_to_the_first_that_differs(pairs: list[tuple[int, int]], num_drafts: int):
+def test_drafts_are_accepted_up_to_the_first_difference(pairs: list[tuple[int, int]], num_drafts: int):
     chosen, drafts = [a for a, _ in pairs], [b for _, b in pairs][:3]
     wanted = next((i for i in range(num_drafts) if chosen[i] != drafts[i]), num_drafts)
     got = accept(
@@ -66,7 +66,7 @@ def test_drafts_are_accepted_up_to_the_first_that_differs(pairs: list[tuple[int,
 
 
 def branches(parents: list[int]) -> list[list[int]]:
-    """Inputs from 0 to each one, by the definition; input i follows input parents[i - 1]."""
+    """Reference implementation: path from input 0 to each input; input i follows input parents[i - 1]."""
     ways = [[0]]
     for i, parent in enumerate(parents, 1):
         ways.append([*ways[parent], i])
@@ -80,8 +80,8 @@ trees = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=7).ma
 
 @settings(deadline=None, max_examples=60)
 @given(trees, st.lists(st.integers(0, 2), min_size=8, max_size=8), st.integers(0, 7))
-def test_of_a_tree_a_branch_is_accepted(drafts: list[tuple[int, int]], chosen: list[int], num_drafts: int):
-    """Drafts after one token that are alike count as the first of them."""
+def test_one_branch_of_a_tree_is_accepted(drafts: list[tuple[int, int]], chosen: list[int], num_drafts: int):
+    """The first of equal drafts after one token is accepted."""
     parents, tokens = [parent for parent, _ in drafts], [token for _, token in drafts]
     ways, at = branches(parents), 0
     num_drafts = min(num_drafts, len(drafts))
@@ -101,10 +101,13 @@ N, V = 3000, 6
 sample_all = jax.jit(sample)
 
 
-@pytest.mark.parametrize("kind", ["right", "wrong", "likeliest", "random"])
-def test_tokens_with_drafts_are_distributed_as_those_of_the_model(kind: str):
-    """Two tokens of a made-up model, for many seeds: the second one's logits are computed after the draft for the
-    first, and again after the token in its place where that is rejected. Chi-square of all pairs."""
+@pytest.mark.parametrize(
+    "kind", ["right", "random", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wrong", "likeliest"))]
+)
+def test_tokens_with_drafts_have_the_distribution_of_the_model(kind: str):
+    """Draw two tokens from a small Markov model with many seeds. The logits of the second token are computed after the
+    draft of the first token, and again after the sampled token if the draft is rejected. The test is a chi-square test
+    over all pairs."""
     table = jnp.asarray(np.random.default_rng(0).standard_normal((V, V)) * 1.5, jnp.float32)
     temperature, top_k, top_p, start = 0.9, 5, 0.95, 2
 
@@ -161,7 +164,7 @@ DENSE = step_cost(2e9, 0.0, 0.0, 2)
 
 
 def simulate(control: DraftControl, requests: list[Request], right: bool, steps: int) -> list[int]:
-    """Drafts of every step, if all are right or all are wrong."""
+    """Numbers of drafts of consecutive steps, if all drafts are right or all are wrong."""
     chosen = []
     for _ in range(steps):
         num_drafts = control.num_drafts(requests)
@@ -176,7 +179,7 @@ def requests(num: int) -> list[Request]:
     return [Request(i, (1,)) for i in range(num)]
 
 
-def test_right_drafts_are_verified_in_full_and_wrong_ones_stop():
+def test_number_of_drafts_is_largest_for_right_and_zero_for_wrong_drafts():
     assert simulate(DraftControl((0, 1, 2, 4), DENSE), requests(1), True, 40)[10:] == [4] * 30
     control, pair = DraftControl((0, 1, 2, 4), DENSE), requests(2)
     assert simulate(control, pair, False, 400)[200:].count(0) >= 190
@@ -189,7 +192,7 @@ def test_right_drafts_are_verified_in_full_and_wrong_ones_stop():
     assert tried[1] - tried[0] <= PROBE_STEPS, "soon after the first that is accepted"
 
 
-def test_an_accepted_draft_among_the_rarest_attempts_does_not_prolong_them():
+def test_probes_are_rare_after_an_accepted_probe():
     control, pair = DraftControl((0, 1, 2, 4), step_cost(0.2e9, 30e9, 6 / 64, 2)), requests(2)
     simulate(control, pair, False, 4 * RAREST_PROBE_STEPS)
     while control.num_drafts(pair) == 0:
@@ -198,12 +201,12 @@ def test_an_accepted_draft_among_the_rarest_attempts_does_not_prolong_them():
     assert simulate(control, pair, False, PROBE_STEPS).count(1) <= 1
 
 
-def test_the_same_traffic_makes_the_same_choices():
+def test_equal_traffic_gives_equal_choices():
     first, second = (simulate(DraftControl((0, 1, 2, 4), DENSE), requests(3), False, 100) for _ in range(2))
     assert first == second
 
 
-def test_a_batch_that_computes_more_than_it_reads_drafts_less():
+def test_compute_bound_batch_uses_fewer_drafts():
     def chosen(num_requests: int, cost: Any) -> int:
         control, running = DraftControl((0, 1, 2, 4), cost), requests(num_requests)
         for request in running:
@@ -212,14 +215,14 @@ def test_a_batch_that_computes_more_than_it_reads_drafts_less():
         return control.num_drafts(running)
 
     assert [chosen(n, DENSE) for n in (1, 64, 512)] == [4, 1, 0]
-    experts = step_cost(0.2e9, 30e9, 6 / 64, 2)  # every token reads experts of its own
+    experts = step_cost(0.2e9, 30e9, 6 / 64, 2)  # every token reads different experts
     assert chosen(1, experts) <= 1
     assert experts(64) < 64 * experts(1)
 
 
 def decode(control: DraftControl, seconds: dict[int, float], rate: float, steps: int, rows: int = 1) -> list[int]:
-    """Drafts of every step, if a draft is accepted with a probability and steps take a time by how many they have;
-    what a step got is known when the one after it was planned."""
+    """Numbers of drafts of consecutive steps. Drafts are accepted with a fixed probability, and the time of a step
+    depends on its number of drafts. The result of a step is known after the next step has been planned."""
     rng, running, chosen, under_way = np.random.default_rng(0), requests(rows), [], None
     for _ in range(steps):
         chosen.append(control.num_drafts(running))
@@ -247,14 +250,15 @@ FLAT, STEEP = {0: 3.8, 1: 4.0, 2: 4.2, 4: 4.6}, {0: 3.8, 1: 5.4, 2: 7.0, 4: 10.0
         (STEEP, 1.0, {4}),
     ],
 )
-def test_measured_times_decide(seconds, rate, wanted):
-    """Bytes alone say that every draft costs half a plain step, whatever a step takes apart from reading."""
+def test_measured_times_determine_the_number_of_drafts(seconds, rate, wanted):
+    """By the number of bytes alone, every draft costs half of a plain step. The fixed time of a step makes drafts
+    cheaper."""
     experts = step_cost(2.4e9, 28.8e9, 6 / 64, 2)
     chosen = decode(DraftControl((0, 1, 2, 4), experts), seconds, rate, 400)[60:]
     assert sum(n in wanted for n in chosen) > 0.9 * len(chosen)
 
 
-def test_a_pause_of_the_host_changes_no_choice():
+def test_pause_of_the_host_changes_no_choice():
     control, experts = DraftControl((0, 1, 2, 4), DENSE), dict(FLAT)
     assert decode(control, experts, 1.0, 40)[-1] == 4
     for seconds in (300.0, 0.01):
@@ -262,9 +266,10 @@ def test_a_pause_of_the_host_changes_no_choice():
     assert control.num_drafts(requests(1)) == 4
 
 
-def test_times_that_only_seemed_long_hold_nothing_up():
-    """Steps without drafts take no longer than those with some, whatever was measured; and numbers between two others
-    are tried where the time of the larger one, by bytes, could make them pay."""
+def test_long_measurements_do_not_block_a_number_of_drafts():
+    """A step without drafts never counts as slower than a step with drafts, whatever was measured. A number of
+    drafts between two measured numbers is tried if the time of the larger number, scaled by bytes, could make it
+    worthwhile."""
     experts = step_cost(2.4e9, 28.8e9, 6 / 64, 2)
     for accepted, wanted in ((0, {0}), (1, {1, 2})):
         control, running = DraftControl((0, 1, 2, 4), experts), requests(1)
@@ -276,7 +281,7 @@ def test_times_that_only_seemed_long_hold_nothing_up():
         assert control.num_drafts(running) in wanted
 
 
-def test_first_steps_after_prompts_do_not_count():
+def test_times_of_the_first_steps_after_prompts_are_ignored():
     control, running = DraftControl((0, 1), DENSE), requests(1)
     control.record_prompts()
     for _ in range(SETTLING_STEPS):
@@ -288,7 +293,7 @@ def test_first_steps_after_prompts_do_not_count():
     assert control.num_drafts(running) == 0
 
 
-def test_times_are_of_about_as_many_rows_and_are_forgotten():
+def test_times_are_grouped_by_rows_and_expire():
     control, one = DraftControl((0, 1), DENSE), requests(1)
     control.record(one[0], 1, 1)
     for num_drafts, seconds in ((0, 1.0), (1, 9.0)):
@@ -301,7 +306,7 @@ def test_times_are_of_about_as_many_rows_and_are_forgotten():
     assert control.num_drafts(one) == 1, "so it is tried again"
 
 
-def test_a_single_width_is_always_taken():
+def test_single_width_is_always_used():
     assert simulate(DraftControl((3,), DENSE), requests(2), False, 50) == [3] * 50
     for wrong in ((), (2, 1), (-1, 2), (1, 1)):
         with pytest.raises(ValueError, match="widths must be ascending"):

@@ -1,4 +1,4 @@
-"""The engine: whatever is batched, chunked, cached, preempted or aborted, tokens are those of a plain uncached run."""
+"""The engine gives the tokens of a plain uncached run with batching, chunks, prefix hits, preemptions and aborts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("shared_steps")
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request of made-up traffic: the number of steps before it arrives, and of its tokens before it is aborted."""
+    """A request of random traffic: steps before it arrives, and tokens after which it is aborted."""
 
     after_steps: int
     prompt: int
@@ -73,7 +73,7 @@ arrivals = st.lists(
 
 
 class Traffic:
-    """Plays arrivals on an engine and keeps the streamed tokens."""
+    """Plays arrivals on an engine and records the streamed tokens."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -137,7 +137,7 @@ class Traffic:
 )
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traffic=arrivals)
-def test_any_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
+def test_random_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
     played = Traffic(engine(name))
     played.run(traffic)
     played.check()
@@ -147,18 +147,18 @@ def test_any_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
 @pytest.mark.parametrize("name", ENGINES)
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traffic=arrivals)
-def test_much_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
+def test_long_random_traffic_gives_the_tokens_of_a_plain_run(name, traffic):
     played = Traffic(engine(name))
     played.run(traffic)
     played.check()
 
 
 def everything(max_tokens: int = MAX_TOKENS) -> list[Arrival]:
-    """Generates all prompts at once, greedy and drawn."""
+    """Generate all prompts at once, greedy and drawn."""
     return [Arrival(0, i, drawn, max_tokens, None, "") for drawn in (False, True) for i in range(len(PROMPTS))]
 
 
-def test_running_out_of_pages_preempts_and_changes_no_token():
+def test_preemption_changes_no_token():
     short = engine("short of pages")
     before = short.stats().preemptions
     played = Traffic(short)
@@ -168,7 +168,8 @@ def test_running_out_of_pages_preempts_and_changes_no_token():
     assert short.stats().peak_pages <= short.stats().num_pages
 
 
-def test_the_first_to_come_is_the_first_to_get_tokens_when_pages_are_short():
+@pytest.mark.slow  # tests/models/test_scheduler.py has the order under preemption
+def test_requests_get_tokens_in_order_of_arrival_when_pages_are_short():
     short = engine("short, uncached")
     played = Traffic(short)
     played.run(everything())
@@ -182,10 +183,10 @@ def test_equal_prefixes_are_computed_once():
     played.run([Arrival(0, 5, False, 2, None, "hits"), Arrival(40, 5, False, 2, None, "hits")])
     played.check()
     first, second = (ample.output(i) for i in played.arrived)
-    assert (first.cached_tokens, second.cached_tokens) == (0, 36)  # the 40th token is always computed
+    assert (first.cached_tokens, second.cached_tokens) == (0, 36)  # the last of 40 tokens is always computed
 
 
-def test_a_salt_isolates():
+def test_requests_of_different_salts_share_no_pages():
     ample = engine("ample")
     for salt, cached in (("a", 0), ("b", 0), ("a", 36)):
         played = Traffic(ample)
@@ -194,15 +195,15 @@ def test_a_salt_isolates():
         assert [ample.output(i).cached_tokens for i in played.arrived] == [cached]
 
 
-def test_generated_tokens_are_shared_too():
+def test_pages_of_generated_tokens_are_shared():
     ample = engine("ample")
     output = ample.generate([PROMPTS[3]], GREEDY)[0]
     longer = [*PROMPTS[3], *output.output_ids, 1]
     assert len(longer) == 22
-    assert ample.generate([longer], GREEDY)[0].cached_tokens == 20  # five pages; the last output was never computed
+    assert ample.generate([longer], GREEDY)[0].cached_tokens == 20  # the K/V of the last output is not cached
 
 
-def test_stop_tokens_end_the_output_and_stay_in_it():
+def test_stop_token_ends_the_output_and_stays_in_it():
     ample = engine("ample")
     wanted = plain(1, GREEDY)
     stop = wanted[6]
@@ -212,7 +213,7 @@ def test_stop_tokens_end_the_output_and_stay_in_it():
     assert ample.stats().used_pages == 0
 
 
-def test_the_models_own_end_stops_unless_ignored():
+def test_eos_token_ends_the_output_unless_ignored():
     wanted = plain(1, GREEDY)
     ending = random_model_with_eos(wanted[6])
     small = Engine(ending, padded(ENGINES["ample"]))
@@ -230,7 +231,7 @@ def random_model_with_eos(token: int):
     ("name", "length", "why"),
     [("ample", 96, "takes at most 95"), ("short of pages", 95, None), ("unchunked", 65, "unless prefill is chunked")],
 )
-def test_a_prompt_that_can_never_run_is_refused(name, length, why):
+def test_prompt_that_can_never_run_is_refused(name, length, why):
     output = engine(name).generate([[1] * length], SamplingParams(max_tokens=1))[0]
     if why is None:
         assert output.finish_reason == "length"
@@ -240,20 +241,20 @@ def test_a_prompt_that_can_never_run_is_refused(name, length, why):
         assert output.output_ids == []
 
 
-def test_a_prompt_beyond_the_pool_is_refused():
+def test_prompt_larger_than_the_pool_is_refused():
     config = dataclasses.replace(padded(ENGINES["short of pages"]), num_pages=3)
     output = Engine(model(), config).generate([[1] * 25])[0]
     assert output.finish_reason == "refused"
     assert "needs 4 pages, the pool has 3" in str(output.refusal)
 
 
-def test_outgrowing_the_model_ends_with_length():
+def test_request_at_the_length_limit_of_the_model_ends():
     output = engine("ample").generate([[1] * 90], SamplingParams(max_tokens=50))[0]
     assert output.finish_reason == "length"
     assert len(output.output_ids) == 6
 
 
-def test_abort_is_idempotent_and_keeps_what_arrived():
+def test_abort_is_idempotent_and_keeps_tokens():
     ample = engine("ample")
     request_id = ample.add_request(PROMPTS[0], GREEDY)
     while len(ample.output(request_id).output_ids) < 3:
@@ -269,12 +270,12 @@ def test_abort_is_idempotent_and_keeps_what_arrived():
 
 
 class Injected(Exception):
-    """A failure that the test raises."""
+    """An error raised by a test."""
 
 
 @pytest.mark.parametrize("where", ["launch", "launched", "read"])
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
-def test_a_step_that_fails_loses_and_repeats_no_token(monkeypatch, where, at):
+def test_failed_step_loses_and_repeats_no_token(monkeypatch, where, at):
     ample = engine("ample")
     calls = itertools.count()
 
@@ -307,7 +308,7 @@ def test_a_step_that_fails_loses_and_repeats_no_token(monkeypatch, where, at):
     played.check()
 
 
-def test_a_callback_that_raises_costs_no_token():
+def test_exception_in_a_callback_loses_no_token():
     ample = engine("ample")
     seen: list[int] = []
 
@@ -325,8 +326,8 @@ def test_a_callback_that_raises_costs_no_token():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_not_finite_end_their_request_and_no_other(value):
-    """A broken embedding makes NaN of every prompt that holds its token."""
+def test_nonfinite_logits_end_only_their_request(value):
+    """An embedding with NaN makes all logits NaN in prompts that contain its token."""
     broken, token = random_model(CONFIG, seed=3, settings=QUICK), VOCAB_SIZE - 1
     broken.embed_tokens[...] = broken.embed_tokens[...].at[token].set(value)
     under_test = Engine(broken, padded(ENGINES["ample"]))
@@ -351,9 +352,9 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(value):
     ]
 
 
-def test_a_device_that_fails_loses_no_token(monkeypatch):
-    """Reading a step's tokens raises what a device raises, its caches are gone, and there is no memory for new ones at
-    first. Requests can be looked at and aborted all the while."""
+def test_failed_device_loses_no_token(monkeypatch):
+    """Reading a step's tokens raises an error of the device, the caches are deleted, and allocating new caches fails at
+    first. Requests can be inspected and aborted during this time."""
     ample = engine("ample")
     ids = [ample.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
     while not ample.output(ids[0]).output_ids:
@@ -383,7 +384,7 @@ def failing_once(function):
     return call
 
 
-def test_the_next_step_is_launched_before_the_last_one_is_read(monkeypatch):
+def test_next_step_is_launched_before_the_previous_one_is_read(monkeypatch):
     ample = engine("ample")
     order: list[str] = []
     launch, sampled = Runner.launch, StepResult.sampled
@@ -393,13 +394,14 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(monkeypatch):
     assert order == ["launch", *["launch", "read"] * 4, "read"]
 
 
-def test_nothing_compiles_after_warmup():
+@pytest.mark.slow  # test_engine_windows.py and test_mesh.py have this test for other models
+def test_no_compilation_after_warmup():
     config = EngineConfig(num_pages=40, page_size=4, max_batched_tokens=24, max_num_seqs=3, max_model_len=96)
     warm = Engine(model(), dataclasses.replace(config, decode_buckets=(1, 3), prefill_buckets=(8, 24)))
     assert warm.warmup() > 0
     compiled = warm.stats().compilations
     assert compiled == 2 + 2 + 2
-    Traffic(warm).run(everything(max_tokens=2))  # numpy's and jax's own first times
+    Traffic(warm).run(everything(max_tokens=2))  # first-time work of numpy and jax
     rng = np.random.default_rng(5)
     traffic = [
         Arrival(int(rng.integers(5)), int(rng.integers(6)), bool(rng.integers(2)), int(rng.integers(1, 9)), None, "")
@@ -413,7 +415,7 @@ def test_nothing_compiles_after_warmup():
     assert warm.stats().compilations == compiled
 
 
-def test_a_step_is_cut_at_a_size_it_would_be_padded_beyond(monkeypatch):
+def test_step_takes_fewer_prompt_tokens_to_avoid_padding(monkeypatch):
     config = EngineConfig(num_pages=40, page_size=4, max_batched_tokens=24, max_num_seqs=3, max_model_len=96)
     config = dataclasses.replace(config, decode_buckets=(1, 3), prefill_buckets=(8, 24))
     prompt, results = [1 + i % 5 for i in range(10)], []
@@ -427,9 +429,9 @@ def test_a_step_is_cut_at_a_size_it_would_be_padded_beyond(monkeypatch):
     assert cut == whole
 
 
-def test_a_step_sends_the_device_one_array_and_reads_one_back(monkeypatch):
-    """The guard refuses all other transfers to the device. On a CPU it does not see reads, so these are counted at
-    their functions."""
+def test_step_sends_one_array_to_the_device_and_reads_one_back(monkeypatch):
+    """The transfer guard rejects all other transfers to the device. On a CPU it does not detect reads, so the test
+    counts calls of the reading functions."""
     ample = engine("ample")
     ample.warmup()
     sent: list[tuple[int, ...]] = []
@@ -461,7 +463,7 @@ def test_a_step_sends_the_device_one_array_and_reads_one_back(monkeypatch):
     assert tuple(outputs[0].output_ids) == plain(0, GREEDY)
 
 
-def test_prompt_logits_are_those_computed():
+def test_prompt_logits_of_computed_tokens():
     config = padded(ENGINES["ample"])
     capturing = Engine(model(), config, capture_logits=True)
     ids = [capturing.add_request(PROMPTS[5], dataclasses.replace(GREEDY, max_tokens=1))]
@@ -480,8 +482,8 @@ def test_prompt_logits_are_those_computed():
         engine("ample").prompt_logits(engine("ample").generate([[1]])[0].request_id)
 
 
-def test_prompt_logits_are_no_other_requests_of_the_same_name():
-    """Logits of a step under way when the request was forgotten, which the next step collects, are dropped."""
+def test_prompt_logits_of_a_forgotten_request_are_dropped():
+    """Logits of a step in flight are dropped if their request was forgotten before the step was collected."""
     capturing = Engine(
         model(), dataclasses.replace(padded(ENGINES["ample"]), prefix_caching=False), capture_logits=True
     )

@@ -1,4 +1,4 @@
-"""The engine cut short at any point: whatever raises in whichever line, no token is lost, and it can always go on."""
+"""Interrupted calls of the engine: wherever an exception is raised, no token is lost and the engine continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.models.engine_case import MAX_TOKENS, VOCAB_SIZE, model
 HOST_CODE = tuple(str(Path(package.__file__).parent) for package in (models.engine, pallas_attn.cache))
 ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
 BROKEN = VOCAB_SIZE - 1
-"""Token after which the fake model has no finite logits."""
+"""Token after which the logits of the fake model are not finite."""
 
 SMALL = EngineConfig(
     num_pages=12, page_size=2, max_batched_tokens=6, max_num_seqs=3, max_model_len=40, history=50, max_prefill_seqs=2
@@ -40,7 +40,7 @@ SMALL = EngineConfig(
 
 
 class Fault:
-    """Raises an error at the n-th line (or instruction) that runs in the engine or the pools, within a `with`."""
+    """Raises an error at the n-th line (or instruction) executed in the engine or the pools, within a `with` block."""
 
     def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt, instructions: bool = False):
         self.at, self.error, self.instructions = at, error, instructions
@@ -62,7 +62,7 @@ class Fault:
         if not code.co_filename.startswith(HOST_CODE):
             return None
         if code.co_flags & inspect.CO_GENERATOR and code.co_name != "_changing":
-            return None  # if it is dropped half way, Python swallows whatever comes
+            return None  # Python discards exceptions in a generator that is deleted before its end
         frame.f_trace_opcodes = self.instructions
         self.count += 1
         if self.count == self.at:
@@ -71,7 +71,7 @@ class Fault:
 
 
 def next_token(seen: Sequence[object]) -> int:
-    """The fake model's next token, which depends on all that it is shown."""
+    """Next token of the fake model: a hash of all tokens that it attends to."""
     if seen[-1] == ("", BROKEN):
         return NONFINITE
     return hashlib.sha256(repr(seen).encode()).digest()[0] % BROKEN
@@ -88,8 +88,8 @@ class FakeResult:
 
 
 class FakeRunner:
-    """Runner without a device, which computes tokens from what the pages hold; KeyError if that was never written. Of
-    the drafts, which it makes up itself, most are right."""
+    """Runner without a device that computes tokens from the contents of the pages. Reading a page that was never
+    written raises KeyError. It makes the drafts itself; most of them are right."""
 
     compile_s, num_compilations, cache_bytes = 0.0, 0, 0
 
@@ -105,17 +105,17 @@ class FakeRunner:
 
     def launch(self, plans: tuple[StepPlan], all_logits: bool) -> FakeResult:
         (plan,), steps = plans, list[Any]()
-        for i, row in enumerate(plan.rows):  # all is read before anything is written
+        for i, row in enumerate(plan.rows):  # all rows are read before any row is written
             decodes, salt = i < len(plan.decode), row.request.salt
-            if decodes and self.lens[row.slot] >= row.limit:
+            if decodes and self.lens[row.request_slot] >= row.limit:
                 steps.append((row, [], [], 0))
                 continue
-            start = self.lens[row.slot] - 1 if decodes else row.start
+            start = self.lens[row.request_slot] - 1 if decodes else row.start
             drafts = min(row.num_drafts, row.limit - start - 2) if decodes else 0
             end, table = start + row.num_tokens + drafts, plan.tables[0][i, 0]
             places = [(int(table[at // self.page_size]), at % self.page_size) for at in range(end)]
             seen = [self.memory[place] for place in places[:start]]
-            known = [self.last_tokens[row.slot]] if decodes else row.request.token_ids[start:end]
+            known = [self.last_tokens[row.request_slot]] if decodes else row.request.token_ids[start:end]
             steps.append((row, places, seen + [(salt, token) for token in known], drafts))
         return FakeResult(plans, [self.compute(*step) for step in steps if step[0].samples or self.store(*step[1:3])])
 
@@ -129,7 +129,10 @@ class FakeRunner:
                 got.append(next_token(seen))
         self.store(places, seen)
         if got:
-            self.last_tokens[row.slot], self.lens[row.slot] = max(got[-1], 0), len(seen) - drafts + len(got)
+            self.last_tokens[row.request_slot], self.lens[row.request_slot] = (
+                max(got[-1], 0),
+                len(seen) - drafts + len(got),
+            )
         return RowTokens(got, drafts)
 
     def store(self, places: list[Any], seen: list[Any]) -> None:
@@ -138,7 +141,7 @@ class FakeRunner:
 
 @functools.lru_cache(maxsize=100)
 def continued(prompt: tuple[int, ...], salt: str) -> tuple[tuple[int, ...], str]:
-    """All that the fake model can say after a prompt, and why it then ends."""
+    """All tokens that the fake model generates after a prompt, and the reason of the end."""
     tokens = list(prompt)
     while len(tokens) < SMALL.num_pages * SMALL.page_size + 1:
         token = next_token([(salt, token) for token in tokens])
@@ -150,7 +153,7 @@ def continued(prompt: tuple[int, ...], salt: str) -> tuple[tuple[int, ...], str]
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A request of the traffic: its prompt, and what it has to give if nobody aborts it."""
+    """A request of the traffic, and its expected output if it is not aborted."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -167,33 +170,33 @@ class Asked:
 
 
 class FaultyTraffic:
-    """Random traffic on an engine, any call of which may be cut short; everything is checked as it goes."""
+    """Random traffic on an engine whose calls are interrupted. All results are checked during the run."""
 
     def __init__(self, engine: Engine, draw: random.Random, ask: Callable[[random.Random], Asked]):
         self.engine, self.draw, self.ask = engine, draw, ask
         self.asked: dict[int | str, Asked] = {}
-        self.arrived: dict[int | str, list[int]] = {}  # as last seen
+        self.arrived: dict[int | str, list[int]] = {}  # at the last check
         self.told: dict[int | str, list[tuple[int, str | None]]] = {}
         self.numbers = itertools.count()
         self.faults = self.untold = 0
         self.reasons: set[str | None] = set()
 
     def call(self, function: Callable[..., Any], *args: Any, fault: Fault | None = None, **kwargs: Any) -> Any:
-        """Makes a call with or without a fault; None if it was cut short."""
+        """Call a function with or without a fault. Return None if the call was interrupted."""
         if fault is None:
             return function(*args, **kwargs)
         try:
             with fault:
                 return function(*args, **kwargs)
         except fault.error:
-            assert fault.happened, "an error of the engine's own"
+            assert fault.happened, "the engine raised another error"
             self.faults += 1
             return None
         finally:
             self.check()
 
     def add(self, fault: Fault | None = None) -> None:
-        """Adds a request: wholly or, if cut short, perhaps not at all."""
+        """Add a request. If the call is interrupted, the request is added completely or not at all."""
         asked, request_id = self.ask(self.draw), f"r{next(self.numbers)}"
         self.told[request_id] = []
         self.asked[request_id] = asked
@@ -212,14 +215,14 @@ class FaultyTraffic:
             self.call(self.engine.abort, self.draw.choice([*self.asked]), fault=fault)
 
     def generate(self, fault: Fault | None = None) -> None:
-        """Runs everything there is to its end, and leaves nothing of its own behind, also if it is cut short."""
+        """Call `Engine.generate`. No request of the call remains, also if the call is interrupted."""
         asked = [self.ask(self.draw) for _ in range(2)]
         asked = [one for one in asked if not one.salt]
         prompts, params = [one.prompt for one in asked], [one.params for one in asked]
         outputs = self.call(self.engine.generate, prompts, params, fault=fault)
         assert outputs is None or [self.result(output) for output in outputs] == [one.wanted for one in asked]
         left = [tracked for key, tracked in self.engine._tracked.items() if key not in self.asked]
-        assert all(tracked.finish_reason is not None and not tracked.kept for tracked in left) or fault is None
+        assert all(tracked.finish_reason is not None and not tracked.is_owned for tracked in left) or fault is None
 
     def step(self, fault: Fault | None = None) -> None:
         self.call(self.engine.step, fault=fault)
@@ -229,7 +232,7 @@ class FaultyTraffic:
         return tuple(output.output_ids), output.finish_reason
 
     def check(self) -> None:
-        """Every request's output can be had, and has only grown, by the right tokens."""
+        """Expect that every request has an output, and that outputs only grow, by the right tokens."""
         for request_id, before in self.arrived.items():
             if request_id not in self.engine._tracked:
                 continue
@@ -240,7 +243,7 @@ class FaultyTraffic:
         self.engine.stats()
 
     def drain(self) -> None:
-        """Runs to the end without faults, checks all that is left, and forgets it."""
+        """Run to the end without faults, check all requests, and forget them."""
         for _ in range(5000):
             if not self.engine.has_unfinished:
                 break
@@ -259,7 +262,7 @@ class FaultyTraffic:
         self.check_pools()
 
     def check_told(self, output: RequestOutput) -> None:
-        """Every token was told once and in order, but for those that a fault came between."""
+        """Expect that callbacks got every token once and in order. A call that a fault interrupted may be missing."""
         told = self.told[output.request_id]
         tokens = iter([*output.output_ids, NONFINITE] if output.finish_reason == "nonfinite" else output.output_ids)
         assert all(any(token == one for token in tokens) for one, _ in told)
@@ -302,7 +305,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = SMALL) -
 def play(
     traffic: FaultyTraffic, steps: int, fault_share: float, watch: Callable[[int], None] = lambda step: None
 ) -> None:
-    """Steps, with requests that come, go and are cut short."""
+    """Run steps with requests that arrive, end, are aborted and are interrupted."""
     draw = traffic.draw
     for step in range(steps):
 
@@ -326,8 +329,8 @@ def play(
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("config", [SMALL, DRAFTING], ids=["plain", "with drafts"])
-def test_traffic_that_is_cut_short_loses_and_repeats_no_token(monkeypatch, config):
-    """Errors, want of memory and Ctrl-C, at lines and instructions of every call; also while the engine recovers."""
+def test_interrupted_traffic_loses_and_repeats_no_token(monkeypatch, config):
+    """RuntimeError, MemoryError and KeyboardInterrupt at lines and instructions of every call, also during recovery."""
     traffic = FaultyTraffic(fake_engine(monkeypatch, config), random.Random(0), asks_fake)
     play(traffic, 300, fault_share=0.3)
     assert traffic.faults > 50
@@ -337,9 +340,9 @@ def test_traffic_that_is_cut_short_loses_and_repeats_no_token(monkeypatch, confi
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("stride", [499, pytest.param(11, marks=pytest.mark.slow)])
-def test_any_line_of_a_run_may_be_the_last(monkeypatch, stride):
-    """The run has chunks, preemptions and requests that end in different ways. It is cut short at a line; then one
-    request is aborted and the others go on."""
+def test_run_interrupted_at_any_line_can_continue(monkeypatch, stride):
+    """The run has chunks, preemptions and several finish reasons. It is interrupted at one line; then one request is
+    aborted and the others continue."""
     params = SamplingParams(max_tokens=9)
     asked = [
         Asked(tuple(prompt), params, "") for prompt in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7, 8, 9], [5, BROKEN], [6])
@@ -367,7 +370,7 @@ def test_any_line_of_a_run_may_be_the_last(monkeypatch, stride):
 
 
 def memory_growth(traffic: FaultyTraffic, steps: int, fault_share: float) -> tuple[int, int]:
-    """Bytes of Python and arrays of jax that are held after all steps, beyond those after a quarter of them."""
+    """Growth of Python memory in bytes and of jax arrays from a quarter of the steps to the end."""
     held: dict[int, tuple[int, int]] = {}
 
     def watch(step: int) -> None:
@@ -388,7 +391,7 @@ def memory_growth(traffic: FaultyTraffic, steps: int, fault_share: float) -> tup
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("config", [SMALL, DRAFTING], ids=["plain", "with drafts"])
 @pytest.mark.parametrize("seed", range(2))
-def test_much_traffic_that_is_cut_short(monkeypatch, config, seed):
+def test_long_interrupted_traffic(monkeypatch, config, seed):
     traffic = FaultyTraffic(fake_engine(monkeypatch, config), random.Random(seed), asks_fake)
     held, _ = memory_growth(traffic, 20_000, fault_share=0.1)
     assert held < 100_000
@@ -396,8 +399,8 @@ def test_much_traffic_that_is_cut_short(monkeypatch, config, seed):
 
 
 @pytest.mark.slow
-def test_much_traffic_on_a_model_that_is_cut_short(monkeypatch):
-    """The same on a real model, whose memory stays flat, too; its tokens are those of a plain run."""
+def test_long_interrupted_traffic_on_a_model(monkeypatch):
+    """The same traffic on a real model gives the tokens of a plain run, and memory does not grow."""
     monkeypatch.setattr(Asked, "wanted", property(_plain))
     config = dataclasses.replace(engine_case.padded(engine_case.ENGINES["short of pages"]), history=20)
     traffic = FaultyTraffic(Engine(model(), config), random.Random(0), asks_real)

@@ -1,5 +1,4 @@
-"""An engine remembers a bounded history unless all of it is asked for, and nothing that `generate` leaves
-behind."""
+"""Records of finished requests: bounded by `EngineConfig.history`, and removed by `generate`."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ PROMPTS = [[1, 2, 3, 4, i] for i in range(4)]
 
 
 class StepFailed(Exception):
-    """A failure that the test raises."""
+    """An error raised by a test."""
 
 
 def finish(engine: Engine, prompt: list[int]) -> int | str:
@@ -27,7 +26,7 @@ def finish(engine: Engine, prompt: list[int]) -> int | str:
     return request_id
 
 
-def test_generate_forgets_what_it_returned(monkeypatch):
+def test_generate_forgets_its_requests(monkeypatch):
     engine = fake_engine(monkeypatch, dataclasses.replace(SMALL, history=None))
     mine = finish(engine, [5])
     for _ in range(20):
@@ -43,7 +42,7 @@ def test_generate_returns_more_than_the_history_holds(monkeypatch):
     assert engine.output(mine).finish_reason == "length"
 
 
-def test_generate_that_fails_leaves_nothing_queued(monkeypatch):
+def test_failed_generate_leaves_no_request(monkeypatch):
     engine = fake_engine(monkeypatch)
     mine = engine.add_request([5], SamplingParams(max_tokens=9))
     launch, calls = FakeRunner.launch, iter(range(100))
@@ -62,13 +61,13 @@ def test_generate_that_fails_leaves_nothing_queued(monkeypatch):
     assert len(engine.output(mine).output_ids) == 9
 
 
-def test_the_newest_requests_and_steps_are_kept(monkeypatch):
+def test_records_of_the_newest_requests_and_steps_are_stored(monkeypatch):
     engine = fake_engine(monkeypatch, dataclasses.replace(SMALL, history=5))
     ids = [finish(engine, [i]) for i in range(12)]
     waiting = engine.add_request([1], SamplingParams(max_tokens=30))
     refused = [engine.add_request([1] * 50) for _ in range(2)]
     assert list(engine._tracked) == [*ids[-3:], waiting, *refused]
-    with pytest.raises(ValueError, match="no request 0; of finished ones the newest 5 are kept"):
+    with pytest.raises(ValueError, match="no request 0; the engine remembers the newest 5 finished requests"):
         engine.output(ids[0])
     stats = engine.stats()
     assert len(stats.steps) == 5
@@ -76,14 +75,14 @@ def test_the_newest_requests_and_steps_are_kept(monkeypatch):
     assert (stats.prefill_tokens, stats.decode_tokens) == (12, 12)
 
 
-def test_all_is_kept_on_request(monkeypatch):
+def test_all_records_are_stored_without_a_bound(monkeypatch):
     engine = fake_engine(monkeypatch, dataclasses.replace(SMALL, history=None))
     ids = [finish(engine, [i % 50]) for i in range(300)]
     assert list(engine._tracked) == ids
     assert len(engine.stats().steps) == engine.stats().num_steps == 600
 
 
-def test_a_preempted_request_that_finds_its_own_pages_is_no_hit(monkeypatch):
+def test_preempted_request_that_finds_its_own_pages_is_not_a_hit(monkeypatch):
     engine = fake_engine(monkeypatch, dataclasses.replace(SMALL, num_pages=10, history=None))
     draw = random.Random(1)
     ids = [
@@ -100,6 +99,6 @@ def test_a_preempted_request_that_finds_its_own_pages_is_no_hit(monkeypatch):
 
 
 @pytest.mark.parametrize("history", [0, -1])
-def test_a_history_of_nothing_is_refused(history):
+def test_history_below_one_is_rejected(history):
     with pytest.raises(ValueError, match="history: expected at least 1 or None"):
         dataclasses.replace(SMALL, history=history)

@@ -1,4 +1,4 @@
-"""The engine on a GPU with the kernels of Hopper, at widths of DeepSeek's models: its tokens are the plain run's."""
+"""The engine with the Hopper kernels, at DeepSeek's widths, gives the tokens of the plain run."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ WIDE = dataclasses.replace(
     max_position_embeddings=1024,
     first_k_dense_replace=2,
 )
-"""A configuration without experts: the choice of expert depends on the last bit of bfloat16, and all later tokens on
-it."""
+"""A configuration without experts, because the choice of an expert may depend on the last bit of bfloat16."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 72])
-def test_kernels_make_the_tokens_of_a_plain_run(heads: int) -> None:
-    """Few heads and many run different kernels; prompts share a prefix, come in chunks and decode side by side."""
+def test_kernels_give_the_tokens_of_a_plain_run(heads: int) -> None:
+    """Small and large numbers of heads use different kernels. Prompts share a prefix, are computed in chunks and decode
+    together."""
     if getattr(jax.local_devices()[0], "compute_capability", "") != "9.0":
         pytest.skip("kernels are for compute capability 9.0")
     config = dataclasses.replace(WIDE, num_attention_heads=heads)

@@ -1,5 +1,5 @@
-"""Multi-token prediction in the engine: whatever is drafted, tokens are those of plain decoding; and what is drafted
-follows from each request's own tokens, whatever was rejected, found in the prefix cache or computed again before."""
+"""Multi-token prediction in the engine. Tokens equal plain decoding. Drafts depend only on each request's own tokens,
+not on rejected drafts, prefix hits or preemptions."""
 
 from __future__ import annotations
 
@@ -38,20 +38,19 @@ PREFIX = np.random.default_rng(7).integers(0, VOCAB_SIZE, 21).tolist()
 PROMPTS = [PREFIX, [*PREFIX, 1, 2, 3], [5, 6], [*PREFIX, 9], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
 
 SIZES = EngineConfig(num_pages=15, page_size=4, max_batched_tokens=16, max_num_seqs=3, batch_invariant=True)
-"""Prompts in chunks, and fewer pages than the requests need, so that some are preempted; steps are one bucket to
-compile."""
+"""Prompts are split into chunks, pages are short so that requests are preempted, and there is one bucket to compile."""
 
 NUM_DRAFTS = 2
 
 
 @functools.cache
 def modules() -> tuple[Decoder, MTP]:
-    """A model whose prediction module is its own layer, applied to the next tokens: right more often than not, since it
-    lacks little but the first token. The hidden states that it is given disturb it somewhat."""
+    """A model whose prediction module is the model's own layer, applied to the next tokens. Its drafts are right more
+    often than not. The target's hidden states, its other input, disturb it slightly."""
     model = random_model(LAYER, seed=3)
     embedding = model.embed_tokens[...]
     norms = jnp.sqrt(jnp.mean(jnp.square(embedding), axis=1, keepdims=True))
-    model.embed_tokens = nnx.Param(embedding / norms)  # so that `enorm` leaves it as it is
+    model.embed_tokens = nnx.Param(embedding / norms)  # so that `enorm` does not change it
     mtp = random_mtp(model)
     (module,) = mtp.depths
     width = LAYER.hidden_size
@@ -63,7 +62,8 @@ def modules() -> tuple[Decoder, MTP]:
 
 @dataclasses.dataclass(frozen=True)
 class Proposed:
-    """Proposal for a row: its known tokens, the hidden state that the first draft was made of, and drafts."""
+    """Proposal for a row: its known tokens, the hidden state from which the first draft was computed, and the
+    drafts."""
 
     tokens: list[int]
     hidden: np.ndarray
@@ -71,7 +71,7 @@ class Proposed:
 
 
 class Recorded(MTPProposer):
-    """Keeps what it proposes."""
+    """Proposer that records its proposals."""
 
     def __init__(self, mtp: MTP):
         super().__init__(mtp)
@@ -89,8 +89,8 @@ class Recorded(MTPProposer):
 
 
 class Expected:
-    """Computes drafts of a sequence from its tokens alone: the model in one forward, then the module in one forward
-    for every draft."""
+    """Computes drafts of a sequence from its tokens alone: one forward pass of the model, then one of the module per
+    draft."""
 
     def __init__(self, model: Decoder, mtp: MTP):
         run, self.weights = split_model(model)
@@ -108,8 +108,8 @@ class Expected:
         self.mtp_caches = mtp.allocate_caches(self.pages.tables.size + 1, 8)
 
     def check(self, proposed: Proposed) -> None:
-        """Asserts that drafts are the likeliest ones, or as likely up to rounding."""
-        tokens, entries = proposed.tokens, len(proposed.tokens) - 1  # the newest token is not computed yet
+        """Expect that drafts are the likeliest tokens, or equally likely up to rounding."""
+        tokens, entries = proposed.tokens, len(proposed.tokens) - 1  # the K/V of the newest token is not computed yet
         computed = self._metadata(len(tokens))
         hidden = np.array(self.run(self.weights, self._padded(tokens), self.caches, computed, return_hidden=True)[2])
         for i, draft in enumerate(proposed.drafts):
@@ -129,7 +129,7 @@ class Expected:
 
 
 HOT = dataclasses.replace(DRAWN, temperature=2.0, top_k=0, top_p=1.0)
-"""Draws from distributions so flat that the likeliest token would hardly ever be drawn."""
+"""Sampling parameters with such a flat distribution that the likeliest token is rarely drawn."""
 
 
 @functools.cache
@@ -147,8 +147,9 @@ def decoded(params: SamplingParams) -> tuple[list[RequestOutput], list[Proposed]
     return engine.generate(PROMPTS, params), list(proposer.proposed)
 
 
+@pytest.mark.slow  # tests/scripts/test_run_decode.py verifies tokens with such drafts
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_output_is_that_of_plain_decoding(params: SamplingParams):
+def test_output_equals_plain_decoding(params: SamplingParams):
     outputs, _ = decoded(params)
     runs = [Decoded(prompt, output.output_ids, params) for prompt, output in zip(PROMPTS, outputs, strict=True)]
     assert [len(run.output_ids) for run in runs] == [MAX_TOKENS] * len(PROMPTS)
@@ -157,7 +158,7 @@ def test_output_is_that_of_plain_decoding(params: SamplingParams):
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, HOT], ids=["greedy", "drawn", "hot"])
 def test_acceptance_is_reported(params: SamplingParams):
-    """Drawn drafts are accepted like greedy ones, since they share the noise of the model's own draw."""
+    """Drawn drafts are accepted as often as greedy drafts, because they use the noise of the model's draw."""
     outputs, _ = decoded(params)
     drafted, accepted = (np.sum([getattr(o, of) for o in outputs], axis=0) for of in ("drafted", "accepted"))
     assert len(drafted) == len(accepted) == NUM_DRAFTS
@@ -165,8 +166,8 @@ def test_acceptance_is_reported(params: SamplingParams):
     assert np.all(accepted < 0.9 * drafted)
 
 
-def test_drafts_follow_from_the_tokens_alone():
-    """Whatever was rejected before, found in the prefix cache, or computed again after a preemption."""
+def test_drafts_depend_only_on_the_tokens():
+    """Drafts do not depend on rejected drafts, prefix hits or preemptions."""
     engine, _ = drafting()
     before = engine.stats().preemptions
     outputs, proposed = decoded(dataclasses.replace(GREEDY, max_tokens=24))
@@ -178,8 +179,10 @@ def test_drafts_follow_from_the_tokens_alone():
         expected.check(row)
 
 
-def test_alternatives_are_accepted_where_the_likeliest_is_not():
-    """Three drafts for a place are accepted more often than one, and are a tree of the same first ones."""
+@pytest.mark.slow  # test_speculation.py has trees of drafts
+def test_alternatives_are_accepted_where_the_likeliest_draft_is_not():
+    """Three drafts per position are accepted more often than one. The first drafts of the tree equal the drafts in a
+    line."""
     model, mtp = modules()
     sizes = dataclasses.replace(padded(SIZES), batch_invariant=False)
     shares = []
@@ -198,8 +201,8 @@ def test_alternatives_are_accepted_where_the_likeliest_is_not():
     assert np.all(shares[1] > shares[0])
 
 
-def test_cost_of_a_draft_leaves_out_what_it_does_not_read():
-    """Two of four experts are chosen; the embedding is no product."""
+def test_cost_of_a_draft_counts_only_weights_that_it_reads():
+    """A token selects two of four experts, and the embedding is not a matrix product."""
     routed = dataclasses.replace(LAYER, first_k_dense_replace=0)
     mtp = random_mtp(random_model(routed))
     (module,) = mtp.depths
@@ -209,19 +212,19 @@ def test_cost_of_a_draft_leaves_out_what_it_does_not_read():
     assert MTPProposer(mtp).draft_bytes == 4 * (sum(sizes.values()) - experts // 2 + head)
 
 
-def test_what_the_module_keeps_counts_as_cache():
-    """Entries of its one layer, as many as the model's one; of each slot a hidden state, a token and a length; and the
-    tokens of all pages."""
+def test_cache_bytes_include_the_state_of_the_module():
+    """The cache has the module's layer, of the size of the model's layer; for each slot a hidden state, a token and a
+    length; and the token ids of all pages."""
     model, _ = modules()
     plain = Engine(model, padded(SIZES)).stats().cache_bytes
     of_slots = SIZES.max_num_seqs * (LAYER.hidden_size + 2) * 4
     assert drafting()[0].stats().cache_bytes == 2 * plain + of_slots + SIZES.num_pages * SIZES.page_size * 4
 
 
-def test_what_cannot_be_is_refused():
+def test_unsupported_models_are_rejected():
     _, mtp = modules()
     two = random_model(dataclasses.replace(LAYER, num_nextn_predict_layers=2))
-    with pytest.raises(NotImplementedError, match="mtp: expected one module, as published checkpoints have, got 2"):
+    with pytest.raises(NotImplementedError, match="mtp: expected one module, as in published checkpoints, got 2"):
         MTPProposer(random_mtp(two))
     for wrong in (0, 9, True, 1.5):
         with pytest.raises(ValueError, match="alternatives: expected an integer from 1 to 8"):

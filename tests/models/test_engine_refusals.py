@@ -1,4 +1,4 @@
-"""Refusals of the engine: wrong prompts, requests, names and settings. None of them disturbs earlier requests."""
+"""Invalid prompts, requests, ids and settings are rejected and do not affect earlier requests."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tests.models.engine_case import GREEDY, PROMPTS, VOCAB_SIZE, engine, model,
 @pytest.mark.parametrize(
     ("prompt", "match"), [([], "at least one token"), ([VOCAB_SIZE], "from 0 to 63, got 64"), ([-1], "got -1")]
 )
-def test_a_wrong_prompt_is_refused_in_words(prompt, match):
+def test_invalid_prompt_is_rejected_with_a_message(prompt, match):
     with pytest.raises(ValueError, match=match):
         engine("ample").add_request(prompt)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("prompt", [[1.7], "12", [b"1"], ["1"], b"12", [True], None, 5, [[1]], np.array([1.0])])
-def test_a_prompt_is_not_coerced(prompt):
+def test_prompt_is_not_converted(prompt):
     with pytest.raises(ValueError, match="prompt_ids must be a sequence of integers, got "):
         engine("ample").add_request(prompt)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_integers_of_numpy_are_a_prompt():
+def test_numpy_integers_are_accepted_as_a_prompt():
     ample = engine("ample")
     prompt: Any = np.array(PROMPTS[0], np.uint16)
     request = ample.add_request(prompt)
@@ -39,13 +39,13 @@ def test_integers_of_numpy_are_a_prompt():
 @pytest.mark.parametrize(
     ("wrong", "match"), [({"request_id": [1]}, "request_id: expected an int or a str"), ({"on_token": 5}, "on_token")]
 )
-def test_a_wrong_name_or_callback_is_refused(wrong, match):
+def test_invalid_id_or_callback_is_rejected(wrong, match):
     with pytest.raises(ValueError, match=match):
         engine("ample").add_request(PROMPTS[0], **wrong)
     assert not engine("ample").has_unfinished
 
 
-def test_a_wrong_prompt_among_others_leaves_none_of_them_queued():
+def test_invalid_prompt_in_generate_leaves_no_request():
     ample = engine("ample")
     known = set(ample._tracked)
     with pytest.raises(ValueError, match="from 0 to 63, got 64"):
@@ -58,7 +58,7 @@ def test_a_wrong_prompt_among_others_leaves_none_of_them_queued():
 @pytest.mark.parametrize(
     ("wrong", "match"), [({"salt": None}, "salt"), ({"salt": "\ud800"}, "salt"), ({"params": None}, "params")]
 )
-def test_a_wrong_request_does_not_stop_the_others(wrong, match):
+def test_invalid_request_does_not_affect_other_requests(wrong, match):
     ample = engine("ample")
     request_id = ample.add_request(PROMPTS[0], GREEDY)
     with pytest.raises(ValueError, match=f"{match} of request"):
@@ -68,7 +68,7 @@ def test_a_wrong_request_does_not_stop_the_others(wrong, match):
     assert tuple(ample.output(request_id).output_ids) == plain(0, GREEDY)
 
 
-def test_unknown_and_repeated_ids_are_refused():
+def test_unknown_and_repeated_ids_are_rejected():
     ample = engine("ample")
     ample.add_request([1], SamplingParams(max_tokens=1), request_id="mine")
     with pytest.raises(ValueError, match="'mine' again"):
@@ -85,7 +85,7 @@ def test_unknown_and_repeated_ids_are_refused():
         ample.output("mine")
 
 
-def test_numbers_that_callers_gave_are_not_given_again():
+def test_ids_given_by_callers_are_not_reused():
     ample, one = engine("ample"), SamplingParams(max_tokens=1)
     number = int(ample.add_request([1], one))
     ample.add_request([1], one, request_id=number + 1)
@@ -107,11 +107,11 @@ def test_numbers_that_callers_gave_are_not_given_again():
         ({"prefill_buckets": (0, 512)}, "prefill_buckets: expected ascending sizes from 1 or more up to 512"),
     ],
 )
-def test_wrong_settings_are_refused(wrong, match):
+def test_invalid_settings_are_rejected(wrong, match):
     with pytest.raises(ValueError, match=match):
         EngineConfig(**wrong)
 
 
-def test_more_than_the_model_takes_is_refused():
+def test_max_model_len_above_the_model_is_rejected():
     with pytest.raises(ValueError, match="max_model_len"):
         Engine(model(), EngineConfig(max_model_len=129))

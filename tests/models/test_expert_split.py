@@ -1,4 +1,4 @@
-"""Experts split over devices, with tokens the same on some and different on others: what one device computes."""
+"""Experts split over devices, which have the same or different tokens, compared with one device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from models.decoder import over_mesh
 from models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
+from models.moe import dispatch, split_experts
 from models.moe import exchange as expert_exchange
-from models.moe import layer as moe
+from models.moe.experts import Experts
 from tests.models.test_moe import biased_experts, draw_experts
 
 NUM_TOKENS, WIDTH, HIDDEN, NUM_EXPERTS = 96, 16, 8, 4
@@ -25,8 +26,10 @@ NUM_TOKENS, WIDTH, HIDDEN, NUM_EXPERTS = 96, 16, 8, 4
 def ragged_all_to_all(
     rows: Any, out: Any, starts: Any, sent: Any, their_starts: Any, received: Any, *, axis_name: str
 ) -> Any:
-    """`lax.ragged_all_to_all` as its documentation says, which is not there on CPUs. Everything is NaN where devices do
-    not agree on the numbers of rows."""
+    """Emulate `lax.ragged_all_to_all`, which CPUs do not have.
+
+    The result is NaN if the devices' numbers of rows are inconsistent.
+    """
     everyone = functools.partial(lax.all_gather, axis_name=axis_name)
     rows, starts, sent, their_starts = map(everyone, (rows, starts, sent, their_starts))
     me, number = lax.axis_index(axis_name), jnp.arange(rows.shape[1], dtype=jnp.int32)
@@ -40,13 +43,13 @@ def ragged_all_to_all(
 def choose(kind: str, rng: np.random.Generator) -> np.ndarray:
     if kind == "spread":
         return np.stack([rng.permutation(NUM_EXPERTS)[:2] for _ in range(NUM_TOKENS)])
-    return np.tile([3, 2], (NUM_TOKENS, 1))  # more than a device expects
+    return np.tile([3, 2], (NUM_TOKENS, 1))  # more pairs than a device expects
 
 
 @pytest.mark.parametrize(
     ("split", "how"),
     [
-        (ExpertSplit(1, 3), "gathered"),  # two experts each, the last ones of zeros
+        (ExpertSplit(1, 3), "gathered"),  # two experts per device, padded with zeros
         (ExpertSplit(2, 2), "gathered"),
         pytest.param(ExpertSplit(3, 1), "gathered", marks=pytest.mark.slow),
         (ExpertSplit(2, 2), "padded"),
@@ -56,14 +59,14 @@ def choose(kind: str, rng: np.random.Generator) -> np.ndarray:
     ],
     ids=str,
 )
-def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSplit, how: str):
+def test_split_experts_equal_one_device(rng, monkeypatch, split: ExpertSplit, how: str):
     if len(jax.devices()) < split.devices:
         pytest.skip(f"needs {split.devices} devices")
-    monkeypatch.setattr(moe, "is_gathered", lambda split, copies: how == "gathered")
-    monkeypatch.setattr(moe, "UNCUT_PAIRS", 32)  # more are multiplied in pieces
+    monkeypatch.setattr(split_experts, "is_gathered", lambda split, copies: how == "gathered")
+    monkeypatch.setattr(dispatch, "MAX_UNSPLIT_PAIRS", 32)  # more pairs are multiplied in chunks
     monkeypatch.setattr(expert_exchange, "_is_ragged", lambda: how == "ragged")
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
-    experts = biased_experts(rng, moe.Experts(*draw_experts(rng, WIDTH, HIDDEN)))
+    experts = biased_experts(rng, Experts(*draw_experts(rng, WIDTH, HIDDEN)))
     missing = split.num_own(NUM_EXPERTS) * split.devices - NUM_EXPERTS
     padded = jax.tree.map(lambda w: jnp.pad(w, [(0, missing)] + [(0, 0)] * (w.ndim - 1)), experts)
     x = jnp.asarray(rng.standard_normal((NUM_TOKENS, WIDTH)), jnp.float32)
@@ -77,7 +80,7 @@ def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSp
     monkeypatch.setattr(expert_exchange.ExpertExchange, "of", recording)
 
     def part(x: Any, chosen: Any, weights: Any, is_live: Any, experts: Any) -> jax.Array:
-        return lax.psum(moe.routed_experts(x, chosen, weights, experts, split, is_live), EXPERT)
+        return lax.psum(split_experts.routed_experts(x, chosen, weights, experts, split, is_live), EXPERT)
 
     mesh = jax.make_mesh((split.data, split.expert), EXPERTS, axis_types=(jax.sharding.AxisType.Auto,) * 2)
     run = jax.jit(over_mesh(part, mesh, (*[P(DATA)] * 4, P(EXPERTS)), P(DATA)))
@@ -85,32 +88,32 @@ def test_split_experts_are_those_of_one_device(rng, monkeypatch, split: ExpertSp
         chosen = jnp.asarray(choose(kind, rng), jnp.int32)
         weights = jnp.asarray(rng.uniform(0.1, 1, chosen.shape), jnp.float32)
         is_live = jnp.asarray(rng.random(NUM_TOKENS) < (0.5 if kind == "spread" else 2))
-        wanted = jnp.where(is_live[:, None], moe.routed_experts(x, chosen, weights, experts), 0.0)
+        wanted = jnp.where(is_live[:, None], split_experts.routed_experts(x, chosen, weights, experts), 0.0)
         np.testing.assert_allclose(run(x, chosen, weights, is_live, padded), wanted, atol=1e-5)
         jax.effects_barrier()
         assert sum(sent) == (0 if split.data == 1 or how == "gathered" else is_live.sum() * chosen.shape[1])
         sent.clear()
 
 
-def test_a_row_has_the_same_bits_wherever_pieces_begin(rng, monkeypatch):
-    monkeypatch.setattr(moe, "UNCUT_PAIRS", 32)
-    experts = moe.Experts(*draw_experts(rng, WIDTH, HIDDEN))
+def test_bits_do_not_depend_on_chunks(rng, monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_UNSPLIT_PAIRS", 32)
+    experts = Experts(*draw_experts(rng, WIDTH, HIDDEN))
     x = jnp.asarray(rng.standard_normal((NUM_TOKENS, WIDTH)), jnp.float32)
     weights = jnp.asarray(rng.uniform(0.1, 1, (NUM_TOKENS, 3)), jnp.float32)
     own = np.stack([rng.permutation(NUM_EXPERTS)[:3] for _ in range(NUM_TOKENS)])
     sums = []
-    for number in range(6):  # the other rows have fewer and fewer experts
+    for number in range(6):  # other rows have a varying number of experts
         others = np.where(np.arange(NUM_TOKENS)[:, None] % 4, np.minimum(own + number % 2, number), own)
-        run = jax.jit(lambda chosen: moe.apply_experts(x, chosen, weights, experts, expected=100))
+        run = jax.jit(lambda chosen: dispatch.apply_experts(x, chosen, weights, experts, expected=100))
         sums.append(np.asarray(run(jnp.asarray(others, jnp.int32)))[::4])
     for again in sums[1:]:
         np.testing.assert_array_equal(again, sums[0])
 
 
-def test_all_tokens_are_gathered_where_that_sends_at_most_twice_as_much():
+def test_is_gathered_up_to_twice_the_exchange():
     for copies, ranks, expert in itertools.product((1, 4, 6, 8), range(2, 33), (1, 2, 8)):
         gathered, exchanged = ranks - 1, copies / expert * (ranks - 1) / ranks
-        assert moe.is_gathered(ExpertSplit(ranks, expert), copies) == (gathered <= 2 * exchanged)
+        assert split_experts.is_gathered(ExpertSplit(ranks, expert), copies) == (gathered <= 2 * exchanged)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,6 @@ def test_all_tokens_are_gathered_where_that_sends_at_most_twice_as_much():
         (ExpertSplit(), 3, [range(3)]),
     ],
 )
-def test_devices_share_all_experts(split: ExpertSplit, num_experts: int, own: list[range]):
+def test_experts_of_each_device(split: ExpertSplit, num_experts: int, own: list[range]):
     assert [split.own(num_experts, device) for device in range(split.devices)] == own
     assert split.num_own(num_experts) == max(map(len, own))

@@ -1,4 +1,4 @@
-"""The committed goldens are complete, agree with themselves, and are as tests/goldens/README.md describes them."""
+"""The committed goldens are complete, consistent, and match tests/goldens/README.md."""
 
 import json
 from math import ceil, log
@@ -96,7 +96,7 @@ def read_arrays(name):
 
 
 def tensor_table(name):
-    """File, dtype name and shape of every tensor in the checkpoint's files."""
+    """Return file, dtype name and shape of every tensor of a checkpoint."""
     table = {}
     for path in sorted((GOLDENS / name).glob("*.safetensors")):
         with safe_open(path, framework="np") as file:
@@ -108,7 +108,7 @@ def tensor_table(name):
 
 
 def read_tensor(name, key):
-    """Reads one tensor in float32, by the format's own description, since numpy has no bfloat16."""
+    """Read a tensor in float32 by the description of the format, because numpy has no bfloat16."""
     file, dtype, shape = tensor_table(name)[key]
     raw = (GOLDENS / name / file).read_bytes()
     header_size = int.from_bytes(raw[:8], "little")
@@ -119,7 +119,7 @@ def read_tensor(name, key):
 
 
 def read_weight(name, key):
-    """Reads a tensor in float32, its blocks' scales multiplied in."""
+    """Read a tensor in float32, multiplied by its block scales."""
     weight = read_tensor(name, key)
     if f"{key}_scale_inv" in tensor_table(name):
         scales = read_tensor(name, f"{key}_scale_inv")
@@ -128,7 +128,7 @@ def read_weight(name, key):
 
 
 def cached_kinds(name):
-    """Kinds of cached arrays that the golden holds."""
+    """Return the kinds of cached arrays of a golden."""
     if name in SPARSE:
         return ("latents", "index_keys")
     return ("latents",) if name in LATENT else ("keys", "values")
@@ -144,7 +144,7 @@ def cached_shape(config, kind, length):
 
 
 def rope_parameters(config):
-    """Parameters of the rope under the newer names, whichever the file has."""
+    """Return rope parameters under their newer names, for files with old or new names."""
     if "rope_parameters" in config:
         return config["rope_parameters"]
     scaling = dict(config["rope_scaling"])
@@ -156,7 +156,7 @@ def rms_norm(x, weight, eps):
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def test_every_golden_is_here_and_no_other():
+def test_documented_goldens_exist():
     assert sorted(path.name for path in GOLDENS.iterdir() if path.is_dir()) == sorted(NAMES)
 
 
@@ -179,7 +179,7 @@ def test_arrays_have_the_documented_shapes(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prompts_cover_one_token_and_more_than_the_original_length(name):
+def test_prompt_lengths(name):
     config, prompts = read_json(name, "config.json"), read_prompts(name)
     lengths = [len(prompt) for prompt in prompts]
     assert min(lengths) == 1
@@ -190,7 +190,7 @@ def test_prompts_cover_one_token_and_more_than_the_original_length(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_follow_from_the_logits_by_clear_margins(name):
+def test_tokens_follow_from_logits_with_margins(name):
     config, arrays = read_json(name, "config.json"), read_arrays(name)
     for i in range(len(read_prompts(name))):
         tokens, margins = arrays[f"tokens_{i}"], arrays[f"margins_{i}"]
@@ -205,7 +205,7 @@ def test_tokens_follow_from_the_logits_by_clear_margins(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shared_prefix_has_the_same_logits_and_cache(name):
+def test_shared_prefixes_have_equal_logits_and_cache(name):
     (*_, shorter, longer), arrays = read_prompts(name), read_arrays(name)
     assert shorter[:SHARED_PREFIX] == longer[:SHARED_PREFIX]
     assert shorter[SHARED_PREFIX:] != longer[SHARED_PREFIX : len(shorter)]
@@ -215,8 +215,8 @@ def test_shared_prefix_has_the_same_logits_and_cache(name):
 
 
 @pytest.mark.parametrize("name", GQA)
-def test_first_cached_keys_and_values_follow_from_the_checkpoint(name):
-    """Position 0 is not rotated, so the first layer's first row shows the heads' order, norms, biases and scale."""
+def test_first_keys_and_values_follow_from_checkpoint(name):
+    """Position 0 is not rotated. Its row in the first layer determines order of heads, norms, biases and scale."""
     config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
     heads, table = (config["num_key_value_heads"], config["head_dim"]), tensor_table(name)
     x = read_weight(name, "model.embed_tokens.weight")[[prompt[0] for prompt in prompts]]
@@ -236,8 +236,8 @@ def test_first_cached_keys_and_values_follow_from_the_checkpoint(name):
 
 
 @pytest.mark.parametrize("name", LATENT)
-def test_first_cached_row_follows_from_the_checkpoint(name):
-    """Position 0 is not rotated, so the first layer's first row shows the order of the columns and their scale."""
+def test_first_latent_follows_from_checkpoint(name):
+    """Position 0 is not rotated. Its row in the first layer determines order of columns and scale."""
     config, prompts, arrays = read_json(name, "config.json"), read_prompts(name), read_arrays(name)
     latent_width = config["kv_lora_rank"]
     x = read_weight(name, "model.embed_tokens.weight")[[prompt[0] for prompt in prompts]]
@@ -256,7 +256,7 @@ def test_first_cached_row_follows_from_the_checkpoint(name):
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_tokens_choose_fewer_keys_than_the_longer_prompts_have(name):
+def test_top_k_is_smaller_than_longer_prompts(name):
     config, summary = read_json(name, "config.json"), read_json(name, "golden.json")
     lengths = sorted(map(len, read_prompts(name)))
     assert lengths[1] + NEW_TOKENS // 2 > config["index_topk"] > lengths[1]
@@ -264,15 +264,15 @@ def test_tokens_choose_fewer_keys_than_the_longer_prompts_have(name):
     assert summary["closest_selection"] > 2e-4
 
 
-def test_layers_share_choices_of_more_than_one_layer():
-    """And one of those that share hands the choice on, so that the wrong layer's would show."""
+def test_shared_layers_follow_different_full_layers():
+    """A layer that shares keys comes before another one, so that keys of a wrong layer would be detected."""
     types = read_json("glm-shared", "config.json")["indexer_types"]
     assert types == ["full", "shared", "shared", "full", "shared"]
     assert read_json("glm-shared", "golden.json")["closest_selection"] > 3e-4
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_mutation_is_visible(name):
+def test_every_mutation_changes_results(name):
     mutations = read_json(name, "golden.json")["mutations"]
     always = {"rope_in_pairs", "scores_scaled_by_the_hidden_size"}
     if name in LATENT:
@@ -286,20 +286,20 @@ def test_every_mutation_is_visible(name):
     assert min(mutations.values()) > 1e-2
 
 
-def test_rope_columns_are_those_of_the_family():
+def test_rope_columns_of_family():
     orders = {name: read_json(name, "golden.json")["rope_columns"] for name in LATENT}
     assert orders == {name: "interleaved" if name.startswith("v2-") else "halves" for name in LATENT}
 
 
 @pytest.mark.parametrize("name", ["v3", "llama"])
-def test_shards_hold_what_the_index_says(name):
+def test_shards_match_index(name):
     index, table = read_json(name, "model.safetensors.index.json"), tensor_table(name)
     assert index["weight_map"] == {key: file for key, (file, _, _) in table.items()}
     assert len(set(index["weight_map"].values())) > 1
 
 
 @pytest.mark.parametrize("name", ["v2-greedy", "v3", "v32", "llama", "gpt-oss"])
-def test_published_config_says_the_same_in_older_keys(name):
+def test_published_config_with_older_keys(name):
     config, published = read_json(name, "config.json"), read_json(name, "config_published.json")
     routing = {"scoring_func", "topk_method"} if name in LATENT else set()
     assert {"rope_scaling", "rope_theta", "torch_dtype"} | routing <= set(published)
@@ -311,8 +311,8 @@ def test_published_config_says_the_same_in_older_keys(name):
 
 
 @pytest.mark.parametrize("name", ["v3-fp8", "v32-fp8"])
-def test_fp8_checkpoint_is_quantised_by_blocks_with_remainders(name):
-    """Scales of V3.2 are powers of two, and only what mixes an indexer's heads is not quantised."""
+def test_fp8_blocks_with_remainders(name):
+    """Scales of V3.2 are powers of two. Of an indexer, only the weights projection is not quantised."""
     config, table = read_json(name, "config.json"), tensor_table(name)
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     quantised = {key for key in table if f"{key}_scale_inv" in table}
@@ -334,8 +334,8 @@ def test_fp8_checkpoint_is_quantised_by_blocks_with_remainders(name):
     assert (fractions == 0.5).all() == (name in SPARSE)
 
 
-def test_packed_experts_are_those_of_the_plain_checkpoint():
-    """Weights are rounded to the nearest values of their group's scale, and nothing else is packed."""
+def test_packed_experts_equal_rounded_experts():
+    """Weights are rounded to the nearest values of their group. Only experts are packed."""
     plain, packed = tensor_table("gpt-oss"), tensor_table("gpt-oss-mxfp4")
     experts = {key for key in plain if key.endswith(("experts.gate_up_proj", "experts.down_proj"))}
     assert len(experts) == 4

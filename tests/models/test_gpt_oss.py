@@ -1,4 +1,4 @@
-"""gpt-oss: reading its config.json, refusing a wrong one, and checkpoints with packed experts."""
+"""gpt-oss: reading a config.json, errors of invalid files, and checkpoints with packed experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pallas_attn import FULL
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TINY = GQA_PRESETS["gpt-oss-tiny"]
 
-PUBLISHED: dict[str, Any] = {  # of openai/gpt-oss-20b, without entries on its training and conversion
+PUBLISHED: dict[str, Any] = {  # of openai/gpt-oss-20b, without entries for training and conversion
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
     "attention_dropout": 0.0,
@@ -63,7 +63,7 @@ PUBLISHED: dict[str, Any] = {  # of openai/gpt-oss-20b, without entries on its t
 }
 
 
-def test_published():
+def test_published_gpt_oss_config():
     config = read_config(PUBLISHED)
     assert isinstance(config, GQAConfig)
     assert config.learned_sinks
@@ -79,7 +79,7 @@ def test_published():
     assert read_config(json.loads(json.dumps(config.to_hf()))) == config
 
 
-def test_layers_alternate_where_nothing_is_said():
+def test_layers_alternate_by_default():
     entries = {name: value for name, value in PUBLISHED.items() if name != "layer_types"}
     assert read_config(entries) == read_config(PUBLISHED)
 
@@ -94,18 +94,18 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("config", WRITTEN.values(), ids=WRITTEN)
-def test_survives_being_written_as_json(config: GQAConfig):
+def test_json_round_trip(config: GQAConfig):
     assert read_config(json.loads(json.dumps(config.to_hf()))) == config
 
 
-def test_old_and_new_keys_describe_the_same_model():
+def test_old_and_new_keys_give_equal_configs():
     files = ("config.json", "config_published.json")
     new, old = (read_config(json.loads((GOLDENS / "gpt-oss" / name).read_text())) for name in files)
     assert new == old
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
-def test_the_base_may_stand_beside_the_scaling(name):
+def test_rope_theta_outside_rope_scaling(name):
     scaling = {**PUBLISHED["rope_scaling"], "rope_theta": 150000}
     assert read_config({**PUBLISHED, "rope_scaling": None, "rope_theta": None, name: scaling}) == read_config(PUBLISHED)
 
@@ -124,12 +124,12 @@ def test_the_base_may_stand_beside_the_scaling(name):
         ({"hidden_size": 2872}, "expected multiples of 32 for MXFP4, got 2872 and 2880"),
     ],
 )
-def test_says_what_is_wrong(entries: dict, message: str):
+def test_invalid_entries_raise(entries: dict, message: str):
     with pytest.raises(ValueError, match=message):
         read_config({**PUBLISHED, **entries})
 
 
-def test_other_families_have_no_experts():
+def test_experts_in_other_families_raise():
     with pytest.raises(ValueError, match="num_local_experts: expected none in a llama, got 8"):
         dataclasses.replace(TINY, model_type="llama")
 
@@ -138,7 +138,7 @@ JUNK = (None, "x", "", -1, 0, 1.5, True, [], [1], {}, {"type": []}, {"x": {}})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_no_entry_ends_in_another_error(name: str):
+def test_arbitrary_entries_raise_only_value_errors(name: str):
     for junk in JUNK:
         try:
             config = read_config({**PUBLISHED, name: junk})
@@ -157,7 +157,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 def rewrite(directory: Path, **changes: np.ndarray | None) -> None:
-    """Adds, replaces or (None) removes tensors."""
+    """Add, replace or remove (None) tensors of a checkpoint."""
     tensors = {**load_file(directory / "model.safetensors"), **changes}
     save_file({n: t for n, t in tensors.items() if t is not None}, directory / "model.safetensors")
 
@@ -165,7 +165,7 @@ def rewrite(directory: Path, **changes: np.ndarray | None) -> None:
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 
-def test_packed_experts_are_read_as_they_are_meant(packed: Path):
+def test_packed_experts_are_dequantised(packed: Path):
     checkpoint = open_checkpoint(packed)
     experts = checkpoint.read(EXPERTS)
     assert (experts.dtype, experts.shape) == (ml_dtypes.bfloat16, (8, 64, 64))
@@ -180,14 +180,14 @@ def test_packed_experts_are_read_as_they_are_meant(packed: Path):
     assert layer.self_attn.sinks.dtype == jnp.float32
 
 
-def test_some_experts_may_be_left_unpacked(packed: Path):
+def test_partly_packed_experts(packed: Path):
     experts = np.ascontiguousarray(open_checkpoint(packed).read(EXPERTS))
     rewrite(packed, **{EXPERTS: experts, f"{EXPERTS}_blocks": None, f"{EXPERTS}_scales": None})
     np.testing.assert_array_equal(open_checkpoint(packed).read(EXPERTS), experts)
     load_model(packed)
 
 
-def test_parts_that_do_not_fit_are_named(packed: Path):
+def test_misfits_of_packed_experts_are_named(packed: Path):
     tensors = load_file(packed / "model.safetensors")
     wrong = {
         f"{EXPERTS}_scales": None,
@@ -202,7 +202,7 @@ def test_parts_that_do_not_fit_are_named(packed: Path):
     assert "1 of an unsupported dtype: model.norm.weight U8" in str(raised.value)
 
 
-def test_packed_experts_must_be_announced(packed: Path):
+def test_packed_experts_without_config_raise(packed: Path):
     config = json.loads((packed / "config.json").read_text())
     del config["quantization_config"]
     (packed / "config.json").write_text(json.dumps(config))

@@ -1,5 +1,4 @@
-"""Decoders with grouped-query attention in the engine: tokens of transformers however steps are cut, and quantised
-caches."""
+"""Models with grouped-query attention in the engine: tokens equal transformers, and quantised caches."""
 
 from __future__ import annotations
 
@@ -35,15 +34,13 @@ ENGINES = {
     "whole prompts, uncached": EngineConfig(
         num_pages=64, page_size=4, max_batched_tokens=128, max_num_seqs=4, chunked_prefill=False, prefix_caching=False
     ),
-    "chunks of 5, tokens of their own pages": EngineConfig(
-        num_pages=256, page_size=1, max_batched_tokens=5, max_num_seqs=2
-    ),
+    "chunks of 5, pages of one token": EngineConfig(num_pages=256, page_size=1, max_batched_tokens=5, max_num_seqs=2),
 }
 
 
 @functools.cache
 def golden(name: str) -> tuple[Decoder, list[list[int]], list[np.ndarray]]:
-    """A golden's model and prompts, and the greedy tokens of transformers."""
+    """Return the model and prompts of a golden, and the greedy tokens of transformers."""
     prompts = json.loads((GOLDENS / name / "prompts.json").read_text())
     with np.load(GOLDENS / name / "golden.npz") as arrays:
         tokens = [arrays[f"tokens_{i}"] for i in range(len(prompts))]
@@ -51,7 +48,7 @@ def golden(name: str) -> tuple[Decoder, list[list[int]], list[np.ndarray]]:
 
 
 def run(model: Decoder, config: EngineConfig, prompts: list[list[int]]) -> tuple[Engine, list[RequestOutput]]:
-    """Runs the prompts twice over, so that the second time finds prefixes, on an engine that compiles little."""
+    """Run the prompts twice, so that the second run finds cached prefixes. The engine has few step sizes to compile."""
     one_size = {
         "max_model_len": 104,
         "decode_buckets": (config.max_num_seqs,),
@@ -61,8 +58,15 @@ def run(model: Decoder, config: EngineConfig, prompts: list[list[int]]) -> tuple
     return engine, [*engine.generate(prompts, GREEDY), *engine.generate(prompts, GREEDY)]
 
 
-@pytest.mark.parametrize(("name", "sizes"), [*zip(["llama", "qwen3", "gpt-oss"], ENGINES, strict=True)])
-def test_tokens_are_those_of_transformers(name: str, sizes: str):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        pytest.param("llama", "chunks of 16, few pages", marks=pytest.mark.slow),  # gpt-oss also has windows and sinks
+        pytest.param("qwen3", "whole prompts, uncached", marks=pytest.mark.slow),
+        ("gpt-oss", "chunks of 5, pages of one token"),
+    ],
+)
+def test_tokens_equal_transformers(name: str, sizes: str):
     model, prompts, tokens = golden(name)
     config = ENGINES[sizes]
     engine, outputs = run(model, config, prompts)
@@ -75,8 +79,7 @@ def test_tokens_are_those_of_transformers(name: str, sizes: str):
 
 
 def scales_of_golden(name: str, qmax: int) -> KVScales:
-    """Scales of each channel by which the largest value of any prompt is stored as qmax, as calibration would choose
-    them."""
+    """Return scales per channel that map the largest value of all prompts to qmax, as calibration does."""
     with np.load(GOLDENS / name / "golden.npz") as arrays:
         largest = [
             np.max([np.abs(arrays[f"{kind}_{i}"]).max(axis=2) for i in range(4)], axis=0) / qmax
@@ -85,8 +88,9 @@ def scales_of_golden(name: str, qmax: int) -> KVScales:
     return KVScales(*largest)
 
 
-def test_with_a_quantised_cache_tokens_depend_on_no_way_to_cut_steps():
-    """Tokens are those of a plain run over such a cache, and of no other: rounding to 3 bits changes tokens."""
+@pytest.mark.slow  # test_speculation.py has a quantised cache with rejected drafts
+def test_tokens_over_quantised_cache_equal_plain_run():
+    """Tokens equal a plain run over an fp8 cache, and differ from a plain run over a float32 cache."""
     model, prompts, exact_tokens = golden("qwen3-yarn")
     cache: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "kv_scales": scales_of_golden("qwen3-yarn", 448)}
     engine, outputs = run(model, dataclasses.replace(ENGINES["chunks of 16, few pages"], **cache), prompts)
@@ -95,7 +99,7 @@ def test_with_a_quantised_cache_tokens_depend_on_no_way_to_cut_steps():
     verification = verify(model, decoded, max_len=104, **cache)
     assert verification.passed
     assert verification.tied == 0
-    assert engine.stats().cache_bytes < 0.5 * 14 * 8 * 4 * 2 * 2 * 3 * 16  # of float32
+    assert engine.stats().cache_bytes < 0.5 * 14 * 8 * 4 * 2 * 2 * 3 * 16  # half of a float32 cache
     exact = [Decoded(p, t.tolist(), GREEDY) for p, t in zip(prompts, exact_tokens, strict=True)]
     assert not verify(model, exact, max_len=104, tolerance=1e-3, **cache).passed
 
@@ -108,7 +112,7 @@ def jitted_step(name: str) -> Callable:
 
 
 def stored_logits(scales: KVScales) -> tuple[np.ndarray, Caches, Pages]:
-    """Computes logits of the longest prompt over an int8 cache, and the caches after it."""
+    """Return logits of the longest prompt over an int8 cache, and the written caches."""
     model, prompts, _ = golden("qwen3")
     pages = Pages.scatter(1, 10)
     caches = model.allocate_caches(11, PAGE_SIZE, "int8", scales)
@@ -117,7 +121,7 @@ def stored_logits(scales: KVScales) -> tuple[np.ndarray, Caches, Pages]:
     return np.asarray(logits), caches, pages
 
 
-def test_static_scales_are_the_files_and_each_layer_has_its_own(tmp_path: Path):
+def test_static_scales_per_layer_are_used(tmp_path: Path):
     scales = scales_of_golden("qwen3", 127)
     save_file({"k_scale": scales.k, "v_scale": scales.v}, tmp_path / "scales.safetensors")
     read = load_kv_scales(tmp_path / "scales.safetensors")
@@ -125,7 +129,7 @@ def test_static_scales_are_the_files_and_each_layer_has_its_own(tmp_path: Path):
     with np.load(GOLDENS / "qwen3" / "golden.npz") as arrays:
         wanted, keys = arrays["logits_3"], arrays["keys_3"]
     stored = pages.keys_and_values(caches, 0, len(logits))[0]
-    # the first layer's keys are those of transformers; later keys come from rounded ones
+    # keys of the first layer equal transformers; later layers depend on rounded keys
     np.testing.assert_allclose(stored[0] * scales.k[0][:, None], keys[0], atol=0.51 * scales.k[0].max())
     for layer, cache in enumerate(caches):
         assert isinstance(cache, PagedKV)
@@ -135,7 +139,7 @@ def test_static_scales_are_the_files_and_each_layer_has_its_own(tmp_path: Path):
     assert np.abs(wrong - wanted).mean() > 2 * np.abs(logits - wanted).mean()
 
 
-def test_scales_that_do_not_fit_are_refused(tmp_path: Path):
+def test_scales_of_wrong_shape_raise(tmp_path: Path):
     model = random_model(TINY)
     ones = np.ones((2, 2), np.float32)
     with pytest.raises(ValueError, match=r"kv_scales: expected shape \[2, 2\] of this model, got \[3, 2\]"):
@@ -154,9 +158,8 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path):
         load_kv_scales(path)
 
 
-def test_a_plan_serves_all_layers_of_equal_windows(monkeypatch: pytest.MonkeyPatch):
-    """Programs share the pages: a step plans once a cache group, and its layers are one function that takes the
-    plan."""
+def test_one_plan_per_cache_group(monkeypatch: pytest.MonkeyPatch):
+    """A step computes one decode plan per cache group, and lowers one layer function that takes the plan."""
     planned_for = []
     right = gqa.plan_decode
 
@@ -180,7 +183,7 @@ def test_a_plan_serves_all_layers_of_equal_windows(monkeypatch: pytest.MonkeyPat
 
 
 def test_caches_are_written_in_place():
-    """The scales of the step's tokens are written in place, too."""
+    """Scales per token are written in place as well."""
     model = random_model(TINY)
     stepping, weights = split_model(model)
     pages = Pages.scatter(1, 6)
@@ -191,12 +194,12 @@ def test_caches_are_written_in_place():
     assert analysis.alias_size_in_bytes == sum(array.nbytes for array in jax.tree.leaves(caches))
 
 
-def test_latents_are_refused_where_keys_and_values_belong():
+def test_latent_cache_for_gqa_raises():
     with pytest.raises(ValueError, match="mla: expected auto, a qwen3 has no latents to absorb"):
         random_model(TINY, settings=AttentionSettings(mla="absorb"))
 
 
-def test_every_operation_has_an_implementation():
+def test_every_gqa_operation_has_an_implementation():
     sizes = EngineConfig(num_pages=8, page_size=4, max_batched_tokens=8, max_num_seqs=2, cache_dtype="int8")
     explained = explain_attention(TINY, AttentionSettings(), sizes.runner_config(64).largest_step, "bfloat16")
     assert {op: explanation.chosen for op, explanation in explained.items()} == {

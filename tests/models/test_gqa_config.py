@@ -1,4 +1,4 @@
-"""Configurations of dense decoders with grouped-query attention: reading a config.json, and refusing a wrong one."""
+"""Configurations of Qwen3 and Llama: reading a config.json, and errors of invalid files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def without(config: dict, *names: str) -> dict:
     return {name: value for name, value in config.items() if name not in names}
 
 
-def test_published_qwen3():
+def test_published_qwen3_config():
     config = read_config(QWEN3)
     assert isinstance(config, GQAConfig)
     assert config.qk_norm
@@ -89,7 +89,7 @@ def test_published_qwen3():
     assert count_parameters(config) == 8_190_735_360
 
 
-def test_published_llama():
+def test_published_llama_config():
     config = read_config(LLAMA)
     assert isinstance(config, GQAConfig)
     assert not config.qk_norm
@@ -99,18 +99,18 @@ def test_published_llama():
     assert count_parameters(config) == 8_030_261_248
 
 
-def test_older_llamas_leave_heads_unsaid():
+def test_older_llama_without_head_entries():
     config = GQAConfig.from_hf(without(LLAMA, "num_key_value_heads", "rope_scaling", "rope_theta"))
     assert (config.num_key_value_heads, config.head_dim) == (32, 128)
     assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
 
 
-def test_qwen3_is_stretched_by_yarn():
+def test_qwen3_with_yarn():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     assert GQAConfig.from_hf({**QWEN3, "rope_scaling": scaling}).rope_scaling == YarnConfig(4.0, 32768)
 
 
-def test_the_family_is_told_by_model_type():
+def test_family_follows_from_model_type():
     deepseek = json.loads((GOLDENS / "v3" / "config.json").read_text())
     assert isinstance(read_config(deepseek), DeepSeekConfig)
     with pytest.raises(NotImplementedError, match="model_type 'mamba': expected one of deepseek_v2"):
@@ -119,7 +119,7 @@ def test_the_family_is_told_by_model_type():
         read_config({})
 
 
-def test_old_and_new_keys_describe_the_same_model():
+def test_old_and_new_keys_give_equal_configs():
     new, old = (
         read_config(json.loads((GOLDENS / "llama" / name).read_text()))
         for name in ("config.json", "config_published.json")
@@ -138,7 +138,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("config", WRITTEN.values(), ids=WRITTEN)
-def test_survives_being_written_as_json(config: GQAConfig):
+def test_json_round_trip(config: GQAConfig):
     assert read_config(json.loads(json.dumps(config.to_hf()))) == config
 
 
@@ -159,12 +159,12 @@ def test_survives_being_written_as_json(config: GQAConfig):
         ({"rope_scaling": {**LLAMA["rope_scaling"], "factor": 0.5}}, "llama3 factor: expected at least 1, got 0.5"),
     ],
 )
-def test_says_what_is_wrong(entries: dict, message: str):
+def test_invalid_entries_raise(entries: dict, message: str):
     with pytest.raises(ValueError, match=message):
         GQAConfig.from_hf({**QWEN3, **entries})
 
 
-def test_heads_that_do_not_divide_the_hidden_size_must_be_said():
+def test_indivisible_hidden_size_needs_head_dim():
     with pytest.raises(ValueError, match="hidden_size: expected a multiple of num_attention_heads=32, got 4095"):
         GQAConfig.from_hf({**LLAMA, "hidden_size": 4095})
     assert GQAConfig.from_hf({**LLAMA, "hidden_size": 4095, "head_dim": 128}).head_dim == 128
@@ -182,7 +182,7 @@ def test_heads_that_do_not_divide_the_hidden_size_must_be_said():
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method fp8"),
     ],
 )
-def test_names_what_is_not_supported(entries: dict, feature: str):
+def test_unsupported_features_are_named(entries: dict, feature: str):
     with pytest.raises(NotImplementedError, match=feature):
         GQAConfig.from_hf({**QWEN3, **entries})
 
@@ -199,5 +199,5 @@ def is_read_or_refused(config: dict) -> bool:
 
 
 @pytest.mark.parametrize("name", QWEN3 | LLAMA)
-def test_no_entry_ends_in_another_error(name: str):
+def test_arbitrary_entries_raise_only_value_errors(name: str):
     assert all(is_read_or_refused({**base, name: junk}) for junk in JUNK for base in (QWEN3, LLAMA))

@@ -1,4 +1,4 @@
-"""Grouped-query attention on a GPU with the kernels of Hopper: windows of heads, learned sinks, and experts."""
+"""Models with grouped-query attention on a Hopper GPU: windows per head, learned sinks, and experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from models.config import GQA_PRESETS, GQAConfig, HeadWindows
 from models.decoder import AttentionSettings
 from models.engine import Decoded, Engine, EngineConfig, SamplingParams
 from models.engine.verify import verify
-from models.moe import layer as moe
+from models.moe import expert_gemms
+from models.moe.experts import Experts
 from pallas_attn import FULL
 from tests.models.test_moe import biased_experts, draw_experts
 
@@ -32,7 +33,7 @@ CONFIGS = {
         head_dim=128,
         windows=(HEADS, None, HEADS),
     ),
-    # One expert, since a choice between several depends on the last bit of bfloat16.
+    # One expert, because the selection among several experts depends on the last bit of bfloat16.
     "sinks and windows of layers": dataclasses.replace(
         GQA_PRESETS["gpt-oss-tiny"],
         **WIDE,
@@ -54,8 +55,8 @@ def on_hopper() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_kernels_make_the_tokens_of_a_plain_run(config: GQAConfig):
-    """Prompts share a prefix, come in chunks and decode side by side."""
+def test_kernel_tokens_equal_plain_run(config: GQAConfig):
+    """Prompts share a prefix, are prefilled in chunks and decode concurrently."""
     model = random_model(config, seed=5, dtype=jnp.bfloat16, settings=AttentionSettings(implementation="mosaic"))
     engine = Engine(model, EngineConfig(num_pages=64, page_size=64, max_batched_tokens=128, max_num_seqs=4))
     rng = np.random.default_rng(0)
@@ -71,13 +72,14 @@ def test_kernels_make_the_tokens_of_a_plain_run(config: GQAConfig):
 
 
 @pytest.mark.gpu
-def test_experts_of_gpt_oss_are_multiplied_by_groups(rng):
-    """The kernel at gpt-oss's own width, which leaves half a tile, agrees with the portable loop over blocks."""
-    experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 2880, 2880, jnp.bfloat16)))
-    assert moe.hopper_takes(experts)
+def test_grouped_gemm_at_gpt_oss_width(rng):
+    """At the width of gpt-oss, which is not a multiple of a tile, the kernel equals the portable loop over blocks."""
+    experts = biased_experts(rng, Experts(*draw_experts(rng, 2880, 2880, jnp.bfloat16)))
+    assert expert_gemms.hopper_supports(experts)
     sizes = jnp.asarray([700, 0, 3, 321], jnp.int32)
     rows, source = jnp.asarray(rng.standard_normal((1024, 2880)), jnp.bfloat16), jnp.arange(1024, dtype=jnp.int32)
     (out, row), (wanted, place) = (
-        multiply(rows, source, experts, sizes) for multiply in (jax.jit(moe.hopper_groups), moe.block_groups)
+        multiply(rows, source, experts, sizes)
+        for multiply in (jax.jit(expert_gemms.hopper_grouped), expert_gemms.blockwise)
     )
     np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (out[row], wanted[place])), atol=0.06, rtol=0.02)

@@ -1,4 +1,4 @@
-"""The division of memory between cache groups."""
+"""Division of the cache memory between cache groups."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ def test_one_group_has_all_pages(window, recycling):
     assert group.num_rows == 77 * (2 if group.head_wise else 1)
 
 
-def test_models_of_latents_have_one_group():
+def test_latent_models_have_one_group():
     common = {"page_size": 8, "max_model_len": 64, "max_num_seqs": 3, "step_tokens": 8, "recycling": True}
     assert group_sizes(LATENT, num_pages=5, **common) == (GroupSizes((0, 1), HeadWindows((FULL,), (0,)), False, 5),)
 
 
-def test_without_recycling_all_groups_have_as_many_and_pools_know_no_windows():
+def test_without_recycling_groups_are_equal_and_pools_have_no_windows():
     groups = sizes(None, 40, HEADS, num_pages=31, recycling=False)
     assert [group.num_pages for group in groups] == [31] * 3
     assert [group.heads.window for group in groups] == [(FULL,), (FULL,), (FULL, FULL)]
 
 
-def test_groups_share_in_proportion_to_what_long_sequences_hold():
-    """A sequence of 512 tokens has 64 pages, or six where the window is 40; a chunk of 32 tokens takes four more."""
+def test_division_is_proportional_to_pages_of_long_sequences():
+    """A sequence of 512 tokens holds 64 pages, or six with a window of 40 tokens. A chunk of 32 tokens needs four
+    more."""
     full, windowed = sizes(None, 40, 40, num_pages=300)
     assert (full.layers, windowed.layers) == ((0,), (1, 2))
     sequences = (3 * 300 - 2 * 4) / (64 + 2 * 6)
@@ -50,26 +51,27 @@ def test_groups_share_in_proportion_to_what_long_sequences_hold():
     assert full.num_pages + 2 * windowed.num_pages <= 900
 
 
-def test_heads_count_as_their_part_of_a_page():
+def test_heads_count_as_parts_of_a_page():
     full, mixed = sizes(None, HEADS, num_pages=300)
-    held = (64 + 1 + 6) / 2  # of two heads: one has all pages, the other sink tokens and a window
+    held = (64 + 1 + 6) / 2  # two heads: one without a window, one with sink tokens and a window
     sequences = (2 * 300 - 4 / 2) / (64 + held)
     assert (full.num_pages, mixed.num_pages) == (int(64 * sequences), int(held * sequences + 4 / 2))
 
 
-def test_what_cannot_be_long_and_many_is_shared_for_many():
-    """Sixteen sequences of 30 pages, or six where the window is 40, fill the memory but for a chunk; of 31 too much."""
+def test_division_for_max_num_seqs_sequences():
+    """Sixteen sequences of 30 pages (six with a window of 40 tokens) and one chunk fill the memory; sequences of 31
+    pages do not fit."""
     full, windowed = sizes(None, 40, num_pages=291, max_num_seqs=16)
     assert (full.num_pages, windowed.num_pages) == (int(30 * (582 - 4) / 36), int(6 * (582 - 4) / 36) + 4)
     assert 31 * 16 + 6 * 16 + 4 > 582
 
 
 @pytest.mark.parametrize("num_pages", [1, 7, 64])
-def test_memory_for_less_than_windows_is_shared_alike(num_pages):
+def test_memory_smaller_than_windows_is_divided_equally(num_pages):
     assert [group.num_pages for group in sizes(None, 40, num_pages=num_pages, max_num_seqs=64)] == [num_pages] * 2
 
 
-def test_tables_are_as_long_as_sequences_can_get():
+def test_table_length_is_the_longest_sequence():
     pools = make_pools(sizes(None, num_pages=20), page_size=8, max_num_seqs=2, max_model_len=512)
     assert pools.table_tokens == 160
     pools = make_pools(sizes(40, num_pages=20), page_size=8, max_num_seqs=2, max_model_len=510)

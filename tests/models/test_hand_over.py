@@ -1,4 +1,4 @@
-"""Two processes: one computes prompts, the other continues them with its pages, whole or layer by layer."""
+"""KV-cache transfer between two processes: one computes prompts, the other continues them with its pages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import pytest
 from models.engine import (
     CachedPages,
     Engine,
-    HandOverError,
     IncomingPages,
     RemotePrefill,
     SamplingParams,
     SocketTransport,
+    TransferError,
     WrittenLayer,
     serve_prefill,
 )
@@ -69,10 +69,10 @@ def received(connection: Connection) -> CachedPages:
     return CachedPages.from_bytes(connection.recv_bytes())
 
 
-@pytest.mark.slow  # pages as bytes are those of test_cached_pages.py, and processes below die, too
+@pytest.mark.slow  # test_cached_pages.py has pages as bytes, and later tests have dying processes
 @pytest.mark.parametrize("dies_at", [None, 4], ids=["whole", "killed half-way"])
-def test_tokens_are_those_of_one_engine(tmp_path: Path, dies_at: int | None) -> None:
-    """Pages that had arrived whole when the other process dies count, and the rest is computed here."""
+def test_tokens_equal_one_engine(tmp_path: Path, dies_at: int | None) -> None:
+    """Pages that arrived completely before the other process died are used, and the rest is computed here."""
     _, tokens = computed("windows of heads, int8")
     engine = make("windows of heads, int8")
     with Listener(str(tmp_path / "pages"), "AF_UNIX") as listener:
@@ -142,7 +142,7 @@ CLIENT = """
 
 @contextlib.contextmanager
 def process(script: str, folder: Path, *args: object) -> Iterator[tuple[SocketTransport, subprocess.Popen]]:
-    """Runs another process, and connects to it."""
+    """Start another process and connect to it."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "engine"))
         listener.listen()
@@ -179,23 +179,23 @@ def test_layers_from_another_process_give_the_tokens_of_one_engine(kind: str, tm
         remote.close()
         assert running.wait(60) == 0
     assert tuple(tuple(output.output_ids) for output in outputs) == tokens
-    # All but the last token's page, though prompts share pages and came while others were decoded.
+    # All pages except the last token's, although prompts share pages and arrive while other requests decode.
     assert [output.cached_tokens for output in outputs] == [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]
     check(engine)
 
 
-def test_a_prefill_process_that_dies_half_way_loses_nothing(tmp_path: Path) -> None:
-    """Prompts that were with it are computed here, with the pages that had come whole; none is held any more."""
+def test_death_of_the_prefill_process_loses_no_request(tmp_path: Path) -> None:
+    """Prompts of the dead process are computed here with the pages that arrived completely; no page stays held."""
     engine = make(HEADWISE)
     with process(SERVER, tmp_path, HEADWISE, 8) as (transport, running):
         remote = RemotePrefill(engine, transport)
         for i, prompt in enumerate(PROMPTS):
             remote.add_request(prompt, PARAMS, request_id=i)
-        with pytest.raises(HandOverError, match="in the middle of a message|the connection is lost"):
+        with pytest.raises(TransferError, match="in the middle of a message|the connection is lost"):
             drive(remote, engine)
         assert running.wait(60) == 9
     assert 0 < len(remote.pending) < len(PROMPTS)
-    with pytest.raises(HandOverError):
+    with pytest.raises(TransferError):
         remote.poll()
     remote.compute_here()
     assert outputs_of(engine, range(len(PROMPTS))) == computed(HEADWISE)[1]
@@ -204,21 +204,22 @@ def test_a_prefill_process_that_dies_half_way_loses_nothing(tmp_path: Path) -> N
     check(engine)
 
 
-def test_a_decode_process_that_dies_half_way_leaves_no_pages_held(tmp_path: Path) -> None:
+@pytest.mark.slow  # the death of the prefill process is in every run
+def test_death_of_the_decode_process_releases_all_pages(tmp_path: Path) -> None:
     engine = make(LATENT_KIND)
     with process(CLIENT, tmp_path) as (transport, running):
-        with pytest.raises(HandOverError, match="the other side is gone|the connection is lost"):
+        with pytest.raises(TransferError, match="the other process closed the connection|the connection is lost"):
             serve_prefill(engine, transport)
         assert running.wait(60) == 9
     assert not any(engine.knows(i) and engine.output(i).finish_reason is None for i in range(len(PROMPTS)))
-    outputs = engine.generate(PROMPTS, PARAMS)  # what it had computed is still found
+    outputs = engine.generate(PROMPTS, PARAMS)  # computed pages are still found
     assert tuple(tuple(output.output_ids) for output in outputs) == computed(LATENT_KIND)[1]
     check(engine)
 
 
 @contextlib.contextmanager
 def served(engine: Engine) -> Iterator[SocketTransport]:
-    """The other end of an engine that serves on a thread."""
+    """Connection to an engine that serves on a thread."""
     here, there = socket.socketpair()
     thread = threading.Thread(target=serve_prefill, args=(engine, SocketTransport(there)))
     thread.start()
@@ -231,7 +232,7 @@ def served(engine: Engine) -> Iterator[SocketTransport]:
 
 @pytest.mark.slow
 def test_fuzz_of_two_processes(tmp_path: Path) -> None:
-    """Random prompts, salts and pools short of pages, engines cut short, and processes that die at any layer."""
+    """Random prompts, salts and short pools, interrupted engines, and processes that die at any layer."""
     rng = random.Random(5)
     plain, died, lost = make(HEADWISE), 0, 0
     for trial in range(12):
@@ -251,10 +252,10 @@ def test_fuzz_of_two_processes(tmp_path: Path) -> None:
                 while remote.pending or engine.has_unfinished:
                     remote.poll(0.0 if engine.has_unfinished else 0.05)
                     if rng.random() < 0.02:
-                        engine._runner.reset()  # as after a step that was cut short
+                        engine._runner.reset()  # as after an interrupted step
                         engine._intact = False
                     engine.step()
-            except HandOverError:
+            except TransferError:
                 died += 1
                 remote.compute_here()
                 for i, prompt in enumerate(prompts):
@@ -270,11 +271,11 @@ def test_fuzz_of_two_processes(tmp_path: Path) -> None:
     assert lost
 
 
-# --- pages on their way
+# --- incoming pages
 
 
 def layers_of(kind: str, prompt: Sequence[int]) -> list[WrittenLayer]:
-    """Layers of a prompt that an engine computed."""
+    """Layers of a prompt computed by an engine."""
     engine, told = make(kind), list[WrittenLayer]()
     feed = engine.watch_written(told.append)
     engine.generate([prompt], SamplingParams(max_tokens=1))
@@ -294,8 +295,8 @@ def held_rows(incoming: IncomingPages) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(LATENT_KIND, marks=pytest.mark.slow), HEADWISE])
-def test_pages_on_their_way_are_given_to_nobody(kind: str) -> None:
-    """Requests take every other page several times over, between any two layers, and find none that is incomplete."""
+def test_incoming_pages_are_not_given_to_requests(kind: str) -> None:
+    """Requests use every other page several times between any two layers, and find no incomplete page."""
     engine, (_, tokens) = make(kind, num_pages=40), computed(kind)
     incoming = engine.receive_pages(PROMPTS[4], engine.cache_format)
     pools = engine._pools[0].pools
@@ -322,17 +323,17 @@ def test_pages_on_their_way_are_given_to_nobody(kind: str) -> None:
     check(engine)
 
 
-def test_pages_on_their_way_are_given_up_where_no_request_could_move() -> None:
+def test_incoming_pages_are_released_if_no_request_can_run() -> None:
     engine, layers = make(LATENT_KIND, num_pages=14), layers_of(LATENT_KIND, PROMPTS[4])
     incoming = engine.receive_pages(PROMPTS[4], engine.cache_format)
     for written in layers[:4]:
         write(incoming, written)
     assert incoming.num_tokens == 32
-    request = engine.add_request(PROMPTS[4][::-1], SamplingParams(max_tokens=3))  # 13 pages of 14, of which 8 are held
+    request = engine.add_request(PROMPTS[4][::-1], SamplingParams(max_tokens=3))  # needs 13 of 14 pages; 8 are held
     assert len(outputs_of(engine, [request])[0]) == 3
     assert incoming.is_lost
     for written in layers[4:]:
-        write(incoming, written)  # into nothing
+        write(incoming, written)  # is ignored
     request = engine.add_request(PROMPTS[4], SamplingParams(max_tokens=3), incoming=incoming)
     assert outputs_of(engine, [request])[0] == outputs_alone(PROMPTS[4])
     check(engine)
@@ -343,19 +344,19 @@ def outputs_alone(prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple(output.output_ids)
 
 
-def test_pages_on_their_way_are_lost_when_the_engine_starts_over() -> None:
+def test_incoming_pages_are_lost_when_the_engine_starts_over() -> None:
     engine, layers = make(LATENT_KIND), layers_of(LATENT_KIND, PROMPTS[4])
     incoming = engine.receive_pages(PROMPTS[4], engine.cache_format)
     for written in layers[:3]:
         write(incoming, written)
-    engine._intact = False  # as after a call that was cut short
+    engine._intact = False  # as after an interrupted call
     write(incoming, layers[3])
     assert (incoming.is_open, incoming.is_lost) == (False, True)
     incoming.close()
     check(engine)
 
 
-def test_a_step_without_its_last_layer_is_void() -> None:
+def test_step_without_its_last_layer_is_discarded() -> None:
     engine, layers = make(LATENT_KIND), layers_of(LATENT_KIND, PROMPTS[4])
     incoming = engine.receive_pages(PROMPTS[4], engine.cache_format)
     write(incoming, layers[0])
@@ -367,7 +368,7 @@ def test_a_step_without_its_last_layer_is_void() -> None:
     check(engine)
 
 
-def test_layers_that_do_not_fit_are_refused() -> None:
+def test_invalid_layers_are_rejected() -> None:
     engine, layers = make(LATENT_KIND), layers_of(LATENT_KIND, PROMPTS[4])
     first, second, third = layers[:3]
     rows = first.chunks[0].rows
@@ -392,10 +393,10 @@ def test_layers_that_do_not_fit_are_refused() -> None:
     check(engine)
 
 
-# --- the other side
+# --- the other process
 
 
-def test_salts_and_refusals_travel() -> None:
+def test_salts_and_refusals_are_transferred() -> None:
     engine = make(LATENT_KIND)
     with served(make(LATENT_KIND, max_num_seqs=2)) as transport:
         remote = RemotePrefill(engine, transport)
@@ -408,38 +409,38 @@ def test_salts_and_refusals_travel() -> None:
         assert [tuple(output.output_ids) for output in outputs] == [computed(LATENT_KIND)[1][4]] * 3
         assert [output.cached_tokens for output in outputs] == [48] * 3
         remote.close()
-        with pytest.raises(HandOverError, match="transport: closed"):
+        with pytest.raises(TransferError, match="transport: closed"):
             remote.poll()
     check(engine)
 
 
-def test_engines_unlike_refuse_each_other() -> None:
+def test_engines_with_different_cache_formats_are_rejected() -> None:
     here, there = socket.socketpair()
     errors: list[Exception] = []
 
     def serve() -> None:
         try:
             serve_prefill(make(LATENT_KIND, page_size=8), SocketTransport(there))
-        except (ValueError, HandOverError) as error:
+        except (ValueError, TransferError) as error:
             errors.append(error)
 
     thread = threading.Thread(target=serve)
     thread.start()
-    with pytest.raises(ValueError, match="engine: expected one like the other side's, which has page_size of 8"):
+    with pytest.raises(ValueError, match="expected the cache format of the other process, which has page_size of 8"):
         RemotePrefill(make(LATENT_KIND), SocketTransport(here))
     thread.join(60)
     assert len(errors) == 1
 
 
-def test_a_silent_process_is_not_waited_for() -> None:
+def test_silent_process_times_out() -> None:
     here, there = socket.socketpair()
     engine, silent = make(LATENT_KIND), SocketTransport(there)
     with here, there:
         silent.send({"kind": "hello", "version": 1, "made_for": engine.cache_format})
         remote = RemotePrefill(engine, SocketTransport(here), timeout_s=0.3)
-        assert remote.poll(0.5) == []  # nothing is wanted of it
+        assert remote.poll(0.5) == []  # no prompt is pending
         remote.add_request(PROMPTS[0], PARAMS, request_id=0)
-        with pytest.raises(HandOverError, match=r"nothing came for 0\.3 s"):
+        with pytest.raises(TransferError, match=r"no message for 0\.3 s"):
             remote.poll(0.5)
         assert remote.compute_here() == [0]
         assert outputs_of(engine, [0]) == (computed(LATENT_KIND)[1][0],)
@@ -452,7 +453,7 @@ def test_a_silent_process_is_not_waited_for() -> None:
     [{"kind": "song"}, {"kind": "done", "number": 7}, {"kind": "layer", "step": 0, "layer": 0, "chunks": [[0, 0]]}, {}],
     ids=["another kind", "no such prompt", "no pages", "nothing"],
 )
-def test_messages_that_do_not_fit_end_it(header: dict) -> None:
+def test_invalid_messages_end_the_transfer(header: dict) -> None:
     here, there = socket.socketpair()
     engine, other = make(LATENT_KIND), SocketTransport(there)
     with here, there:
@@ -460,7 +461,7 @@ def test_messages_that_do_not_fit_end_it(header: dict) -> None:
         remote = RemotePrefill(engine, SocketTransport(here))
         remote.add_request(PROMPTS[0], PARAMS, request_id=0)
         other.send(header)
-        with pytest.raises(HandOverError, match="^transport: "):
+        with pytest.raises(TransferError, match="^transport: "):
             remote.poll(60)
         assert remote.pending == (0,)
         remote.close()

@@ -1,4 +1,4 @@
-"""Models whose heads have windows, against a dense computation over explicit masks."""
+"""Models with windows per head compared with a dense computation with explicit masks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = dataclasses.replace(
     num_attention_heads=6,
     num_key_value_heads=3,
     num_hidden_layers=2,
-    # heads that see all beside a window of one, sink tokens past a page's end, and whole pages of either
+    # heads without window, a window of one token, sink tokens past a page, and multiples of a page
     windows=(HeadWindows((FULL, 9, 1), (0, 3, 10)), HeadWindows((8, FULL, 16), (8, 0, 0))),
 )
 SEED = 4
@@ -44,7 +44,7 @@ def model() -> Decoder:
 
 @functools.cache
 def expected() -> tuple[np.ndarray, list[int]]:
-    """Logits of the prompt, and the tokens that follow it, with margins large enough to demand equality."""
+    """Return logits of the prompt and the next tokens, whose margins are large enough to require equal tokens."""
     tensors = {name: random_tensor(name, shape, SEED) for name, shape in checkpoint_shapes(CONFIG).items()}
     tokens = list(PROMPT)
     while len(tokens) < len(PROMPT) + NEW_TOKENS:
@@ -55,7 +55,7 @@ def expected() -> tuple[np.ndarray, list[int]]:
     return logits[: len(PROMPT)], tokens[len(PROMPT) :]
 
 
-def test_prompt_logits_are_those_of_explicit_masks():
+def test_prompt_logits_equal_masked_attention():
     pages = Pages.scatter(1, -(-len(PROMPT) // PAGE_SIZE))
     stepping, weights = split_model(model())
     caches = pages.allocate(model(), fill=np.nan)
@@ -64,8 +64,8 @@ def test_prompt_logits_are_those_of_explicit_masks():
     np.testing.assert_allclose(np.asarray(logits), expected()[0], atol=1e-4)
 
 
-def test_every_window_shows_in_the_tokens():
-    """Windows change the logits; otherwise the other tests could not tell one set of windows from another."""
+def test_windows_of_each_layer_change_logits():
+    """Windows of each layer change the logits, so the comparisons in this file are meaningful."""
     assert CONFIG.windows is not None
     tensors = {name: random_tensor(name, shape, SEED) for name, shape in checkpoint_shapes(CONFIG).items()}
     for layer in (0, 1):
@@ -76,13 +76,14 @@ def test_every_window_shows_in_the_tokens():
 
 ENGINES = {
     "chunks of 16": {"page_size": 8, "num_pages": 16, "max_batched_tokens": 16},
-    "chunks of 7, tokens of their own pages": {"page_size": 1, "num_pages": 256, "max_batched_tokens": 7},
+    "chunks of 7, pages of one token": {"page_size": 1, "num_pages": 256, "max_batched_tokens": 7},
 }
 
 
+@pytest.mark.slow  # test_engine_windows.py has an engine with the same windows
 @pytest.mark.parametrize("sizes", ENGINES.values(), ids=ENGINES)
-def test_tokens_depend_on_no_way_to_cut_steps(sizes: dict[str, Any]):
-    """Tokens of two requests at once, and of one that finds their prefix, are those of the dense computation."""
+def test_engine_tokens_equal_masked_attention(sizes: dict[str, Any]):
+    """Tokens of two concurrent requests, and of a request with a cached prefix, equal the dense computation."""
     buckets = {"decode_buckets": (2,), "prefill_buckets": (sizes["max_batched_tokens"],)}
     engine = Engine(model(), EngineConfig(max_num_seqs=2, max_model_len=64, **sizes, **buckets))
     outputs = engine.generate([PROMPT, PROMPT], GREEDY) + engine.generate([PROMPT], GREEDY)
@@ -90,7 +91,7 @@ def test_tokens_depend_on_no_way_to_cut_steps(sizes: dict[str, Any]):
     assert outputs[2].cached_tokens > 0
 
 
-def test_verification_sees_the_windows():
+def test_verification_detects_missing_windows():
     _, tokens = expected()
     assert verify(model(), [Decoded(PROMPT, tokens, GREEDY)], max_len=64).passed
     blind = random_model(dataclasses.replace(CONFIG, windows=None), SEED)

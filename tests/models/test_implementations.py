@@ -1,4 +1,4 @@
-"""The implementations that a model would run on, by its settings."""
+"""Implementations that the attention of a model uses, by its settings."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def chosen(dtype="float32", **settings):
         ("expand", ["write_latent", "gather_latent", "ragged_attention"]),
     ],
 )
-def test_the_way_to_attend_decides_the_operations(mla, ops):
+def test_mla_setting_determines_operations(mla, ops):
     assert list(chosen(mla=mla)) == ops
 
 
@@ -44,7 +44,7 @@ def test_the_way_to_attend_decides_the_operations(mla, ops):
         ({"index_topk": 32}, True, ["index_top_k", "mla_sparse"]),
     ],
 )
-def test_sparse_attention_has_operations_of_its_own(changes, batch_invariant, ops):
+def test_operations_of_sparse_attention(changes, batch_invariant, ops):
     settings = AttentionSettings(batch_invariant=batch_invariant, implementation="xla")
     config = dataclasses.replace(PRESETS["v32-tiny"], **changes)
     explained = explain_attention(config, settings, SIZES, "float32")
@@ -54,17 +54,17 @@ def test_sparse_attention_has_operations_of_its_own(changes, batch_invariant, op
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["xla", "reference"])
-def test_every_operation_runs_on_the_implementation_named(name, dtype):
+def test_named_implementation_is_used(name, dtype):
     assert set(chosen(dtype, implementation=name).values()) == {name}
 
 
-def test_names_are_tried_in_order():
+def test_implementations_are_tried_in_order():
     assert set(chosen(implementation=("reference", "xla")).values()) == {"reference"}
 
 
 @pytest.mark.parametrize("name", ["NVIDIA L4", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 5090"])
-def test_the_demo_runs_in_triton_on_a_card_that_is_not_hopper(name, monkeypatch):
-    """`make demo CUDA=13` computes in bfloat16. Nothing is compiled here, which the gate does for every kernel."""
+def test_demo_uses_triton_without_hopper(name, monkeypatch):
+    """`make demo CUDA=13` computes in bfloat16. This test compiles nothing; the compile gate compiles every kernel."""
     monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE)
     card = SimpleNamespace(platform="cuda", device_kind=name, core_count=58)
     monkeypatch.setattr(device, "_traced_device", lambda: card)
@@ -78,8 +78,8 @@ def test_the_demo_runs_in_triton_on_a_card_that_is_not_hopper(name, monkeypatch)
     [DEEPSEEK_V3, engine.GPT_OSS, *(pytest.param(c, marks=pytest.mark.slow) for c in (engine.V2_LITE, engine.QWEN3))],
     ids=["v3", "gpt-oss", "v2-lite", "qwen3"],
 )
-def test_a_b200_runs_mosaic_everywhere(config, monkeypatch):
-    """The card is described; the compile gate compiles every bucket of an engine for it."""
+def test_b200_uses_mosaic(config, monkeypatch):
+    """The device is only described. The compile gate compiles every engine bucket for it."""
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, "0")
     sizes = {"core_count": 148, "shared_memory_per_block_optin": 227 * 1024}
     card = SimpleNamespace(platform="cuda", device_kind="NVIDIA B200", compute_capability="10.0", **sizes)
@@ -88,11 +88,11 @@ def test_a_b200_runs_mosaic_everywhere(config, monkeypatch):
     assert {op: explanation.chosen for op, explanation in explained.items()} == dict.fromkeys(explained, "mosaic")
 
 
-def test_what_cannot_run_says_why():
+def test_unsupported_implementation_has_reason():
     explained = explain_attention(CONFIG, AttentionSettings(implementation="mosaic"), SIZES, "float32")
     assert all(explanation.chosen is None and "mosaic" in explanation.refused for explanation in explained.values())
 
 
-def test_unknown_names_are_refused():
+def test_unknown_implementation_raises():
     with pytest.raises(ValueError, match="implementation"):
         chosen(implementation="cuda")

@@ -1,4 +1,4 @@
-"""Steps of several programs: tokens and caches of whole ones, layers that are alike compiled once, and failures."""
+"""Steps of several programs: equal tokens and caches, equal layers compiled once, and failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from models.checkpoints import random_model
 from models.config import GQA_PRESETS, ModelConfig
 from models.engine import Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer, runner
-from models.engine.step.layered import StepInPieces, pieces_of
+from models.engine.step.layered import StepPrograms, split_layers
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 
@@ -28,7 +28,7 @@ FAMILIES = {
     "choices that are shared": (CHOOSING, [1, 2, 2], 2),
     "windows in turns": (WINDOWS, [2, 2], 1),
 }
-"""Models, the layers of each of their pieces, and the programs with layers that are compiled of a step."""
+"""Models, numbers of layers of their programs, and number of distinct compiled programs with layers per step."""
 SIZES = EngineConfig(
     num_pages=96,
     page_size=4,
@@ -42,9 +42,9 @@ SIZES = EngineConfig(
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts every step that has prompts, into programs of two layers."""
-    monkeypatch.setattr(runner, "SIDE_BY_SIDE_TOKENS", 0)
-    monkeypatch.setattr(runner, "LAYERS_AT_ONCE", 2)
+    """Split every step with prompts into programs of two layers."""
+    monkeypatch.setattr(runner, "CONCURRENT_TOKENS", 0)
+    monkeypatch.setattr(runner, "MAX_LAYERS_PER_PROGRAM", 2)
 
 
 def make(config: ModelConfig, **changes: Any) -> Engine:
@@ -53,8 +53,8 @@ def make(config: ModelConfig, **changes: Any) -> Engine:
 
 @functools.cache
 def deep() -> Engine:
-    """An engine that the fixture `cut` is made for, shared by tests that leave it drained; each has a salt, so that
-    none finds prefixes of another."""
+    """Engine for the fixture `cut`, shared by tests that leave it without requests. Each test uses its own salt, so
+    that no prefix is found."""
     return make(DEEP)
 
 
@@ -65,56 +65,56 @@ def tokens_of(engine: Engine, salt: str = "") -> list[list[int]]:
     return [engine.output(i).output_ids for i in ids]
 
 
-def in_pieces(engine: Engine) -> list[StepInPieces]:
-    return [step for step in engine._runner._compiled.values() if isinstance(step, StepInPieces)]
+def split_steps(engine: Engine) -> list[StepPrograms]:
+    return [step for step in engine._runner._compiled.values() if isinstance(step, StepPrograms)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_steps_in_pieces_leave_what_whole_ones_do(name: str, request: pytest.FixtureRequest) -> None:
+def test_steps_of_several_programs_equal_whole_steps(name: str, request: pytest.FixtureRequest) -> None:
     config, lengths, num_programs = FAMILIES[name]
     whole = make(config)
     wanted = tokens_of(whole)
-    assert in_pieces(whole) == []
+    assert split_steps(whole) == []
     request.getfixturevalue("cut")
     engine = make(config)
     assert tokens_of(engine) == wanted
-    steps = in_pieces(engine)
+    steps = split_steps(engine)
     assert {bucket.prefill_tokens for bucket in engine._runner._compiled} == {0, 16}
     assert len(steps) == sum(bucket.prefill_tokens > 0 for bucket in engine._runner._compiled) > 0
     for step in steps:
-        assert [len(piece) for piece in step.pieces] == lengths
-        assert len({id(program) for program in step.of_pieces}) == num_programs
+        assert [len(piece) for piece in step.layer_ranges] == lengths
+        assert len({id(program) for program in step.programs_of_layers}) == num_programs
     for one, other in zip(*(jax.tree.leaves(e._runner._caches) for e in (whole, engine)), strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-3, atol=1e-4)
 
 
 def test_programs_copy_no_cache(cut: None) -> None:
-    """The caches that a program leaves are in the memory of those that it was given."""
+    """The caches that a program returns use the memory of its arguments."""
     engine = deep()
     before = jax.tree.leaves(engine._runner._caches)
     tokens_of(engine, "copies")
     assert all(array.is_deleted() for array in before)
-    for step in in_pieces(engine):
-        for piece, program in zip(step.pieces, step.of_pieces, strict=True):
+    for step in split_steps(engine):
+        for piece, program in zip(step.layer_ranges, step.programs_of_layers, strict=True):
             assert isinstance(program, jax.stages.Compiled)
             memory = program.memory_analysis()
             assert memory is not None
             assert memory.alias_size_in_bytes >= sum(engine._runner._specs[layer].num_bytes for layer in piece)
 
 
-def test_an_engine_goes_on_after_a_piece_that_fails(cut: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, run, fails = deep(), StepInPieces.__call__, [False, True]
+def test_engine_continues_after_a_failed_program(cut: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, run, fails = deep(), StepPrograms.__call__, [False, True]
     wanted = tokens_of(engine, "whole")
 
-    def failing(self: StepInPieces, *arguments: Any, **named: Any) -> Any:
+    def failing(self: StepPrograms, *arguments: Any, **named: Any) -> Any:
         def fail(*_: Any) -> Any:
             raise MemoryError("no memory")
 
-        first, _, *rest = self.of_pieces
-        step = dataclasses.replace(self, of_pieces=[first, fail, *rest]) if fails and fails.pop(0) else self
+        first, _, *rest = self.programs_of_layers
+        step = dataclasses.replace(self, programs_of_layers=[first, fail, *rest]) if fails and fails.pop(0) else self
         return run(step, *arguments, **named)
 
-    monkeypatch.setattr(StepInPieces, "__call__", failing)
+    monkeypatch.setattr(StepPrograms, "__call__", failing)
     ids = [engine.add_request(prompt, PARAMS, salt="failing") for prompt in PROMPTS]
     failures = 0
     while engine.has_unfinished:
@@ -126,31 +126,31 @@ def test_an_engine_goes_on_after_a_piece_that_fails(cut: None, monkeypatch: pyte
     assert [engine.output(i).output_ids for i in ids] == wanted
 
 
-def test_exported_pages_take_the_programs_of_long_steps(cut: None) -> None:
+def test_page_export_uses_the_programs_of_long_steps(cut: None) -> None:
     engine, told = deep(), list[WrittenLayer]()
-    wanted, steps = tokens_of(engine, "before"), in_pieces(engine)
+    wanted, steps = tokens_of(engine, "before"), split_steps(engine)
     feed = engine.watch_written(told.append, pieces=3)
     engine.warmup()
     with engine_case.compile_events() as events:
         assert tokens_of(engine, "watched") == wanted
-    assert events == []  # copies of rows are compiled, too
+    assert events == []  # copies of rows are also compiled
     feed.wait(60)
     feed.close()
     assert {written.layer for written in told} == {*range(5)}
     layered = engine._runner._layered
     assert layered is not None
-    assert [*layered.compiled.values()] == in_pieces(engine) == steps != []
+    assert [*layered.compiled.values()] == split_steps(engine) == steps != []
 
 
 @pytest.mark.parametrize(
     "changes", [{"batch_invariant": True}, {"speculate": Speculation(NGramProposer(), 2)}], ids=["invariant", "drafts"]
 )
-def test_steps_that_stay_whole(cut: None, changes: dict[str, Any]) -> None:
+def test_steps_of_one_program(cut: None, changes: dict[str, Any]) -> None:
     assert make(DEEP, **changes)._runner._long is None
 
 
 @pytest.mark.parametrize(
-    ("layers", "pieces", "period", "wanted"),
+    ("layers", "num_programs", "period", "wanted"),
     [
         (27, 4, 1, [6, 7, 7, 7]),
         (2, 4, 1, [1, 1]),
@@ -161,7 +161,9 @@ def test_steps_that_stay_whole(cut: None, changes: dict[str, Any]) -> None:
         (3, 3, 4, [3]),
     ],
 )
-def test_pieces_are_of_one_length_but_the_first(layers: int, pieces: int, period: int, wanted: list[int]) -> None:
-    cut = pieces_of(layers, pieces, period)
-    assert [len(piece) for piece in cut] == wanted
+def test_layer_ranges_except_the_first_are_equal(
+    layers: int, num_programs: int, period: int, wanted: list[int]
+) -> None:
+    cut = split_layers(layers, num_programs, period)
+    assert [len(piece) for layer_range in cut] == wanted
     assert [layer for piece in cut for layer in piece] == [*range(layers)]

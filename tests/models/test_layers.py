@@ -5,29 +5,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.decoder.layers import project, project_by_parts
+from models.decoder.layers import project, project_split_weights
 
 
-@pytest.mark.parametrize("spread", [1.0, 30.0], ids=["like weights", "of all magnitudes"])
-def test_three_parts_are_the_float32_weight(rng, spread: float):
-    """Errors are those of float32 sums: rounding weights once or twice to bfloat16 would exceed the bound."""
+@pytest.mark.parametrize("spread", [1.0, 30.0], ids=["similar magnitudes", "different magnitudes"])
+def test_split_weights_have_float32_accuracy(rng, spread: float):
+    """Errors are within the bound of float32 sums. Two bfloat16 parts per weight would exceed it."""
     x = jnp.asarray(rng.standard_normal((5, 96)), jnp.bfloat16)
     weight = (rng.standard_normal((96, 7)) * np.exp(spread * rng.uniform(-1, 1, (96, 7)))).astype(np.float32)
-    found = jax.jit(project_by_parts)(x, jnp.asarray(weight))
+    found = jax.jit(project_split_weights)(x, jnp.asarray(weight))
     assert found.dtype == jnp.float32
     rows = np.asarray(x, np.float64)
     bound = 1e-6 * np.abs(rows) @ np.abs(weight)
     assert (np.abs(np.asarray(found) - rows @ weight.astype(np.float64)) <= bound).all()
 
 
-def test_a_weight_of_three_parts_is_exact():
-    """One row of the identity returns each weight, all 24 bits of it."""
+def test_three_parts_represent_a_weight_exactly():
+    """A row of the identity matrix returns all 24 bits of each weight."""
     weight = np.nextafter(np.array([[1.0, -3.0, 1e-20, 1e20]], np.float32), np.float32(np.inf))
-    found = project_by_parts(jnp.ones((1, 1), jnp.bfloat16), jnp.asarray(weight))
+    found = project_split_weights(jnp.ones((1, 1), jnp.bfloat16), jnp.asarray(weight))
     np.testing.assert_array_equal(np.asarray(found), weight)
 
 
-def test_float32_weights_are_multiplied_in_float32():
+def test_float32_weights_use_float32():
     x, weight = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.float32)
     assert project(x, weight).dtype == jnp.float32
     assert project(x, weight.astype(jnp.bfloat16)).dtype == jnp.bfloat16

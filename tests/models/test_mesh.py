@@ -1,5 +1,4 @@
-"""The engine on a mesh of several devices: tokens are those of one device, and no device holds or is sent more than its
-slices."""
+"""The engine on a mesh of several devices: tokens equal one device, and a device holds and receives only its shards."""
 
 from __future__ import annotations
 
@@ -54,12 +53,12 @@ def model(config: ModelConfig, devices: Sizes | None = None) -> Decoder:
 
 
 def make(config: ModelConfig, sizes: EngineConfig, devices: Sizes) -> Engine:
-    """Makes an engine with one bucket of each kind, so that little is compiled."""
+    """Make an engine with one bucket of each kind, to compile little."""
     return Engine(model(config, devices), engine_case.padded(dataclasses.replace(sizes, mesh=devices_of(devices))))
 
 
 def expect_plain(config: ModelConfig, outputs: list[Any], **cache: Any) -> None:
-    """Expects the tokens of one forward on one device, without pages, chunks or a cache."""
+    """Expect the tokens of one forward pass on one device, without pages, chunks or a cache."""
     decoded = [Decoded(p, o.output_ids, params) for p, o, params in zip(PROMPTS, outputs, PARAMS, strict=True)]
     verification = verify(model(config), decoded, max_len=96, **cache)
     assert verification.passed, verification
@@ -72,28 +71,28 @@ SPLITTABLE = {
     2: {*NAMES} - {"v2-group", "v3", "v3-fp8", "v32", "v32-fp8", "qwen3-yarn"},
     4: {"v2-greedy", "glm-dsa", "glm-shared", "qwen3-window", "llama"},
 }
-"""Goldens whose heads so many devices divide."""
+"""Goldens by number of devices that divides their heads."""
 
 
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        ("gpt-oss", 2),  # the one with biases, sinks, windows and experts
+        ("gpt-oss", 2),  # has biases, sinks, windows and experts
         (
             "v2-greedy",
             "data=2,expert=4",
-        ),  # tokens go to experts of the other rank
-        ("v2-greedy", "context=2,tensor=2"),  # tokens of each page on two devices
+        ),  # experts are on the other rank, too
+        ("v2-greedy", "context=2,tensor=2"),  # the tokens of each page are on two devices
         ("llama", "context=2"),
         ("llama", "data=2,tensor=4"),  # on all eight devices: each KV head on two
         *(pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES),
         *(
             pytest.param(name, devices, marks=pytest.mark.slow)
             for name, devices in (
-                ("v2-greedy", "tensor=4,expert=2"),  # six experts a device, and half the columns of each
+                ("v2-greedy", "tensor=4,expert=2"),  # six experts per device, and half of the columns of each
                 ("glm-shared", "expert=4"),
                 ("glm-shared", "data=2,tensor=2"),
-                *((name, "data=2") for name in NAMES),  # these and the ones over two by their heads: what two cards can
+                *((name, "data=2") for name in NAMES),  # with heads over two: what runs on two GPUs
                 *((name, "expert=2") for name in ("v2-greedy", "glm-dsa", "glm-shared", "gpt-oss", "gpt-oss-mxfp4")),
                 ("v3", "data=3"),  # 16 experts on three devices
                 ("gpt-oss", "data=3"),
@@ -128,7 +127,7 @@ SPLITTABLE = {
     ],
 )
 def test_goldens(name: str, devices: Sizes):
-    """Tokens and prompt logits are those of transformers."""
+    """Tokens and prompt logits equal transformers'."""
     split, expected = load_model(GOLDENS / name, jnp.float32, mesh=devices_of(devices)), golden(name)
     sizes = EngineConfig(
         num_pages=160,
@@ -162,7 +161,7 @@ def test_goldens(name: str, devices: Sizes):
         ("gpt-oss", 3, "mesh: tensor: devices: expected a divisor or a multiple of 2 KV heads, got 3"),
     ],
 )
-def test_heads_that_devices_do_not_divide_are_refused_before_a_weight_is_read(name, devices, message, monkeypatch):
+def test_indivisible_heads_are_rejected_before_a_weight_is_read(name, devices, message, monkeypatch):
     monkeypatch.setattr(files.Checkpoint, "read", lambda *args: pytest.fail("a weight was read"))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load_model(GOLDENS / name, mesh=devices_of(devices))
@@ -178,9 +177,10 @@ def latent_engine(devices: Sizes = 2) -> Engine:
     return make(LATENT, SHORT, devices)
 
 
+@pytest.mark.slow  # recycled pages of split heads and goldens are in every run
 @pytest.mark.parametrize("devices", [2, "data=2", "data=2,expert=4", "context=2", "context=2,data=2"])
 def test_traffic_of_a_latent_model(devices: Sizes):
-    """Chunks, prefixes, preemptions, greedy and drawn, with experts, low-rank queries and a dense layer."""
+    """Chunks, prefixes, preemptions, greedy and drawn tokens, with experts, low-rank queries and a dense layer."""
     engine = latent_engine(devices)
     outputs = engine.generate(PROMPTS, PARAMS)
     expect_plain(LATENT, outputs)
@@ -201,7 +201,8 @@ FULL_HEADS = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=2,
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_traffic_over_split_contexts(batch_invariant: bool):
-    """Keys and values of chunks, prefixes and preempted requests; two devices share a head's tokens, and heads."""
+    """Keys and values of chunks, prefixes and preempted requests. Contexts are split over two devices, with and without
+    split heads."""
     sizes = EngineConfig(
         num_pages=24, page_size=4, max_batched_tokens=16, max_num_seqs=4, batch_invariant=batch_invariant
     )
@@ -211,7 +212,7 @@ def test_traffic_over_split_contexts(batch_invariant: bool):
     assert engine.stats().preemptions > 0
 
 
-def test_contexts_that_cannot_be_split():
+def test_contexts_that_cannot_be_split_are_rejected():
     for name, message in (("glm-dsa", "choose among all keys"), ("qwen3-window", "windows hide different numbers")):
         with pytest.raises(NotImplementedError, match=f"mesh: context: .*{message}"):
             load_model(GOLDENS / name, mesh=devices_of("context=2"))
@@ -237,8 +238,8 @@ def test_contexts_that_cannot_be_split():
     ],
 )
 def test_traffic_of_windowed_heads(devices: int, cache: dict[str, Any]):
-    """Windows of heads and layers, sinks and biased experts; pages are recycled, and the same on all devices, although
-    a full head and a windowed one are on different ones."""
+    """Windows per head and layer, sinks and biased experts. Recycled pages are equal on all devices, although full and
+    windowed heads are on different devices."""
     if "kv_scales" in cache:
         rng, channels = np.random.default_rng(0), (WINDOWED.head_dim,) if cache["kv_scales"] == "channel" else ()
         scales = (0.02 + 0.02 * rng.random((2, 2, *channels), np.float32) for _ in range(2))
@@ -255,8 +256,8 @@ def test_traffic_of_windowed_heads(devices: int, cache: dict[str, Any]):
     assert (caches[0].k.addressable_data(0).shape[1], caches[0].k.shape[1]) == (1, devices)
 
 
-def test_recycled_pages_of_split_heads_are_what_any_device_sees():
-    """A device's head i keeps the pages that head i of any device sees."""
+def test_recycled_pages_of_split_heads_cover_all_devices():
+    """Head i of every device holds the pages that head i of any device attends to."""
     heads = HeadWindows((7, FULL, 6, 9), (2, 0, 3, 1))
     config = dataclasses.replace(WINDOWED, num_key_value_heads=4, windows=(heads, 5))
     split, five = mesh.device_part(config, devices_of(2)).windows or ()
@@ -265,9 +266,9 @@ def test_recycled_pages_of_split_heads_are_what_any_device_sees():
     assert split.devices == (HeadWindows((7, FULL), (2, 0)), HeadWindows((6, 9), (3, 1)))
 
 
-@pytest.mark.slow  # the engine starts over as on one device; arrays are placed again as at the start
+@pytest.mark.slow  # recovery is tested on one device; allocation on a mesh in other tests
 @pytest.mark.parametrize("devices", [2, "data=2"])
-def test_a_step_that_fails_loses_no_token(devices: Sizes):
+def test_failed_step_loses_no_token(devices: Sizes):
     engine = latent_engine(devices)
     ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS[:3], PARAMS, strict=False)]
     while not engine.output(ids[0]).output_ids:
@@ -285,10 +286,10 @@ def test_a_step_that_fails_loses_no_token(devices: Sizes):
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param("data=2,expert=4", marks=pytest.mark.slow)])
-def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(devices: Sizes, monkeypatch):
+def test_no_compilation_after_warmup_and_one_array_per_step(devices: Sizes, monkeypatch):
     engine = latent_engine(devices)
     engine.warmup()
-    engine.generate(PROMPTS[:2], PARAMS[:2])  # numpy's and jax's own first times
+    engine.generate(PROMPTS[:2], PARAMS[:2])  # first-time work of numpy and jax
     sent, put = [], jax.device_put
 
     def send(array: Any, *args: Any) -> Any:
@@ -308,15 +309,15 @@ def test_nothing_compiles_after_warmup_and_a_step_is_sent_one_array(devices: Siz
     ("devices", "exchanged"),
     [
         (2, {}),
-        pytest.param(  # tokens, and experts with their weights; and results
+        pytest.param(  # tokens, expert ids with weights; results
             "data=2,expert=4", {"all-gather": 1 + 2, "reduce-scatter": 1}, marks=pytest.mark.slow
         ),
         pytest.param("context=2", {"all-to-all": LATENT.num_hidden_layers}, marks=pytest.mark.slow),  # outputs of heads
     ],
 )
-def test_a_step_adds_up_twice_a_layer_and_gathers_no_cache(devices: Sizes, exchanged: dict[str, int]):
-    """The collectives of a compiled step: sums of the embedding and of the parts of each layer, and the logits; data
-    ranks exchange tokens in the one layer that has experts."""
+def test_step_has_two_sums_per_layer_and_gathers_no_cache(devices: Sizes, exchanged: dict[str, int]):
+    """Collectives of a compiled step: sums of the embedding and two sums per layer, and a gather of the logits. Data
+    ranks exchange tokens in the layer with experts."""
     engine = latent_engine(devices)
     engine._runner.compile([bucket := Bucket(4, 0)])
     text = engine._runner._compiled[bucket].as_text()
@@ -324,14 +325,14 @@ def test_a_step_adds_up_twice_a_layer_and_gathers_no_cache(devices: Sizes, excha
     assert collections.Counter(found) == {"all-reduce": 1 + 2 * LATENT.num_hidden_layers, "all-gather": 1, **exchanged}
     gathered = [shape.split("{")[0] for shape in re.findall(r"= (\S+) all-gather(?:-start)?\(", text)]
     assert gathered.count(f"f32[4,{LATENT.vocab_size}]") == 1
-    assert all(re.match(r"\w+\[8[,\]]", shape) for shape in gathered if not shape.startswith("f32[4,"))  # tokens of two
+    assert all(re.match(r"\w+\[8[,\]]", shape) for shape in gathered if not shape.startswith("f32[4,"))  # two ranks
 
 
 # --- weights
 
 
-def test_devices_hold_slices_and_files_are_read_in_slices(monkeypatch):
-    """Checks 8 heads over 2 KV heads on 4 devices: each has 2 heads, and a KV head that a neighbour has, too."""
+def test_devices_hold_shards_and_files_are_read_in_slices(monkeypatch):
+    """8 heads over 2 KV heads on 4 devices: each device has 2 heads, and a KV head that a neighbour has, too."""
     read, right = [], files.StoredTensor.read
 
     def recording(tensor: files.StoredTensor, part: files.Slices = ()) -> np.ndarray:
@@ -344,7 +345,7 @@ def test_devices_hold_slices_and_files_are_read_in_slices(monkeypatch):
     monkeypatch.undo()
     layer: Any = split.layers[0]
     config: Any = split.config
-    assert {whole for whole, piece in read if whole == piece} == {(config.hidden_size,)}  # norms alone are read whole
+    assert {whole for whole, piece in read if whole == piece} == {(config.hidden_size,)}  # only norms are read whole
     own = [
         (layer.self_attn.qkv_proj.weight, (config.hidden_size, (2 + 2) * config.head_dim)),
         (layer.self_attn.o_proj.weight, (2 * config.head_dim, config.hidden_size)),
@@ -364,8 +365,8 @@ def test_devices_hold_slices_and_files_are_read_in_slices(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "ending"), [("v3-fp8", "_proj.weight"), ("gpt-oss-mxfp4", "experts.gate_up_proj")])
-def test_parts_of_quantised_tensors_are_those_of_the_whole(name: str, ending: str, rng: np.random.Generator):
-    """Slices that begin and end within blocks, of every tensor."""
+def test_slices_of_quantised_tensors_equal_the_whole(name: str, ending: str, rng: np.random.Generator):
+    """Slices of every tensor that begin and end within quantisation blocks."""
     checkpoint = files.open_checkpoint(GOLDENS / name)
     names = {tensor.removesuffix("_blocks").removesuffix("_scales") for tensor in checkpoint.tensors}
     for tensor in sorted(n for n in names if n.endswith(ending)):
@@ -375,10 +376,10 @@ def test_parts_of_quantised_tensors_are_those_of_the_whole(name: str, ending: st
         np.testing.assert_array_equal(checkpoint.read(tensor, part), whole[part])
 
 
-# --- meshes, refusals
+# --- invalid meshes
 
 
-def test_a_mesh_may_name_its_axes_in_any_order_and_of_any_type():
+def test_mesh_axes_of_any_order_and_type():
     devices = np.array(jax.devices()[:2])
     given = Mesh(devices.reshape(2, 1), ("tensor", "data"), axis_types=(AxisType.Explicit,) * 2)
     normal = mesh.normal_mesh(given)
@@ -402,20 +403,20 @@ def test_a_mesh_may_name_its_axes_in_any_order_and_of_any_type():
         ({"data": 2, "tensor": 3, "expert": 4}, ValueError, "that divides data x tensor = 6, got 4"),
     ],
 )
-def test_meshes_that_cannot_be_made(sizes, error, message):
+def test_invalid_meshes_are_rejected(sizes, error, message):
     with pytest.raises(error, match=message):
         make_mesh(sizes)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_engines_refuse_other_meshes():
+def test_engine_rejects_a_mesh_that_differs_from_the_model():
     other: Any = "tensor=2"
     with pytest.raises(ValueError, match=r"mesh: expected a jax.sharding.Mesh or None, got 'tensor=2'"):
         EngineConfig(mesh=other)
     with pytest.raises(ValueError, match="mesh: expected axes among data, tensor, context, expert, got 'x'"):
         EngineConfig(mesh=jax.make_mesh((2,), ("x",)))
     with pytest.raises(
-        ValueError, match=r"mesh: expected the one that the model was loaded for, one device; got data=1"
+        ValueError, match=r"mesh: expected the mesh that the model was loaded for, one device; got data=1"
     ):
         Engine(model(LATENT), EngineConfig(mesh=devices_of(2)))
     with pytest.raises(ValueError, match=r"loaded for, data=1,tensor=2,.* of devices \[0, 1\]; got one device"):
@@ -432,12 +433,12 @@ def test_engines_refuse_other_meshes():
         ({"moe_intermediate_size": 18}, "mesh: tensor: expected a divisor of moe_intermediate_size=18, got 4 devices"),
     ],
 )
-def test_widths_that_devices_do_not_divide_are_refused(changes, message):
+def test_indivisible_widths_are_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         random_model(dataclasses.replace(LATENT, **changes), mesh=devices_of(4))
 
 
-def test_experts_that_cannot_be_split_are_refused():
+def test_indivisible_experts_are_rejected():
     dense = dataclasses.replace(LATENT, first_k_dense_replace=LATENT.num_hidden_layers)
     with pytest.raises(ValueError, match="mesh: expert: expected 1, a deepseek_v3 without experts has none to split"):
         random_model(dense, mesh=devices_of("expert=2"))
@@ -447,7 +448,7 @@ def test_experts_that_cannot_be_split_are_refused():
 
 
 def test_devices_hold_whole_experts():
-    """Five experts on four devices: two each, of which the last ones are zeros."""
+    """Five experts on four devices: each device has two, and the last ones are zeros."""
     config = dataclasses.replace(LATENT, n_routed_experts=5, n_group=1, topk_group=1)
     layer: Any = random_model(config, seed=3).layers[1]
     split: Any = random_model(config, seed=3, mesh=devices_of("data=2,expert=4")).layers[1]
@@ -461,7 +462,7 @@ def test_devices_hold_whole_experts():
     assert split.mlp.gate.weight[...].is_fully_replicated
 
 
-def test_a_vocabulary_that_devices_do_not_divide_is_whole_on_each():
+def test_indivisible_vocabulary_is_replicated():
     config = dataclasses.replace(LATENT, vocab_size=63)
     split = random_model(config, mesh=devices_of(2))
     assert split.part.vocab_size == 63

@@ -1,4 +1,4 @@
-"""Pages of an engine on a mesh are those of one device: they go to and fro between layouts, and tokens stay."""
+"""Page export and import on a mesh: pages can be exchanged between device layouts, and tokens do not change."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def make(kind: str, devices: Sizes | None) -> Engine:
 
 @functools.cache
 def computed(kind: str, devices: Sizes | None = None) -> tuple[Engine, list[list[int]]]:
-    """An engine that has computed all prompts, and its tokens."""
+    """Return an engine that has computed all prompts, and its tokens."""
     engine = make(kind, devices)
     return engine, [output.output_ids for output in engine.generate(PROMPTS, PARAMS)]
 
 
 def passed_on(pages: CachedPages) -> CachedPages:
-    """Pages as they arrive on the other side of a file or a socket."""
+    """Encode and decode pages, as for a file or a socket."""
     return CachedPages.from_bytes(pages.to_bytes())
 
 
 def page_contents(pages: CachedPages) -> dict[tuple[int, ...], list[np.ndarray]]:
-    """Contents of each page of a single cache group, by all tokens up to its end."""
+    """Contents of each page of the only cache group, keyed by all tokens up to the end of the page."""
     [arrays], page_size = pages.groups, SIZES.page_size
     return {
         sequence.tokens[: (i + 1) * page_size]: [array[row] for array in arrays.values()]
@@ -67,23 +67,23 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("kind", "devices"), LAYOUTS)
-def test_pages_are_those_of_one_device(kind: str, devices: Sizes):
-    """Contents of all prefixes have the same form, and are equal up to rounding; what they are made for is the same."""
+def test_pages_have_the_format_of_one_device(kind: str, devices: Sizes):
+    """Contents of all prefixes have the format of one device and equal contents up to rounding. `made_for` is equal."""
     (one, _), (split, _) = computed(kind), computed(kind, devices)
     wanted, got = one.export_prefix_cache(), passed_on(split.export_prefix_cache())
     assert got.made_for == wanted.made_for
     expected, found = page_contents(wanted), page_contents(got)
     assert found.keys() & expected.keys() >= {tuple(p[:4]) for p in PROMPTS if len(p) >= 4}
-    tolerance = 1.0 if "int8" in kind else 1e-4  # a rounded value may be the next one
+    tolerance = 1.0 if "int8" in kind else 1e-4  # a rounding error may move a quantised value to the next one
     for prefix in found.keys() & expected.keys():
         for array, same in zip(found[prefix], expected[prefix], strict=True):
             np.testing.assert_allclose(np.float32(array), np.float32(same), atol=tolerance)
 
 
 @pytest.mark.parametrize(("kind", "devices"), LAYOUTS)
-def test_pages_go_to_a_mesh_and_come_back(kind: str, devices: Sizes):
-    """An engine on a mesh continues with pages of one device on whichever rank, and one device with those of a mesh:
-    contents that came in leave as they were."""
+def test_pages_are_exchanged_between_a_mesh_and_one_device(kind: str, devices: Sizes):
+    """An engine on a mesh continues with pages of one device on any rank, and one device continues with pages of a
+    mesh. Imported contents are exported unchanged."""
     one, tokens = computed(kind)
     sent = passed_on(one.export_prefix_cache())
     split = make(kind, devices)
@@ -104,8 +104,8 @@ def test_pages_go_to_a_mesh_and_come_back(kind: str, devices: Sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, "data=2", "context=2"])
-def test_pages_of_a_request(devices: Sizes):
-    """Pages of one request leave from the rank that ran it, and another engine computes the rest alone."""
+def test_pages_of_one_request(devices: Sizes):
+    """Pages of a request are exported from the rank that computed it. Another engine computes only the rest."""
     first, second = make("latents", devices), make("latents", None)
     _, tokens = computed("latents")
     ids = [first.add_request(PROMPTS[i], SamplingParams(max_tokens=1)) for i in (1, 4)]
@@ -118,11 +118,11 @@ def test_pages_of_a_request(devices: Sizes):
 
 
 @pytest.mark.slow
-def test_rows_of_windowed_heads_go_where_heads_are_split_alike():
-    """A row is a head of a page on each device, so that only like devices take it."""
+def test_rows_of_windowed_heads_need_the_same_split():
+    """A page row holds one head on each device, so only an engine with the same split can import it."""
     first, tokens = computed("windows", 2)
     pages = passed_on(first.export_prefix_cache())
-    with pytest.raises(ValueError, match="pages: expected those of an engine like this one, got groups of"):
+    with pytest.raises(ValueError, match="pages: expected pages of an engine like this one, got groups of"):
         make("windows", None).import_pages(pages)
     second = make("windows", 2)
     assert second.import_pages(pages) > 0
@@ -131,12 +131,12 @@ def test_rows_of_windowed_heads_go_where_heads_are_split_alike():
     assert sum(output.cached_tokens for output in outputs) > 0
 
 
-def test_other_weights_and_layers_as_they_arrive_are_refused():
+def test_other_weights_and_incoming_layers_are_rejected():
     one, _ = computed("latents")
     split, _ = computed("latents", 2)
     pages = one.export_prefix_cache()
     other = dataclasses.replace(pages, made_for={**pages.made_for, "weights": "others"})
-    with pytest.raises(ValueError, match="pages: expected those of an engine like this one, got weights of others"):
+    with pytest.raises(ValueError, match="pages: expected pages of an engine like this one, got weights of others"):
         split.import_pages(other)
-    with pytest.raises(NotImplementedError, match="mesh: layers are written as they arrive on one device alone"):
+    with pytest.raises(NotImplementedError, match="mesh: pages can arrive layer by layer only on one device"):
         split.receive_pages(PROMPTS[4], split.cache_format)

@@ -1,4 +1,4 @@
-"""Drafts on a mesh of several devices change no token: they are those of plain decoding on one device."""
+"""Drafts on a mesh change no token: outputs equal plain decoding on one device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WINDOWS = EngineConfig(num_pages=36, page_size=2, max_batched_tokens=16, max_num
 
 @functools.cache
 def known(config: ModelConfig) -> list[list[int]]:
-    """Prompts with their tokens of one device."""
+    """Prompts and their tokens on one device."""
     engine = Engine(model(config), padded(dataclasses.replace(SIZES, num_pages=96)))
     outputs = engine.generate(PROMPTS, PARAMS)
     return [[*prompt, *output.output_ids] for prompt, output in zip(PROMPTS, outputs, strict=True)]
@@ -49,7 +49,7 @@ def make(config: ModelConfig, devices: Sizes, proposer: Proposer, sizes: EngineC
 
 
 def accepted_share(engine: Engine, config: ModelConfig, **cache: Any) -> float:
-    """Generates all prompts, expects the tokens of one device, and returns the share of accepted drafts."""
+    """Generate all prompts, expect the tokens of one device, and return the share of accepted drafts."""
     before = engine.stats()
     expect_plain(config, engine.generate(PROMPTS, PARAMS), **cache)
     after = engine.stats()
@@ -67,8 +67,9 @@ def accepted_share(engine: Engine, config: ModelConfig, **cache: Any) -> float:
         pytest.param("data=2,context=2", marks=pytest.mark.slow),
     ],
 )
-def test_drafts_that_are_right_and_wrong(devices: Sizes):
-    """Chunks, prefixes, preemptions, greedy and drawn, with experts; drafts all right, in part, and all wrong."""
+def test_right_and_wrong_drafts(devices: Sizes):
+    """Chunks, prefixes, preemptions, greedy and drawn tokens, with experts. All, some or none of the drafts are
+    right."""
     engine = make(LATENT, devices, KnowingProposer([], 1.0, VOCAB_SIZE))
     for share, (least, most) in {1.0: (0.9, 1.0), 0.6: (0.1, 0.9), 0.0: (0.0, 0.0)}.items():
         tell(engine, known(LATENT), share)
@@ -78,7 +79,7 @@ def test_drafts_that_are_right_and_wrong(devices: Sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, "data=2"])
-def test_drafts_that_are_trees(devices: Sizes):
+def test_trees_of_drafts(devices: Sizes):
     engine = make(LATENT, devices, KnowingTreeProposer([], 1.0, VOCAB_SIZE))
     tell(engine, known(LATENT), 0.8)
     assert accepted_share(engine, LATENT) > 0.1
@@ -86,7 +87,7 @@ def test_drafts_that_are_trees(devices: Sizes):
 
 @pytest.mark.slow
 def test_drafts_of_windowed_heads():
-    """Rejected drafts leave no trace in scales, nor in windows that heads of other devices do not have."""
+    """Rejected drafts affect neither scales nor windows of heads on other devices."""
     engine = make(WINDOWED, 2, KnowingProposer([], 0.6, VOCAB_SIZE), WINDOWS)
     tell(engine, known(WINDOWED), 0.6)
     assert accepted_share(engine, WINDOWED, cache_dtype=jnp.int8) > 0.1
@@ -100,8 +101,8 @@ def test_drafts_over_split_contexts_and_heads():
 
 
 @pytest.mark.parametrize("devices", [2, *(pytest.param(d, marks=pytest.mark.slow) for d in ("data=2", "context=2"))])
-def test_a_draft_model_is_split_as_the_model_is(devices: Sizes):
-    """The model drafts for itself, so that nearly all drafts are right."""
+def test_draft_model_on_the_mesh_of_the_target(devices: Sizes):
+    """The model drafts for itself, so nearly all drafts are right."""
     engine = make(LATENT, devices, DraftModelProposer(model(LATENT, devices)))
     assert accepted_share(engine, LATENT) > 0.9
     caches = engine._runner._last_tokens.proposer  # pyrefly: ignore[missing-attribute]
@@ -112,8 +113,8 @@ def test_a_draft_model_is_split_as_the_model_is(devices: Sizes):
     "devices",
     [2, *(pytest.param(d, marks=pytest.mark.slow) for d in ("data=2", "data=2,expert=4", "context=2,tensor=2"))],
 )
-def test_a_prediction_module_drafts_what_it_does_on_one_device(devices: Sizes):
-    """The module computes the same there: as many drafts are accepted."""
+def test_prediction_module_drafts_as_on_one_device(devices: Sizes):
+    """The number of accepted drafts equals one device."""
     counts = []
     for on in (None, devices):
         target = model(PREDICTING, on)
@@ -140,7 +141,7 @@ def test_a_prediction_module_drafts_what_it_does_on_one_device(devices: Sizes):
     ],
 )
 def test_goldens(name: str, devices: Sizes):
-    """Tokens and prompt logits of drafts that are looked up are those of transformers."""
+    """Tokens and prompt logits equal transformers' with n-gram drafts."""
     split, expected = load_model(GOLDENS / name, jnp.float32, mesh=devices_of(devices)), golden(name)
     sizes = EngineConfig(
         num_pages=160,
@@ -167,7 +168,7 @@ def test_goldens(name: str, devices: Sizes):
         np.testing.assert_allclose(computed, logits[output.cached_tokens :], atol=LOGIT_TOLERANCE)
 
 
-def test_what_cannot_draft_on_a_mesh():
+def test_unsupported_proposers_are_rejected():
     with pytest.raises(NotImplementedError, match="speculate: drafts that are a tree.*devices that share contexts"):
         make(LATENT, "context=2", KnowingTreeProposer([], 1.0, VOCAB_SIZE))
     for drafting in (None, "data=2"):

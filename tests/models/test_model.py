@@ -1,4 +1,4 @@
-"""The whole model against a float64 oracle, and a step against the same tokens in other steps."""
+"""DeepSeek models compared with a float64 oracle, and steps compared with the same tokens in other steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pallas_attn import Capability
 from tests.models import oracle
 from tests.models.step_case import PAGE_SIZE, Pages, latent_pages, step
 
-ODD = DeepSeekConfig(  # everything the goldens leave out, in widths that divide nothing
+ODD = DeepSeekConfig(  # options that the goldens do not cover, and widths without common divisors
     model_type="deepseek_v3",
     vocab_size=61,
     hidden_size=40,
@@ -51,7 +51,7 @@ DENSE = dataclasses.replace(
 SMALL = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=2, vocab_size=128)
 LENGTHS = (75, 40, 9)
 PIECES = AttentionSettings(piece_tokens=16)
-"""Pieces so small that a prefix takes several."""
+"""A prefix is expanded in several pieces."""
 
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}
 
@@ -63,14 +63,14 @@ def make_tokens(config: DeepSeekConfig) -> list[np.ndarray]:
 
 @functools.cache
 def compiled(config: DeepSeekConfig, settings: AttentionSettings):
-    """Makes a model of random weights: its jitted step, the weights, and the module."""
+    """Return the jitted step of a random model, its weights, and the module."""
     model = random_model(config, seed=5, settings=settings)
     run, weights = split_model(model)
     return jax.jit(run, donate_argnums=2), weights, model
 
 
 class Session:
-    """Caches of three sequences that steps are run on, the pages full of NaN at first."""
+    """Caches of three sequences, initially NaN, and steps over them."""
 
     def __init__(self, config: DeepSeekConfig = SMALL, settings: AttentionSettings = AttentionSettings()):
         self.run, self.weights, self.model = compiled(config, settings)
@@ -79,7 +79,7 @@ class Session:
         self.caches = self.pages.allocate(self.model, fill=np.nan)
 
     def step(self, decode=(), prefill=(), padding_token: int = 0, **kwargs) -> np.ndarray:
-        """Runs a step over these sequences' tokens; returns the logits of every one of its tokens by default."""
+        """Run a step over tokens of the sequences. By default it returns the logits of all tokens."""
         metadata = step(self.pages, list(decode), list(prefill), **kwargs)
         tokens = [self.tokens[s][p : p + 1] for s, p in decode]
         tokens += [np.full(kwargs.get("idle_rows", 0), padding_token)]
@@ -91,7 +91,7 @@ class Session:
 
 
 def whole(session: Session) -> list[np.ndarray]:
-    """Computes logits of every sequence, prefilled in one step."""
+    """Return logits of all sequences, prefilled in one step."""
     logits = session.step(prefill=[(s, 0, length) for s, length in enumerate(LENGTHS)])
     return np.split(logits, np.cumsum(LENGTHS)[:-1])
 
@@ -101,15 +101,22 @@ def reference() -> list[np.ndarray]:
     return whole(Session())
 
 
-@pytest.mark.parametrize("config", [ODD, DENSE, SMALL], ids=["odd", "dense", "v3"])
-def test_computes_what_the_oracle_does(config: DeepSeekConfig):
+@pytest.mark.parametrize(
+    "config",
+    [  # the goldens of test_parity.py have dense and v3 models
+        pytest.param(ODD, id="odd"),
+        pytest.param(DENSE, id="dense", marks=pytest.mark.slow),
+        pytest.param(SMALL, id="v3", marks=pytest.mark.slow),
+    ],
+)
+def test_logits_equal_oracle(config: DeepSeekConfig):
     tensors = {name: random_tensor(name, shape, 5) for name, shape in checkpoint_shapes(config).items()}
     for logits, tokens in zip(whole(Session(config)), make_tokens(config), strict=True):
         np.testing.assert_allclose(logits, oracle.forward(config, tensors, list(tokens)), **TOLERANCE)
 
 
-def test_a_random_model_is_alive():
-    """The next token depends on far context; otherwise nothing above would mean much."""
+def test_random_model_depends_on_context():
+    """The next token depends on the first token, so the comparisons in this file are meaningful."""
     session = Session()
     session.tokens[0] = np.concatenate([[(session.tokens[0][0] + 1) % 128], session.tokens[0][1:]])
     changed = whole(session)[0]
@@ -117,9 +124,12 @@ def test_a_random_model_is_alive():
     assert len(set(np.argmax(np.concatenate(reference()), axis=-1))) > 30
 
 
-@pytest.mark.parametrize("mla", ["auto", "absorb", "expand"])
-def test_chunks_and_decode_rows_continue_what_the_cache_holds(mla):
-    """Prefill in uneven chunks, then decode one sequence while another still prefills, then decode all three."""
+@pytest.mark.parametrize(
+    "mla",
+    ["auto", *(pytest.param(mla, marks=pytest.mark.slow) for mla in ("absorb", "expand"))],  # auto has both forms
+)
+def test_chunks_and_decode_rows_equal_whole_prefill(mla):
+    """Prefill in uneven chunks, then decode one sequence while another prefills, then decode two sequences."""
     session = Session(settings=dataclasses.replace(PIECES, mla=mla))
     wanted = reference()
     first = session.step(prefill=[(0, 0, 19), (1, 0, 39)])
@@ -132,15 +142,15 @@ def test_chunks_and_decode_rows_continue_what_the_cache_holds(mla):
     np.testing.assert_allclose(last, [wanted[0][74], wanted[2][8]], **TOLERANCE)
 
 
-def test_settings_name_an_implementation():
+def test_settings_select_implementation():
     session = Session(settings=AttentionSettings(implementation=("mosaic", "reference")))
     np.testing.assert_allclose(session.step(prefill=[(2, 0, 9)]), reference()[2], **TOLERANCE)
     with pytest.raises(NotImplementedError, match="takes bfloat16 and float16 queries, got float32"):
         Session(settings=AttentionSettings(implementation="triton")).step(prefill=[(2, 0, 9)])
 
 
-def test_padding_changes_no_bit_of_anything_else():
-    """Makes two steps of one shape, whose idle rows and padding hold different tokens."""
+def test_padding_does_not_change_results():
+    """Two steps of the same shape have different tokens in idle rows and padding."""
     results = []
     for token in (0, 99):
         session = Session(settings=PIECES)
@@ -154,7 +164,7 @@ def test_padding_changes_no_bit_of_anything_else():
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_writes_its_own_slots_and_no_other():
+def test_step_writes_only_its_slots():
     session = Session(settings=PIECES)
     session.step(prefill=[(1, 0, 40), (2, 0, 9)], padding=9)
     written = np.concatenate([session.pages.slots(s, np.arange(LENGTHS[s])) for s in (1, 2)])
@@ -164,6 +174,7 @@ def test_writes_its_own_slots_and_no_other():
         assert np.all(np.isnan(np.delete(flat, written, axis=0)))
 
 
+@pytest.mark.slow  # test_runner.py checks whole steps
 def test_caches_are_written_in_place():
     run, weights, model = compiled(SMALL, AttentionSettings())
     pages = Pages.scatter(1, 4)
@@ -179,9 +190,8 @@ def test_caches_are_written_in_place():
     assert not copies, copies
 
 
-def test_layers_that_are_alike_are_lowered_once():
-    """A step has one function for the dense layer and one for the others; with kernels for Hopper, each would be
-    compiled again."""
+def test_equal_layers_are_lowered_once():
+    """A step has one function for the dense layer and one for all other layers. Each function is compiled once."""
     run, weights, model = compiled(dataclasses.replace(SMALL, num_hidden_layers=4), PIECES)
     pages = Pages.scatter(2, 4)
     metadata = step(pages, decode=[(0, 5)], prefill=[(1, 0, 3)])
@@ -191,7 +201,7 @@ def test_layers_that_are_alike_are_lowered_once():
     assert len(re.findall(r"call @_apply_layer", lowered)) == 4
 
 
-def test_bfloat16_stays_close_and_gives_float32_logits():
+def test_bfloat16_model_returns_float32_logits():
     model = random_model(SMALL, seed=5, dtype=jnp.bfloat16)
     pages = Pages.scatter(1, 12)
     tokens = make_tokens(SMALL)[1]
@@ -205,7 +215,9 @@ def test_bfloat16_stays_close_and_gives_float32_logits():
 
 
 @pytest.mark.parametrize("shape", [(1, 24), (1, 1, 24), (24,)])
-def test_a_gpu_multiplies_no_vector(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator):
+def test_gpu_multiplies_a_vector_as_eight_rows(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+):
     x, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (shape, (24, 7)))
     wanted = layers.project(x, weight)
     monkeypatch.setattr(layers, "capability", lambda: Capability("gpu", (9, 0)))
@@ -216,26 +228,26 @@ def test_a_gpu_multiplies_no_vector(shape: tuple[int, ...], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_a_gpu_cuts_a_long_product_that_xla_would_pad(rows: int, monkeypatch: pytest.MonkeyPatch, rng):
-    """10,944 is 16 times 684, no multiple of 16."""
+def test_gpu_splits_k_that_xla_would_pad(rows: int, monkeypatch: pytest.MonkeyPatch, rng):
+    """10,944 = 16 · 684, and 684 is not a multiple of 16."""
     x, weight = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((rows, 10944), (10944, 3)))
     wanted = layers.project(x, weight)
     monkeypatch.setattr(layers, "capability", lambda: Capability("gpu", (9, 0)))
     assert "f32[9,1216,3]" in str(jax.make_jaxpr(layers.project)(x, weight))
     np.testing.assert_allclose(layers.project(x, weight), wanted, rtol=1e-4, atol=1e-3)
-    assert [layers.depth_parts(depth) for depth in (10944, 11008, 2880, 8208, 8200)] == [9, 1, 1, 9, 1]
+    assert [layers.num_k_splits(depth) for depth in (10944, 11008, 2880, 8208, 8200)] == [9, 1, 1, 9, 1]
 
 
-def test_wrong_steps_are_refused(unchecked_shapes):
+def test_invalid_steps_raise(unchecked_shapes):
     model = random_model(SMALL)
     pages = Pages.scatter(1, 2)
     caches, metadata = pages.allocate(model), step(pages, prefill=[(0, 0, 4)])
-    with pytest.raises(ValueError, match="caches: expected one for each of 2 layers, got 1"):
+    with pytest.raises(ValueError, match="caches: expected one per layer, 2, got 1"):
         model(jnp.zeros(4, jnp.int32), caches[:1], metadata)
     with pytest.raises(ValueError, match=r"tokens: expected 4 as metadata has, got \[5\]"):
         model(jnp.zeros(5, jnp.int32), caches, metadata)
     no_sequence = step(pages, padding=4)
-    with pytest.raises(ValueError, match="4 tokens cannot be 0 decode tokens and the prefill tokens of 0 sequences"):
+    with pytest.raises(ValueError, match="4 tokens do not fit 0 decode tokens and the prefill tokens of 0 sequences"):
         model(jnp.zeros(4, jnp.int32), caches, no_sequence)
     with pytest.raises(ValueError, match="mla: expected auto, absorb or expand, got 'both'"):
         AttentionSettings(mla="both")  # pyrefly: ignore[bad-argument-type]

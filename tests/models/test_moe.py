@@ -1,4 +1,4 @@
-"""Routing against a loop over tokens, and grouped multiplication against every expert one by one."""
+"""Routing compared with a loop over tokens, and expert GEMMs compared with one expert at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from models.config import PRESETS, DeepSeekConfig
 from models.decoder.layers import MLP
-from models.moe import layer as moe
-from models.moe.kernels import all_expert_gemm, gather_gemm, grouped_gemm, swap_ab_gemm
+from models.moe import dispatch, expert_gemms, router, split_experts
+from models.moe.experts import ClampedSwiglu, Experts, SharedExperts
+from models.moe.kernels import all_expert_gemm, gather_gemm, grouped_gemm, pipeline, row_tiles, swap_ab_gemm
+from models.moe.layer import MoE
+from models.moe.router import Router
 from pallas_attn import Capability
 from tests.models import oracle
 
@@ -28,23 +31,29 @@ ROUTINGS = {
 }
 
 
+def compile_for(monkeypatch, version: tuple[int, int]) -> None:
+    """Describe the device as a GPU of this compute capability with 132 multiprocessors."""
+    for module in (dispatch, expert_gemms, pipeline):
+        monkeypatch.setattr(module, "capability", lambda: Capability("gpu", version, 132))
+
+
 def route(config: DeepSeekConfig, x: jax.Array, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Routes tokens whose router logits are x itself."""
+    """Route tokens whose router logits are x."""
     config = dataclasses.replace(config, hidden_size=x.shape[1])
-    router = moe.Router(config)
-    router.weight[...] = jnp.eye(x.shape[1], dtype=jnp.float32)
-    if router.e_score_correction_bias is not None:
-        router.e_score_correction_bias[...] = jnp.asarray(bias)
-    experts, weights = router(x)
+    gate = Router(config)
+    gate.weight[...] = jnp.eye(x.shape[1], dtype=jnp.float32)
+    if gate.e_score_correction_bias is not None:
+        gate.e_score_correction_bias[...] = jnp.asarray(bias)
+    experts, weights = gate(x)
     assert weights.dtype == jnp.float32
     return np.asarray(experts), np.asarray(weights)
 
 
 @pytest.mark.parametrize("config", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("spread", [1.0, 0.0], ids=["distinct scores", "all scores equal"])
-def test_routes_as_a_loop_over_tokens_does(rng, config: DeepSeekConfig, spread: float):
+def test_router_equals_loop_over_tokens(rng, config: DeepSeekConfig, spread: float):
     logits = (spread * rng.standard_normal((33, 16))).astype(np.float32)
-    # Negative enough that biased scores are, too: a masked group must not win by being 0.
+    # Biased scores are negative, so that a masked group of score 0 would be selected.
     bias = (spread * (rng.standard_normal(16) - 1)).astype(np.float32)
     experts, weights = route(config, jnp.asarray(logits), bias)
     for row in range(len(logits)):
@@ -54,7 +63,7 @@ def test_routes_as_a_loop_over_tokens_does(rng, config: DeepSeekConfig, spread: 
         np.testing.assert_allclose(weights[row], list(wanted.values()), rtol=1e-5)
 
 
-def test_bias_chooses_and_does_not_weigh():
+def test_bias_affects_only_selection():
     config = dataclasses.replace(V3, norm_topk_prob=False, routed_scaling_factor=1.0, num_experts_per_tok=1)
     bias = np.zeros(16, np.float32)
     bias[5] = 10.0
@@ -63,7 +72,7 @@ def test_bias_chooses_and_does_not_weigh():
     assert weights.tolist() == [[0.5]]
 
 
-def test_routes_in_float32_whatever_the_tokens_are(rng):
+def test_router_computes_in_float32(rng):
     logits = jnp.asarray(rng.standard_normal((9, 16)), jnp.bfloat16)
     bias = rng.standard_normal(16).astype(np.float32)
     for exact, routed in zip(route(V3, logits.astype(jnp.float32), bias), route(V3, logits, bias), strict=True):
@@ -95,26 +104,28 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
-def test_multiplies_only_the_chosen_experts(rng, choose):
+def test_routed_experts_equal_loop(rng, choose):
     experts = choose(rng)
     gate_up, down = draw_experts(rng, 24, 12)
     x = rng.standard_normal((len(experts), 24)).astype(np.float32)
     weights = rng.uniform(0.1, 1, experts.shape).astype(np.float32)
-    out = moe.routed_experts(
-        jnp.asarray(x), jnp.asarray(experts, jnp.int32), jnp.asarray(weights), moe.Experts(gate_up, down)
+    out = split_experts.routed_experts(
+        jnp.asarray(x), jnp.asarray(experts, jnp.int32), jnp.asarray(weights), Experts(gate_up, down)
     )
     wanted = every_expert(x, experts, weights, np.asarray(gate_up), np.asarray(down))
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
-def test_a_token_of_nans_harms_no_other(rng):
+def test_token_of_nans_does_not_affect_others(rng):
     experts = np.tile([[1, 2]], (20, 1))
     gate_up, down = draw_experts(rng, 24, 12)
     x = rng.standard_normal((20, 24)).astype(np.float32)
     weights = jnp.full((20, 2), 0.5, jnp.float32)
-    clean = moe.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), weights, moe.Experts(gate_up, down))
+    clean = split_experts.routed_experts(
+        jnp.asarray(x), jnp.asarray(experts, jnp.int32), weights, Experts(gate_up, down)
+    )
     x[7] = np.nan
-    out = moe.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), weights, moe.Experts(gate_up, down))
+    out = split_experts.routed_experts(jnp.asarray(x), jnp.asarray(experts, jnp.int32), weights, Experts(gate_up, down))
     others = np.arange(20) != 7
     np.testing.assert_array_equal(np.asarray(out)[others], np.asarray(clean)[others])
 
@@ -122,76 +133,66 @@ def test_a_token_of_nans_harms_no_other(rng):
 @pytest.mark.parametrize(
     ("width", "hidden", "biased", "few"),
     [
-        (128, 64, False, True),
-        (512, 128, False, True),
-        (192, 64, True, True),
-        (256, 128, False, False),
-        (192, 64, True, False),
-    ],
-    ids=[
-        "swapped, one warpgroup",
-        "swapped, more steps than slots",
-        "swapped, biased, in one part",
-        "of many rows",
-        "of many rows, biased, in three parts",
+        pytest.param(128, 64, False, True, id="swap-AB, one consumer", marks=pytest.mark.slow),  # biased has one, too
+        pytest.param(512, 128, False, True, id="swap-AB, more steps than stages"),
+        pytest.param(192, 64, True, True, id="swap-AB, biased, one block"),
+        pytest.param(256, 128, False, False, id="grouped"),
+        pytest.param(192, 64, True, False, id="grouped, biased, three blocks"),
     ],
 )
-def test_hopper_multiplies_the_same_groups(rng, monkeypatch, width: int, hidden: int, biased: bool, few: bool):
-    """The kernels, interpreted, agree at sizes that are no multiple of their tiles, an empty group among them."""
-    monkeypatch.setattr(moe, "FEW_ROWS", 64 if few else 1)
-    monkeypatch.setattr(grouped_gemm, "PROGRAMS", 2)
-    monkeypatch.setattr(swap_ab_gemm, "PROGRAMS", 2)
-    experts = moe.Experts(*draw_experts(rng, width, hidden, jnp.bfloat16))
+def test_hopper_grouped_equals_blockwise(rng, monkeypatch, width: int, hidden: int, biased: bool, few: bool):
+    """Interpreted kernels equal the loop over blocks, with partial tiles and an empty group."""
+    monkeypatch.setattr(expert_gemms, "MAX_SWAP_AB_ROWS", 64 if few else 1)
+    experts = Experts(*draw_experts(rng, width, hidden, jnp.bfloat16))
     if biased:
         experts = biased_experts(rng, experts)
     sizes = jnp.asarray([21, 0, 74, 5] if few else [21, 0, 204, 69], jnp.int32)
     x = jnp.asarray(rng.standard_normal((100, width)), jnp.bfloat16)
     source = jnp.asarray(rng.integers(0, 100, int(sizes.sum())), jnp.int32)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        out, row = moe.hopper_groups(x, source, experts, sizes)
+        out, row = expert_gemms.hopper_grouped(x, source, experts, sizes)
     x, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (x, experts))
-    want, place = moe.block_groups(x, source, experts, sizes)
+    want, place = expert_gemms.blockwise(x, source, experts, sizes)
     np.testing.assert_allclose(out[row].astype(jnp.float32), want[place], atol=0.06 if biased else 0.03)
 
 
-def test_hopper_multiplies_pairs_in_any_order(rng, monkeypatch):
-    """One of four experts has no pair; and some pairs have no expert, in place of which anything may be returned."""
-    monkeypatch.setattr(swap_ab_gemm, "PROGRAMS", 2)
-    experts = moe.Experts(*draw_experts(rng, 128, 64, jnp.bfloat16))
+def test_hopper_grouped_pairs_in_any_order(rng, monkeypatch):
+    """One of four experts has no pair. Some pairs have no expert; their results are undefined."""
+    experts = Experts(*draw_experts(rng, 128, 64, jnp.bfloat16))
     x = jnp.asarray(rng.standard_normal((50, 128)), jnp.bfloat16)
     expert = jnp.asarray(rng.choice([0, 2, 3, 4], 100), jnp.int32)
-    groups, row = moe.ExpertGroups.of(expert, 4), jnp.arange(100, dtype=jnp.int32) // 2
+    groups, row = dispatch.ExpertGroups.of(expert, 4), jnp.arange(100, dtype=jnp.int32) // 2
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        out, place = moe.hopper_pairs(x, row, expert, groups.place, experts, groups.sizes)
+        out, place = expert_gemms.hopper_grouped_pairs(x, row, expert, groups.place, experts, groups.sizes)
     x, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (x, experts))
-    want, places = moe.block_groups(x, groups.row // 2, experts, groups.sizes)
+    want, places = expert_gemms.blockwise(x, groups.row // 2, experts, groups.sizes)
     has_expert = np.asarray(expert) < 4
     got, want = out[place].astype(jnp.float32), want[places[groups.place]]
     np.testing.assert_allclose(got[has_expert], want[has_expert], atol=0.03)
 
 
-def test_tiles_cross_no_group():
+def test_row_tiles_are_within_groups():
     sizes = np.array([24, 0, 300, 1], np.int32)
-    tiles = grouped_gemm.RowTiles.of(jnp.asarray(sizes), 325)
+    tiles = row_tiles.RowTiles.of(jnp.asarray(sizes), 325, grouped_gemm.TILE_ROWS)
     count = int(tiles.count[0])
-    assert [int(x) for x in grouped_gemm.first_rows(jnp.asarray(sizes))] == [0, 24, 24, 328]
+    assert [int(x) for x in row_tiles.first_rows(jnp.asarray(sizes))] == [0, 24, 24, 328]
     assert np.asarray(tiles.group)[:count].tolist() == [0, 2, 2, 2, 3]
     assert np.asarray(tiles.start)[:count].tolist() == [0, 24, 152, 280, 328]
     assert np.asarray(tiles.rows)[:count].tolist() == [24, 128, 128, 48, 8]
-    assert tiles.start[count - 1] + grouped_gemm.TILE_ROWS <= grouped_gemm.padded_rows(325, 4)
+    assert tiles.start[count - 1] + grouped_gemm.TILE_ROWS <= row_tiles.padded_rows(325, 4, grouped_gemm.TILE_ROWS)
 
 
 @pytest.mark.parametrize(
-    ("columns", "gated", "parts"),
+    ("columns", "gated", "blocks"),
     [(2816, True, (2, 128)), (2880, False, (3, 64)), (128, True, (2, 64)), (64, False, (1, 64))],
 )
-def test_parts_divide_the_columns(columns: int, gated: bool, parts: tuple[int, int]):
-    assert grouped_gemm.column_parts(columns, gated=gated) == parts
+def test_column_blocks_of_grouped_gemm(columns: int, gated: bool, blocks: tuple[int, int]):
+    assert grouped_gemm.column_blocks(columns, gated=gated) == blocks
 
 
-def test_columns_that_no_part_divides_are_refused():
-    with pytest.raises(NotImplementedError, match="takes columns that are a multiple of 128, got 192"):
-        grouped_gemm.column_parts(192, gated=True)
+def test_unsupported_columns_of_grouped_gemm_raise():
+    with pytest.raises(NotImplementedError, match="expected a number of columns divisible by 128, got 192"):
+        grouped_gemm.column_blocks(192, gated=True)
 
 
 @pytest.mark.parametrize(
@@ -204,36 +205,34 @@ def test_columns_that_no_part_divides_are_refused():
         (2880, False, (1, 1)),
     ],
 )
-def test_consumers_and_parts_divide_the_columns(columns: int, gated: bool, split: tuple[int, int]):
+def test_column_split_of_swap_ab_gemm(columns: int, gated: bool, split: tuple[int, int]):
     assert swap_ab_gemm.column_split(columns, gated=gated) == split
 
 
-def test_columns_that_no_consumer_divides_are_refused():
-    with pytest.raises(NotImplementedError, match="takes columns that are a multiple of 64, got 96"):
+def test_unsupported_columns_of_swap_ab_gemm_raise():
+    with pytest.raises(NotImplementedError, match="expected a number of columns divisible by 64, got 96"):
         swap_ab_gemm.column_split(96, gated=False)
 
 
-def test_tiles_hold_most_groups():
+def test_tile_rows_of_swap_ab_gemm():
     rows = [swap_ab_gemm.tile_rows_of(num_rows, 64) for num_rows in (64, 1920, 3456, 4096, 8192)]
     assert rows == [64, 64, 96, 96, 128]
 
 
-def biased_experts(rng, experts: moe.Experts) -> moe.Experts:
+def biased_experts(rng, experts: Experts) -> Experts:
     def draw(weights: jax.Array) -> jax.Array:
         return jnp.asarray(rng.standard_normal((weights.shape[0], weights.shape[2])), weights.dtype)
 
-    return moe.Experts(
-        experts.gate_up, experts.down, draw(experts.gate_up), draw(experts.down), moe.ClampedSwiglu(1.702, 1.5)
-    )
+    return Experts(experts.gate_up, experts.down, draw(experts.gate_up), draw(experts.down), ClampedSwiglu(1.702, 1.5))
 
 
-def test_biased_experts_are_those_of_gpt_oss(rng):
-    """Grouped multiplication agrees with one token and one expert at a time."""
-    experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 24, 12)))
+def test_biased_experts_equal_loop(rng):
+    """Results equal a loop over tokens and their experts."""
+    experts = biased_experts(rng, Experts(*draw_experts(rng, 24, 12)))
     x = rng.standard_normal((40, 24)).astype(np.float32)
     chosen = np.stack([rng.permutation(4)[:2] for _ in x])
     weights = rng.uniform(0.1, 1, chosen.shape).astype(np.float32)
-    out = moe.routed_experts(jnp.asarray(x), jnp.asarray(chosen, jnp.int32), jnp.asarray(weights), experts)
+    out = split_experts.routed_experts(jnp.asarray(x), jnp.asarray(chosen, jnp.int32), jnp.asarray(weights), experts)
     wanted = np.zeros(x.shape)
     gate_up, down, gate_up_bias, down_bias = (np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(experts))
     clamped = 0
@@ -258,95 +257,102 @@ def test_biased_experts_are_those_of_gpt_oss(rng):
         ((9, 0), 96, jnp.bfloat16, False),
     ],
 )
-def test_hopper_is_asked_only_where_it_can(monkeypatch, version: tuple[int, int], width: int, dtype, takes: bool):
+def test_hopper_supports_device_and_weights(monkeypatch, version: tuple[int, int], width: int, dtype, takes: bool):
     gate_up, down = (jnp.zeros(shape, dtype) for shape in ((4, width, 128), (4, 64, width)))
-    monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", version))
-    assert moe.hopper_takes(moe.Experts(gate_up, down)) == takes
+    compile_for(monkeypatch, version)
+    assert expert_gemms.hopper_supports(Experts(gate_up, down)) == takes
 
 
-def test_few_rows_are_multiplied_one_by_one(monkeypatch, rng):
-    """On a GPU, rows are multiplied one by one if they are no more than the experts."""
-    experts = biased_experts(rng, moe.Experts(*draw_experts(rng, 24, 12)))
-    monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (8, 0)))
-    assert [rows for rows in range(6) if moe.way_of_few_rows(rows, rows, experts) is moe.row_by_row] == [0, 1, 2, 3, 4]
+def test_row_by_row_for_few_pairs(monkeypatch, rng):
+    """On a GPU, rows are multiplied one by one if there are not more pairs than experts."""
+    experts = biased_experts(rng, Experts(*draw_experts(rng, 24, 12)))
+    compile_for(monkeypatch, (8, 0))
+    assert [rows for rows in range(6) if dispatch.few_rows_method(rows, rows, experts) is expert_gemms.row_by_row] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     x, chosen = jnp.asarray(rng.standard_normal((1, 24)), jnp.float32), jnp.asarray([[3, 1]], jnp.int32)
     weights = jnp.asarray([[0.25, 0.75]], jnp.float32)
-    few = moe.routed_experts(x, chosen, weights, experts)
-    monkeypatch.setattr(moe, "way_of_few_rows", lambda *_, **__: None)
-    np.testing.assert_allclose(few, moe.routed_experts(x, chosen, weights, experts), atol=1e-5)
+    few = split_experts.routed_experts(x, chosen, weights, experts)
+    monkeypatch.setattr(dispatch, "few_rows_method", lambda *_, **__: None)
+    np.testing.assert_allclose(few, split_experts.routed_experts(x, chosen, weights, experts), atol=1e-5)
 
 
-def test_rows_are_not_few_on_a_cpu(rng):
-    assert moe.way_of_few_rows(1, 1, moe.Experts(*draw_experts(rng, 24, 12))) is None
+def test_no_few_rows_method_on_cpu(rng):
+    assert dispatch.few_rows_method(1, 1, Experts(*draw_experts(rng, 24, 12))) is None
 
 
-def test_few_rows_on_hopper_go_to_the_kernel_as_long_as_it_takes_them(monkeypatch):
-    experts = moe.Experts(jnp.zeros((160, 128, 128), jnp.bfloat16), jnp.zeros((160, 64, 128), jnp.bfloat16))
-    monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (9, 0)))
+def test_few_rows_method_on_hopper(monkeypatch):
+    experts = Experts(jnp.zeros((160, 128, 128), jnp.bfloat16), jnp.zeros((160, 64, 128), jnp.bfloat16))
+    compile_for(monkeypatch, (9, 0))
     sizes = (1, 1), (64, 559), (65, 128), (65, 130), (80, 160), (81, 162)
-    ways = [moe.way_of_few_rows(rows, pairs, experts) for rows, pairs in sizes]
-    assert ways == [moe.hopper_rows] * 3 + [moe.row_by_row] * 2 + [None]
+    ways = [dispatch.few_rows_method(rows, pairs, experts) for rows, pairs in sizes]
+    assert ways == [expert_gemms.hopper_gather] * 3 + [expert_gemms.row_by_row] * 2 + [None]
     biased = dataclasses.replace(experts, down_bias=jnp.zeros((160, 128), jnp.bfloat16))
-    assert moe.way_of_few_rows(64, 560, biased) is None
+    assert dispatch.few_rows_method(64, 560, biased) is None
 
 
-def test_all_experts_are_read_where_most_have_a_row(monkeypatch):
-    experts = moe.Experts(jnp.zeros((160, 128, 128), jnp.bfloat16), jnp.zeros((160, 64, 128), jnp.bfloat16))
-    monkeypatch.setattr(moe, "capability", lambda: Capability("gpu", (9, 0)))
-    assert moe.way_of_few_rows(64, 560, experts) is moe.hopper_all
-    assert moe.way_of_few_rows(64, 559, experts) is moe.hopper_rows
-    assert moe.way_of_few_rows(64, 960, experts, expected=560) is moe.hopper_all
-    assert moe.way_of_few_rows(64, 960, experts, expected=559) is moe.hopper_rows
-    narrow = moe.Experts(jnp.zeros((160, 64, 128), jnp.bfloat16), jnp.zeros((160, 64, 64), jnp.bfloat16))
-    assert moe.way_of_few_rows(64, 560, narrow) is moe.hopper_rows
+def test_all_experts_are_read_for_many_pairs_per_expert(monkeypatch):
+    experts = Experts(jnp.zeros((160, 128, 128), jnp.bfloat16), jnp.zeros((160, 64, 128), jnp.bfloat16))
+    compile_for(monkeypatch, (9, 0))
+    assert dispatch.few_rows_method(64, 560, experts) is expert_gemms.hopper_all_experts
+    assert dispatch.few_rows_method(64, 559, experts) is expert_gemms.hopper_gather
+    assert dispatch.few_rows_method(64, 960, experts, expected=560) is expert_gemms.hopper_all_experts
+    assert dispatch.few_rows_method(64, 960, experts, expected=559) is expert_gemms.hopper_gather
+    narrow = Experts(jnp.zeros((160, 64, 128), jnp.bfloat16), jnp.zeros((160, 64, 64), jnp.bfloat16))
+    assert dispatch.few_rows_method(64, 560, narrow) is expert_gemms.hopper_gather
 
 
 @pytest.mark.parametrize(
     ("tokens", "copies", "width", "biased", "most_rows"),
     [(1, 3, 128, False, 128), (9, 2, 640, False, 128), (9, 2, 128, False, 16), (5, 2, 192, True, 128)],
-    ids=["one token", "more steps than slots", "more pairs than rows of tiles", "biased, an odd number of parts"],
+    ids=["one token", "more steps than stages", "more pairs than tile rows", "biased, odd number of blocks"],
 )
-def test_hopper_reads_the_experts_of_few_rows(
+def test_hopper_gather_equals_row_by_row(
     rng, monkeypatch, tokens: int, copies: int, width: int, biased: bool, most_rows: int
 ):
-    """The kernel, interpreted, agrees where pairs share an expert, have none, or are fewer than the programs' tiles."""
-    monkeypatch.setattr(gather_gemm, "PROGRAMS", 2)
-    monkeypatch.setattr(gather_gemm, "MOST_ROWS", most_rows)
-    monkeypatch.setattr(moe, "KEPT_PAIRS", most_rows)
-    experts = moe.Experts(*draw_experts(rng, width, 64, jnp.bfloat16))
+    """The interpreted kernel equals XLA for pairs that share an expert, pairs without expert, and few pairs."""
+    monkeypatch.setattr(gather_gemm, "MAX_ROWS", most_rows)
+    monkeypatch.setattr(expert_gemms, "MAX_PACKED_PAIRS", most_rows)
+    experts = Experts(*draw_experts(rng, width, 64, jnp.bfloat16))
     if biased:
         experts = biased_experts(rng, experts)
     x = jnp.asarray(rng.standard_normal((tokens, width)), jnp.bfloat16)
     chosen = np.asarray([rng.permutation([0, 1, 3])[:copies] for _ in range(tokens)], np.int32).reshape(-1)
     chosen[-1] = 4
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        out = moe.hopper_rows(x, experts, jnp.asarray(chosen))
+        out = expert_gemms.hopper_gather(x, experts, jnp.asarray(chosen))
     x, experts = jax.tree.map(lambda a: a.astype(jnp.float32), (x, experts))
-    want = moe.row_by_row(x, experts, jnp.asarray(chosen))
+    want = expert_gemms.row_by_row(x, experts, jnp.asarray(chosen))
     has_expert = chosen < 4
     assert out.shape == want.shape
     np.testing.assert_allclose(out[has_expert].astype(jnp.float32), want[has_expert], atol=0.06 if biased else 0.03)
 
 
-@pytest.mark.parametrize("halved", [False, True])
-def test_hopper_is_told_that_experts_are_distinct(rng, monkeypatch, halved: bool):
-    """The kernel, interpreted, finds the pairs of one row by itself, and may add up two halves of a product."""
-    monkeypatch.setattr(gather_gemm, "PROGRAMS", 4)
-    monkeypatch.setattr(moe, "halves_help", lambda pairs, shape, are_distinct: halved and are_distinct)
-    experts = moe.Experts(*draw_experts(rng, 128, 128, jnp.bfloat16))
+@pytest.mark.parametrize("split_k", [False, True])
+def test_hopper_gather_with_distinct_experts(rng, monkeypatch, split_k: bool):
+    """Results with `are_distinct` equal results without it, with and without split-K."""
+    monkeypatch.setattr(gather_gemm, "split_k_helps", lambda pairs, shape, are_distinct: split_k and are_distinct)
+    experts = Experts(*draw_experts(rng, 128, 128, jnp.bfloat16))
     x, chosen = jnp.asarray(rng.standard_normal((1, 128)), jnp.bfloat16), jnp.asarray([2, 0, 3], jnp.int32)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        out, want = (moe.hopper_rows(x, experts, chosen, are_distinct=told) for told in (True, False))
-    np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=0.01 * halved)
+        out, want = (
+            expert_gemms.hopper_gather(x, experts, chosen, are_distinct=distinct) for distinct in (True, False)
+        )
+    np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=0.01 * split_k)
 
 
-def test_halves_help_where_programs_would_be_idle():
-    assert moe.halves_help(6, (1408, 2048), True)  # 96 items for 132 programs
-    assert not moe.halves_help(6, (1408, 2048), False)
-    assert not moe.halves_help(33, (1408, 512), True)  # 132 items
+def test_split_k_helps_if_ctas_would_be_idle(monkeypatch):
+    compile_for(monkeypatch, (9, 0))
+    assert gather_gemm.split_k_helps(6, (1408, 2048), True)  # 96 work items for 132 CTAs
+    assert not gather_gemm.split_k_helps(6, (1408, 2048), False)
+    assert not gather_gemm.split_k_helps(33, (1408, 512), True)  # 132 work items
 
 
-def test_pairs_know_who_shares_their_expert():
+def test_pairs_link_equal_experts():
     pairs = gather_gemm.Pairs.of(jnp.asarray([5, 2, 9, 5, 2, 5, 0], jnp.int32), 9)
     expert, following, first, count = (np.asarray(array) for array in pairs)
     assert count.tolist() == [3]
@@ -355,24 +361,36 @@ def test_pairs_know_who_shares_their_expert():
     assert [following.tolist()[pair] for pair in (0, 1, 3, 4, 5, 6)] == [3, 4, 5, 7, 7, 7]
 
 
+@pytest.mark.parametrize(("multiprocessors", "ctas"), [(78, 78), (None, pipeline.DEFAULT_CTAS)])
+def test_num_ctas_is_number_of_multiprocessors(monkeypatch, multiprocessors: int | None, ctas: int):
+    monkeypatch.setattr(pipeline, "capability", lambda: Capability("gpu", (9, 0), multiprocessors))
+    assert pipeline.num_ctas() == ctas
+
+
 @pytest.mark.parametrize("num_shared", [0, 2])
-def test_hopper_reads_all_experts(rng, monkeypatch, num_shared: int):
-    """The kernel, interpreted, agrees with experts multiplied one by one: those that nobody chose, pairs that chose
-    none, more steps than slots, and rows that are no multiple of 8."""
-    monkeypatch.setattr(all_expert_gemm, "PROGRAMS", 2)
+def test_hopper_all_experts_equals_loop(rng, monkeypatch, num_shared: int):
+    """The interpreted kernel equals a loop over experts.
+
+    The case has an expert without pairs, a pair without expert, more steps than stages, and rows that are not a
+    multiple of 8.
+    """
     monkeypatch.setattr(all_expert_gemm, "STAGES", 3)
-    experts = moe.Experts(*draw_experts(rng, 256, 64, jnp.bfloat16))
+    experts = Experts(*draw_experts(rng, 256, 64, jnp.bfloat16))
     mlp = shared_experts(rng, 256, 64 * num_shared) if num_shared else None
     x = jnp.asarray(rng.standard_normal((9, 256)), jnp.bfloat16)
     chosen = np.stack([rng.permutation([0, 1, 3])[:2] for _ in range(9)]).astype(np.int32)
     chosen[-1, 0] = 4
     weights = jnp.asarray(rng.uniform(0.1, 1, (9, 2)) * (chosen < 4), jnp.float32)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        shared = None if mlp is None else moe.Shared.of(mlp)
-        y = moe.hopper_all(x, experts, jnp.asarray(chosen.reshape(-1)), shared)
+        shared = None if mlp is None else SharedExperts.of(mlp)
+        y = expert_gemms.hopper_all_experts(x, experts, jnp.asarray(chosen.reshape(-1)), shared)
     assert y.shape[0] == (18 if mlp is None else 24 + 2 * 16)
     y = jnp.where(jnp.asarray(np.append(chosen.reshape(-1) < 4, np.ones(len(y) - 18, bool)))[:, None], y, 0)
-    out = moe._weighted_sum(y, weights, jnp.float32) if mlp is None else moe._with_shared(y, weights, jnp.float32)
+    out = (
+        dispatch.weighted_sum(y, weights, jnp.float32)
+        if mlp is None
+        else dispatch.sum_with_shared(y, weights, jnp.float32)
+    )
     gate_up, down = (np.asarray(w, np.float32) for w in (experts.gate_up, experts.down))
     want = every_expert(np.asarray(x, np.float32), np.minimum(chosen, 3), np.asarray(weights), gate_up, down)
     if mlp is not None:
@@ -388,66 +406,65 @@ def shared_experts(rng, width: int, hidden: int) -> MLP:
     return mlp
 
 
-def test_shared_experts_are_multiplied_with_the_routed_ones(rng, monkeypatch):
-    """A layer gives the same whether its shared experts are a kernel of their own, or two more of the routed ones."""
+def test_shared_experts_as_more_routed_experts(rng, monkeypatch):
+    """Results of a layer are the same with shared experts as an MLP and as two more routed experts."""
     config = dataclasses.replace(PRESETS["v2-lite-tiny"], hidden_size=128, moe_intermediate_size=64, n_shared_experts=2)
-    layer = moe.MoE(dataclasses.replace(config, n_routed_experts=4, num_experts_per_tok=2), jnp.bfloat16)
+    layer = MoE(dataclasses.replace(config, n_routed_experts=4, num_experts_per_tok=2), jnp.bfloat16)
     layer.gate.weight[...] = jnp.asarray(rng.standard_normal((128, 4)), jnp.float32)
     gate_up, down = draw_experts(rng, 128, 64, jnp.bfloat16)
     layer.gate_up_proj[...], layer.down_proj[...] = gate_up, down
     layer.shared_experts = shared_experts(rng, 128, 128)
     x = jnp.asarray(rng.standard_normal((5, 128)), jnp.bfloat16)
     want = layer(x)
-    monkeypatch.setattr(all_expert_gemm, "PROGRAMS", 2)
-    monkeypatch.setattr(moe, "way_of_few_rows", lambda *_, **__: moe.hopper_all)
+    monkeypatch.setattr(dispatch, "few_rows_method", lambda *_, **__: expert_gemms.hopper_all_experts)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out = layer(x)
     np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=0.05)
 
 
-def test_shared_experts_of_another_width_stay_by_themselves(rng):
-    experts = moe.Experts(*draw_experts(rng, 128, 64, jnp.bfloat16))
-    assert moe.Shared.of(shared_experts(rng, 128, 128)).fit(experts)
-    assert not moe.Shared.of(shared_experts(rng, 128, 96)).fit(experts)
+def test_shared_experts_of_other_width_do_not_fit(rng):
+    experts = Experts(*draw_experts(rng, 128, 64, jnp.bfloat16))
+    assert SharedExperts.of(shared_experts(rng, 128, 128)).fit(experts)
+    assert not SharedExperts.of(shared_experts(rng, 128, 96)).fit(experts)
 
 
-def test_chains_list_the_pairs_of_every_expert():
+def test_chains_link_equal_experts():
     chains = all_expert_gemm.Chains.of(jnp.asarray([3, 1, 3, 4, 1], jnp.int32), 4)
     assert chains.first.tolist() == [5, 1, 5, 0]
     assert chains.next.tolist() == [2, 4, 5, 5, 5]
 
 
-def test_products_of_few_rows_refuse_what_they_cannot_take():
+def test_unsupported_gather_gemm_raises():
     zeros = functools.partial(jnp.zeros, dtype=jnp.bfloat16)
     pairs = gather_gemm.Pairs.of(jnp.zeros(136, jnp.int32), 1)
-    with pytest.raises(NotImplementedError, match="takes 128 rows at most, got 136"):
-        gather_gemm.row_product(gather_gemm.RowProduct(zeros((136, 64)), zeros((1, 64, 128)), pairs, 136, 1))
-    with pytest.raises(NotImplementedError, match="columns that are a multiple of 128, got 192"):
-        gather_gemm.column_parts(192, gated=True)
+    with pytest.raises(NotImplementedError, match="expected at most 128 rows, got 136"):
+        gather_gemm.gather_gemm(gather_gemm.GatherGemm(zeros((136, 64)), zeros((1, 64, 128)), pairs, 136, 1))
+    with pytest.raises(NotImplementedError, match="expected a number of columns divisible by 128, got 192"):
+        gather_gemm.column_blocks(192, gated=True)
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_few_rows_choose_the_experts_that_many_rows_choose(rng, monkeypatch, ties: bool):
+def test_counting_and_sorting_select_equal_experts(rng, monkeypatch, ties: bool):
     scores = jnp.asarray(rng.integers(0, 9, (7, 24)) / 8 if ties else rng.random((7, 24)), jnp.float32)
     choice = scores + 1
-    few = moe.best_experts(choice, scores, 5)
-    monkeypatch.setattr(moe, "MOST_COMPARED", 6 * 24**2)
-    many = moe.best_experts(choice, scores, 5)
+    few = router.best_experts(choice, scores, 5)
+    monkeypatch.setattr(router, "MAX_COMPARISONS", 6 * 24**2)
+    many = router.best_experts(choice, scores, 5)
     for one, other in zip(few, many, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_row_that_is_not_a_number_chooses_experts_that_there_are():
-    experts, _ = moe.best_experts(jnp.full((2, 8), jnp.nan), jnp.full((2, 8), jnp.nan), 3)
+def test_row_of_nans_selects_valid_experts():
+    experts, _ = router.best_experts(jnp.full((2, 8), jnp.nan), jnp.full((2, 8), jnp.nan), 3)
     assert ((experts >= 0) & (experts < 8)).all()
 
 
 @pytest.mark.parametrize("counted", [0, 1000])
 @pytest.mark.parametrize("num_rows", [1, 2, 257])
-def test_rows_are_sorted_by_expert_and_otherwise_stay_in_order(counted, num_rows, monkeypatch):
-    monkeypatch.setattr(moe, "COUNTED_ROWS", counted)
+def test_expert_groups_are_stable_sorted(counted, num_rows, monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_COUNTED_PAIRS", counted)
     expert = np.random.default_rng(num_rows).integers(0, 9, num_rows).astype(np.int32)
-    groups = moe.ExpertGroups.of(jnp.asarray(expert), 11)
+    groups = dispatch.ExpertGroups.of(jnp.asarray(expert), 11)
     np.testing.assert_array_equal(groups.row, np.argsort(expert, kind="stable"))
     np.testing.assert_array_equal(np.asarray(groups.row)[groups.place], np.arange(num_rows))
     np.testing.assert_array_equal(groups.sizes, np.bincount(expert, minlength=11))

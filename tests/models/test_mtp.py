@@ -1,8 +1,7 @@
-"""Multi-token prediction against a float64 computation: whole prompts, steps through the paged cache, chains of drafts;
-and proof that wrong modules would not pass.
+"""Multi-token prediction compared with a float64 oracle, and mutations of modules that the comparison must detect.
 
-transformers reads no such weights. The float64 computation is held to transformers by the decoder's own logits, which
-come from the same functions.
+transformers does not load these modules. The functions of the oracle also compute the decoder's logits, which are
+compared with transformers.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from tests.models.test_parity import GOLDENS, LOGIT_TOLERANCE, Patch, assert_par
 
 GOLDEN = "v3-fp8"
 TWO = dataclasses.replace(ODD, num_nextn_predict_layers=2, tie_word_embeddings=False)
-"""Two modules, of a decoder with everything that the golden leaves out."""
+"""Two modules of a decoder with options that the golden does not cover."""
 
 HIDDEN_TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model with prediction modules, sequences for it, and what the float64 computation makes of them.
+    """A model with prediction modules, sequences, and results of the oracle.
 
     Attributes:
-      model, mtp: under test.
-      tensors: of its checkpoint.
-      tokens: of each sequence, one more than are computed.
-      hidden: of each sequence, [len(tokens) - 1, D], in float64.
+      model, mtp: model and modules under test.
+      tensors: tensors of the checkpoint.
+      tokens: tokens of each sequence. The last token is only a `next_token`.
+      hidden: hidden states of each sequence in float64, [len(tokens) - 1, D].
     """
 
     model: Decoder
@@ -59,13 +58,13 @@ class Case:
         return self.tokens[sequence][1:]
 
     def predict(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-        """Logits and hidden states of the first module."""
+        """Return logits and hidden states of the first module."""
         return oracle.predict(self.config, self.tensors, 0, self.hidden[sequence], self.next_tokens(sequence))
 
 
 @functools.cache
 def golden_case() -> Case:
-    """Returns the golden's prompts, each with its first greedy token."""
+    """Return the prompts of the golden, each with its first greedy token."""
     model = load_model(GOLDENS / GOLDEN, jnp.float32)
     checkpoint = open_checkpoint(GOLDENS / GOLDEN)
     names = [name for name in checkpoint.tensors if not name.endswith("_scale_inv")]
@@ -98,7 +97,7 @@ def case(model: Decoder, mtp: MTP, tensors: dict[str, np.ndarray], tokens: list[
 
 
 class Drafts:
-    """Caches of a case's modules, full of NaN at first, and steps on them."""
+    """Caches of the modules of a case, initially NaN, and steps over them."""
 
     def __init__(self, of: Case):
         self.case = of
@@ -110,15 +109,14 @@ class Drafts:
     def step(
         self, hidden: Sequence[np.ndarray], next_tokens: Sequence[int], metadata: StepMetadata, depth: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Runs rows of hidden states, [n, D] each, one after the other; returns logits and hidden states."""
+        """Run a step over concatenated hidden states, [n, D] each. Returns logits and hidden states."""
         rows = jnp.asarray(np.concatenate(hidden), jnp.float32)
         tokens = jnp.asarray(next_tokens, jnp.int32)
         logits, given, self.caches = self.run(self.weights, tokens, rows, self.caches, metadata, depth)
         return np.asarray(logits), np.asarray(given)
 
     def prefill(self, **stops: int) -> list[np.ndarray]:
-        """Computes logits of every sequence in one step, of some only up to `s2=stop`; padded to the same shape, which
-        compiles once."""
+        """Return logits of all sequences in one step. `s2=stop` ends sequence 2 early, without a new compilation."""
         lengths = [stops.get(f"s{s}", len(hidden)) for s, hidden in enumerate(self.case.hidden)]
         padding = sum(map(len, self.case.hidden)) - sum(lengths)
         hidden = [hidden[:length] for hidden, length in zip(self.case.hidden, lengths, strict=True)]
@@ -141,14 +139,14 @@ def compiled(mtp: MTP) -> tuple[Callable, list[jax.Array]]:
     return jax.jit(run, static_argnums=5, donate_argnums=3), weights
 
 
-def test_the_float64_computation_is_that_of_transformers():
+def test_oracle_equals_transformers():
     case = golden_case()
     head = case.tensors["lm_head.weight"].astype(np.float64)
     for hidden, wanted in zip(case.hidden, golden(GOLDEN)["logits"], strict=True):
         assert_parity(hidden @ head.T, wanted)
 
 
-def test_a_step_returns_the_hidden_states_of_all_its_tokens():
+def test_step_returns_hidden_states_of_all_tokens():
     case = golden_case()
     run, weights = split_model(case.model)
     pages, sequence = Pages.scatter(1, 10), case.tokens[-1][:-1]
@@ -161,7 +159,7 @@ def test_a_step_returns_the_hidden_states_of_all_its_tokens():
     assert_parity(np.asarray(logits), golden(GOLDEN)["logits"][-1][3:4])
 
 
-def test_whole_prompts():
+def test_whole_prompts_equal_oracle():
     drafts = Drafts(golden_case())
     for s, logits in enumerate(drafts.prefill()):
         assert_parity(logits, drafts.case.predict(s)[0])
@@ -169,8 +167,8 @@ def test_whole_prompts():
     assert len(predicted) > 30, "a module that always drafts the same shows little"
 
 
-def test_steps_over_pages_in_no_order():
-    """Prefill in uneven chunks, decode rows beside them, with idle rows and padding: every entry as in one pass."""
+def test_steps_over_scattered_pages():
+    """Uneven chunks, decode rows, idle rows and padding give the results of one pass."""
     drafts = Drafts(golden_case())
     hidden, wanted = drafts.case.hidden, [drafts.case.predict(s)[0] for s in range(4)]
     tokens = [drafts.case.next_tokens(s) for s in range(4)]
@@ -186,8 +184,8 @@ def test_steps_over_pages_in_no_order():
         assert np.all(np.isfinite(logits))
 
 
-def test_drafts_chain_and_rejected_ones_are_overwritten():
-    """The module's own hidden state stands in for the decoder's at the positions of drafts, until those are known."""
+def test_chained_drafts_and_rejected_drafts():
+    """At positions of drafts, the module's hidden state replaces the decoder's until the decoder has computed it."""
     drafts = Drafts(golden_case())
     case, s, known = drafts.case, 2, 30
     hidden, tokens = case.hidden[s], case.next_tokens(s)
@@ -208,9 +206,11 @@ def test_drafts_chain_and_rejected_ones_are_overwritten():
         assert_parity(logits, wanted[i : i + 1])
 
 
-def test_modules_take_turns():
-    """The second of two modules joins a token with the first one's hidden state one position before; both attend as
-    batch-invariant steps do."""
+def test_two_modules_alternate():
+    """The second of two modules joins a token with the first module's hidden state at the previous position.
+
+    Both attend as in batch-invariant steps.
+    """
     drafts = Drafts(random_case(TWO))
     case = drafts.case
     for s, length in enumerate(map(len, case.hidden)):
@@ -219,18 +219,18 @@ def test_modules_take_turns():
         wanted, _ = oracle.predict(case.config, case.tensors, 1, first[:-1], tokens[1:])
         logits, given = drafts.step([case.hidden[s]], tokens, step(drafts.pages, prefill=[(s, 0, length)]))
         np.testing.assert_allclose(logits, first_logits, rtol=1e-4, atol=2e-4)
-        # Only differences of positions count, so the second module's entries may begin at 0.
+        # Only differences of positions matter, so the entries of the second module may start at 0.
         metadata = step(drafts.pages, prefill=[(s, 0, length - 1)])
         logits, _ = drafts.step([given[:-1]], tokens[1:], metadata, depth=1)
         np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=2e-4)
 
 
-# --- a table of mistakes
+# --- mutations
 
 
 @dataclasses.dataclass
 class Fed:
-    """Inputs of modules, for a mistake to change."""
+    """Inputs of modules, which a mutation changes."""
 
     hidden: np.ndarray
     tokens: np.ndarray
@@ -246,11 +246,11 @@ def joined(change: Callable[[MTPModule, jax.Array, jax.Array], Sequence[jax.Arra
 
 
 def fed(**changes: Callable[[Fed], Any]) -> Callable[[Fed, Patch], None]:
-    def mistake(fed: Fed, patch: Patch) -> None:
+    def mutation(fed: Fed, patch: Patch) -> None:
         for name, change in changes.items():
             setattr(fed, name, change(fed))
 
-    return mistake
+    return mutation
 
 
 def weight(name: str) -> np.ndarray:
@@ -266,7 +266,7 @@ def head_normed_as_the_decoders(fed: Fed, patch: Patch) -> None:
     patch.setattr(golden_case().mtp.depths[0], "norm", golden_case().model.norm)
 
 
-MISTAKES: dict[str, Callable[[Fed, Patch], None]] = {
+MUTATIONS: dict[str, Callable[[Fed, Patch], None]] = {
     "hidden_before_the_embedding": joined(lambda m, embedded, hidden: (m.hnorm(hidden), m.enorm(embedded))),
     "embedding_not_normed": joined(lambda m, embedded, hidden: (embedded, m.hnorm(hidden))),
     "hidden_not_normed": joined(lambda m, embedded, hidden: (m.enorm(embedded), hidden)),
@@ -282,17 +282,17 @@ MISTAKES: dict[str, Callable[[Fed, Patch], None]] = {
 }
 
 FIRST, SECOND = 60, 15
-"""Entries of the longest prompt in two chunks; as many again chain with the second's hidden states."""
+"""Entries of the longest prompt in two chunks, and entries that chain with hidden states of the second chunk."""
 
 
-def chunks_and_a_chain(mistake: Callable[[Fed, Patch], None] | None = None) -> list[np.ndarray]:
-    """Computes logits of two chunks of entries, and of those that stand on the second's hidden states."""
+def chunks_and_a_chain(mutation: Callable[[Fed, Patch], None] | None = None) -> list[np.ndarray]:
+    """Return logits of two chunks of entries, and of the entries that chain with the second chunk."""
     case, pages = golden_case(), Pages.scatter(1, 12)
     fed = Fed(case.hidden[-1], np.array(case.next_tokens(-1)), np.ones(case.config.hidden_size))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mtp, "layer_function", lambda: jitted_layer)  # no mistake is made in there
-        if mistake is not None:
-            mistake(fed, patch)
+        patch.setattr(mtp, "layer_function", lambda: jitted_layer)  # no mutation changes this part
+        if mutation is not None:
+            mutation(fed, patch)
         caches = jax.tree.map(lambda x: jnp.full_like(x, np.nan), case.mtp.allocate_caches(13, PAGE_SIZE))
         hidden, tokens, given, results = fed.hidden, fed.tokens, np.zeros(0), []
         for begin, end in ((0, FIRST), (FIRST, FIRST + SECOND), (FIRST + SECOND, FIRST + 2 * SECOND)):
@@ -324,16 +324,18 @@ def wanted_of_the_chain() -> list[np.ndarray]:
 
 
 SOME = ("embedding_not_normed", "tokens_not_shifted", "given_before_the_modules_norm")
-"""Mistakes of every run; the slow run makes all."""
+"""Mutations of the ordinary run. The slow run has all."""
 
 
-@pytest.mark.parametrize("mistakes", [SOME, pytest.param(tuple(MISTAKES), marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_right_module_passes_and_mistakes_show(mistakes: tuple[str, ...]):
-    def moved(mistake: Callable[[Fed, Patch], None] | None = None) -> list[float]:
-        pairs = zip(chunks_and_a_chain(mistake), wanted_of_the_chain(), strict=True)
+@pytest.mark.parametrize(
+    "mutations", [SOME, pytest.param(tuple(MUTATIONS), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_mutations_are_detected(mutations: tuple[str, ...]):
+    def moved(mutation: Callable[[Fed, Patch], None] | None = None) -> list[float]:
+        pairs = zip(chunks_and_a_chain(mutation), wanted_of_the_chain(), strict=True)
         return [np.nan_to_num(np.abs(got - wanted), nan=np.inf).max() for got, wanted in pairs]
 
     assert max(moved()) <= LOGIT_TOLERANCE
-    seen = {name: moved(MISTAKES[name]) for name in mistakes}
+    seen = {name: moved(MUTATIONS[name]) for name in mutations}
     assert not {name: most for name, most in seen.items() if max(most) < 100 * LOGIT_TOLERANCE}
     assert max(seen["given_before_the_modules_norm"][:2]) <= LOGIT_TOLERANCE, "only the chain is made of what is given"

@@ -1,4 +1,4 @@
-"""MXFP4 against its definition, one weight at a time."""
+"""MXFP4 compared with the definition of the format, one weight at a time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from models.checkpoints import mxfp4
 
 
 def meant(code: int, scale: int) -> float:
-    """Value of a code by the specification: a sign, two bits of exponent biased by 1, one of mantissa; all times
-    2^(scale - 127)."""
+    """Return the value of a code: sign, two exponent bits with bias 1, one mantissa bit, times 2^(scale - 127)."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
     return (-1) ** sign * magnitude * 2.0 ** (scale - 127)
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """Packs codes [E, in, out] as bytes [E, out, in / 32, 16], one by one."""
+    """Pack codes [E, in, out] into bytes [E, out, in / 32, 16]."""
     experts, in_width, out_width = codes.shape
     blocks = np.zeros((experts, out_width, in_width // 32, 16), np.uint8)
     for expert, row, column in np.ndindex(codes.shape):
@@ -28,8 +27,8 @@ def pack(codes: np.ndarray) -> np.ndarray:
     return blocks
 
 
-def test_every_code_under_every_scale():
-    """Weights are exact in bfloat16; values out of its range are infinite."""
+def test_every_code_with_every_scale():
+    """Weights are exact in bfloat16. Values out of range are infinite."""
     codes = np.tile(np.arange(16, dtype=np.uint8), 2)[None, :, None].repeat(255, axis=2)
     scales = np.arange(255, dtype=np.uint8)[None, :, None]
     out = mxfp4.dequantise(pack(codes), scales)
@@ -41,14 +40,14 @@ def test_every_code_under_every_scale():
     np.testing.assert_array_equal(np.signbit(out[0]), codes[0] > 7)
 
 
-def test_scale_255_is_no_number():
+def test_scale_255_is_nan():
     out = mxfp4.dequantise(np.zeros((1, 1, 1, 16), np.uint8), np.full((1, 1, 1), 255, np.uint8))
     assert np.isnan(out.astype(np.float32)).all()
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_weights_lie_where_the_layout_says(experts: int, groups: int, out_width: int, seed: int):
+def test_weight_layout(experts: int, groups: int, out_width: int, seed: int):
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 16, (experts, 32 * groups, out_width), np.uint8)
     scales = rng.integers(100, 150, (experts, out_width, groups), np.uint8)

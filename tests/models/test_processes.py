@@ -1,4 +1,4 @@
-"""Several processes that run one engine: they agree step by step, and end together when one fails."""
+"""Several processes that run one engine: they agree on each step, and end together when one fails."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1.0
 
 
-# --- what they tell each other, on threads of one process
+# --- agreement, with threads of one process
 
 
 @dataclasses.dataclass
 class Store:
-    """The key-value store, and those who use it."""
+    """Key-value store shared by several `Processes` objects."""
 
     entries: dict[str, str] = dataclasses.field(default_factory=dict)
     reachable: bool = True
@@ -76,7 +76,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def expect_verdict(process: Processes, number: int, message: str) -> None:
-    """Expects a verdict, also for one that waits no longer, and leaves."""
+    """Expect a verdict, also for a process that no longer waits, and leave."""
     for _ in range(2):
         with pytest.raises(ProcessError, match=f"^{message}$"):
             process.confirm(number)
@@ -96,18 +96,18 @@ def test_processes_agree_and_leave_together(store: Store):
         expect_verdict(process, 20, "process 1 disagrees with process 0 on step 20")
 
 
-def test_the_end_is_waited_for(store: Store):
+def test_processes_wait_for_each_other_at_the_end(store: Store):
     both = store.join(2)
     thread = threading.Thread(target=both[0].leave)
     thread.start()
-    time.sleep(1.5 * TIMEOUT_S)  # longer than anything else may take
+    time.sleep(1.5 * TIMEOUT_S)  # longer than the time limit of other operations
     assert thread.is_alive()
     both[1].leave()
     thread.join(5)
     assert not thread.is_alive()
 
 
-def test_all_that_came_before_is_compared(store: Store):
+def test_digests_cover_all_earlier_points(store: Store):
     first, second = store.join(2)
     for step in range(3):
         first.publish(f"step {step}", b"a")
@@ -116,15 +116,15 @@ def test_all_that_came_before_is_compared(store: Store):
         expect_verdict(process, 0, "process 1 disagrees with process 0 on step 0")
 
 
-def test_a_process_that_is_gone_is_named_on_all_others(store: Store):
+def test_verdict_names_a_process_without_heartbeat(store: Store):
     gone, *others = store.join(3)[::-1]
-    gone._close()  # no more beats
+    gone._close()  # no more heartbeats
     numbers = [process.publish("step 0") for process in others]
     for process, number in zip(others, numbers, strict=True):
-        expect_verdict(process, number, "process 2 shows no sign of life for 1 s")
+        expect_verdict(process, number, "process 2 sent no heartbeat for 1 s")
 
 
-def test_a_process_that_does_not_get_on_is_named_and_given_up(store: Store):
+def test_verdict_names_a_process_without_progress(store: Store):
     first, second = store.join(2)
     for process in (first, second):
         process.publish("step 0")
@@ -135,7 +135,7 @@ def test_a_process_that_does_not_get_on_is_named_and_given_up(store: Store):
     second._close()
 
 
-def test_those_that_compile_and_what_may_take_long_are_waited_for(store: Store):
+def test_compilation_and_patient_points_have_no_time_limit(store: Store):
     first, second = store.join(2)
     waiting = threading.Thread(target=first.agree, args=["the model"])
     waiting.start()
@@ -151,28 +151,28 @@ def test_those_that_compile_and_what_may_take_long_are_waited_for(store: Store):
         process.leave("done with it")
 
 
-def test_a_process_that_ends_tells_why(store: Store):
+def test_process_that_ends_reports_its_reason(store: Store):
     first, second = store.join(2)
     second.leave("its file is gone")
     expect_verdict(first, first.publish("step 0"), "process 1 ended: its file is gone")
 
 
-def test_process_0_that_cannot_be_reached_is_named(store: Store):
+def test_verdict_names_process_0_if_it_cannot_be_reached(store: Store):
     first, second = store.join(2)
     store.reachable = False
     expect_verdict(second, second.publish("step 0"), "process 0 cannot be reached: no answer at its address for 1 s")
     first._close()
 
 
-def test_a_computation_that_fails_is_blamed_on_the_process_that_failed(store: Store):
+def test_failed_computation_raises_the_verdict(store: Store):
     first, second = store.join(2)
     second._close()
-    with pytest.raises(ProcessError, match="process 1 shows no sign of life"), first.blamed():
+    with pytest.raises(ProcessError, match="process 1 sent no heartbeat"), first.blamed():
         raise jax.errors.JaxRuntimeError("Connection closed by peer")
     first.leave("failed")
 
 
-def test_a_computation_that_fails_by_itself_is_nobodys_fault(store: Store):
+def test_failed_computation_without_a_verdict_raises_its_error(store: Store):
     (only,) = store.join(1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"), only.blamed():
         raise jax.errors.JaxRuntimeError("out of memory")
@@ -244,7 +244,8 @@ class Group:
             self._started.append(process)
 
     def wait(self, index: int) -> tuple[int, list[str], str]:
-        """Exit status, lines of standard output but those of Gloo, which threads mix up, and standard error."""
+        """Return exit status, lines of standard output without messages of Gloo (which threads interleave), and
+        standard error."""
         process = self._started[index]
         out, err = process.communicate(timeout=240)
         lines = [GLOO.sub("", line).strip() for line in out.splitlines()]
@@ -272,11 +273,11 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("killed", "process 1 shows no sign of life for 2 s"),
+        ("killed", "process 1 sent no heartbeat for 2 s"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("stopped", "process 1 shows no sign of life for 2 s"),
+                ("stopped", "process 1 sent no heartbeat for 2 s"),
                 ("hanging", "process 1 did not get to step 5 within 2 s"),
                 ("disagreeing", "process 1 disagrees with process 0 on step 5"),
                 ("none", "left"),
@@ -284,7 +285,7 @@ def free_port() -> int:
         ),
     ],
 )
-def test_sums_between_processes_end_with_one_that_fails(group: Group, fault: str, message: str):
+def test_collectives_end_when_a_process_fails(group: Group, fault: str, message: str):
     port = str(free_port())
     group.start([["-c", WORKER, index, port, fault] for index in "01"])
     status, out, err = group.wait(0)
@@ -317,7 +318,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def commands(name: str, mesh: str, out: Path, *more: str, fault: str = "", at: int = 1) -> list[list[str]]:
-    """Command lines of two processes; a fault is a statement in a step of one of them."""
+    """Command lines of two processes. A fault is a statement that one of them executes in a step."""
     options = ["--model", str(GOLDENS / name), "--prompt-ids", str(GOLDENS / name / "prompts.json"), "--ignore-eos"]
     options += ["--mesh", mesh, "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
     options += ["--dtype", "float32", "--page-size", "4", "--json", str(out), *more]  # as the goldens were made
@@ -328,7 +329,7 @@ def commands(name: str, mesh: str, out: Path, *more: str, fault: str = "", at: i
 
 
 def expect_golden(name: str, results: dict[str, Any], num_tokens: int) -> None:
-    """Expects the tokens of transformers, as far as they are no near ties."""
+    """Expect the tokens of transformers up to the first near tie."""
     expected = golden(name)
     found = [request["output_ids"] for request in results["requests"]]
     for got, wanted, margins in zip(found, expected["tokens"], expected["margins"], strict=True):
@@ -342,7 +343,7 @@ MESHES = {
     "llama": "data=2,tensor=2",
     **dict.fromkeys(("glm-dsa", "glm-shared", "qwen3-window"), "tensor=4"),
 }
-"""Meshes of two processes of two devices; for other models data=4, which all take."""
+"""Meshes of two processes with two devices each. Other models use data=4, which all support."""
 
 
 @pytest.mark.parametrize(
@@ -363,8 +364,8 @@ MESHES = {
         ),
     ],
 )
-def test_tokens_of_two_processes_are_the_goldens(group: Group, tmp_path: Path, name: str, mesh: str, num_devices: int):
-    """Requests, heads and experts on both processes; process 0 alone reports."""
+def test_tokens_of_two_processes_equal_goldens(group: Group, tmp_path: Path, name: str, mesh: str, num_devices: int):
+    """Requests, heads and experts are on both processes; only process 0 reports."""
     out, num_tokens = tmp_path / "out.json", 8 if (name, num_devices) == ("llama", 2) else 24
     sizes = ["--max-tokens", str(num_tokens), "--max-num-seqs", "2", "--max-batched-tokens", "32"]
     group.start(commands(name, mesh, out, *sizes, "--implementation", "reference"), num_devices)
@@ -381,10 +382,13 @@ def test_tokens_of_two_processes_are_the_goldens(group: Group, tmp_path: Path, n
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("proposer", "places"),
-    [("ngram:2", 2), (f"draft:{GOLDENS / 'llama'}:2", 0)],  # a draft as dear as a step is estimated not to pay
+    [
+        ("ngram:2", 2),
+        (f"draft:{GOLDENS / 'llama'}:2", 0),
+    ],  # by the estimate, a draft costs a step
 )
 def test_processes_agree_on_drafts(group: Group, tmp_path: Path, proposer: str, places: int):
-    """Their number does not depend on times, which each process measures for itself: rows have room for as many."""
+    """The number of drafts does not depend on times, which each process measures separately."""
     out, sizes = tmp_path / "out.json", ["--max-tokens", "24", "--max-num-seqs", "2", "--max-batched-tokens", "32"]
     group.start(commands("llama", "data=2,tensor=2", out, *sizes, "--speculate", proposer))
     status, _, err = group.wait(0)
@@ -399,9 +403,9 @@ def test_processes_agree_on_drafts(group: Group, tmp_path: Path, proposer: str, 
 @pytest.mark.parametrize(
     ("fault", "at", "message"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "process 1 shows no sign of life for 3 s"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 0, "process 0 shows no sign of life for 3 s"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", 1, "process 1 shows no sign of life for 3 s"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "process 1 sent no heartbeat for 3 s"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 0, "process 0 sent no heartbeat for 3 s"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", 1, "process 1 sent no heartbeat for 3 s"),
         ("time.sleep(1000)", 1, "process 1 did not get to step 11 within 3 s"),
         ("engine.abort(0)", 1, "process 1 disagrees with process 0 on step 11"),
         ("engine.abort(0)", 0, "process 1 disagrees with process 0 on step 11"),
@@ -409,10 +413,8 @@ def test_processes_agree_on_drafts(group: Group, tmp_path: Path, proposer: str, 
         ("raise KeyboardInterrupt", 0, "process 0 ended: interrupted"),
     ],
 )
-def test_a_run_ends_everywhere_with_the_process_that_fails(
-    group: Group, tmp_path: Path, fault: str, at: int, message: str
-):
-    """In the twelfth step: one line names the process, and process 0 still writes what was decoded."""
+def test_failure_of_a_process_ends_all_processes(group: Group, tmp_path: Path, fault: str, at: int, message: str):
+    """The fault is in the twelfth step. One line names the process, and process 0 writes the results so far."""
     out = tmp_path / "out.json"
     sizes = ["--max-tokens", "40", "--max-num-seqs", "4", "--process-timeout", "3", "--implementation", "reference"]
     group.start(commands("llama", "tensor=4", out, *sizes, fault=fault, at=at))
@@ -430,7 +432,7 @@ def test_a_run_ends_everywhere_with_the_process_that_fails(
 
 
 @pytest.mark.slow
-def test_processes_of_unlike_options_do_not_begin(group: Group, tmp_path: Path):
+def test_processes_with_different_options_do_not_start(group: Group, tmp_path: Path):
     both = commands("llama", "tensor=4", tmp_path / "out.json", "--implementation", "reference")
     both[1] += ["--max-tokens", "9"]
     group.start(both)

@@ -1,4 +1,4 @@
-"""Rotary embedding against complex numbers, and YaRN's frequencies against a loop."""
+"""Rotary embedding compared with complex numbers, and scaled frequencies compared with loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_frequencies(config):
     np.testing.assert_allclose(rope.inverse_frequencies(config), oracle.frequencies(config), rtol=1e-6)
 
 
-def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
+def test_yarn_divides_only_low_frequencies():
     plain = rope.inverse_frequencies(dataclasses.replace(V2_LITE, yarn=None))
     stretched = rope.inverse_frequencies(V2_LITE)
     np.testing.assert_array_equal(stretched[:10], plain[:10])
@@ -40,8 +40,8 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
     assert np.all(np.diff(stretched) < 0)
 
 
-def test_llama3_keeps_fast_pairs_and_divides_slow_ones():
-    """Agrees with wavelengths computed as in the published code, one pair at a time."""
+def test_llama3_divides_only_low_frequencies():
+    """Frequencies equal a computation per pair from wavelengths, as in the published code."""
     scaling = Llama3RopeConfig(8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     config = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], head_dim=128, rope_theta=5e5, rope_scaling=scaling)
     wanted = []
@@ -60,7 +60,7 @@ def test_llama3_keeps_fast_pairs_and_divides_slow_ones():
     np.testing.assert_array_equal(cos, np.ones((1, 64)))
 
 
-def test_turns_pairs_as_complex_numbers(rng):
+def test_rotation_equals_complex_product(rng):
     config, length = PRESETS["v3-tiny"], 70
     width = config.qk_rope_head_dim
     x = rng.standard_normal((length, 3, width))
@@ -69,7 +69,7 @@ def test_turns_pairs_as_complex_numbers(rng):
     np.testing.assert_allclose(rope.rotate(halves, cos, sin), oracle.turn(config, x), atol=1e-5)
 
 
-def test_scores_depend_on_distance_only(rng):
+def test_scores_depend_only_on_distance(rng):
     config = PRESETS["v3-tiny"]
     q, k = (jnp.asarray(rng.standard_normal((1, config.qk_rope_head_dim)), jnp.float32) for _ in range(2))
 
@@ -84,7 +84,7 @@ def test_scores_depend_on_distance_only(rng):
     assert abs(score(9, 4) - score(9, 8)) > 1e-2
 
 
-def test_computes_in_float32_and_keeps_the_dtype(rng):
+def test_computes_in_float32_and_returns_input_dtype(rng):
     x = jnp.asarray(rng.standard_normal((4, 8)), jnp.bfloat16)
     cos, sin = (jnp.asarray(rng.standard_normal((4, 4)), jnp.float32) for _ in range(2))
     exact = rope.rotate(x.astype(jnp.float32), cos, sin)

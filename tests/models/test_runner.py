@@ -1,4 +1,4 @@
-"""The runner: transfers to the device, padding of steps, and caches that stay in place."""
+"""The runner: transfers to the device, padding of steps, and in-place updates of caches."""
 
 import dataclasses
 import re
@@ -10,19 +10,19 @@ import pytest
 
 from models.config import HeadWindows
 from models.engine import SamplingParams
+from models.engine.compile_options import (
+    CONCURRENT,
+    CONCURRENT_TOKENS,
+    GPU_OPTIONS,
+    MESH_OPTIONS,
+    WITH_PROMPTS,
+    WITHOUT_TRITON,
+    gpu_options,
+)
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
 from models.engine.request import Request
-from models.engine.runner import (
-    GPU_OPTIONS,
-    MESH_OPTIONS,
-    SIDE_BY_SIDE,
-    SIDE_BY_SIDE_TOKENS,
-    WITH_PROMPTS,
-    WITHOUT_TRITON,
-    Runner,
-    gpu_options,
-)
+from models.engine.runner import Runner
 from models.engine.step.packed import PackedStep
 from models.engine.step.plan import ScheduledRow, StepPlan
 from pallas_attn import FULL
@@ -71,27 +71,27 @@ def runner() -> Runner:
         (4, [16], Bucket(4, 16)),
     ],
 )
-def test_a_step_takes_the_smallest_bucket_that_holds_it(runner, num_decode, prefill, bucket):
+def test_step_uses_the_smallest_bucket_that_holds_it(runner, num_decode, prefill, bucket):
     decode = tuple(row(i, 3, 1) for i in range(num_decode))
     plan = StepPlan(decode, tuple(row(i, 0, n) for i, n in enumerate(prefill)), ())
     assert runner.bucket_of([plan]) == bucket
     assert bucket in runner.buckets()
 
 
-def test_a_packed_step_unpacks_to_what_was_planned():
+def test_packed_step_unpacks_to_the_plan():
     bucket = Bucket(4, 8)
     packed = PackedStep.pack(SIZES, bucket, MIXED)
     assert packed.dtype == np.int32
     assert packed.shape == (PackedStep.size(SIZES, bucket),)
     step = PackedStep.of(SIZES, bucket, jnp.asarray(packed))
-    np.testing.assert_array_equal(step.decode_slots, [2, -1, -1, -1])
+    np.testing.assert_array_equal(step.decode_request_slots, [2, -1, -1, -1])
     np.testing.assert_array_equal(step.decode_kv_lens, [10, 0, 0, 0])
     np.testing.assert_array_equal(step.decode_tables[0][0], [5, 1, 7, -1, -1, -1])
     np.testing.assert_array_equal(step.prefill_tables[0], [[3, 9, 2, -1, -1, -1], [11, *[-1] * 5]])
     np.testing.assert_array_equal(step.prefill_ids[:7], [4, 5, 6, 7, 8, 0, 1])
     np.testing.assert_array_equal(step.cu_q_lens, [0, 5, 7])
     np.testing.assert_array_equal(step.prefill_kv_lens, [9, 2])
-    np.testing.assert_array_equal(step.prefill_slots, [0, -1])
+    np.testing.assert_array_equal(step.prefill_request_slots, [0, -1])
     rows = step.sampling_rows()
     np.testing.assert_array_equal(rows.temperature, np.array([0.5, 0, 0, 0, 0, 0], np.float32))
     np.testing.assert_array_equal(rows.top_p, np.array([0.25, 0, 0, 0, 1, 1], np.float32))
@@ -99,16 +99,16 @@ def test_a_packed_step_unpacks_to_what_was_planned():
     np.testing.assert_array_equal(rows.position, [10, 0, 0, 0, 9, 2])
 
 
-def test_positions_and_slots_are_those_of_the_plan():
+def test_positions_and_slots_of_a_plan():
     step = PackedStep.of(SIZES, Bucket(4, 8), jnp.asarray(PackedStep.pack(SIZES, Bucket(4, 8), MIXED)))
     metadata = step.metadata(SIZES.page_size, jnp.arange(1, dtype=jnp.int32))
     np.testing.assert_array_equal(metadata.positions, [9, 0, 0, 0, 4, 5, 6, 7, 8, 0, 1, 0])
-    decode_slots = [7 * 4 + 1, -1, -1, -1]
+    decode_request_slots = [7 * 4 + 1, -1, -1, -1]
     [group] = metadata.groups
-    np.testing.assert_array_equal(group.slots, [*decode_slots, 36, 37, 38, 39, 8, 44, 45, -1])
+    np.testing.assert_array_equal(group.slots, [*decode_request_slots, 36, 37, 38, 39, 8, 44, 45, -1])
 
 
-def test_every_cache_group_has_tables_and_slots_of_its_own():
+def test_tables_and_slots_of_several_cache_groups():
     heads = HeadWindows((FULL, 4), (0, 0))
     groups = (GroupSizes((0, 2), HeadWindows((FULL,), (0,)), False, 24), GroupSizes((1,), heads, True, 16))
     sizes, bucket = dataclasses.replace(SIZES, groups=groups), Bucket(4, 8)
@@ -136,9 +136,16 @@ def test_every_cache_group_has_tables_and_slots_of_its_own():
     np.testing.assert_array_equal(head_wise.slots, [*decoded, *prefilled, [-1, -1]])
 
 
-@pytest.mark.parametrize("bucket", [Bucket(4, 0), Bucket(0, 16), Bucket(4, 16)], ids=str)
-def test_a_compiled_step_copies_no_cache(runner, bucket):
-    """Donated caches are the outputs' memory, and nothing of a cache's shape is copied on the way."""
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        *(pytest.param(bucket, marks=pytest.mark.slow) for bucket in (Bucket(4, 0), Bucket(0, 16))),
+        Bucket(4, 16),  # has both parts
+    ],
+    ids=str,
+)
+def test_compiled_step_copies_no_cache(runner, bucket):
+    """Outputs use the memory of donated caches, and no array of a cache's shape is copied."""
     runner.compile([bucket])
     compiled = runner._compiled[bucket]
     assert compiled.memory_analysis().alias_size_in_bytes >= runner.cache_bytes
@@ -147,7 +154,7 @@ def test_a_compiled_step_copies_no_cache(runner, bucket):
     assert not copies
 
 
-def test_a_step_is_lowered_without_lines_of_python(runner):
+def test_step_is_lowered_without_source_locations(runner):
     limit = jax.config.jax_traceback_in_locations_limit
     text = runner._lower(Bucket(4, 8), runner._allocate()).as_text(debug_info=True)
     assert "mla_prefill/while" in text
@@ -155,14 +162,14 @@ def test_a_step_is_lowered_without_lines_of_python(runner):
     assert jax.config.jax_traceback_in_locations_limit == limit > 0
 
 
-def test_a_failed_step_leaves_a_runner_that_can_start_over(runner):
+def test_runner_can_start_over_after_a_failed_step(runner):
     before = runner.launch([MIXED]).sampled()
     for cache in runner._caches:
         cache.pages.delete()
     with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
         runner.launch([MIXED])
     runner.reset()
-    assert runner.launch([MIXED]).sampled()[1:] == before[1:]  # the decode row's last token was on the device
+    assert runner.launch([MIXED]).sampled()[1:] == before[1:]  # the decode row's last token is lost
     assert all(bool(jnp.all(jnp.isfinite(cache.pages))) for cache in runner._caches)
 
 
@@ -176,8 +183,8 @@ def test_padding_writes_nothing(runner):
         np.testing.assert_array_equal(np.any(cache.pages != 0, axis=-1), written)
 
 
-@pytest.mark.parametrize("bucket", [Bucket(1, 0), Bucket(4, 8)], ids=str)
-def test_a_step_without_rows_leaves_caches_and_tokens(bucket: Bucket):
+@pytest.mark.parametrize("bucket", [pytest.param(Bucket(1, 0), marks=pytest.mark.slow), Bucket(4, 8)], ids=str)
+def test_step_without_rows_leaves_caches_and_tokens(bucket: Bucket):
     fresh = Runner(model(), SIZES)
     fresh.launch([MIXED]).sampled()
     before = jax.tree.map(np.array, (fresh._caches, fresh._last_tokens))
@@ -187,7 +194,7 @@ def test_a_step_without_rows_leaves_caches_and_tokens(bucket: Bucket):
     jax.tree.map(np.testing.assert_array_equal, (fresh._caches, fresh._last_tokens), before)
 
 
-def test_runners_that_are_alike_share_what_tests_compile(shared_steps):
+def test_shared_steps_are_compiled_once_for_equal_runners(shared_steps):
     first, second, other = (Runner(model(), sizes) for sizes in (SIZES, SIZES, dataclasses.replace(SIZES, page_size=8)))
     first.compile([Bucket(1, 0)])
     with compile_events() as events:
@@ -207,16 +214,16 @@ def test_runners_that_are_alike_share_what_tests_compile(shared_steps):
     ],
 )
 @pytest.mark.parametrize("in_file", [False, True])
-def test_flags_of_the_user_win(monkeypatch, tmp_path, flags, kept, in_file):
-    if in_file:  # which XLA reads them from, too
+def test_xla_flags_take_precedence(monkeypatch, tmp_path, flags, kept, in_file):
+    if in_file:  # XLA reads flags from this file, too
         (tmp_path / "flags").write_text(flags + "\n")
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if in_file else flags)
     assert gpu_options() == (GPU_OPTIONS if kept else {})
 
 
-def test_small_and_large_steps_have_options_of_their_own_on_one_device(monkeypatch):
+def test_options_depend_on_the_number_of_prompt_tokens_and_the_mesh(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    assert gpu_options(Bucket(8, 0)) == GPU_OPTIONS | SIDE_BY_SIDE
-    assert gpu_options(Bucket(8, SIDE_BY_SIDE_TOKENS)) == GPU_OPTIONS | SIDE_BY_SIDE | WITH_PROMPTS
-    assert gpu_options(Bucket(8, SIDE_BY_SIDE_TOKENS + 1)) == GPU_OPTIONS | WITHOUT_TRITON
+    assert gpu_options(Bucket(8, 0)) == GPU_OPTIONS | CONCURRENT
+    assert gpu_options(Bucket(8, CONCURRENT_TOKENS)) == GPU_OPTIONS | CONCURRENT | WITH_PROMPTS
+    assert gpu_options(Bucket(8, CONCURRENT_TOKENS + 1)) == GPU_OPTIONS | WITHOUT_TRITON
     assert gpu_options(Bucket(8, 0), on_mesh=True) == gpu_options(on_mesh=True) == GPU_OPTIONS | MESH_OPTIONS

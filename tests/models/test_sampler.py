@@ -1,4 +1,4 @@
-"""Sampling: kept tokens, drawn tokens, and draws that depend on the request alone."""
+"""Sampling: allowed tokens, distribution of draws, and draws that depend only on the request."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.engine import SamplingParams
-from models.engine.sampler import SamplingRows, _is_kept, sample
+from models.engine.sampler import SamplingRows, _is_allowed, sample
 
-sample_rows, is_kept = jax.jit(sample), jax.jit(_is_kept)
+sample_rows, is_kept = jax.jit(sample), jax.jit(_is_allowed)
 
 
 def rows(n: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0) -> SamplingRows:
@@ -31,14 +31,14 @@ def logits(rng) -> jax.Array:
     return jnp.asarray(rng.standard_normal((6, 40)) * 2, jnp.float32)
 
 
-def test_temperature_zero_takes_the_likeliest_and_says_by_how_much(logits):
+def test_temperature_zero_selects_the_likeliest_token_and_returns_its_margin(logits):
     tokens, margins = sample_rows(logits, rows(6, temperature=0.0))
     best = np.sort(np.asarray(logits), axis=1)
     np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
     np.testing.assert_allclose(margins, best[:, -1] - best[:, -2], rtol=1e-6)
 
 
-def test_greedy_rows_are_greedy_beside_drawn_ones(logits):
+def test_greedy_rows_in_a_batch_with_drawn_rows(logits):
     mixed = rows(6, temperature=[0.0, 1.0, 0.0, 2.0, 0.0, 1.0])
     tokens, _ = sample_rows(logits, mixed)
     np.testing.assert_array_equal(tokens[::2], np.argmax(logits, axis=1)[::2])
@@ -56,7 +56,7 @@ def test_a_draw_depends_on_seed_and_position_only(logits):
 
 
 @pytest.mark.parametrize("changed", ["seed", "position"])
-def test_another_seed_or_position_is_another_draw(changed):
+def test_other_seed_or_position_gives_another_draw(changed):
     flat = jnp.zeros((64, 1000))
     tokens, _ = sample_rows(flat, rows(64, **{changed: np.arange(64)}))
     assert len(np.unique(tokens)) > 50
@@ -70,13 +70,13 @@ def test_draws_follow_the_softmax():
     np.testing.assert_allclose(frequency, jax.nn.softmax(logits / 0.7), atol=4 * 0.5 / np.sqrt(n))
 
 
-def test_top_k_keeps_the_k_likeliest():
+def test_top_k_allows_the_k_likeliest():
     logits = jnp.asarray([3.0, 2.9, 2.8, 2.7, 2.6])
     tokens, _ = sample_rows(jnp.broadcast_to(logits, (300, 5)), rows(300, top_k=2, position=np.arange(300)))
     assert set(np.asarray(tokens).tolist()) == {0, 1}
 
 
-def test_top_p_keeps_the_smallest_set_that_reaches_p():
+def test_top_p_allows_the_smallest_set_that_reaches_p():
     logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
     for top_p, kept in ((0.4, {0}), (0.5, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
         drawn = rows(400, top_p=top_p, position=np.arange(400))
@@ -84,8 +84,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p():
         assert set(np.asarray(tokens).tolist()) == kept, top_p
 
 
-def test_top_p_counts_among_what_top_k_left():
-    logits = jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1]))  # of the first two, the first has 0.57
+def test_top_p_is_applied_after_top_k():
+    logits = jnp.log(jnp.asarray([0.4, 0.3, 0.2, 0.1]))  # of the first two tokens, the first has probability 0.57
     both = rows(300, top_k=2, top_p=0.5, position=np.arange(300))
     assert set(np.asarray(sample_rows(jnp.broadcast_to(logits, (300, 4)), both)[0]).tolist()) == {0}
 
@@ -98,8 +98,9 @@ def test_top_p_counts_among_what_top_k_left():
     top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
     levels=st.sampled_from([3, 1000]),
 )
-def test_what_is_kept_is_what_a_sort_keeps(seed, size, top_k, top_p, levels):
-    """Covers ties, signs and sizes that are no multiple of a part. Tokens equal to the last one kept stay, too."""
+def test_allowed_tokens_match_a_reference_with_sort(seed, size, top_k, top_p, levels):
+    """Ties, signs, and sizes that are not multiples of a chunk. Tokens equal to the last allowed one are allowed,
+    too."""
     rng = np.random.default_rng(seed)
     logits = (rng.integers(-levels, levels + 1, (2, size)) * (4 / levels)).astype(np.float32)
     kept = np.asarray(is_kept(logits, np.full(2, top_k, np.int32), np.full(2, top_p, np.float32)))
@@ -108,19 +109,19 @@ def test_what_is_kept_is_what_a_sort_keeps(seed, size, top_k, top_p, levels):
         probability = np.where(row >= least, np.exp(row - row.max()), 0) / np.sum(np.exp(row[row >= least] - row.max()))
         before = np.array([probability[row > x].sum() for x in row])
         wanted = (row >= least) & ((before < top_p) | (top_p == 1))
-        sure = np.abs(before - top_p) > 1e-5  # the others may round either way
+        sure = np.abs(before - top_p) > 1e-5  # other entries may round either way
         np.testing.assert_array_equal(of_row[sure], wanted[sure])
         assert of_row[np.argmax(row)]
 
 
-def test_the_likeliest_token_survives_any_top_p():
+def test_likeliest_token_is_allowed_at_any_top_p():
     tokens, _ = sample_rows(jnp.zeros((2, 8)).at[:, 3].set(9.0), rows(2, top_p=1e-9))
     np.testing.assert_array_equal(tokens, [3, 3])
 
 
-def test_nothing_is_sorted():
-    """XLA replaces sorts of long rows on a GPU by ones that its graphs do not record, and the host would wait for
-    them."""
+def test_sampling_uses_no_sort():
+    """On a GPU XLA implements sorts of long rows with kernels that CUDA graphs cannot record, so the host would wait
+    for the device."""
     text = str(jax.make_jaxpr(sample)(jnp.zeros((2, 500)), rows(2)))
     assert "top_k" in text
     assert "sort" not in text
@@ -133,7 +134,7 @@ def test_low_temperatures_do_not_overflow(logits):
 
 
 def test_high_temperatures_do_not_overflow(logits):
-    """At the highest temperature only the noise remains, as if all logits were equal."""
+    """At the highest temperature only the noise matters, as if all logits were equal."""
     highest = SamplingParams(temperature=1e6).temperature
     tokens, margins = sample_rows(logits, rows(6, temperature=highest, position=np.arange(6)))
     noise, of_noise = sample_rows(jnp.zeros_like(logits), rows(6, position=np.arange(6)))

@@ -1,4 +1,4 @@
-"""The scheduler under a fake engine, request by request."""
+"""The scheduler with a fake engine, request by request."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -15,7 +15,7 @@ from pallas_attn.cache import OutOfPages
 from tests.models.scheduler_case import EOS, LASTING, VOCAB, FakeEngine, Limits, plain_output, summary
 
 
-def test_decode_comes_first_and_prompts_share_what_is_left_of_the_budget():
+def test_decode_rows_come_first_and_prompts_share_the_remaining_budget():
     engine = FakeEngine(Limits(num_pages=20, max_batched_tokens=6))
     engine.add(LASTING[0])
     engine.add([1] * 9)
@@ -36,7 +36,7 @@ def test_decode_comes_first_and_prompts_share_what_is_left_of_the_budget():
     engine.run()
 
 
-def test_a_budget_below_the_running_requests_serves_the_oldest():
+def test_budget_below_the_number_of_requests_serves_the_oldest():
     engine = FakeEngine(Limits(num_pages=20, max_batched_tokens=2, lag=0))
     for _ in range(3):
         engine.add([1, 2], max_tokens=4, ignore_eos=True)
@@ -56,7 +56,7 @@ def test_prefill_rows_are_bounded():
     engine.run()
 
 
-def test_without_chunking_a_prompt_waits_until_a_step_holds_it():
+def test_without_chunks_a_prompt_waits_until_it_fits_a_step():
     engine = FakeEngine(Limits(num_pages=20, max_batched_tokens=4, chunked_prefill=False, prefix_caching=False))
     engine.add([1] * 3, max_tokens=3, ignore_eos=True)
     engine.add([2] * 4, max_tokens=1)
@@ -69,11 +69,11 @@ def test_without_chunking_a_prompt_waits_until_a_step_holds_it():
 @pytest.mark.parametrize(
     ("lengths", "changed", "expected"),
     [
-        ([5], {}, [4, 1]),  # 4 + 4 and a step's cost of 2 are less than 16
+        ([5], {}, [4, 1]),  # 4 + 4 tokens and the step cost of 2 are less than 16
         ([10], {}, [10]),  # 4 + 16 are not
         ([17], {}, [16, 1]),
         ([2, 3, 2], {}, [4, 3]),
-        ([3, 3, 3], {"max_prefill_seqs": 1}, [3, 3, 3]),  # a step computes no more of them
+        ([3, 3, 3], {"max_prefill_seqs": 1}, [3, 3, 3]),  # the limit of prefill rows
         ([3, 3, 3], {"max_num_seqs": 2}, [4, 2, 3]),
         ([5], {"padded_sizes": ()}, [5]),
         ([5], {"padded_sizes": (16,)}, [5]),
@@ -83,7 +83,7 @@ def test_without_chunking_a_prompt_waits_until_a_step_holds_it():
         ([5], {"chunked_prefill": False}, [5]),
     ],
 )
-def test_a_step_is_cut_where_padding_costs_more_than_another_step(monkeypatch, lengths, changed, expected):
+def test_step_takes_fewer_tokens_if_padding_costs_more_than_another_step(monkeypatch, lengths, changed, expected):
     monkeypatch.setattr(scheduler, "STEP_TOKENS", 2)
     limits = Limits(num_pages=40, max_batched_tokens=16, padded_sizes=(4, 16), prefix_caching=False)
     engine = FakeEngine(replace(limits, **changed))
@@ -93,7 +93,7 @@ def test_a_step_is_cut_where_padding_costs_more_than_another_step(monkeypatch, l
     assert [sum(row.num_tokens for row in plan.prefill) for plan in plans] == expected
 
 
-def test_a_step_costs_as_much_as_some_thousand_tokens():
+def test_step_cost_in_prompt_tokens():
     for sizes, expected in (((1024, 8192), [1024, 47]), ((1024, 4095), [1071]), ((32, 128, 512, 2048), [1071])):
         engine = FakeEngine(Limits(600, max_batched_tokens=sizes[-1], max_model_len=1200, padded_sizes=sizes))
         engine.add([1] * 1071, max_tokens=1)
@@ -111,7 +111,7 @@ def test_tokens_in_flight_count_towards_max_tokens():
     assert engine.num_dropped == 0
 
 
-def test_a_token_sampled_after_the_end_is_dropped():
+def test_token_sampled_after_the_end_is_dropped():
     engine = FakeEngine(Limits())
     stop = plain_output(Request("", tuple(LASTING[0])), engine.limits)[0][0]
     request = engine.add(LASTING[0], stop_token_ids=(stop,))
@@ -136,11 +136,11 @@ def test_eos_ends_a_sequence_unless_ignored(ignore_eos):
 
 
 def first_page(engine: FakeEngine, request: Request) -> int:
-    assert request.slot is not None
-    return engine.pools.tables([request.slot])[0][0, 0, 0]
+    assert request.request_slot is not None
+    return engine.pools.tables([request.request_slot])[0][0, 0, 0]
 
 
-def test_pages_are_shared_from_the_step_after_they_were_written():
+def test_pages_are_shared_after_the_step_that_writes_them():
     engine = FakeEngine(Limits(num_pages=20, max_num_seqs=4, max_batched_tokens=20))
     prompt = LASTING[0]
     same_step = [engine.add(prompt, max_tokens=4), engine.add(prompt, max_tokens=4)]
@@ -155,7 +155,7 @@ def test_pages_are_shared_from_the_step_after_they_were_written():
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("page_size", [1, 2, 4])
-def test_generated_tokens_are_shared_once_they_are_known(page_size, lag):
+def test_pages_of_generated_tokens_are_shared_once_they_are_read(page_size, lag):
     engine = FakeEngine(Limits(num_pages=20, page_size=page_size, lag=lag))
     first = engine.add(LASTING[0], max_tokens=5)
     engine.run()
@@ -165,7 +165,7 @@ def test_generated_tokens_are_shared_once_they_are_known(page_size, lag):
     assert second.num_cached == 8
 
 
-def test_exhaustion_preempts_the_youngest_and_delivers_what_it_had_in_flight():
+def test_exhaustion_preempts_the_youngest_and_delivers_its_tokens_in_flight():
     engine = FakeEngine(Limits(num_pages=4, max_batched_tokens=20))
     engine.add(LASTING[0], max_tokens=2)
     young = engine.add(LASTING[1], max_tokens=4)
@@ -174,14 +174,14 @@ def test_exhaustion_preempts_the_youngest_and_delivers_what_it_had_in_flight():
     assert summary(engine.planned_step().rows) == [(0, 4, 1, True)], "its next page was the youngest's"
     assert engine.scheduler.waiting == (young, third)
     assert engine.scheduler.num_preemptions == 1
-    assert (young.slot, young.num_computed) == (None, 0)
+    assert (young.request_slot, young.num_computed) == (None, 0)
     assert len(young.output_ids) == 1, "sampled before it lost its pages"
     engine.run()
     assert engine.cache.hit_tokens == 2, "it lost its last page first, and found the other one again"
     assert young.num_cached == 0, "which does not count as cached before it came"
 
 
-def test_a_request_waits_for_room_for_all_it_knows():
+def test_request_waits_for_room_for_all_known_tokens():
     engine = FakeEngine(Limits(num_pages=6, max_batched_tokens=20, lag=0))
     prompt = [*LASTING[0], *LASTING[1]]
     engine.add(prompt, max_tokens=1)
@@ -198,7 +198,7 @@ def test_a_request_waits_for_room_for_all_it_knows():
     assert engine.scheduler.num_preemptions == 0
 
 
-def test_a_preempted_request_may_end_with_the_token_it_had_in_flight():
+def test_preempted_request_may_end_with_its_token_in_flight():
     engine = FakeEngine(Limits(num_pages=4, max_batched_tokens=20))
     engine.add(LASTING[0], max_tokens=6)
     young = engine.add(LASTING[1], max_tokens=1)
@@ -209,7 +209,7 @@ def test_a_preempted_request_may_end_with_the_token_it_had_in_flight():
     engine.run()
 
 
-def test_a_request_that_outgrows_the_pool_ends_with_length():
+def test_request_that_fills_the_pool_ends_with_length():
     engine = FakeEngine(Limits(num_pages=3))
     request = engine.add(LASTING[0], max_tokens=50, ignore_eos=True)
     engine.run()
@@ -218,7 +218,7 @@ def test_a_request_that_outgrows_the_pool_ends_with_length():
     assert engine.scheduler.num_preemptions == 0
 
 
-def test_a_request_that_fills_the_model_ends_with_length():
+def test_request_at_max_model_len_ends_with_length():
     engine = FakeEngine(Limits(max_model_len=6))
     request = engine.add(LASTING[0], max_tokens=50, ignore_eos=True)
     engine.run()
@@ -233,7 +233,7 @@ def test_a_request_that_fills_the_model_ends_with_length():
         (Limits(chunked_prefill=False), 9, "the prompt has 9 tokens, a step takes 8 unless prefill is chunked"),
     ],
 )
-def test_what_can_never_fit_is_refused(limits, length, message):
+def test_request_that_can_never_fit_is_refused(limits, length, message):
     engine = FakeEngine(limits)
     with pytest.raises(RequestRefused, match=message):
         engine.scheduler.add(Request("too long", (1,) * length))
@@ -243,7 +243,7 @@ def test_what_can_never_fit_is_refused(limits, length, message):
     assert fitting.finish_reason in ("stop", "length")
 
 
-def test_abort_ends_a_request_wherever_it_is():
+def test_abort_ends_waiting_and_running_requests():
     engine = FakeEngine(Limits(num_pages=4, max_num_seqs=2, max_batched_tokens=20))
     prompts = (LASTING[0], LASTING[1], LASTING[2])
     decoding, preempted, waiting = (engine.add(prompt, max_tokens=6) for prompt in prompts)
@@ -260,7 +260,7 @@ def test_abort_ends_a_request_wherever_it_is():
     engine.run()
 
 
-def test_lost_caches_cost_time_and_nothing_else():
+def test_lost_caches_change_no_token():
     engine = FakeEngine(Limits(num_pages=20))
     for prompt in LASTING[:3]:
         engine.add(prompt, max_tokens=2)
@@ -291,7 +291,7 @@ def test_plans_are_retired_once_and_in_order():
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_tokens_that_cannot_be_compared_change_nothing():
+def test_invalid_tokens_change_no_state():
     engine = FakeEngine(Limits(lag=5))
     requests = [engine.add(prompt, max_tokens=2) for prompt in LASTING[:2]]
     plan = engine.planned_step()
@@ -302,8 +302,8 @@ def test_tokens_that_cannot_be_compared_change_nothing():
     engine.run()
 
 
-def test_failed_allocations_change_nothing_but_the_time(monkeypatch):
-    """Each allocation in turn fails, whether or not pages are free."""
+def test_failed_allocations_change_no_token(monkeypatch):
+    """In each run one allocation fails, whether or not pages are free: the first, the second, and so on."""
     for failing in range(12):
         engine = FakeEngine(Limits(num_pages=6), sees_progress=False)
         allocate, calls = engine.pools.allocate, iter(range(10**6))
@@ -320,7 +320,7 @@ def test_failed_allocations_change_nothing_but_the_time(monkeypatch):
         assert next(calls) > failing
 
 
-def test_bad_arguments_are_refused():
+def test_invalid_arguments_are_rejected():
     pools = Limits().pools()
 
     sizes: dict[str, Any] = {"max_batched_tokens": 8, "max_model_len": 64, "chunked_prefill": True}
@@ -381,13 +381,13 @@ def test_sampling_params_are_validated(params, message):
         SamplingParams(**params)
 
 
-def test_an_empty_prompt_is_refused():
+def test_empty_prompt_is_rejected():
     with pytest.raises(ValueError, match="prompt_ids of request a must hold at least one token"):
         Request("a", ())
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_stop_tokens_are_any_sequence_of_integers():
+def test_stop_tokens_accept_any_sequence_of_integers():
     kept = SamplingParams(stop_token_ids=(3, 4))
     for ids in ([3, 4], range(3, 5), [*np.array([3, 4])]):
         assert SamplingParams(stop_token_ids=ids) == kept
@@ -395,8 +395,8 @@ def test_stop_tokens_are_any_sequence_of_integers():
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_sampling_params_are_kept_as_plain_numbers():
-    """Values that mean one number are taken, and no step has to look at them again."""
+def test_sampling_params_are_converted_to_python_numbers():
+    """NumPy scalars are accepted and converted, so that no step has to convert them."""
     given: dict[str, Any] = {
         "max_tokens": np.int64(4),
         "temperature": np.float32(0.5),
@@ -413,19 +413,19 @@ def test_sampling_params_are_kept_as_plain_numbers():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("salt", [None, b"x", "\ud800"])
-def test_a_salt_that_cannot_be_hashed_is_refused(salt):
+def test_salt_that_cannot_be_encoded_is_rejected(salt):
     with pytest.raises(ValueError, match="salt of request a must be a str without surrogates, got "):
         Request("a", (1,), salt=salt)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_params_of_another_kind_are_refused():
+def test_params_of_the_wrong_type_are_rejected():
     params: Any = {"max_tokens": 3}
     with pytest.raises(ValueError, match="params of request a must be SamplingParams, got {'max_tokens': 3}"):
         Request("a", (1,), params)
 
 
-def test_preempted_requests_come_back_whatever_the_chunking():
+def test_preempted_requests_are_admitted_again():
     base = Limits(num_pages=6, max_batched_tokens=5, max_num_seqs=4)
     for limits in (
         base,

@@ -1,4 +1,4 @@
-"""The scheduler under random traffic."""
+"""The scheduler with random traffic."""
 
 import random
 from dataclasses import replace
@@ -44,7 +44,7 @@ limits = st.builds(
 )
 
 
-limits |= limits.map(  # padded, where a step costs nothing but its tokens
+limits |= limits.map(  # with padding, and a step cost of zero
     lambda limits: replace(limits, padded_sizes=(*range(1, limits.max_batched_tokens, 3), limits.max_batched_tokens))
 )
 
@@ -60,7 +60,7 @@ traffic = given(limits=limits, actions=st.lists(actions, min_size=8, max_size=30
 
 
 def run_traffic(limits: Limits, actions: list[tuple]) -> None:
-    """Every request gets its own tokens: `FakeEngine` checks that, and everything else, as it goes."""
+    """Run traffic on `FakeEngine`, which checks tokens, pages and limits in every step."""
     engine = FakeEngine(limits)
     for name, *arguments in actions:
         match name:
@@ -80,20 +80,21 @@ def run_traffic(limits: Limits, actions: list[tuple]) -> None:
 
 @traffic
 @settings(max_examples=60, deadline=None)
-def test_any_traffic(limits, actions):
+def test_random_traffic(limits, actions):
     run_traffic(limits, actions)
 
 
 @pytest.mark.slow
 @traffic
 @settings(max_examples=3000, deadline=None)
-def test_any_traffic_for_long(limits, actions):
+def test_much_random_traffic(limits, actions):
     run_traffic(limits, actions)
 
 
+@pytest.mark.slow  # test_random_traffic is shorter
 @pytest.mark.parametrize("lag", [0, 1])
-def test_long_traffic_meets_everything_at_once(lag, monkeypatch):
-    """A thousand steps with failures meet preemptions, hits, dropped tokens and every way to finish."""
+def test_long_traffic_with_failures(lag, monkeypatch):
+    """A thousand steps with failures contain preemptions, prefix hits, dropped tokens and every finish reason."""
     draw = random.Random(lag)
     engine = FakeEngine(Limits(num_pages=10, max_num_seqs=4, lag=lag), sees_progress=False)
     allocate = engine.pools.allocate

@@ -8,10 +8,10 @@ from tests.cache.prefix_case import Heads
 from tests.models.scheduler_case import FakeEngine, Limits, summary
 
 WINDOWED: list[Heads] = [[(FULL, 0)], [(FULL, 0), (4, 2)]]
-"""Pages of two tokens: the windowed head keeps one page of sink tokens, and two or three of its window."""
+"""Pages of two tokens: the head with a window holds one page of sink tokens, and two or three pages of its window."""
 
 
-def test_pages_behind_a_window_come_back_while_a_request_runs():
+def test_pages_behind_a_window_are_recycled_while_a_request_runs():
     engine = FakeEngine(Limits(num_pages=40, max_batched_tokens=6, groups=WINDOWED))
     request = engine.add([1, 2, 3, 4, 5], max_tokens=50, ignore_eos=True)
     most = 0
@@ -24,8 +24,8 @@ def test_pages_behind_a_window_come_back_while_a_request_runs():
     engine.run()
 
 
-def test_a_window_holds_more_requests_than_full_heads():
-    """Each request has 24 tokens: 12 pages, or 4 where only a window of 4 and its page of sink tokens are kept."""
+def test_window_allows_more_requests_than_full_heads():
+    """Each request has 24 tokens: 12 pages, or 4 pages with a window of 4 tokens and one page of sink tokens."""
     running = []
     for heads in ([(FULL, 0)], [(4, 2)]):
         engine = FakeEngine(Limits(num_pages=16, max_num_seqs=4, max_batched_tokens=4, groups=[heads]))
@@ -37,7 +37,7 @@ def test_a_window_holds_more_requests_than_full_heads():
     assert running == [(1, True), (4, False)]
 
 
-def test_any_group_that_runs_out_preempts_and_the_others_lose_nothing():
+def test_any_group_without_pages_causes_a_preemption():
     groups: list[Heads] = [[(FULL, 0)], [(4, 0)]]
     engine = FakeEngine(Limits(num_pages=6, max_batched_tokens=20, groups=groups))
     engine.add([1] * 6, max_tokens=6, ignore_eos=True)
@@ -48,8 +48,8 @@ def test_any_group_that_runs_out_preempts_and_the_others_lose_nothing():
     engine.run()
 
 
-def test_alone_a_prompt_is_computed_in_what_the_pools_have_room_for():
-    """A step takes 16 tokens, but 5 pages hold only 8 beside a window of 4."""
+def test_prompt_that_runs_alone_uses_chunks_that_fit_the_pools():
+    """A step takes 16 tokens, but 5 pages hold only 8 tokens in addition to a window of 4."""
     for chunked in (True, False):
         limits = Limits(num_pages=5, max_batched_tokens=16, chunked_prefill=chunked, groups=[[(4, 0)]])
         engine = FakeEngine(limits)
@@ -60,7 +60,7 @@ def test_alone_a_prompt_is_computed_in_what_the_pools_have_room_for():
         assert len(request.output_ids) == 30
 
 
-def test_a_prompt_waits_for_room_for_a_whole_chunk_of_it():
+def test_prompt_waits_for_room_for_a_whole_chunk():
     engine = FakeEngine(Limits(num_pages=7, max_batched_tokens=8, max_num_seqs=2, lag=0, groups=[[(4, 0)]]))
     running = engine.add([1, 2], max_tokens=9, ignore_eos=True)
     engine.step()
@@ -71,7 +71,7 @@ def test_a_prompt_waits_for_room_for_a_whole_chunk_of_it():
     assert running.finish_reason == waiting.finish_reason == "length"
 
 
-def test_a_hit_takes_only_what_is_seen_and_computes_the_rest():
+def test_prefix_hit_takes_only_pages_within_windows():
     engine = FakeEngine(Limits(num_pages=40, max_batched_tokens=8, groups=WINDOWED))
     first = engine.add([1, 2, 3, 4, 5, 6, 1, 2, 3], max_tokens=6, ignore_eos=True)
     engine.run()
@@ -83,7 +83,7 @@ def test_a_hit_takes_only_what_is_seen_and_computes_the_rest():
     engine.run()
 
 
-def test_a_prompt_that_no_group_can_hold_is_refused():
+def test_prompt_larger_than_a_group_is_refused():
     limits = Limits(num_pages=3, groups=[[(4, 0)], [(FULL, 0), (2, 0), (2, 0)]])
     assert limits.pools().max_tokens == 2 * 5
     engine = FakeEngine(limits)

@@ -1,4 +1,4 @@
-"""Sparse attention in model and engine: tokens depend on no way to cut steps, and dense attention is its limit."""
+"""Sparse attention in model and engine: independence of step sizes, and the limit of dense attention."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CONFIG = dataclasses.replace(
     engine_case.CONFIG, model_type="deepseek_v32", index_topk=12, index_n_heads=4, index_head_dim=12
 )
 SHARED = dataclasses.replace(CONFIG, model_type="glm_moe_dsa", indexer_types=("full", "shared"))
-"""Its second layer attends to what the first one chose."""
-CONFIGS = {"all choose": CONFIG, "one shares": SHARED}
+"""The second layer attends to the keys that the first layer selected."""
+CONFIGS = {"all full": CONFIG, "one shared": SHARED}
 TOKENS = np.random.default_rng(0).integers(0, engine_case.VOCAB_SIZE, 61)
-REFERENCE = AttentionSettings(mla="absorb", implementation="reference")  # which compile fastest
+REFERENCE = AttentionSettings(mla="absorb", implementation="reference")  # compiles fastest
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SIZES = EngineConfig(
     num_pages=14,
@@ -49,7 +49,7 @@ SIZES = EngineConfig(
     decode_buckets=(3,),
     prefill_buckets=(16,),
 )
-"""Prompts in chunks, and fewer pages than the requests need."""
+"""Prompts in chunks, and too few pages for all requests."""
 
 
 def logits(model: Decoder) -> np.ndarray:
@@ -58,10 +58,13 @@ def logits(model: Decoder) -> np.ndarray:
     return np.asarray(model(jnp.asarray(TOKENS, jnp.int32), pages.allocate(model, np.nan), metadata)[0])
 
 
-@pytest.mark.parametrize(("name", "indexers"), [pytest.param("v32", 3, marks=pytest.mark.slow), ("glm-shared", 2)])
-def test_an_engine_gives_the_tokens_of_transformers(name: str, indexers: int) -> None:
-    """Chunks, prefixes found and computed again, preemption; an engine's compilations take what time it takes. Of the
-    two, the model whose layers share choices has all that the other has."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "indexers"), [("v32", 3), ("glm-shared", 2)])
+def test_engine_tokens_equal_transformers(name: str, indexers: int) -> None:
+    """Chunks, cached prefixes, recomputed prefixes and preemption.
+
+    In every run, test_parity.py has prompt logits of both models, and test_cached_pages.py has a sparse engine.
+    """
     model, expected = load_model(GOLDENS / name, jnp.float32), golden(name)
     engine = Engine(model, SIZES)
     outputs = [*engine.generate(expected.prompts, GREEDY), *engine.generate(expected.prompts, GREEDY)]
@@ -74,10 +77,13 @@ def test_an_engine_gives_the_tokens_of_transformers(name: str, indexers: int) ->
     assert stats.cache_bytes == 14 * 8 * 4 * widths
 
 
+@pytest.mark.slow  # tests/contract/test_mla_sparse.py attends to all keys
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_many_keys_make_a_dense_model(config: DeepSeekConfig) -> None:
-    """The same weights without an indexer: to the bit where tables have no more room, closely where tokens choose among
-    all their keys."""
+def test_top_k_of_all_keys_equals_dense_model(config: DeepSeekConfig) -> None:
+    """Compare with the same weights without an indexer.
+
+    Results have the same bits if tables have no room for more keys, and are close if tokens select all their keys.
+    """
     sparse = random_model(config, settings=REFERENCE)
     dense = logits(random_model(engine_case.CONFIG, settings=REFERENCE))
 
@@ -93,8 +99,8 @@ def test_many_keys_make_a_dense_model(config: DeepSeekConfig) -> None:
     assert np.abs(few - dense)[CONFIG.index_topk :].max() > 0.1
 
 
-def test_tokens_of_decode_rows_end_their_own_sequences() -> None:
-    """Drafts see what was decoded before them; padding and idle rows see nothing."""
+def test_packed_rows_of_decode_rows() -> None:
+    """Drafts see the tokens before them. Padding and idle rows see no tokens."""
     tables = jnp.array([[5, 6], [7, 8], [9, 4]], jnp.int32)
     lens = jnp.array([7, 0, 9], jnp.int32)
     rows = Rows(slice(0, 9), tables, lens, q_lens=jnp.array([3, 0, 2], jnp.int32), queries=3)
@@ -105,31 +111,31 @@ def test_tokens_of_decode_rows_end_their_own_sequences() -> None:
     assert packed_rows(Rows(slice(0, 3), tables, lens))[2].tolist() == lens.tolist()
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="mla: a deepseek_v32 attends to the latents that tokens choose"):
+def test_invalid_sparse_settings_raise() -> None:
+    with pytest.raises(NotImplementedError, match="mla: expand does not support the sparse attention"):
         random_model(CONFIG, settings=AttentionSettings(mla="expand"))
     with pytest.raises(ValueError, match="index_topk: expected at least 1, got 0"):
         AttentionSettings(index_topk=0)
 
 
-def test_layers_and_caches_that_do_not_fit_are_refused() -> None:
+def test_caches_without_expected_index_keys_raise() -> None:
     model = random_model(SHARED, settings=REFERENCE)
     pages = Pages.scatter(1, -(-len(TOKENS) // PAGE_SIZE))
     full, shared = pages.allocate(model)
     metadata, tokens = step(pages, prefill=[(0, 0, len(TOKENS))]), jnp.asarray(TOKENS, jnp.int32)
     for caches, message in (
-        ((shared, shared), "cache: expected one with index keys"),
-        ((full, full), "cache: expected one without index keys"),
+        ((shared, shared), "cache: expected index keys"),
+        ((full, full), "cache: expected no index keys"),
     ):
         with pytest.raises(ValueError, match=message):
             model(tokens, caches, metadata)
     x, angles, [(slots, parts)] = model.begin(tokens, full, metadata)
-    with pytest.raises(ValueError, match="choice: expected that of the layer before"):
+    with pytest.raises(ValueError, match="choice: expected the selection of the layer before"):
         model.layers[1](x, angles, shared, slots, parts)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_choice_is_handed_on_where_layers_share_it(config: DeepSeekConfig) -> None:
+def test_selected_keys_are_returned_if_layers_share_them(config: DeepSeekConfig) -> None:
     model, pages = random_model(config, settings=REFERENCE), Pages.scatter(1, 4)
     metadata, tokens = step(pages, prefill=[(0, 0, 20)]), jnp.zeros((20,), jnp.int32)
 
@@ -141,13 +147,13 @@ def test_a_choice_is_handed_on_where_layers_share_it(config: DeepSeekConfig) -> 
     assert jax.tree.map(lambda slots: slots.shape, handed_on) == (None if config is CONFIG else [(20, 12)])
 
 
-@pytest.mark.slow  # the module that drafts has layers of its own; here rows of several queries share choices
+@pytest.mark.slow  # rows of several queries share keys; test_cached_pages.py has an engine in every run
 @pytest.mark.parametrize(
     "changes",
     [{"speculate": Speculation(NGramProposer(), 3, adaptive=False)}, {"batch_invariant": True}],
     ids=["drafts", "batch invariant"],
 )
-def test_layers_share_choices_in_every_kind_of_step(changes: dict[str, Any]) -> None:
+def test_shared_keys_in_drafts_and_batch_invariant_steps(changes: dict[str, Any]) -> None:
     expected = golden("glm-shared")
     engine = Engine(load_model(GOLDENS / "glm-shared", jnp.float32), dataclasses.replace(SIZES, **changes))
     outputs = engine.generate(expected.prompts, GREEDY)
@@ -156,8 +162,8 @@ def test_layers_share_choices_in_every_kind_of_step(changes: dict[str, Any]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_prediction_modules_are_sparse_too(config: DeepSeekConfig) -> None:
-    """Tokens are those of plain decoding, whatever their drafts; the module chooses by itself."""
+def test_mtp_modules_with_sparse_attention(config: DeepSeekConfig) -> None:
+    """Tokens equal decoding without drafts. The module selects its own keys."""
     model = random_model(dataclasses.replace(config, num_nextn_predict_layers=1), seed=3)
     prompts = [TOKENS[:n].tolist() for n in (30, 1, 17)]
     speculation = Speculation(MTPProposer(random_mtp(model)), 2, adaptive=False)
@@ -172,8 +178,8 @@ def test_prediction_modules_are_sparse_too(config: DeepSeekConfig) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "indexers"), [("v32", 3), ("glm-shared", 2)])
-def test_tokens_over_8_bits_depend_on_no_way_to_cut_steps(name: str, indexers: int, tmp_path: Path) -> None:
-    """Index keys are in 8 bits as latents are, and tokens choose by what they stand for."""
+def test_tokens_over_fp8_cache_equal_plain_run(name: str, indexers: int, tmp_path: Path) -> None:
+    """Index keys are fp8 as latents are, and tokens select keys by their dequantised values."""
     save_wide(GOLDENS / name, tmp_path)
     model, prompts = load_model(tmp_path), golden(name).prompts
     engine = Engine(model, dataclasses.replace(SIZES, cache_dtype="float8_e4m3fn"))

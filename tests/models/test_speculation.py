@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever is proposed, the tokens are those of plain decoding."""
+"""Speculative decoding: outputs equal plain decoding, whatever is proposed."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ SHORT = EngineConfig(
     decode_buckets=(4,),
     prefill_buckets=(16,),
 )
-"""Pages are short, so that requests are preempted, and there is one bucket of each kind, so that little is compiled."""
+"""Pages are short, so that requests are preempted. There is one bucket of each kind, to compile little."""
 
 WIDE = HeadWindows((FULL, 100), (0, 0))
-"""Windows of heads in name only: no sequence is as long."""
+"""Windows per head that are longer than any sequence."""
 
 FAMILIES = {
     "latents": (LATENTS, SHORT),
@@ -86,7 +86,7 @@ def plain(family: str = "latents") -> dict[SamplingParams, list[list[int]]]:
 
 @functools.cache
 def plain_engine(family: str = "latents") -> Engine:
-    """An engine without speculation, whose steps are one bucket to compile."""
+    """Engine without speculation and with one bucket."""
     return make(family, batch_invariant=True)
 
 
@@ -100,7 +100,7 @@ def sequences(params: SamplingParams, family: str = "latents") -> list[list[int]
 
 
 def run(engine: Engine, params: SamplingParams, share: float, family: str = "latents") -> list[RequestOutput]:
-    """Generates all prompts with drafts of which a share is right; expects the tokens of plain decoding."""
+    """Generate all prompts with a given share of right drafts; expect the tokens of plain decoding."""
     tell(engine, sequences(params, family), share)
     streamed: dict[int | str, list[tuple[Any, ...]]] = {}
     ids = [
@@ -123,10 +123,16 @@ def totals(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
     return sum(sum(o.drafted) for o in outputs), sum(sum(o.accepted) for o in outputs)
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(GREEDY, id="greedy"),
+        pytest.param(DRAWN, id="drawn", marks=pytest.mark.slow),  # test_drafts.py compares distributions
+    ],
+)
 def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
-    """Right drafts are all accepted, which they are only if every known token was found by the proposer: those of
-    chunks, of shared pages, of requests that were preempted."""
+    """All drafts are accepted if all are right. That requires that the proposer gets every known token: of chunks, of
+    shared pages and of preempted requests."""
     engine = speculating()
     for share in (1.0, 0.0, 0.6):
         before = engine.stats()
@@ -145,7 +151,7 @@ def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
     ["latents", "sparse", *(pytest.param(f, marks=pytest.mark.slow) for f in ("keys and values", "quantised"))],
 )
 def test_trees_of_drafts_change_no_token(family: str):
-    """Accepted tokens lie scattered among those that are not, until they are moved to their places."""
+    """Accepted tokens of a tree are not consecutive in the cache until they are moved."""
     engine = make(family, speculate=Speculation(KnowingTreeProposer([], 1.0, VOCAB_SIZE), 8, adaptive=False))
     for params, share in itertools.product((GREEDY, DRAWN), (1.0, 0.6, 0.0)):
         outputs = run(engine, params, share, family)
@@ -157,25 +163,27 @@ def test_trees_of_drafts_change_no_token(family: str):
     assert engine.stats().prefix_hit_rate > 0
 
 
-def test_trees_are_refused_where_attention_goes_by_slots():
+def test_trees_are_rejected_if_attention_depends_on_slots():
     trees = Speculation(KnowingTreeProposer([], 1.0, VOCAB_SIZE), 8)
-    with pytest.raises(NotImplementedError, match="drafts that are a tree lie side by side; windows count slots"):
+    with pytest.raises(NotImplementedError, match="a tree of drafts needs decode rows of several tokens; windows"):
         make("windows", speculate=trees)
-    with pytest.raises(NotImplementedError, match="batch_invariant computes each token as a row of its own"):
+    with pytest.raises(NotImplementedError, match="batch_invariant computes each token in a separate row"):
         make(speculate=trees, batch_invariant=True)
     expanding = random_model(LATENTS, seed=3, settings=AttentionSettings(mla="expand"))
-    with pytest.raises(NotImplementedError, match="expanded decode rows take one token each"):
+    with pytest.raises(NotImplementedError, match="expanded decode rows have one token each"):
         Engine(expanding, dataclasses.replace(SHORT, speculate=trees))
 
 
-def test_windows_of_heads_and_quantised_caches_lose_nothing_to_rejected_drafts():
-    """Rejected tokens neither make pages go that later queries see, nor leave scales behind."""
+@pytest.mark.slow  # test_engine_windows.py has windows, and other tests here have drafts
+def test_rejected_drafts_change_no_token_with_windows_per_head_and_quantised_caches():
+    """Rejected drafts neither recycle pages that later queries read, nor affect scales."""
     engine = speculating("windows")
     for params, share in ((GREEDY, 0.6), (DRAWN, 0.6), (GREEDY, 0.0)):
         run(engine, params, share, "windows")
     assert engine.stats().preemptions > 0
 
 
+@pytest.mark.slow  # tests/scripts/test_run_decode.py drafts n-grams in every run
 def test_ngrams_are_found_and_change_no_token():
     engine = make(speculate=Speculation(NGramProposer(longest=3, shortest=1), NUM_DRAFTS, adaptive=False))
     for params in (GREEDY, DRAWN):
@@ -185,7 +193,7 @@ def test_ngrams_are_found_and_change_no_token():
 
 
 def expect_drafted(engine: Engine, family: str = "latents") -> list[float]:
-    """Generates all prompts, twice, so that the second time prefixes are found; returns shares of accepted drafts."""
+    """Generate all prompts twice, so that the second run finds prefixes. Return the shares of accepted drafts."""
     shares = []
     for params, _ in itertools.product((GREEDY, DRAWN), range(2)):
         outputs = engine.generate(PROMPTS, params)
@@ -198,17 +206,17 @@ def expect_drafted(engine: Engine, family: str = "latents") -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_model_that_drafts_for_itself_is_right():
-    """Every draft is accepted, greedy and drawn, so its cache holds what the target's does, wherever a prompt was
-    chunked, found in the prefix cache or computed again, and whatever was rejected for want of room."""
+def test_all_drafts_of_the_target_itself_are_accepted():
+    """Every draft is accepted, greedy and drawn. So the draft cache equals the target's after chunks, prefix hits,
+    preemptions, and drafts rejected for lack of room."""
     engine = make(speculate=Speculation(DraftModelProposer(model()), NUM_DRAFTS, adaptive=False))
     assert min(expect_drafted(engine)) > 0.99
 
 
 @pytest.mark.slow
-def test_a_draft_model_of_another_family_changes_no_token():
-    """The target's heads have windows, so that the drafts' pages are rows of one head. The first model to draft has the
-    target's weights and sees all that it sees; the second has nothing in common with it."""
+def test_draft_model_of_another_family_changes_no_token():
+    """The target's heads have windows, so the drafts' pages are page rows of one head. The first draft model has the
+    target's weights and attends to the same tokens; the second is unrelated."""
     same = random_model(dataclasses.replace(test_engine_windows.CONFIG, windows=None), seed=3)
     for drafting, least in ((same, 0.99), (model(), 0.0)):
         speculate = Speculation(DraftModelProposer(drafting), NUM_DRAFTS, adaptive=False)
@@ -216,7 +224,7 @@ def test_a_draft_model_of_another_family_changes_no_token():
 
 
 @pytest.mark.slow
-def test_a_draft_model_is_ready_after_steps_without_drafts():
+def test_draft_model_cache_is_complete_after_steps_without_drafts():
     engine = make(speculate=Speculation(DraftModelProposer(model()), 2))
     control = engine._ranks.schedulers[0]._draft_control
     assert control is not None
@@ -225,15 +233,15 @@ def test_a_draft_model_is_ready_after_steps_without_drafts():
     assert min(expect_drafted(engine)) > 0.99
 
 
-def test_draft_models_that_do_not_fit_are_refused():
-    with pytest.raises(NotImplementedError, match="draft model: expected layers whose heads all see the same"):
+def test_unsuitable_draft_models_are_rejected():
+    with pytest.raises(NotImplementedError, match="draft model: expected heads with equal windows"):
         DraftModelProposer(model("windows"))
     smaller = random_model(dataclasses.replace(LATENTS, vocab_size=32), seed=3)
     with pytest.raises(ValueError, match="draft model: expected the target's vocabulary of 64 tokens, got 32"):
         make(speculate=Speculation(DraftModelProposer(smaller)))
 
 
-def test_tokens_that_end_a_request_end_it_within_accepted_drafts():
+def test_stop_token_within_accepted_drafts_ends_the_request():
     engine = speculating()
     tell(engine, sequences(GREEDY), 1.0)
     wanted = plain()[GREEDY][1]
@@ -254,7 +262,8 @@ def test_tokens_that_end_a_request_end_it_within_accepted_drafts():
     assert engine.stats().used_pages == 0
 
 
-def test_an_aborted_request_keeps_a_prefix_of_its_tokens():
+@pytest.mark.slow  # test_engine.py aborts requests, here with drafts in flight
+def test_aborted_request_keeps_a_prefix_of_its_tokens():
     engine = speculating()
     tell(engine, sequences(GREEDY), 0.6)
     for after in range(1, 6):
@@ -270,8 +279,9 @@ def test_an_aborted_request_keeps_a_prefix_of_its_tokens():
     assert engine.stats().used_pages == 0
 
 
-def test_generated_tokens_that_were_accepted_are_shared():
-    """A page is published once all its tokens are accepted, and holds their keys, whatever was rejected there."""
+def test_pages_of_accepted_tokens_are_shared():
+    """A page is published once all its tokens are accepted. It holds their keys, although rejected drafts were written
+    there before."""
     engine = speculating()
     tell(engine, sequences(GREEDY), 0.6)
     output = engine.generate([PROMPTS[3]], GREEDY)[0].output_ids
@@ -282,8 +292,9 @@ def test_generated_tokens_that_were_accepted_are_shared():
     assert (again.cached_tokens, again.output_ids) == (24, wanted)
 
 
-def test_logits_that_are_not_finite_end_a_request_and_no_other():
-    """The token whose embedding is broken may spoil the tokens before it in its row, but no accepted one is wrong."""
+def test_nonfinite_logits_end_only_their_request():
+    """The draft whose embedding has NaN may change earlier tokens of its row to NONFINITE, but no accepted token is
+    wrong."""
     wanted = plain()[GREEDY][1]
     at = next(i for i in range(5, 20) if wanted[i] not in wanted[:i] and wanted[i] not in PROMPTS[1])
     broken = random_model(LATENTS, seed=3, settings=engine_case.QUICK)
@@ -306,7 +317,7 @@ def test_logits_that_are_not_finite_end_a_request_and_no_other():
     assert [engine.output(i).output_ids for i in ids] == [plain()[GREEDY][i] for i in others]
 
 
-def test_the_next_step_is_launched_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch):
+def test_next_step_is_launched_before_the_previous_one_is_read(monkeypatch: pytest.MonkeyPatch):
     engine = speculating()
     tell(engine, sequences(GREEDY), 1.0)
     order: list[str] = []
@@ -318,7 +329,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(monkeypatch: pyte
     assert order[:9] == ["launch", *["launch", "read"] * 4]
 
 
-def test_a_step_that_fails_loses_and_repeats_no_token(monkeypatch: pytest.MonkeyPatch):
+def test_failed_step_loses_and_repeats_no_token(monkeypatch: pytest.MonkeyPatch):
     engine = speculating()
     tell(engine, sequences(GREEDY), 0.6)
     read, calls = StepResult.sampled, itertools.count()
@@ -340,11 +351,11 @@ def test_a_step_that_fails_loses_and_repeats_no_token(monkeypatch: pytest.Monkey
     assert [engine.output(i).output_ids for i in ids] == plain()[GREEDY]
 
 
-def test_adaptive_drafting_compiles_nothing_after_warmup_and_follows_acceptance(monkeypatch: pytest.MonkeyPatch):
+def test_adaptive_drafting_follows_acceptance_without_compilation(monkeypatch: pytest.MonkeyPatch):
     engine = make(speculate=speculation(num_drafts=1, adaptive=True))
     assert engine.warmup() > 0
     assert engine.stats().compilations == 2 + 1 + 2
-    monkeypatch.setattr(DraftControl, "record_time", lambda *_: None)  # so that no pause of this machine decides
+    monkeypatch.setattr(DraftControl, "record_time", lambda *_: None)  # pauses must not matter
     tell(engine, sequences(GREEDY), 1.0)
     engine.generate(PROMPTS, GREEDY)
     with compile_events() as events:
@@ -359,7 +370,7 @@ def test_adaptive_drafting_compiles_nothing_after_warmup_and_follows_acceptance(
     assert wrong[-1][0] < right[0] / 2
 
 
-def test_the_time_of_steps_that_only_decode_is_recorded(monkeypatch: pytest.MonkeyPatch):
+def test_times_of_steps_without_prompts_are_recorded(monkeypatch: pytest.MonkeyPatch):
     engine, recorded = make(speculate=speculation()), []
     monkeypatch.setattr(DraftControl, "record_time", lambda _, *given: recorded.append(given))
     tell(engine, sequences(GREEDY), 1.0)
@@ -370,7 +381,7 @@ def test_the_time_of_steps_that_only_decode_is_recorded(monkeypatch: pytest.Monk
     assert {rows for rows, *_ in recorded} == {1, 2}
 
 
-def test_arguments_are_checked():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match="proposer: expected a Proposer, got 'ngram'"):
         Speculation("ngram")  # pyrefly: ignore[bad-argument-type]
     for wrong in (0, 65, True, 2.0):
@@ -392,13 +403,13 @@ class MisshapenProposer(Proposer):
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_drafts_of_another_shape_are_refused():
+def test_drafts_of_a_wrong_shape_are_rejected():
     engine = make(speculate=Speculation(MisshapenProposer(), 2, adaptive=False))
     with pytest.raises(ValueError, match=r"propose: expected int32 \[4, 2\], got int32 \[4, 3\]"):
         engine.warmup()
 
 
-def test_expanded_decode_rows_take_no_drafts():
+def test_expanded_decode_rows_reject_drafts():
     expanding = random_model(LATENTS, seed=3, settings=AttentionSettings(mla="expand"))
     engine = Engine(expanding, dataclasses.replace(SHORT, speculate=speculation()))
     with pytest.raises(NotImplementedError, match="mla: expanded decode rows take one token each, without drafts"):

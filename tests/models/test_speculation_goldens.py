@@ -1,4 +1,4 @@
-"""Speculative decoding of every family's golden gives the tokens of transformers."""
+"""Speculative decoding gives the tokens of transformers for every family's golden."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ NEW_TOKENS = 24
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "proposer"), [*itertools.product(NAMES, ["ngram", "draft"]), ("v3-fp8", "mtp")])
-def test_tokens_are_those_of_transformers(name: str, proposer: str):
-    """The draft model is the model itself, so that nearly all drafts are right; the prediction module is drawn at
-    random. Prompt logits are captured beside."""
+def test_tokens_equal_transformers(name: str, proposer: str):
+    """The draft model is the model itself, so nearly all drafts are right. The prediction module has random weights.
+    Prompt logits are captured, too."""
     model, expected = load_model(GOLDENS / name, jnp.float32), golden(name)
     makers: dict[str, Callable[[], Proposer]] = {
         "ngram": lambda: NGramProposer(shortest=1),

@@ -1,4 +1,4 @@
-"""Layers share one plan of a step's absorbed rows; without an implementation that follows plans, none is made."""
+"""All layers share one plan of a step's absorbed rows. Without an implementation that uses plans, none is made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = dataclasses.replace(
 
 
 def kernels(jaxpr: Any) -> Iterator[str]:
-    """Names of the Mosaic GPU kernels that a program runs, with repetitions."""
+    """Names of the Mosaic GPU kernels of a program, with repetitions."""
     for equation in jaxpr.eqns:
         if "meshes" in equation.params:
             yield equation.params["name"]
@@ -44,8 +44,11 @@ def traced(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
     return list(kernels(jax.make_jaxpr(run)(weights, tokens, pages.allocate(model), metadata).jaxpr))
 
 
-@pytest.mark.parametrize(("mla", "parts"), [("auto", 1), ("absorb", 2), ("expand", 0)])
-def test_a_step_has_one_plan_for_all_layers(
+@pytest.mark.parametrize(
+    ("mla", "parts"),
+    [("absorb", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("auto", 1), ("expand", 0)))],
+)
+def test_step_has_one_plan_for_all_layers(
     mla: str, parts: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with harness.interpreting(capsys):
@@ -54,7 +57,7 @@ def test_a_step_has_one_plan_for_all_layers(
     assert names.count("mla_decode") == parts * LAYERS
 
 
-def test_no_plan_for_those_who_follow_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_implementations_without_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with harness.interpreting(capsys):
         assert not traced(monkeypatch, implementation="xla")
         assert "plan_decode" not in traced(monkeypatch, implementation=("reference", "mosaic"))

@@ -1,4 +1,4 @@
-"""Tokenizer directories made with the tokenizers library: reading them, and refusing wrong ones."""
+"""Tokenizer directories made with the tokenizers library: loading, and errors of invalid files."""
 
 import datetime
 import gc
@@ -35,7 +35,7 @@ def words(ids):
 
 @pytest.fixture
 def save(tmp_path):
-    """Writes a directory with a word tokenizer in it, and loads it."""
+    """Write a directory with a word tokenizer, and load it."""
 
     def save(config=None, *, starts_with_bos=True, template_file=None):
         core = Core(models.WordLevel(IDS, unk_token="[UNK]"))
@@ -56,18 +56,18 @@ def save(tmp_path):
     return save
 
 
-def test_a_directory_without_one_has_none(tmp_path):
+def test_directory_without_tokenizer_gives_none(tmp_path):
     assert load_tokenizer(tmp_path) is None
 
 
-def test_plain_text_starts_as_the_post_processor_says(save):
+def test_post_processor_adds_first_tokens(save):
     tokenizer = save()
     assert tokenizer.chat_template is None
     assert words(tokenizer.encode_prompt("the cache")) == [BOS, "the", "cache"]
 
 
 @pytest.mark.parametrize("changed", ["truncation", "padding"])
-def test_prompts_are_neither_cut_nor_padded(save, tmp_path, changed):
+def test_prompts_are_not_truncated_or_padded(save, tmp_path, changed):
     save(starts_with_bos=False)
     core = Core.from_file(str(tmp_path / "tokenizer.json"))
     if changed == "truncation":
@@ -80,14 +80,14 @@ def test_prompts_are_neither_cut_nor_padded(save, tmp_path, changed):
     assert words(loaded.encode_prompt("the cache of page")) == ["the", "cache", "of", "page"]
 
 
-def test_add_bos_token_is_kept_where_the_post_processor_says_nothing(save):
+def test_add_bos_token_without_post_processor(save):
     plain = save({"bos_token": BOS}, starts_with_bos=False)
     assert words(plain.encode_prompt("the cache")) == ["the", "cache"]
     added = save({"bos_token": BOS, "add_bos_token": True}, starts_with_bos=False)
     assert words(added.encode_prompt("the cache")) == [BOS, "the", "cache"]
 
 
-def test_add_bos_token_adds_no_second_one(save):
+def test_add_bos_token_adds_at_most_one(save):
     tokenizer = save({"bos_token": {"content": BOS}, "add_bos_token": True})
     assert words(tokenizer.encode_prompt("cache")) == [BOS, "cache"]
 
@@ -102,17 +102,17 @@ def test_a_chat_template_wraps_the_prompt(save, as_object):
     assert words(ids) == [BOS, USER, "a", "page", "of", "the", "cache", EOS, ASSISTANT]
 
 
-def test_of_several_templates_the_default_is_taken(save):
+def test_default_template_of_several(save):
     several = [{"name": "tool_use", "template": "cache"}, {"name": "default", "template": "a {{ bos_token }}"}]
     assert words(save({"bos_token": BOS, "chat_template": several}).encode_prompt("x")) == ["a", BOS]
 
 
-def test_a_template_file_comes_before_the_configured_one(save):
+def test_template_file_overrides_tokenizer_config(save):
     tokenizer = save({"chat_template": "cache"}, template_file="page of")
     assert words(tokenizer.encode_prompt("x")) == ["page", "of"]
 
 
-def test_templates_have_the_helpers_they_expect(save):
+def test_template_helpers(save):
     template = "{% for w in ['a', 'b'] %}{{ w|tojson }}{{ {'<&é': 1}|tojson }}{% break %}{% endfor %}"
     tokenizer = save({"chat_template": template})
     assert tokenizer._render([]) == '"a"{"<&é": 1}'
@@ -128,18 +128,18 @@ def test_templates_have_the_helpers_they_expect(save):
         ("{% for w in ['a', 'b'] %}{% generation %}{{ w }}{{ loop.index }}{% endgeneration %}{% endfor %}", "a1b2"),
     ],
 )
-def test_templates_render_as_they_do_in_transformers(save, template, text):
+def test_templates_render_as_in_transformers(save, template, text):
     assert save({"chat_template": template})._render([{"role": "user", "content": "x"}]) == text
 
 
-def test_templates_may_ask_for_the_date(save):
-    """A template may call `strftime_now`, as gpt-oss's does."""
+def test_template_may_use_date(save):
+    """The template of gpt-oss calls `strftime_now`."""
     tokenizer = save({"chat_template": "{{ strftime_now('%Y-%m-%d') }}"})
     before, date, after = datetime.date.today(), tokenizer._render([]), datetime.date.today()
     assert before <= datetime.date.fromisoformat(date) <= after
 
 
-def test_decoding_leaves_out_special_tokens_and_unknown_ids(save):
+def test_decode_skips_special_tokens_and_unknown_ids(save):
     assert save().decode([IDS[BOS], IDS["page"], IDS["of"], 10**6, IDS[EOS]]) == "pageof"
 
 
@@ -152,7 +152,7 @@ def test_decoding_leaves_out_special_tokens_and_unknown_ids(save):
         ("{{ 1 // 0 }}", "cannot render"),
     ],
 )
-def test_what_a_template_may_not_do(save, template, message):
+def test_template_failures_raise(save, template, message):
     with pytest.raises(TokenizerError, match=message):
         save({"chat_template": template}).encode_prompt("x")
 
@@ -165,7 +165,7 @@ def test_what_a_template_may_not_do(save, template, message):
         ({"bos_token": ["<s>"]}, "expected bos_token to be a text"),
     ],
 )
-def test_malformed_configurations_are_refused(save, config, message):
+def test_malformed_tokenizer_config_raises(save, config, message):
     with pytest.raises(TokenizerError, match=message):
         save(config)
 
@@ -173,13 +173,13 @@ def test_malformed_configurations_are_refused(save, config, message):
 @pytest.mark.parametrize(
     ("content", "message"), [("{", "EOF while parsing"), ("[]", "tokenizer.json: "), ("{}", "tokenizer.json: ")]
 )
-def test_malformed_tokenizers_are_refused(tmp_path, content, message):
+def test_malformed_tokenizer_json_raises(tmp_path, content, message):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(tmp_path)
 
 
-def test_the_process_for_texts_gets_no_interrupt_and_ends_with_its_tokenizer(save):
+def test_text_process_ignores_ctrl_c_and_ends_with_tokenizer(save):
     tokenizer = save()
     process = tokenizer._process._popen
     assert os.getpgid(process.pid) != os.getpgid(0)
@@ -189,7 +189,7 @@ def test_the_process_for_texts_gets_no_interrupt_and_ends_with_its_tokenizer(sav
     assert process.poll() is not None
 
 
-def test_a_process_that_is_gone_is_told_each_time(save):
+def test_dead_text_process_raises_each_time(save):
     tokenizer = save()
     tokenizer._process._popen.kill()
     for _ in range(2):
@@ -197,7 +197,7 @@ def test_a_process_that_is_gone_is_told_each_time(save):
             tokenizer.encode("page")
 
 
-def test_a_template_file_that_is_no_text_is_refused(save, tmp_path):
+def test_template_file_that_is_not_utf8_raises(save, tmp_path):
     save()
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TokenizerError, match="malformed"):

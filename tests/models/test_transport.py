@@ -1,4 +1,4 @@
-"""Messages through a socket: what comes is what was sent, and anything else is an error."""
+"""Messages through a socket: they arrive unchanged, and invalid data raises an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ends() -> Iterator[tuple[SocketTransport, SocketTransport]]:
     second.close()
 
 
-def test_messages_come_as_they_were_sent(ends: tuple[SocketTransport, SocketTransport]) -> None:
+def test_messages_arrive_unchanged(ends: tuple[SocketTransport, SocketTransport]) -> None:
     first, second = ends
     for number in range(3):
         first.send({"kind": "layer", "number": number}, ARRAYS)
@@ -66,17 +66,17 @@ FRAME = frame_of(ARRAYS)
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        (b"", "the other side is gone, between messages"),
-        (FRAME[:30], "the other side is gone, in the middle of a message"),
-        (FRAME[:-1], "the other side is gone, in the middle of a message"),
-        (b"GET / HTTP/1.1\r\n\r\n\r\n", "no message, or one that is too large"),
-        (struct.pack(">4sIQI", b"pgs1", 2**31, 0, 0), "no message, or one that is too large"),
-        (struct.pack(">4sIQI", b"pgs1", 2, 2**40, 0), "no message, or one that is too large"),
-        (struct.pack(">4sIQI", b"pgs1", 2, 0, 0) + b"{}", "its checksum is another"),
+        (b"", "the other process closed the connection between messages"),
+        (FRAME[:30], "the other process closed the connection in the middle of a message"),
+        (FRAME[:-1], "the other process closed the connection in the middle of a message"),
+        (b"GET / HTTP/1.1\r\n\r\n\r\n", "not a message, or too large"),
+        (struct.pack(">4sIQI", b"pgs1", 2**31, 0, 0), "not a message, or too large"),
+        (struct.pack(">4sIQI", b"pgs1", 2, 2**40, 0), "not a message, or too large"),
+        (struct.pack(">4sIQI", b"pgs1", 2, 0, 0) + b"{}", "its checksum differs"),
     ],
     ids=["nothing", "half a header", "all but a byte", "another protocol", "a large header", "large arrays", "damage"],
 )
-def test_what_is_no_message_is_refused(data: bytes, match: str) -> None:
+def test_invalid_data_is_rejected(data: bytes, match: str) -> None:
     left, right = socket.socketpair()
     with left, right:
         left.sendall(data)
@@ -87,7 +87,7 @@ def test_what_is_no_message_is_refused(data: bytes, match: str) -> None:
 
 @given(position=st.integers(0, len(FRAME) - 1), value=st.integers(1, 255))
 @settings(max_examples=200, deadline=None)
-def test_any_damage_is_noticed(position: int, value: int) -> None:
+def test_damaged_message_is_rejected(position: int, value: int) -> None:
     data = bytearray(FRAME)
     data[position] ^= value
     left, right = socket.socketpair()
@@ -98,36 +98,36 @@ def test_any_damage_is_noticed(position: int, value: int) -> None:
             SocketTransport(right).receive()
 
 
-def test_a_message_that_stops_half_way_is_not_waited_for() -> None:
+def test_incomplete_message_times_out() -> None:
     left, right = socket.socketpair()
     with left, right:
         left.sendall(FRAME[:-1])
-        with pytest.raises(TransportError, match=r"the rest of a message did not come within 0\.2 s"):
+        with pytest.raises(TransportError, match=r"the rest of a message did not arrive within 0\.2 s"):
             SocketTransport(right, timeout_s=0.2).receive()
 
 
-def test_who_takes_nothing_is_not_waited_for(ends: tuple[SocketTransport, SocketTransport]) -> None:
+def test_send_without_a_receiver_times_out(ends: tuple[SocketTransport, SocketTransport]) -> None:
     first, _ = ends
     large = {"pages": np.zeros((1 << 24,), np.int8)}
-    with pytest.raises(TransportError, match=r"the other side took nothing for 0\.5 s"):
+    with pytest.raises(TransportError, match=r"the other process received nothing for 0\.5 s"):
         first.send({"kind": "layer"}, large)
-    with pytest.raises(TransportError, match="a message before this one was cut short"):
+    with pytest.raises(TransportError, match="an earlier message was sent incompletely"):
         first.send({"kind": "bye"})
 
 
-def test_closing_ends_who_waits(ends: tuple[SocketTransport, SocketTransport]) -> None:
+def test_close_ends_a_waiting_receive(ends: tuple[SocketTransport, SocketTransport]) -> None:
     first, second = ends
     threading.Timer(0.2, second.close).start()
     with pytest.raises(TransportError):
         second.receive()
-    with pytest.raises(TransportError, match="the other side is gone"):
+    with pytest.raises(TransportError, match="the other process closed the connection"):
         first.receive()
-    with pytest.raises(TransportError, match="the other side is gone"):
+    with pytest.raises(TransportError, match="the other process closed the connection"):
         first.send({"kind": "bye"})
 
 
 @pytest.mark.parametrize(("changes", "match"), [({"timeout_s": 0}, "timeout_s"), ({"max_bytes": 0}, "max_bytes")])
-def test_refusals(changes: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_are_rejected(changes: dict[str, Any], match: str) -> None:
     left, right = socket.socketpair()
     with left, right, pytest.raises(ValueError, match=f"^{match}: expected"):
         SocketTransport(left, **changes)

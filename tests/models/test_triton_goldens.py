@@ -18,7 +18,7 @@ from models.decoder import AttentionSettings, split_model
 from models.engine import Decoded, Engine, EngineConfig, SamplingParams
 from models.engine.verify import verify
 from tests.models.step_case import PAGE_SIZE, Pages, step
-from tests.models.test_parity import GOLDENS, MISTAKES, NAMES, golden
+from tests.models.test_parity import GOLDENS, MUTATIONS, NAMES, golden
 
 MEDIAN, MOST = 0.03, 0.06
 """Bounds of what the logits of half of the tokens, and of nine in ten, may differ by: root mean squares over the
@@ -81,7 +81,7 @@ def test_logits(name: str) -> None:
 )
 def test_a_mistake_is_noticed(name: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     by_xla(name)  # without it
-    MISTAKES[mistake](monkeypatch)
+    MUTATIONS[mistake](monkeypatch)
     half, most = differences(name)
     assert half > MEDIAN
     assert most > MOST

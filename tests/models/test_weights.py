@@ -1,4 +1,4 @@
-"""Checkpoints: every tensor finds its place, and misfits are named before a byte of a tensor is read."""
+"""Checkpoints: layouts of all parameters, and errors that are raised before a tensor is read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def rewrite(directory: Path, **changes: np.ndarray | None) -> None:
-    """Adds, replaces or (None) removes tensors."""
+    """Add, replace or remove (None) tensors of a checkpoint."""
     tensors = {**load_file(directory / "model.safetensors"), **changes}
     save_file({n: t for n, t in tensors.items() if t is not None}, directory / "model.safetensors")
 
@@ -69,7 +69,14 @@ def reconfigure(directory: Path, **entries: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+# v32 and v3 have all parameters of the slow models.
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=[pytest.mark.slow] * (name in ("v2", "glm", "glm, shared")))
+        for name, config in CONFIGS.items()
+    ],
+)
 def test_every_parameter_has_one_source(config: ModelConfig):
     model = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.float32))
     paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
@@ -81,20 +88,21 @@ def test_every_parameter_has_one_source(config: ModelConfig):
         assert source.pack(read[name] for name in source.tensors).shape == parameter.shape, path
 
 
-def test_loads_what_it_saved(directory: Path):
+def test_random_checkpoint_round_trip(directory: Path):
     loaded, made = parameters(weights.load_model(directory)), parameters(weights.random_model(V3, seed=3))
     assert loaded.keys() == made.keys()
     for path, value in made.items():
         np.testing.assert_array_equal(loaded[path], value, err_msg=path)
 
 
-def test_seeds_differ():
+def test_different_seeds_give_different_weights():
     first, second = (weights.random_tensor(ROUTER, (4, 8), seed) for seed in (0, 1))
     assert np.all(first != second)
     assert np.all(first != weights.random_tensor("another", (4, 8), 0))
 
 
-def test_loads_shards(directory: Path, tmp_path: Path):
+@pytest.mark.slow  # test_duplicate_tensor_is_read_from_indexed_shard loads shards in every run
+def test_sharded_checkpoint(directory: Path, tmp_path: Path):
     tensors = load_file(directory / "model.safetensors")
     parts = {f"model-{i}.safetensors": sorted(tensors)[i::3] for i in range(3)}
     sharded = tmp_path / "sharded"
@@ -111,8 +119,8 @@ def test_loads_shards(directory: Path, tmp_path: Path):
     )
 
 
-def test_layouts(directory: Path):
-    """Checks single elements against the file: the transposes, the halves, the cut of kv_b_proj."""
+def test_layouts_of_weights(directory: Path):
+    """Compare slices with the file: transposes, rotary halves and the split of kv_b_proj."""
     ours = parameters(weights.load_model(directory))
     file = load_file(directory / "model.safetensors")
     attention, name = "layers.1.self_attn", "model.layers.1.self_attn"
@@ -137,7 +145,7 @@ def test_layouts(directory: Path):
     )
 
 
-def test_dtype_is_the_checkpoints_unless_told_and_the_router_keeps_float32(directory: Path):
+def test_default_dtype_and_float32_router(directory: Path):
     reconfigure(directory, torch_dtype="bfloat16")
     for dtype, wanted in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
         model = weights.load_model(directory, dtype)
@@ -150,7 +158,7 @@ def test_dtype_is_the_checkpoints_unless_told_and_the_router_keeps_float32(direc
         weights.load_model(directory, jnp.float16)
 
 
-def test_a_16_bit_checkpoint_is_widened_exactly(directory: Path):
+def test_float16_checkpoint_as_float32_is_exact(directory: Path):
     tensors = load_file(directory / "model.safetensors")
     rewrite(directory, **{name: t.astype(ml_dtypes.bfloat16) for name, t in tensors.items()})
     norm = "model.layers.0.input_layernorm.weight"
@@ -158,7 +166,7 @@ def test_a_16_bit_checkpoint_is_widened_exactly(directory: Path):
     np.testing.assert_array_equal(loaded, tensors[norm].astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-def test_everything_wrong_is_named_before_a_tensor_is_read(directory: Path, monkeypatch):
+def test_all_misfits_are_named_before_reading(directory: Path, monkeypatch):
     rewrite(
         directory,
         **{
@@ -179,9 +187,11 @@ def test_everything_wrong_is_named_before_a_tensor_is_read(directory: Path, monk
     assert f"1 of an unsupported dtype: {ROUTER} I32" in message
 
 
-def test_indexers_of_layers_that_share_a_choice_are_left_unread(tmp_path: Path):
-    """Files of a model that was trained with an indexer in every layer hold them; other tensors of such layers and
-    indexers of other layers are asked for as ever."""
+def test_unused_indexers_are_not_read(tmp_path: Path):
+    """Checkpoints of models trained with an indexer in every layer contain tensors of unused indexers.
+
+    All other tensors are still required.
+    """
     config = dataclasses.replace(
         PRESETS["v32-tiny"], model_type="glm_moe_dsa", vocab_size=48, num_hidden_layers=3, first_k_dense_replace=3
     )
@@ -202,13 +212,13 @@ def test_indexers_of_layers_that_share_a_choice_are_left_unread(tmp_path: Path):
         weights.load_model(tmp_path)
 
 
-def test_long_lists_are_cut(directory: Path):
+def test_long_lists_of_names_are_shortened(directory: Path):
     reconfigure(directory, num_hidden_layers=1)
     with pytest.raises(CheckpointError, match=r"not part of the model: .* and \d+ more$"):
         weights.load_model(directory)
 
 
-def test_says_what_it_leaves_unread(directory: Path, caplog):
+def test_unused_tensors_are_logged(directory: Path, caplog):
     reconfigure(directory, num_nextn_predict_layers=1, tie_word_embeddings=True)
     extra = {
         "model.layers.2.eh_proj.weight": "belongs to a multi-token prediction layer",
@@ -221,7 +231,7 @@ def test_says_what_it_leaves_unread(directory: Path, caplog):
     assert sorted(caplog.messages) == sorted(f"{name} is not loaded: it {why}" for name, why in extra.items())
 
 
-def test_prediction_layers_beyond_those_announced_are_extra(directory: Path):
+def test_undeclared_mtp_layers_raise(directory: Path):
     rewrite(directory, **{"model.layers.2.eh_proj.weight": np.ones(3, np.float32)})
     with pytest.raises(CheckpointError, match=r"not part of the model: model.layers.2.eh_proj.weight"):
         weights.load_model(directory)
@@ -236,7 +246,7 @@ def predicting(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_parameter_of_prediction_modules_has_one_source():
+def test_every_mtp_parameter_has_one_source():
     modules = nnx.eval_shape(
         lambda: nnx.List(
             [MTPModule(PREDICTING, i, AttentionSettings(), jnp.float32) for i in PREDICTING.mtp_layers],
@@ -246,7 +256,7 @@ def test_every_parameter_of_prediction_modules_has_one_source():
     assert paths == weights.mtp_sources(PREDICTING).keys()
 
 
-def test_prediction_modules_load_as_saved_and_share_what_is_the_models(predicting: Path):
+def test_mtp_modules_share_embedding_and_head(predicting: Path):
     model = weights.load_model(predicting, jnp.bfloat16)
     loaded = weights.load_mtp(predicting, model)
     made = weights.random_mtp(weights.random_model(PREDICTING, seed=3, dtype=jnp.bfloat16), seed=3)
@@ -260,7 +270,8 @@ def test_prediction_modules_load_as_saved_and_share_what_is_the_models(predictin
         np.testing.assert_array_equal(join, stored.T.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-def test_without_being_asked_for_prediction_modules_are_not_read(predicting: Path, monkeypatch):
+@pytest.mark.slow  # the test above loads modules in every run
+def test_mtp_modules_are_read_only_by_load_mtp(predicting: Path, monkeypatch):
     read, names = StoredTensor.read, []
     opened = {tensor: name for name, tensor in open_checkpoint(predicting).tensors.items()}
     monkeypatch.setattr(StoredTensor, "read", lambda self, part: names.append(opened[self]) or read(self, part))
@@ -276,11 +287,21 @@ def test_without_being_asked_for_prediction_modules_are_not_read(predicting: Pat
     ("changes", "message"),
     [
         ({"model.layers.3.hnorm.weight": None}, "1 missing: model.layers.3.hnorm.weight"),
-        ({"model.layers.2.eh_proj.weight": np.ones((32, 32), np.float32)}, "misshaped: model.layers.2.eh_proj.weight"),
-        ({"model.layers.2.extra": np.ones(3, np.float32)}, "1 not part of the model: model.layers.2.extra"),
-        (
+        # test_all_misfits_are_named_before_reading has these errors in every run.
+        pytest.param(
+            {"model.layers.2.eh_proj.weight": np.ones((32, 32), np.float32)},
+            "misshaped: model.layers.2.eh_proj.weight",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"model.layers.2.extra": np.ones(3, np.float32)},
+            "1 not part of the model: model.layers.2.extra",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {"model.layers.3.embed_tokens.weight": np.ones((48, 32), np.float32)},
             "model.layers.3.embed_tokens.weight: expected a copy of model.embed_tokens.weight",
+            marks=pytest.mark.slow,
         ),
         (
             {"model.layers.2.shared_head.head.weight": np.ones((48, 32), ml_dtypes.bfloat16)},
@@ -288,20 +309,22 @@ def test_without_being_asked_for_prediction_modules_are_not_read(predicting: Pat
         ),
     ],
 )
-def test_misfits_among_prediction_modules_are_named(predicting: Path, changes: dict[str, Any], message: str):
+def test_mtp_misfits_are_named(predicting: Path, changes: dict[str, Any], message: str):
     rewrite(predicting, **changes)
     model = weights.load_model(predicting)
     with pytest.raises(CheckpointError, match=message):
         weights.load_mtp(predicting, model)
 
 
-def test_prediction_modules_may_lack_copies_of_embedding_and_head(predicting: Path):
+@pytest.mark.slow
+def test_mtp_copies_are_optional(predicting: Path):
     copies = [f"model.layers.{i}.{name}.weight" for i in (2, 3) for name in ("embed_tokens", "shared_head.head")]
     rewrite(predicting, **dict.fromkeys(copies))
     weights.load_mtp(predicting, weights.load_model(predicting))
 
 
-def test_models_without_prediction_modules_are_refused(predicting: Path):
+@pytest.mark.slow
+def test_model_without_mtp_modules_raises(predicting: Path):
     model = weights.load_model(predicting)
     reconfigure(predicting, rope_theta=5.0)
     with pytest.raises(ValueError, match=r"model: expected the one of .*, whose config.json differs from the model's"):
@@ -319,18 +342,18 @@ def test_models_without_prediction_modules_are_refused(predicting: Path):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_refuses_pickles(directory: Path, name: str):
+def test_pickles_raise(directory: Path, name: str):
     (directory / "model.safetensors").rename(directory / name)
     with pytest.raises(CheckpointError, match=f"{name} may run code when read; convert"):
         weights.load_model(directory)
 
 
-def test_never_reads_a_pickle_beside_safetensors(directory: Path):
+def test_pickle_next_to_safetensors_is_not_read(directory: Path):
     (directory / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     weights.load_model(directory)
 
 
-def test_says_which_file_is_not_there(directory: Path, tmp_path: Path):
+def test_missing_files_are_named(directory: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"nowhere: there is no config.json"):
         weights.load_model(tmp_path / "nowhere")
     (directory / "model.safetensors").unlink()
@@ -358,7 +381,7 @@ def header(**tensor: object) -> bytes:
         (header(data_offsets=[0]), "not a safetensors file"),
     ],
 )
-def test_refuses_malformed_files(directory: Path, content: bytes, message: str):
+def test_malformed_files_raise(directory: Path, content: bytes, message: str):
     (directory / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(directory)
@@ -378,7 +401,7 @@ def test_refuses_malformed_files(directory: Path, content: bytes, message: str):
         ('{"weight_map": {}}', "missing: lm_head.weight"),
     ],
 )
-def test_refuses_malformed_indices(directory: Path, index: str, message: str):
+def test_malformed_index_raises(directory: Path, index: str, message: str):
     (directory / "model.safetensors").unlink()
     save_file({"a": np.ones(2, np.float32)}, directory / "shard.safetensors")
     (directory / "model.safetensors.index.json").write_text(index)
@@ -386,7 +409,7 @@ def test_refuses_malformed_indices(directory: Path, index: str, message: str):
         weights.load_model(directory)
 
 
-def test_refuses_tensors_the_index_does_not_list(directory: Path):
+def test_tensors_missing_from_index_raise(directory: Path):
     (directory / "model.safetensors").rename(directory / "shard.safetensors")
     places = {"lm_head.weight": "shard.safetensors"}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
@@ -394,7 +417,7 @@ def test_refuses_tensors_the_index_does_not_list(directory: Path):
         weights.load_model(directory)
 
 
-def test_a_tensor_in_two_shards_is_read_from_where_the_index_says(directory: Path):
+def test_duplicate_tensor_is_read_from_indexed_shard(directory: Path):
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     first, second, norm = "model-1.safetensors", "model-2.safetensors", "model.norm.weight"
@@ -406,7 +429,7 @@ def test_a_tensor_in_two_shards_is_read_from_where_the_index_says(directory: Pat
         np.testing.assert_array_equal(open_checkpoint(directory).read(ROUTER), wanted)
 
 
-def test_generation_config_names_the_end_of_sequence(directory: Path):
+def test_generation_config_overrides_eos_ids(directory: Path):
     reconfigure(directory, eos_token_id=1)
     assert load_config(directory).eos_token_ids == (1,)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
@@ -414,7 +437,7 @@ def test_generation_config_names_the_end_of_sequence(directory: Path):
 
 
 def quantise(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Multiplies FP8 blocks and scales, one block at a time."""
+    """Multiply FP8 blocks by their scales, one block at a time."""
     grid = [-(-n // b) for n, b in zip(weight.shape, block, strict=True)]
     scale, stored = np.zeros(grid, np.float32), np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
     for i in range(grid[0]):
@@ -425,7 +448,7 @@ def quantise(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np
     return stored, scale
 
 
-def test_dequantises_blocks_smaller_ones_at_the_edges(rng):
+def test_dequantise_with_partial_blocks(rng):
     weight = rng.standard_normal((7, 10)).astype(np.float32) * np.arange(1, 8)[:, None]
     stored, scale = quantise(weight.astype(np.float32), (3, 4))
     wanted = [[float(stored[r, c]) * scale[r // 3, c // 4] for c in range(10)] for r in range(7)]
@@ -434,12 +457,13 @@ def test_dequantises_blocks_smaller_ones_at_the_edges(rng):
     np.testing.assert_array_equal(result, np.array(wanted, np.float32))
 
 
-def test_blocks_far_larger_than_the_weight_take_no_memory(rng):
+def test_huge_blocks_allocate_no_memory(rng):
     weight, scale = rng.standard_normal((3, 5)).astype(np.float32), np.full((1, 1), 2, np.float32)
     np.testing.assert_array_equal(dequantise(weight, scale, (2**31 - 1, 2**31 - 1)), 2 * weight)
 
 
-def test_fp8_loads_as_its_dequantised_twin(directory: Path):
+@pytest.mark.slow  # test_parity.py has FP8 goldens
+def test_fp8_checkpoint_equals_dequantised_checkpoint(directory: Path):
     block = (5, 12)
     tensors = load_file(directory / "model.safetensors")
     pairs = {n: quantise(t, block) for n, t in tensors.items() if "_proj" in n}
@@ -454,7 +478,7 @@ def test_fp8_loads_as_its_dequantised_twin(directory: Path):
     jax.tree.map(np.testing.assert_array_equal, parameters(weights.load_model(directory)), twin)
 
 
-def test_fp8_needs_its_scales_and_its_configuration(directory: Path):
+def test_fp8_without_scales_or_config_raises(directory: Path):
     name, path = "model.layers.0.self_attn.o_proj.weight", directory / "model.safetensors"
     tensors = load_file(path)
     stored, scale = quantise(tensors[name], (128, 128))

@@ -1,4 +1,4 @@
-"""Windows of layers and heads: reading them from a config.json or a file, and the layers that share tables."""
+"""Windows of layers and heads: reading from a config.json or a file, and cache groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(**entries: Any) -> GQAConfig:
     return GQAConfig.from_hf({**TINY.to_hf(), **entries})
 
 
-def test_head_windows_of_a_config_are_read_and_written():
+def test_head_windows_round_trip():
     config = read(head_windows=ENTRIES)
     assert config.windows == (None, 16, SPLIT)
     assert config.to_hf()["head_windows"] == ENTRIES
@@ -47,7 +47,7 @@ LAYERS = st.none() | WIDTHS | st.tuples(st.tuples(WIDTHS, WIDTHS), st.tuples(*[s
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["qwen3-tiny", "gpt-oss-tiny"]), st.none() | st.tuples(*[LAYERS] * 4))
-def test_any_windows_survive_being_written(name: str, drawn: tuple | None):
+def test_arbitrary_windows_round_trip(name: str, drawn: tuple | None):
     windows = drawn and tuple(HeadWindows(*layer) if isinstance(layer, tuple) else layer for layer in drawn)
     config = dataclasses.replace(GQA_PRESETS[name], num_hidden_layers=4, windows=windows)
     assert GQAConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
@@ -58,30 +58,30 @@ def test_any_windows_survive_being_written(name: str, drawn: tuple | None):
         assert {(windows or [None] * 4)[layer] for layer in group.layers} == {group.window}
 
 
-def test_a_llama_says_its_windows_as_those_of_heads():
+def test_llama_writes_head_windows():
     config = dataclasses.replace(TINY, model_type="llama", windows=(None, 16, 16))
     assert config.to_hf()["head_windows"] == [None, 16, 16]
     assert GQAConfig.from_hf(config.to_hf()) == config
 
 
-def test_sink_tokens_may_be_left_out():
+def test_sink_tokens_default_to_0():
     assert read_head_windows([{"window": [3, None]}]) == (HeadWindows((3, FULL), (0, 0)),)
 
 
-def test_windows_are_arrays_for_the_operations():
+def test_windows_as_arrays():
     window = SPLIT.array()
     np.testing.assert_array_equal(np.asarray(window.window), [FULL, 8])
     np.testing.assert_array_equal(np.asarray(window.sink_tokens), [0, 4])
     assert window.window.dtype == window.sink_tokens.dtype == np.int32
 
 
-def test_layers_of_equal_windows_are_one_group():
+def test_equal_windows_form_one_cache_group():
     five = dataclasses.replace(TINY, num_hidden_layers=5, windows=(16, SPLIT, 16, None, HeadWindows((FULL, 8), (0, 4))))
     assert cache_groups(five) == (CacheGroup(16, (0, 2)), CacheGroup(SPLIT, (1, 4)), CacheGroup(None, (3,)))
 
 
 @pytest.mark.parametrize("config", [TINY, PRESETS["v3-tiny"]], ids=["gqa", "mla"])
-def test_layers_without_windows_are_one_group(config):
+def test_no_windows_form_one_cache_group(config):
     assert cache_groups(config) == (CacheGroup(None, tuple(range(config.num_hidden_layers))),)
 
 
@@ -105,7 +105,7 @@ def test_layers_without_windows_are_one_group(config):
          (None, None, None)),
     ],
 )  # fmt: skip
-def test_sliding_layers_are_read_as_transformers_does(entries: dict, windows: tuple | None):
+def test_sliding_layers_equal_transformers(entries: dict, windows: tuple | None):
     config = read(**entries)
     assert config.windows == windows
     assert GQAConfig.from_hf(config.to_hf()) == config
@@ -145,12 +145,12 @@ def test_sliding_layers_are_read_as_transformers_does(entries: dict, windows: tu
         ({"layer_types": ["full_attention"] * 2}, "layer_types: expected one for each of 3 layers"),
     ],
 )
-def test_says_what_is_wrong(entries: dict, message: str):
+def test_invalid_windows_raise(entries: dict, message: str):
     with pytest.raises(ValueError, match=message):
         read(**entries)
 
 
-def test_models_that_have_no_windows_refuse_them():
+def test_models_without_windows_raise():
     with pytest.raises(NotImplementedError, match="llama has full_attention throughout"):
         read(model_type="llama", use_sliding_window=True)
     with pytest.raises(NotImplementedError, match="layer_types 'chunked_attention'"):
@@ -162,7 +162,7 @@ def test_models_that_have_no_windows_refuse_them():
         with_windows(latent, (None, None, None))
 
 
-def test_a_file_of_windows_is_that_entry(tmp_path: Path):
+def test_windows_file(tmp_path: Path):
     path = tmp_path / "windows.json"
     path.write_text(json.dumps(ENTRIES))
     assert with_windows(TINY, load_windows(path)).windows == (None, 16, SPLIT)
@@ -178,7 +178,7 @@ def test_a_file_of_windows_is_that_entry(tmp_path: Path):
     ("window", "message"),
     [(0, "window: expected 1 to"), (FULL + 1, "window: expected 1 to"), (-3, "got -3")],
 )
-def test_windows_out_of_range(window: int, message: str):
+def test_windows_out_of_range_raise(window: int, message: str):
     with pytest.raises(ValueError, match=message):
         HeadWindows((window,), (0,))
     with pytest.raises(ValueError, match=message.replace("window:", "window of layer 1:")):

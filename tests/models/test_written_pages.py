@@ -1,4 +1,4 @@
-"""Pages told of layer by layer: in order, once, early, as the step left them, whatever the consumer does."""
+"""Reports of written pages: in order, once, early, and with the contents that the step wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.engine import ConsumerError, Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer
-from models.engine.step.layered import LayeredStep, StepInPieces
+from models.engine.step.layered import LayeredStep, StepPrograms
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make
@@ -22,12 +22,12 @@ NUM_LAYERS = 2
 
 @pytest.fixture(autouse=True)
 def shared_layers(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of one kind share the programs of their layers, as they do whole steps."""
+    """Engines of one kind share the compiled programs of their layers."""
     make_layered = LayeredStep.__init__
 
-    def sharing(self: LayeredStep, model: Any, config: Any, num_pieces: int) -> None:
-        make_layered(self, model, config, num_pieces)
-        self.compiled = compiled_steps.setdefault(f"{len(self.pieces)} pieces {id(model)} {config}", {})
+    def sharing(self: LayeredStep, model: Any, config: Any, num_programs: int) -> None:
+        make_layered(self, model, config, num_programs)
+        self.compiled = compiled_steps.setdefault(f"{len(self.layer_ranges)} pieces {id(model)} {config}", {})
 
     monkeypatch.setattr(LayeredStep, "__init__", sharing)
 
@@ -37,7 +37,7 @@ def tokens_of(engine: Engine, params: SamplingParams = PARAMS) -> tuple[tuple[in
 
 
 def whole_steps(told: list[WrittenLayer]) -> list[list[WrittenLayer]]:
-    """Layers by step, without steps that ended early; their order is checked."""
+    """Layers by step, without steps that ended early. Checks the order of layers."""
     steps: dict[int, list[WrittenLayer]] = {}
     for written in told:
         assert written.num_layers == NUM_LAYERS
@@ -47,8 +47,8 @@ def whole_steps(told: list[WrittenLayer]) -> list[list[WrittenLayer]]:
     return [layers for layers in steps.values() if len(layers) == NUM_LAYERS]
 
 
-def pages_told(told: list[WrittenLayer]) -> dict[Any, dict[tuple[int, int, int], dict[str, np.ndarray]]]:
-    """Contents by request, and by layer, head and page."""
+def by_request(told: list[WrittenLayer]) -> dict[Any, dict[tuple[int, int, int], dict[str, np.ndarray]]]:
+    """Contents by request, then by layer, head and page."""
     found: dict[Any, dict[tuple[int, int, int], dict[str, np.ndarray]]] = {}
     for written in (written for layers in whole_steps(told) for written in layers):
         for chunk in written.chunks:
@@ -76,9 +76,9 @@ def exported(engine: Engine, request_id: Any) -> dict[tuple[int, int, int], dict
 
 
 @pytest.mark.parametrize("kind", [HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != HEADWISE)])
-def test_all_pages_of_prompts_are_told_of_once(kind: str) -> None:
-    """With chunks, prefixes that are found, and windows; contents are those that the engine exports. A page that two
-    requests compute side by side is told of by both and kept once, rounded by the shape of one's step."""
+def test_all_pages_of_prompts_are_reported_once(kind: str) -> None:
+    """With chunks, prefix hits and windows. Contents equal the pages that the engine exports. If two requests compute
+    the same page, both report it, and the cache keeps one of them; they may differ by rounding."""
     rounding = 1e-5
     engine, told = make(kind), list[WrittenLayer]()
     feed = engine.watch_written(told.append)
@@ -87,7 +87,7 @@ def test_all_pages_of_prompts_are_told_of_once(kind: str) -> None:
         engine.step()
     feed.wait(60)
     assert tuple(tuple(engine.output(i).output_ids) for i in ids) == computed(kind)[1]
-    found = pages_told(told)
+    found = by_request(told)
     assert feed.backlog_bytes == 0
     for request_id, prompt in zip(ids, PROMPTS, strict=True):
         of_request, pages = found.get(request_id, {}), len(prompt) // 4
@@ -102,30 +102,30 @@ def test_all_pages_of_prompts_are_told_of_once(kind: str) -> None:
     check(engine)
 
 
-def test_a_layer_is_told_of_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_is_reported_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer 1 of every step waits until the consumer has the pages of layer 0."""
     engine, came = make(LATENT_KIND), threading.Semaphore(0)
-    in_time, run = [], StepInPieces.__call__
+    in_time, run = [], StepPrograms.__call__
 
-    def running(self: StepInPieces, *arguments: Any, **named: Any) -> Any:
-        first, second = self.of_pieces
+    def running(self: StepPrograms, *arguments: Any, **named: Any) -> Any:
+        first, second = self.programs_of_layers
 
         def waiting(*arguments: Any) -> Any:
             in_time.append(came.acquire(timeout=60))
             return second(*arguments)
 
-        return run(dataclasses.replace(self, of_pieces=[first, waiting]), *arguments, **named)
+        return run(dataclasses.replace(self, programs_of_layers=[first, waiting]), *arguments, **named)
 
-    monkeypatch.setattr(StepInPieces, "__call__", running)
+    monkeypatch.setattr(StepPrograms, "__call__", running)
     feed = engine.watch_written(lambda written: came.release() if written.layer == 0 else None)
     engine.generate([PROMPTS[4]], SamplingParams(max_tokens=2))
     feed.wait(60)
-    assert in_time == [True] * 3  # 16 of 50 tokens at a time; the last two complete no page
+    assert in_time == [True] * 3  # chunks of 16 of 50 tokens; the last two tokens complete no page
     check(engine)
 
 
-def test_pages_of_a_step_of_one_piece() -> None:
-    """All layers come in order, and an engine may be watched with another number of pieces afterwards."""
+def test_pages_of_a_step_of_one_program() -> None:
+    """All layers come in order. Afterwards the engine can be watched with another number of programs."""
     engine, told = make(LATENT_KIND), list[WrittenLayer]()
     feed = engine.watch_written(told.append, pieces=1)
     wanted = engine.generate([PROMPTS[4]], PARAMS)[0].output_ids
@@ -145,7 +145,7 @@ def test_pages_of_a_step_of_one_piece() -> None:
             np.testing.assert_allclose(two.contents[name], array, rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_consumer_the_step_is_the_same_program() -> None:
+def test_without_a_consumer_the_step_is_one_program() -> None:
     plain, watched = make(LATENT_KIND), make(LATENT_KIND)
     watched.watch_written(lambda written: None)
     texts = [
@@ -158,8 +158,9 @@ def test_without_a_consumer_the_step_is_the_same_program() -> None:
     assert plain._runner._layered is None
 
 
-def test_copies_keep_what_was_written() -> None:
-    """A consumer that is held up gets every page as it was, though all pages were handed out again in between."""
+@pytest.mark.slow  # test_all_pages_of_prompts_are_reported_once compares contents
+def test_copies_are_not_affected_by_later_steps() -> None:
+    """A slow consumer gets every page as it was written, although all pages were reused in the meantime."""
     engine, go_on, told = make(LATENT_KIND, num_pages=16), threading.Event(), list[WrittenLayer]()
 
     def held_up(written: WrittenLayer) -> None:
@@ -167,7 +168,7 @@ def test_copies_keep_what_was_written() -> None:
         told.append(written)
 
     feed = engine.watch_written(held_up)
-    engine.warmup()  # which takes longer than anybody should be held up
+    engine.warmup()  # for longer than the engine needs
     ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     while engine.has_unfinished:
         engine.step()
@@ -183,7 +184,7 @@ def test_copies_keep_what_was_written() -> None:
         while ample.has_unfinished:
             ample.step()
         wanted = exported(ample, alone)
-        found = {key: page for key, page in pages_told(told).get(request_id, {}).items() if key[2] < len(prompt) // 4}
+        found = {key: page for key, page in by_request(told).get(request_id, {}).items() if key[2] < len(prompt) // 4}
         assert found.keys() == wanted.keys()
         for key, contents in found.items():
             for name, array in contents.items():
@@ -191,7 +192,7 @@ def test_copies_keep_what_was_written() -> None:
     check(engine)
 
 
-def test_a_consumer_that_raises_is_told_of_nothing_more() -> None:
+def test_exception_in_the_consumer_ends_the_feed() -> None:
     engine, told = make(LATENT_KIND), list[WrittenLayer]()
 
     def raising(written: WrittenLayer) -> None:
@@ -205,14 +206,14 @@ def test_a_consumer_that_raises_is_told_of_nothing_more() -> None:
         feed.wait(60)
     assert len(told) == 3
     assert (feed.is_open, feed.backlog_bytes) == (False, 0)
-    again = engine.watch_written(told.append)  # another may take its place
+    again = engine.watch_written(told.append)  # another feed may be opened
     engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=1))
     again.wait(60)
     assert len(told) == 3 + NUM_LAYERS
     check(engine)
 
 
-def test_a_consumer_too_far_behind_is_given_up() -> None:
+def test_backlog_limit_ends_the_feed() -> None:
     engine, end = make(LATENT_KIND), threading.Event()
     feed = engine.watch_written(lambda written: end.wait(60), max_bytes=5000)
     assert tokens_of(engine) == computed(LATENT_KIND)[1]
@@ -222,10 +223,10 @@ def test_a_consumer_too_far_behind_is_given_up() -> None:
     check(engine)
 
 
-def test_a_closed_feed_ends() -> None:
+def test_close_ends_the_feed() -> None:
     engine, told = make(LATENT_KIND), list[WrittenLayer]()
     feed = engine.watch_written(told.append)
-    with pytest.raises(ValueError, match="consumer: the engine has one already"):
+    with pytest.raises(ValueError, match="consumer: the engine already has an open feed"):
         engine.watch_written(told.append)
     feed.close()
     feed.wait(60)
@@ -234,7 +235,7 @@ def test_a_closed_feed_ends() -> None:
     assert feed.error is None
 
 
-def test_a_step_that_fails_half_way_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_is_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, told, fails = make(LATENT_KIND), list[WrittenLayer](), [False, True]
     feed = engine.watch_written(told.append)
     add = feed.add
@@ -257,7 +258,7 @@ def test_a_step_that_fails_half_way_is_void(monkeypatch: pytest.MonkeyPatch) -> 
     assert tuple(tuple(engine.output(i).output_ids) for i in ids) == computed(LATENT_KIND)[1]
     assert len(told) == 2 * len(whole_steps(told)) + 1
     void = next(i for i, written in enumerate(told) if written.layer == 0 and told[i + 1].layer == 0)
-    found = pages_told(told[void + 1 :])  # all of it again, with another number
+    found = by_request(told[void + 1 :])  # everything is reported again, with new step numbers
     assert told[void].step == 1
     assert {page for _, _, page in found[ids[0]]} == set(range(len(PROMPTS[0]) // 4))
     check(engine)
@@ -274,12 +275,14 @@ def test_a_step_that_fails_half_way_is_void(monkeypatch: pytest.MonkeyPatch) -> 
             {"speculate": Speculation(NGramProposer(), 2)},
             {},
             NotImplementedError,
-            "speculate: proposers see whole steps",
+            "speculate: proposers need whole steps",
         ),
     ],
     ids=["no function", "no bytes", "no pieces", "batch-invariant", "drafts"],
 )
-def test_refusals(changes: dict[str, Any], arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_invalid_arguments_are_rejected(
+    changes: dict[str, Any], arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
     config = EngineConfig(num_pages=16, page_size=4, max_batched_tokens=16, max_num_seqs=4, **changes)
     given: dict[str, Any] = {"consumer": print, **arguments}
     with pytest.raises(error, match=match):

@@ -1,7 +1,7 @@
-"""Mistakes in Blackwell's kernels and the test that notices each; `test_planted_breaks.py` plants them.
+"""Mistakes in the Blackwell kernels, each with the test that fails for it. `test_planted_breaks.py` plants them.
 
-They are what a person may get wrong there: barriers left out, products that start from what was there before, masks off
-by one, rescaling, scales, what is zeroed, and merges.
+They are typical mistakes: missing barriers, products that start from old values, masks off by one, and errors in
+rescaling, scales, zeroing and merges.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import dataclasses
 
 DECODE = "pallas_attn/mosaic/decode.py"
 PRODUCTS = "pallas_attn/mosaic/blackwell/decode_products.py"
-LATENTS = "pallas_attn/ops/mla_decode/mosaic_tcgen05.py"
-LATENTS_MERGE = "pallas_attn/ops/mla_decode/mosaic_tcgen05_merge.py"
+LATENTS = "pallas_attn/mosaic/blackwell/mla_decode.py"
+LATENTS_MERGE = "pallas_attn/mosaic/blackwell/mla_merge.py"
 PREFILL = "pallas_attn/mosaic/blackwell/prefill.py"
 
 STAGES = "tests/ops/test_paged_decode_sm100.py::test_more_tiles_than_stages"
-SLOTS = "tests/ops/test_mla_decode_sm100.py::test_more_tiles_than_slots"
+MORE_TILES = "tests/ops/test_mla_decode_sm100.py::test_more_tiles_than_stages"
 SPLITS = "tests/ops/test_mla_decode_sm100.py::test_splits_are_merged"
 VALUES = "tests/contract/test_mla_decode.py::test_values_of_one_shape"
-ROWS = "tests/ops/test_flash_sm100.py::test_two_consumers_take_more_rows_than_one_has"
+ROWS = "tests/ops/test_flash_sm100.py::test_two_consumers"
 PAGES = "tests/ops/test_flash_sm100.py::test_pages_with_two_consumers"
 
 
@@ -27,10 +27,10 @@ class PlantedBreak:
     """Mistake in the text of a file.
 
     Attributes:
-      right: text that the file has once.
-      wrong: text in its place.
-      noticed_by: a test that fails, or hangs, with the mistake; empty if none does.
-      why_not: reason if none does.
+      right: text that occurs exactly once in the file.
+      wrong: replacement.
+      noticed_by: a test that fails, or hangs, with the mistake; empty if no test does.
+      why_not: reason if no test fails.
     """
 
     file: str
@@ -41,19 +41,19 @@ class PlantedBreak:
 
 
 BREAKS: dict[str, PlantedBreak] = {
-    "decode: S is added to what is in TMEM": PlantedBreak(
+    "decode: S is added to old TMEM values": PlantedBreak(
         PRODUCTS,
         "[(own.scores, k, q, i > 0) for",
         "[(own.scores, k, q, True) for",
         f"{STAGES}[bfloat16]",
     ),
-    "decode: O is added to what is in TMEM": PlantedBreak(
+    "decode: O is added to old TMEM values": PlantedBreak(
         PRODUCTS,
         "v.transpose((1, 0)), p, False) for",
         "v.transpose((1, 0)), p, True) for",
         f"{STAGES}[bfloat16]",
     ),
-    "decode: a product is read before it is done": PlantedBreak(
+    "decode: a product is read before it has finished": PlantedBreak(
         PRODUCTS,
         "        plgpu.tcgen05_commit_arrive(own.done)\n\n    plgpu.barrier_wait(own.done)",
         "        plgpu.tcgen05_commit_arrive(own.done)\n",
@@ -67,8 +67,8 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "decode: converted keys are not committed": PlantedBreak(
         PRODUCTS,
-        "            dequantize.dequantise_tile(keys[0], own.staged)\n            plgpu.commit_smem()\n",
-        "            dequantize.dequantise_tile(keys[0], own.staged)\n",
+        "            dequantize.dequantize_tile(keys[0], own.staged)\n            plgpu.commit_smem()\n",
+        "            dequantize.dequantize_tile(keys[0], own.staged)\n",
         f"{STAGES}[fp8 per token]",
     ),
     "decode: probabilities are not committed": PlantedBreak(
@@ -77,13 +77,13 @@ BREAKS: dict[str, PlantedBreak] = {
         "        to[0][...] = ps[0]\n",
         f"{STAGES}[bfloat16]",
     ),
-    "decode: the second half of the channels is the first": PlantedBreak(
+    "decode: the second half of the channels is the first half": PlantedBreak(
         PRODUCTS,
         "channels = [values.at[:, pl.ds(first, layout.rows)] for first, _ in slices]",
         "channels = [values.at[:, pl.ds(0, layout.rows)] for first, _ in slices]",
         f"{STAGES}[float16, heads of 256, drafts]",
     ),
-    "decode: S is not waited for on its way to registers": PlantedBreak(
+    "decode: no wait for the load of S": PlantedBreak(
         PRODUCTS,
         "    result = plgpu.async_load_tmem(accumulator, layout=layout.tile)\n    plgpu.wait_load_tmem()\n",
         "    result = plgpu.async_load_tmem(accumulator, layout=layout.tile)\n",
@@ -119,53 +119,54 @@ BREAKS: dict[str, PlantedBreak] = {
         "newest = self.kv_len - 1",
         "tests/contract/test_paged_attention.py::test_decode[mosaic_sm100-drafts, ragged]",
     ),
-    "decode: an absent page arrives once too seldom": PlantedBreak(
+    "decode: an absent page has one arrival too few": PlantedBreak(
         DECODE,
         "for _ in range(self.tile.page_copies):",
         "for _ in range(self.tile.page_copies - 1):",
         f"{STAGES}[bfloat16, heads of 64, windows, absent pages]",
     ),
-    "decode: a window is one wider": PlantedBreak(
+    "decode: a window is one token too wide": PlantedBreak(
         DECODE,
         "(each < self.sink_tokens) | (each > limit(1))",
         "(each < self.sink_tokens) | (each >= limit(1))",
         f"{STAGES}[bfloat16, heads of 64, windows, absent pages]",
     ),
-    "decode: sums keep the scales of values": PlantedBreak(
+    "decode: sums are not divided by the value scales": PlantedBreak(
         DECODE,
         "            p *= over_tokens(1 / v_scale, shape)\n",
         "            pass\n",
         f"{STAGES}[fp8 per token]",
     ),
-    "decode: the slot is filled again too early": PlantedBreak(
+    "decode: a stage is refilled too early": PlantedBreak(
         DECODE,
-        "slot, following = lax.rem(i, static.stages), i + static.stages\n",
-        "slot, following = lax.rem(i, static.stages), i + static.stages - 1\n",
+        "stage, following = lax.rem(i, static.stages), i + static.stages\n",
+        "stage, following = lax.rem(i, static.stages), i + static.stages - 1\n",
         f"{STAGES}[bfloat16]",
     ),
-    "latents: both programs take the same other columns": PlantedBreak(
+    "latents: both halves have the same other columns": PlantedBreak(
         LATENTS,
         'return (1 - lax.axis_index("half")) * self.static.own if',
         'return lax.axis_index("half") * self.static.own if',
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
-    "latents: scores are added to those of the tile before": PlantedBreak(
+    "latents: scores are added to the scores of the previous tile": PlantedBreak(
         LATENTS,
-        "mem.k.rope.at[slot].transpose((1, 0)), accumulate=False)",
-        "mem.k.rope.at[slot].transpose((1, 0)))",
-        f"{SLOTS}[rows, two halves]",
+        "mem.k.rope.at[stage].transpose((1, 0)), accumulate=False)",
+        "mem.k.rope.at[stage].transpose((1, 0)))",
+        f"{MORE_TILES}[rows, two halves]",
     ),
-    "latents: own columns replace the scores of others": PlantedBreak(
+    "latents: scores of own columns replace scores of other columns": PlantedBreak(
         LATENTS,
-        "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[slot].transpose((1, 0)))\n",
-        "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[slot].transpose((1, 0)), accumulate=False)\n",
-        f"{SLOTS}[rows, two halves]",
+        "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[stage].transpose((1, 0)))\n",
+        "        plgpu.tcgen05_mma(mem.s, q, mem.k.own.at[stage].transpose((1, 0)), accumulate=False)\n",
+        f"{MORE_TILES}[rows, two halves]",
     ),
-    "latents: S is not waited for on its way to registers": PlantedBreak(
+    "latents: no wait for the load of S": PlantedBreak(
         LATENTS,
-        "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)\n        plgpu.wait_load_tmem()\n",
-        "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)\n",
-        f"{SLOTS}[rows, two halves]",
+        "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)  # [query_rows, tokens]\n"
+        "        plgpu.wait_load_tmem()\n",
+        "        s = plgpu.async_load_tmem(mem.s, layout=static.layout)  # [query_rows, tokens]\n",
+        f"{MORE_TILES}[rows, two halves]",
     ),
     "latents: O is not rescaled": PlantedBreak(
         LATENTS,
@@ -175,45 +176,45 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "latents: masked latents are not zeroed": PlantedBreak(
         LATENTS,
-        "            self.clear_dead_rows(split, slot)\n",
+        "            self.clear_dead_rows(split, stage)\n",
         "",
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
     "latents: only own columns are zeroed": PlantedBreak(
         LATENTS,
         "self.mem.k[: 2 if self.static.columns and self.static.other else 1]",
         "self.mem.k[:1]",
-        f"{SLOTS}[columns]",
+        f"{MORE_TILES}[columns]",
     ),
-    "latents: P is overwritten while it is read": PlantedBreak(
+    "latents: P is overwritten while the tensor core reads it": PlantedBreak(
         LATENTS,
-        "            plgpu.barrier_wait(mem.o_done)  # the product with the P before: P is read, and O whole\n",
+        "            plgpu.barrier_wait(mem.o_done)  # the previous product with P has read P and completed O\n",
         "",
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
-    "latents: a slot is filled again before it is free": PlantedBreak(
+    "latents: a stage is refilled before it is empty": PlantedBreak(
         LATENTS,
-        "pl.when(tile >= static.slots)(lambda: plgpu.barrier_wait(free.at[slot]))",
-        "pl.when(tile > static.slots)(lambda: plgpu.barrier_wait(free.at[slot]))",
-        f"{SLOTS}[rows, two halves]",
+        "pl.when(tile >= static.stages)(lambda: plgpu.barrier_wait(free.at[stage]))",
+        "pl.when(tile > static.stages)(lambda: plgpu.barrier_wait(free.at[stage]))",
+        f"{MORE_TILES}[rows, two halves]",
     ),
-    "latents: the newest draft is seen by the one before": PlantedBreak(
+    "latents: a query sees the draft after it": PlantedBreak(
         LATENTS,
         "jnp.where(newer <= (1 if static.causal else 0), FULL, DEAD)",
         "jnp.where(newer <= (2 if static.causal else 0), FULL, DEAD)",
         f"{VALUES}[mosaic_sm100-few heads-large scores over absent pages]",
     ),
-    "latents: a row sees one draft too many": PlantedBreak(
+    "latents: a query row sees one draft too many": PlantedBreak(
         LATENTS,
         "newer = self.static.queries - 1 - lax.div(row, self.static.heads)",
         "newer = self.static.queries - 2 - lax.div(row, self.static.heads)",
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
-    "latents: both halves write where they overlap": PlantedBreak(
+    "latents: both halves write the overlapping columns": PlantedBreak(
         LATENTS,
         "is_written = (half == 0) | (place >= static.own - static.other) if static.halves == 2 else True",
         "is_written = True",
-        f"{SLOTS}[rows, halves that overlap, float16]",
+        f"{MORE_TILES}[rows, halves that overlap, float16]",
     ),
     "latents: a split reads past its end": PlantedBreak(
         LATENTS,
@@ -221,17 +222,17 @@ BREAKS: dict[str, PlantedBreak] = {
         "jnp.where(basics.in_pool",
         f"{SPLITS}[rows, halves that overlap, float16]",
     ),
-    "latents: the query is free before its last product": PlantedBreak(
+    "latents: the query is empty before its last product": PlantedBreak(
         LATENTS,
-        "                pl.when(i == last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_free))\n            score(",
-        "                pl.when(i == 0)(lambda: plgpu.tcgen05_commit_arrive(mem.q_free))\n            score(",
-        f"{SLOTS}[columns]",
+        "                pl.when(i == last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_empty))\n            score(",
+        "                pl.when(i == 0)(lambda: plgpu.tcgen05_commit_arrive(mem.q_empty))\n            score(",
+        f"{MORE_TILES}[columns]",
     ),
-    "latents: a split that sees nothing keeps its maximum": PlantedBreak(
+    "latents: a split that sees no key stores its maximum": PlantedBreak(
         LATENTS,
         "partials.stats[index, 0] = jnp.where(seen, m, -jnp.inf)",
         "partials.stats[index, 0] = m",
-        why_not="its sum and its values are 0 all the same, and so is what it adds to the merge",
+        why_not="its sum and its values are 0, so it does not change the merge",
     ),
     "latents: merged states are not weighted": PlantedBreak(
         LATENTS_MERGE,
@@ -241,35 +242,35 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "latents: the rotated query is overwritten by P": PlantedBreak(
         LATENTS,
-        "            plgpu.tcgen05_commit_arrive(mem.q_moved)\n            plgpu.barrier_wait(mem.other_landed)",
+        "            plgpu.tcgen05_commit_arrive(mem.q_moved)\n            plgpu.barrier_wait(mem.other_full)",
         "            plgpu.tcgen05_commit_arrive(mem.q_moved)",
-        f"{SLOTS}[rows, two halves]",
+        f"{MORE_TILES}[rows, two halves]",
     ),
-    "prefill: S is added to what is in TMEM": PlantedBreak(
+    "prefill: S is added to old TMEM values": PlantedBreak(
         PREFILL,
-        "rings.q.at[consumer * terms + term], k, accumulate=term > 0)",
-        "rings.q.at[consumer * terms + term], k, accumulate=True)",
+        "rings.q.at[consumer * parts + part], k, accumulate=part > 0)",
+        "rings.q.at[consumer * parts + part], k, accumulate=True)",
         ROWS,
     ),
-    "prefill: O of the block before stays": PlantedBreak(
+    "prefill: O is added to O of the previous block": PlantedBreak(
         PREFILL,
         "plgpu.tcgen05_mma(scratch.outputs[consumer], p, v, accumulate=accumulate)",
         "plgpu.tcgen05_mma(scratch.outputs[consumer], p, v)",
         ROWS,
     ),
-    "prefill: S is written where P is read": PlantedBreak(
+    "prefill: S overwrites P while the tensor core reads it": PlantedBreak(
         PREFILL,
-        "                plgpu.barrier_wait(scratch.o_done.at[consumer])  # the next S goes where P was\n",
+        "                plgpu.barrier_wait(scratch.o_done.at[consumer])  # the next S overwrites P\n",
         "",
         ROWS,
     ),
-    "prefill: one consumer's S is written where P is read": PlantedBreak(
+    "prefill: S of a single consumer overwrites P": PlantedBreak(
         PREFILL,
-        "            wait_if(i > 0, self.scratch.o_done.at[0])  # the next S goes where the P of the tile before was\n",
+        "            wait_if(i > 0, self.scratch.o_done.at[0])  # the next S overwrites the P of the previous tile\n",
         "",
         "tests/ops/test_flash_sm100.py::test_each_width[256]",
     ),
-    "prefill: S is not waited for on its way to registers": PlantedBreak(
+    "prefill: no wait for the load of S": PlantedBreak(
         PREFILL,
         "for columns in self._chunks()]\n        plgpu.wait_load_tmem()\n",
         "for columns in self._chunks()]\n",
@@ -287,13 +288,13 @@ BREAKS: dict[str, PlantedBreak] = {
         "l = state.l  # noqa: E741",
         ROWS,
     ),
-    "prefill: rows that see nothing have no finite shift": PlantedBreak(
+    "prefill: rows that see no key have an infinite shift": PlantedBreak(
         PREFILL,
         "shift = jnp.where(m == -jnp.inf, 0.0, m)\n        factor",
         "shift = m\n        factor",
         ROWS,
     ),
-    "prefill: a window is one narrower": PlantedBreak(
+    "prefill: a window is one token too narrow": PlantedBreak(
         PREFILL,
         "seen = column >= over_rows(limits.low, part.shape)",
         "seen = column > over_rows(limits.low, part.shape)",
@@ -305,17 +306,17 @@ BREAKS: dict[str, PlantedBreak] = {
         "seen &= column <= over_rows(limits.high, part.shape)",
         ROWS,
     ),
-    "prefill: absent pages are seen": PlantedBreak(
+    "prefill: absent pages are visible": PlantedBreak(
         PREFILL,
         "            seen &= (lax.shift_right_logical(over_rows(limits.pages, part.shape), page) & 1) == 1\n",
         "",
         f"{PAGES}[groups of 3, absent pages]",
     ),
-    "prefill: O is not waited for on its way out": PlantedBreak(
+    "prefill: no wait for the load of O": PlantedBreak(
         PREFILL,
         "            plgpu.wait_load_tmem()  # the next block's first product overwrites O\n",
         "",
-        why_not="the wait after the next load, of scores or of the next part, comes before anything overwrites O",
+        why_not="the wait after the next load, of scores or of the next chunk, precedes any write to O",
     ),
     "prefill: probabilities are not committed": PlantedBreak(
         PREFILL,
@@ -323,31 +324,31 @@ BREAKS: dict[str, PlantedBreak] = {
         "        plgpu.barrier_arrive(scratch.p_full.at[buffer])",
         ROWS,
     ),
-    "prefill: sums take the scales of keys": PlantedBreak(
+    "prefill: sums use the scales of keys": PlantedBreak(
         PREFILL,
         "transform.token_scales(i).at[2, columns], PER_COLUMN",
         "transform.token_scales(i).at[0, columns], PER_COLUMN",
         f"{PAGES}[int8 by token]",
     ),
-    "prefill: notes of a tile are read before they are there": PlantedBreak(
+    "prefill: meta of a tile are read before they are there": PlantedBreak(
         PREFILL,
         "        if transform.await_tile is not None:\n            transform.await_tile(i)\n",
         "",
         f"{PAGES}[16 bits]",
     ),
-    "prefill: queries are free while they are read": PlantedBreak(
+    "prefill: queries are freed while the tensor core reads them": PlantedBreak(
         PREFILL,
         "@pl.when(is_last)\n        def _release_queries()",
         "@pl.when(is_last | ~is_last)\n        def _release_queries()",
         ROWS,
     ),
-    "prefill: a query's second term replaces the first": PlantedBreak(
+    "prefill: the second split-fp16 part of a query replaces the first": PlantedBreak(
         PREFILL,
-        "rings.q.at[consumer * terms + term], k, accumulate=term > 0)",
-        "rings.q.at[consumer * terms + term], k, accumulate=False)",
+        "rings.q.at[consumer * parts + part], k, accumulate=part > 0)",
+        "rings.q.at[consumer * parts + part], k, accumulate=False)",
         f"{PAGES}[fp8 by channel]",
     ),
-    "prefill: the queue has a slot too few": PlantedBreak(
+    "prefill: the queue has a stage too few": PlantedBreak(
         PREFILL,
         "static.consumers + 2, static.stages + 1, orders_tensor_core=True)",
         "static.consumers + 2, static.stages - 1, orders_tensor_core=True)",

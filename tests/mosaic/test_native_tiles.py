@@ -1,5 +1,5 @@
-"""Registers of tiles with a row a thread are where code that computes its own addresses takes them to be, which no
-interpreter runs.
+"""Register layouts of tiles with a row per thread match the assumptions of code that computes its own addresses, which
+the interpreter does not run.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS
 from tests.mosaic.test_tiles import LANES, WARPS, tiled
 
 
-def test_a_thread_holds_its_row_in_pairs_of_columns() -> None:
+def test_each_thread_holds_its_row_in_pairs_of_columns() -> None:
     """Register i of thread t has columns 2 i and 2 i + 1 of row t."""
     layout: Any = ROW_A_THREAD.to_mgpu()
     columns = 12

@@ -1,8 +1,7 @@
-"""Mistakes planted in Blackwell's kernels, one at a time: the suites notice them, but those that are named.
+"""Mistakes planted in the Blackwell kernels, one at a time, fail a test of the suites, with listed exceptions.
 
-No card has run these kernels, so what shows that they are right has to be shown itself. The slow run plants each
-mistake in a copy of the library and runs the test that is known to notice it. Every run checks that the list is about
-the code there is.
+No card has run these kernels, so the strength of their tests must be checked. The slow run plants each mistake in a
+copy of the library and runs the test that is expected to fail. Every run checks that the list matches the current code.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from tests.mosaic.planted_breaks import BREAKS, PlantedBreak
 ROOT = Path(__file__).parents[2]
 COPIED = ("pallas_attn", "models", "scripts", "tests")
 SEEDS = (1, 2, 3)
-"""Seeds of the tests' data. A key too many, of hundreds, is within what rounding may do for about one seed in six."""
+"""Seeds of the tests' data. One key too many out of hundreds stays within rounding for about one seed in six."""
 
 HANGS_AFTER_SECONDS = 120
-"""Some mistakes leave a barrier that nobody arrives at."""
+"""Timeout; some mistakes leave a barrier without arrivals."""
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with what the tests need."""
+    """Folder with a copy of the library and the tests."""
     folder = tmp_path_factory.mktemp("copy")
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "goldens"))
@@ -50,7 +49,7 @@ def planted_in(folder: Path, planted: PlantedBreak) -> Iterator[None]:
 
 
 def passes(folder: Path, *tests: str, seed: int) -> bool:
-    """Whether tests pass in a folder, with data of a seed; one that hangs does not."""
+    """Whether tests pass in a folder, with data of a seed. A test that hangs does not pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
     variables = os.environ | {"PYTHONPATH": str(folder), "TEST_SEED": str(seed)}
     try:
@@ -65,31 +64,31 @@ def passes(folder: Path, *tests: str, seed: int) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    assert ended.returncode in (0, 1), ended.stdout  # or there is no such test
+    assert ended.returncode in (0, 1), ended.stdout  # other codes mean that no such test exists
     return ended.returncode == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, planted in BREAKS.items() if planted.noticed_by])
-def test_is_noticed(name: str, copy: Path) -> None:
+def test_planted_mistake_is_noticed(name: str, copy: Path) -> None:
     with planted_in(copy, BREAKS[name]):
         assert not all(passes(copy, BREAKS[name].noticed_by, seed=seed) for seed in SEEDS)
 
 
 @pytest.mark.slow
-def test_without_a_mistake_all_pass(copy: Path) -> None:
+def test_all_pass_without_a_mistake(copy: Path) -> None:
     suites = sorted({planted.noticed_by for planted in BREAKS.values() if planted.noticed_by})
     assert passes(copy, *suites, seed=SEEDS[0])
 
 
-def test_most_are_noticed() -> None:
+def test_most_mistakes_are_noticed() -> None:
     unnoticed = [name for name, planted in BREAKS.items() if not planted.noticed_by]
     assert len(BREAKS) >= 30
     assert len(unnoticed) * 30 <= 2 * len(BREAKS)
     assert all(BREAKS[name].why_not for name in unnoticed)
 
 
-def test_they_are_about_the_code_there_is() -> None:
+def test_planted_mistakes_match_the_code() -> None:
     for name, planted in BREAKS.items():
         source = (ROOT / planted.file).read_text()
         assert source.count(planted.right) == 1, name

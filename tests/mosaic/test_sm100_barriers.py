@@ -1,7 +1,8 @@
-"""Every barrier of Blackwell's kernels that no copy arrives at orders the tensor core.
+"""Every barrier of the Blackwell kernels at which no TMA copy arrives orders the tensor core.
 
-Neither the interpreter nor the compiler notices one that does not: on a card a thread might then read TMEM before the
-tensor core has written it, or the other way round. Kernels are traced as the gate's cases call them, and not run.
+Neither the interpreter nor the compiler reports a barrier without this order. On a card, a thread could then read TMEM
+before the tensor core has written it, or the reverse. The tests trace kernels with the arguments of the compile gate's
+cases, and do not run them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ MULTIPLYING = [
     for name in CASES
     if name.startswith("sm100-") and MODULES[name] not in ("writes", "plans", "latent") and not name.endswith("-export")
 ]
-"""Cases of kernels that use the tensor core; an export, which cannot be interpreted, is of a kernel named beside it."""
+"""Cases of kernels that use the tensor core. Exported calls cannot be interpreted, and have the kernel of
+another case.
+"""
 
 
 @contextlib.contextmanager
 def recorded_barriers() -> Iterator[tuple[list[Any], list[Any]]]:
-    """Context that yields two lists: barriers of kernels with TMEM traced within, and those at which a copy arrives."""
+    """Context that yields two lists: barriers of kernels with TMEM traced within it, and barriers at which a copy
+    arrives.
+    """
     barriers: list[Any] = []
     copied_to: list[Any] = []
     kernel, signals = plgpu.kernel, (plgpu.copy_gmem_to_smem, plgpu.try_cluster_cancel)
@@ -60,23 +65,23 @@ def recorded_barriers() -> Iterator[tuple[list[Any], list[Any]]]:
 
 
 def base(ref: Any) -> Any:
-    """The reference that one with transforms, such as an index, is made of."""
+    """The reference without transforms such as an index."""
     return getattr(ref, "ref", ref)
 
 
 def has_tensor_memory(ref: Any) -> bool:
-    """Whether a reference is to TMEM: a kernel without it, such as one that lists work, has nothing to order."""
+    """Whether a reference is to TMEM. A kernel without TMEM, such as one that lists work, has nothing to order."""
     return getattr(getattr(base(ref), "aval", None), "memory_space", None) == plgpu.TMEM
 
 
 def orders(ref: Any) -> bool | None:
-    """Whether a barrier orders the tensor core; None for what is no barrier."""
+    """Whether a barrier orders the tensor core; None for references that are not barriers."""
     aval = getattr(ref, "aval", None)
     return getattr(getattr(getattr(aval, "inner_aval", None), "dtype", None), "orders_tensor_core", None)
 
 
 def unordered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int, list[Any]]:
-    """Number of barriers of the kernels of a call, and those that break the rule."""
+    """Number of barriers of the kernels of a call, and the barriers that violate the rule."""
     with (
         mock.patch.dict("os.environ", {device.INTERPRET_VARIABLE: "10.0"}),
         plgpu.force_gpu_interpret_mode(),
@@ -89,7 +94,7 @@ def unordered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.slow) for n in MULTIPLYING]
 )
-@pytest.mark.usefixtures("unchecked_shapes")  # of engines, whose weights are shapes here
+@pytest.mark.usefixtures("unchecked_shapes")  # cases of engines have shapes as weights
 def test_barriers_order_the_tensor_core(name: str) -> None:
     barriers, wrong = unordered(CASES[name].function, **CASES[name].arguments)
     assert barriers
@@ -97,12 +102,12 @@ def test_barriers_order_the_tensor_core(name: str) -> None:
 
 
 @pytest.mark.parametrize(("ordered", "wrong"), [(True, 0), (False, 1)])
-def test_a_barrier_that_does_not_is_found(ordered: bool, wrong: int) -> None:
-    """Traces a kernel with two barriers: at one a copy arrives, and it needs no order."""
+def test_unordered_barrier_is_found(ordered: bool, wrong: int) -> None:
+    """Trace a kernel with two barriers. A copy arrives at the first, which needs no order."""
 
-    def body(x: Any, out: Any, tile: Any, _: Any, landed: Any, read: Any) -> None:
-        plgpu.copy_gmem_to_smem(x.at[0], tile.at[0], landed.at[0])
-        plgpu.barrier_wait(landed.at[0])
+    def body(x: Any, out: Any, tile: Any, _: Any, full: Any, read: Any) -> None:
+        plgpu.copy_gmem_to_smem(x.at[0], tile.at[0], full.at[0])
+        plgpu.barrier_wait(full.at[0])
         plgpu.barrier_arrive(read)
         plgpu.barrier_wait(read)
         out[...] = tile[0]

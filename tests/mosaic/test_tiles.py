@@ -1,4 +1,6 @@
-"""Registers of tiles are where the code that computes its own addresses takes them to be, which no interpreter runs."""
+"""Register layouts of tiles match the assumptions of code that computes its own addresses, which the interpreter does
+not run.
+"""
 
 import math
 from typing import Any
@@ -16,11 +18,11 @@ WARPS, LANES = 4, 32
 def tiled(array: np.ndarray, layout: Any) -> np.ndarray:
     """The array with the dimensions of a Mosaic GPU layout's tiling."""
     for tile in layout.tiling.tiles:
-        kept = array.ndim - len(tile)
-        split = [n for size, step in zip(array.shape[kept:], tile, strict=True) for n in (size // step, step)]
-        array = array.reshape(*array.shape[:kept], *split)
-        outer, inner = range(kept, array.ndim, 2), range(kept + 1, array.ndim, 2)
-        array = array.transpose(*range(kept), *outer, *inner)
+        outer_dims = array.ndim - len(tile)
+        split = [n for size, step in zip(array.shape[outer_dims:], tile, strict=True) for n in (size // step, step)]
+        array = array.reshape(*array.shape[:outer_dims], *split)
+        outer, inner = range(outer_dims, array.ndim, 2), range(outer_dims + 1, array.ndim, 2)
+        array = array.transpose(*range(outer_dims), *outer, *inner)
     return array
 
 
@@ -36,8 +38,8 @@ def test_rows_of_a_register(layout: RegisterLayout) -> None:
 
 
 @LAYOUTS
-def test_fragments_of_a_slice_are_neighbours(layout: RegisterLayout) -> None:
-    """A slice of `layout.rows` rows and a multiple of 8 columns is a range of fragments, each of two registers."""
+def test_fragments_of_a_slice_are_contiguous(layout: RegisterLayout) -> None:
+    """A slice of `layout.rows` rows and a multiple of 8 columns is a range of fragments of two registers each."""
     shape = 2 * layout.rows, 32
     held = tiled(np.arange(math.prod(shape)).reshape(shape), layout.tile.to_mgpu())
     blocks, columns, warps, _, parts, *_ = held.shape

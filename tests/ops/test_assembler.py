@@ -1,4 +1,4 @@
-"""An assembler that miscompiles kernels is refused with a reason; any other, or none, is accepted."""
+"""An assembler that miscompiles kernels raises with a reason; other assemblers, or none, are accepted."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from pallas_attn.mosaic.primitives.assembler import assembler, require_sound_ass
 
 
 def ptxas(folder: Path, says: str) -> Path:
-    """Script that prints a version of ptxas, and does nothing else."""
+    """Script that prints a version of ptxas."""
     folder.mkdir(parents=True)
     path = folder / "ptxas"
     path.write_text(f"#!/bin/sh\necho 'ptxas: NVIDIA (R) Ptx optimizing assembler'\necho '{says}'\n")
@@ -23,14 +23,14 @@ def release(version: str) -> str:
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    """Environment with no assembler on PATH or in packages."""
+    """Environment without an assembler on PATH or in packages."""
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", str(tmp_path / "packages"))
     return tmp_path
 
 
 @pytest.mark.parametrize("version", ["12.8.61", "12.8.93", "12.9.41"])
-def test_a_broken_assembler_is_refused(bare, monkeypatch, version):
+def test_broken_assembler_raises(bare, monkeypatch, version):
     path = ptxas(bare / "bin", release(version))
     monkeypatch.setenv("PATH", str(path.parent))
     with pytest.raises(NotImplementedError, match=f"{path} is version {version}.*first on PATH"):
@@ -38,17 +38,17 @@ def test_a_broken_assembler_is_refused(bare, monkeypatch, version):
 
 
 @pytest.mark.parametrize("says", [release("12.6.85"), release("12.9.86"), release("13.0.88"), "no version at all"])
-def test_others_are_taken(bare, monkeypatch, says):
+def test_other_assemblers_are_accepted(bare, monkeypatch, says):
     monkeypatch.setenv("PATH", str(ptxas(bare / "bin", says).parent))
     require_sound_assembler()
 
 
-def test_none_is_for_xla_to_find(bare):
+def test_missing_assembler_is_accepted(bare):
     assert assembler() is None
     require_sound_assembler()
 
 
-def test_path_comes_before_the_packages(bare, monkeypatch):
+def test_path_precedes_the_cuda_packages(bare, monkeypatch):
     packaged = ptxas(bare / "packages" / "bin", release("12.8.93"))
     assert assembler() == packaged
     with pytest.raises(NotImplementedError, match="12.8.93"):

@@ -1,4 +1,4 @@
-"""Converters between cache layouts keep each token of each head, bit for bit."""
+"""Conversions between cache layouts preserve each token of each head, bit for bit."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_a_cache_is_converted_under_jit() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", "head"), ("float8_e4m3fn", PAGE_SIZE)])
-def test_a_view_is_written_as_the_cache_is(dtype: str, scales: Any) -> None:
-    """With the same slots."""
+def test_view_nhd_is_written_in_place(dtype: str, scales: Any) -> None:
+    """The slots are the same."""
     rng = fresh_rng()
     kv, slots, (k, v) = stale_cache(rng, dtype, scales), random_slots(rng, 1), tokens(rng)
     got = write_kv(view_nhd(*to_nhd(kv)), k, v, slots, implementation="xla")
@@ -92,7 +92,7 @@ def test_a_view_is_written_as_the_cache_is(dtype: str, scales: Any) -> None:
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", "head"), ("float8_e4m3fn", PAGE_SIZE)])
 @pytest.mark.parametrize("lanes", [WIDTH, 24])
 @pytest.mark.parametrize("layout", ["alternating", "packed", "side by side"])
-def test_a_fused_view_is_written_and_read_as_the_cache_is(dtype: str, scales: Any, lanes: int, layout: str) -> None:
+def test_view_fused_is_read_and_written_in_place(dtype: str, scales: Any, lanes: int, layout: str) -> None:
     rng = fresh_rng()
     kv, slots, (k, v) = stale_cache(rng, dtype, scales), random_slots(rng, 1), tokens(rng)
     keys, values, k_scale, v_scale = to_nhd(kv)
@@ -112,14 +112,14 @@ def test_a_fused_view_is_written_and_read_as_the_cache_is(dtype: str, scales: An
     assert_same_bits(got, paged_decode(q, want, tables, lens, implementation="reference"))
 
 
-def test_halves_of_a_fused_cache_in_the_order_of_others() -> None:
+def test_to_nhd_of_a_fused_cache() -> None:
     kv = stale_cache(fresh_rng(), "float32")
     fused = PagedKV(jnp.concatenate([kv.k, kv.v], axis=-1))
     assert_same_bits(to_nhd(fused), to_nhd(kv))
 
 
-def test_a_dense_cache_is_read() -> None:
-    """[B, S, Hkv, D]: a page is a sequence."""
+def test_dense_cache() -> None:
+    """In [B, S, Hkv, D], a page is a sequence."""
     rng = fresh_rng()
     k, v = (jnp.asarray(rng.standard_normal((3, 12, HEADS, WIDTH)), jnp.float32) for _ in range(2))
     q, lens = jnp.asarray(rng.standard_normal((3, 1, 2 * HEADS, WIDTH)), jnp.float32), jnp.array([5, 12, 0], jnp.int32)
@@ -129,14 +129,14 @@ def test_a_dense_cache_is_read() -> None:
     assert_same_bits(got, want)
 
 
-def test_scales_of_several_tokens_have_no_view() -> None:
-    with pytest.raises(NotImplementedError, match="^k_scale: takes static scales, or one for each of ps=8 tokens"):
+def test_view_of_shared_scales_is_unsupported() -> None:
+    with pytest.raises(NotImplementedError, match="^k_scale: expected static scales, or one for each of ps=8 tokens"):
         view_nhd(**nhd())
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_tables_of_tokens() -> None:
-    """Absent pages stay absent, and so do ids whose tokens an int32 does not number."""
+def test_token_tables() -> None:
+    """Absent pages stay absent, and so do ids whose tokens exceed int32."""
     big = np.iinfo(np.int32).max
     last = big // 4 - 1
     rows: Any = [[2, PAGE_NONE], [big, last]]
@@ -149,8 +149,8 @@ def test_tables_of_tokens() -> None:
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_tables_of_index_pointers() -> None:
-    """Sequences have pages, have none, are too long for the table, and are not there at all."""
+def test_from_csr() -> None:
+    """Sequences have pages, have no pages, are too long for the table, and do not exist."""
     arrays: tuple[Any, ...] = ([0, 2, 2, 5, 6], [7, 3, 3, 9, 0], [4, 9, 1, 2])
     tables, lens = from_csr(*arrays, page_size=4, table_pages=2)
     assert tables.tolist() == [[7, 3], [-1, -1], [3, 9], [-1, -1]]
@@ -162,7 +162,7 @@ def test_tables_of_index_pointers() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_index_pointers_under_jit(seed: int) -> None:
+def test_from_csr_under_jit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 6, 9)
     last = rng.integers(1, 17, 9).astype(np.int32)
@@ -177,7 +177,7 @@ def test_index_pointers_under_jit(seed: int) -> None:
 # --- records of latents
 
 
-def test_a_record_is_latents_scales_and_rotated_keys() -> None:
+def test_record_layout() -> None:
     """The record of FlashMLA's README: 512 float8_e4m3 values, 4 float32 scales, 64 bfloat16 values."""
     rng = fresh_rng()
     latents = rng.integers(0, 256, 512, np.uint8).tobytes()
@@ -196,13 +196,13 @@ def test_a_record_is_latents_scales_and_rotated_keys() -> None:
 
 
 @pytest.mark.parametrize(("latent_dim", "size"), [(512, 656), (128, 128 + 4 + 2 * 5)])
-def test_records_of_any_bits_come_back(latent_dim: int, size: int) -> None:
+def test_records_round_trip(latent_dim: int, size: int) -> None:
     records = jnp.asarray(fresh_rng().integers(0, 256, (3, 8, size), np.uint8))
     convert = jax.jit(lambda records: to_records(from_records(records, latent_dim=latent_dim)))
     assert_same_bits(convert(records), records)
 
 
-def test_a_record_holds_what_is_written() -> None:
+def test_record_after_a_write() -> None:
     """The bytes of one token, literally: e4m3 numbers, the scales amax / 448, and rotated keys."""
     latent = ((np.arange(576) * 37 % 101) - 50).astype(np.float32)[None] / 16
     spec = latent_cache_spec(num_pages=2, page_size=4, latent_dim=512, rope_dim=64, dtype=jnp.float8_e4m3fn)
@@ -286,6 +286,6 @@ BAD_CALLS |= BAD_RECORDS
 
 @pytest.mark.parametrize(("function", "call", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_bad_calls_are_refused_by_name(function: Any, call: dict[str, Any], message: str) -> None:
+def test_error_names_the_argument(function: Any, call: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         function(**call)

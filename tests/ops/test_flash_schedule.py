@@ -1,6 +1,6 @@
-"""Scheduling of the prefill kernel: blocks hold every query row once, the largest first, and splits every tile once.
+"""Scheduling of the prefill kernel: listed blocks cover every query row once, and splits cover every tile once.
 
-(The kernels' results show that every work tile is done: the interpreter fills rows that are not written with NaN.)
+The tests of the kernels show that every work tile runs: the interpreter initialises outputs with NaN.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.aot.device import MULTIPROCESSOR_REGISTERS
 from tests.aot.report import WARPGROUP
 from tests.kit import harness
 
-UNCUT = KvSplits(most=1, heads=1, most_tiles=1, programs=1)
+UNSPLIT = KvSplits(most=1, heads=1, most_tiles=1, num_ctas=1)
 RAGGED = Blocking(num_rows=300, block_rows=64, tile_keys=64, causal=True)
 compiled = pytest.param("compiled", marks=pytest.mark.gpu)
 
@@ -50,9 +50,11 @@ def running(mode: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 @pytest.mark.parametrize("registers", [prefill.REGISTERS, prefill.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("consumers", [1, 2, 3])
-def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
-    """All threads begin with equally many registers, a multiple of 8. A consumer that asks for more than are left
-    hangs.
+def test_registers_of_all_warpgroups_fit(registers, consumers):
+    """`setmaxnreg` blocks a consumer forever if the warpgroups of a CTA want more registers than the kernel starts
+    with.
+
+    At the start each thread has the same number of registers, a multiple of 8.
     """
     of_consumer, of_producer = registers[consumers]
     warpgroups = consumers + 1
@@ -63,7 +65,7 @@ def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(regist
 
 
 class Case(NamedTuple):
-    """Lengths of sequences, and whether their keys are packed or in pages."""
+    """Lengths of sequences, with packed keys or keys in pages."""
 
     q_lens: np.ndarray
     kv_lens: np.ndarray
@@ -71,7 +73,7 @@ class Case(NamedTuple):
 
     @staticmethod
     def draw(rng: np.random.Generator, tokens: int, sequences: int, *, packed_keys: bool = True) -> Case:
-        """Draw lengths: some sequences have no queries, some no keys, and rows may follow the last sequence."""
+        """Draw lengths. Some sequences have no queries, some no keys, and rows may follow the last sequence."""
         q_lens = rng.multinomial(rng.integers(tokens + 1), rng.dirichlet([0.5] * sequences))
         kv_lens = rng.integers(0, 1000, sequences) * (rng.random(sequences) < 0.8)
         return Case(q_lens, kv_lens, packed_keys)
@@ -84,7 +86,7 @@ class Case(NamedTuple):
         return SequenceLengths(jnp.asarray(cu_q_lens), kv_lens=jnp.asarray(self.kv_lens, jnp.int32))
 
     def blocks(self, blocking: Blocking) -> list[QueryBlock]:
-        """Blocks that should be listed, computed one by one."""
+        """Compute the expected list of blocks."""
         found, begin, first_key = [], 0, 0
         for sequence, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             end, end_key = begin + q_len, first_key + kv_len
@@ -103,7 +105,7 @@ class Case(NamedTuple):
 
 
 def _blocks_of(blocking: Blocking, begin: int, end: int) -> list[list[tuple[int, int]]]:
-    """Groups of 8 rows of each block of these queries: the first query, and which of the heads."""
+    """Return the groups of 8 rows of each block of queries `begin` to `end`, as pairs (first query, head)."""
     heads, size = blocking.heads, blocking.block_rows // 8
     first = begin // 8 * 8
     blocks = -(-(-(-(end - first) // 8) * heads) // size) if begin < end else 0
@@ -111,7 +113,8 @@ def _blocks_of(blocking: Blocking, begin: int, end: int) -> list[list[tuple[int,
     return [groups[i : i + size] for i in range(0, len(groups), size)]
 
 
-def check(case: Case, blocking: Blocking, splits: KvSplits = UNCUT) -> WorkList:
+def check(case: Case, blocking: Blocking, splits: KvSplits = UNSPLIT) -> WorkList:
+    """List the blocks and compare them with the expected list."""
     listed = jax.tree.map(np.asarray, jax.jit(lambda lengths: list_blocks(blocking, lengths, splits))(case.lengths))
     want = case.blocks(blocking)
     assert listed.counts[0] == len(want)
@@ -119,19 +122,27 @@ def check(case: Case, blocking: Blocking, splits: KvSplits = UNCUT) -> WorkList:
     np.testing.assert_array_equal(listed.zero, [0])
     rows: list[tuple[int, int]] = []
     for block in (QueryBlock(*fields) for fields in listed.blocks[: len(want)]):
-        assert block.start % 8 == 0, "where no copy may begin"
+        assert block.start % 8 == 0, "copies must start at multiples of 8"
         for group in range(block.skipped_heads, block.skipped_heads + blocking.block_rows // 8):
             eight, head = divmod(group, blocking.heads)
             first = block.start + 8 * eight
             rows += ((row, head) for row in range(max(first, block.first_row), min(first + 8, block.end_row)))
-    assert sorted(rows) == list(itertools.product(range(blocking.num_rows), range(blocking.heads))), "each once"
+    assert sorted(rows) == list(itertools.product(range(blocking.num_rows), range(blocking.heads))), "each row once"
     return listed
 
 
-@pytest.mark.parametrize("mode", ["interpreted", compiled])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_blocks_are_listed_by_what_they_see(causal: bool, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Check packed keys, pages, and heads that share blocks."""
+@pytest.mark.parametrize(
+    ("causal", "mode"),
+    [
+        pytest.param(True, "interpreted", id="causal-interpreted"),
+        # The causal case covers all steps of the listing.
+        pytest.param(False, "interpreted", id="full-interpreted", marks=pytest.mark.slow),
+        pytest.param(True, "compiled", id="causal-compiled", marks=pytest.mark.gpu),
+        pytest.param(False, "compiled", id="full-compiled", marks=pytest.mark.gpu),
+    ],
+)
+def test_blocks_are_listed_by_visible_tiles(causal: bool, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Packed keys, keys in pages, and heads that share blocks."""
     rng, blocking = harness.fresh_rng(), replace(RAGGED, causal=causal)
     with running(mode, capsys):
         for _ in range(4):
@@ -149,15 +160,14 @@ EDGES = {
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
-def test_edges(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_of_edge_cases(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     with running(mode, capsys):
         for case in EDGES.values():
             check(case, RAGGED)
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
-def test_blocks_in_chunks(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """More sequences, and more blocks, than threads."""
+def test_more_sequences_and_blocks_than_threads(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     rng = harness.fresh_rng()
     case = Case(rng.integers(0, 30, 130), rng.integers(0, 300, 130))
     with running(mode, capsys), mock.patch.object(schedule, "MOST_WARPGROUPS", 1):
@@ -170,39 +180,42 @@ def test_many_blocks(tokens: int, sequences: int) -> None:
     check(Case.draw(harness.fresh_rng(), tokens, sequences), replace(RAGGED, num_rows=tokens, block_rows=128))
 
 
-def test_calls_of_the_same_lengths_are_traced_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers of a step share one list, as XLA sees if it is traced once. Calls with other lengths have another."""
+def test_calls_with_equal_lengths_share_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """The listing is traced once for all layers of a step, so that XLA shares its result."""
     q = jnp.zeros((24, 1, 64), jnp.bfloat16)
     ends = [jnp.asarray([0, last], jnp.int32) for last in (20, 24)]
 
     def layers(q: jax.Array, some: jax.Array, others: jax.Array) -> list[Any]:
         return [ragged_attention(q, q, q, lens, lens, implementation="mosaic") for lens in (some, some, others)]
 
-    # XLA merges what holds equal lengths to the arrays, since it is the same of the same.
+    # Without the patch each call bounds its lengths separately. XLA would merge these equal operations later.
     with harness.interpreting(capsys), mock.patch.object(checks, "bound_sums", lambda sums, total: sums):
         module = jax.jit(layers).lower(q, *ends).as_text()
     assert module.count("func.func private @_listed") == 1
-    # Arguments come after what orders the interpreter's effects.
+    # The first arguments are tokens that order the effects of the interpreter.
     first, second, third = re.findall(r"call @_listed\(.*?(%\w+, %\w+)\)", module)
     assert first == second != third
 
 
-def test_more_blocks_than_there_is_room_for_are_refused() -> None:
+def test_too_many_blocks_are_unsupported() -> None:
     case = Case(np.zeros(1, int), np.zeros(1, int))
     with pytest.raises(NotImplementedError, match=r"takes at most 49152 sequences and blocks .* got 1 sequences of"):
-        list_blocks(replace(RAGGED, num_rows=2**22), case.lengths, UNCUT)
+        list_blocks(replace(RAGGED, num_rows=2**22), case.lengths, UNSPLIT)
 
 
-# --- keys in splits
+# --- splits of keys
 
 
 def choose(
     *, blocks: int, tiles: int, heads: int, limit: int = 512, most_blocks: int | None = None, rows: int = 0
 ) -> tuple[int, int]:
-    """Room for splits, and the number that the kernel chooses, for a sequence of so many blocks of so many tiles.
+    """Return the largest number of splits, and the chosen number, for one sequence.
 
     Args:
-      rows: times of a tile that the states of a split take to be moved.
+      blocks, tiles: blocks of the sequence, and tiles of keys that each block sees.
+      limit: largest number of tiles of any lengths.
+      most_blocks: largest number of blocks of any lengths.
+      rows: time to move the partial states of one split, in tiles of keys.
     """
     blocking = replace(RAGGED, num_rows=64 * blocks, causal=False)
     with mock.patch.object(basics, "multiprocessors", return_value=132):
@@ -214,22 +227,21 @@ def choose(
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
-def test_keys_are_cut_where_multiprocessors_would_be_idle(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_split_if_multiprocessors_would_be_idle(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     with running(mode, capsys):
         assert choose(blocks=4, heads=16, tiles=260) == (2, 2)
         assert choose(blocks=1, heads=8, tiles=256) == (16, 16)
-        assert choose(blocks=64, heads=2, tiles=64) == (1, 1), "programs for all blocks, nearly"
-        assert choose(blocks=4, heads=16, tiles=4, limit=4) == (1, 1), "merging takes longer"
-        assert choose(blocks=4, heads=16, tiles=4, limit=260) == (2, 1), "and here as well, but that is not known ahead"
-        assert choose(blocks=40, heads=2, tiles=260) == (8, 8), "five rounds of an eighth"
-        assert choose(blocks=40, heads=2, tiles=260, rows=10) == (3, 3), "two rounds of a third, and fewer states"
+        assert choose(blocks=64, heads=2, tiles=64) == (1, 1), "nearly one CTA per multiprocessor"
+        assert choose(blocks=4, heads=16, tiles=4, limit=4) == (1, 1), "the merge would take longer"
+        assert choose(blocks=4, heads=16, tiles=4, limit=260) == (2, 1), "a longer merge, known to the device only"
+        assert choose(blocks=40, heads=2, tiles=260) == (8, 8), "five rounds of eighths"
+        assert choose(blocks=40, heads=2, tiles=260, rows=10) == (3, 3), "two rounds of thirds, fewer partial states"
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
-def test_a_window_leaves_less_to_cut(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The number of splits follows the widest window of all heads."""
+def test_number_of_splits_follows_the_widest_window(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     case = Case(np.asarray([64]), np.asarray([64 * 260]), packed_keys=False)
-    splits = KvSplits(most=16, heads=8, most_tiles=260, programs=132)
+    splits = KvSplits(most=16, heads=8, most_tiles=260, num_ctas=132)
     with running(mode, capsys):
         for width, sink_tokens, num_splits in ((100, 0, 1), (100, 16_000, 16), (FULL, 0, 16)):
             head_window = HeadWindow(jnp.asarray([5, width], jnp.int32), jnp.asarray([0, sink_tokens], jnp.int32))
@@ -240,7 +252,7 @@ def test_a_window_leaves_less_to_cut(mode: str, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 16])
 @pytest.mark.parametrize("tiles", [1, 4, 5, 33])
-def test_splits_have_every_tile_once(tiles: int, splits: int) -> None:
+def test_each_tile_belongs_to_one_split(tiles: int, splits: int) -> None:
     walked = []
     for split in range(splits):
         work = FlashWorkTile(QueryBlock(*[0] * 8), head=0, split=jnp.int32(split), num_splits=jnp.int32(splits))
@@ -248,38 +260,38 @@ def test_splits_have_every_tile_once(tiles: int, splits: int) -> None:
         assert count >= 1
         walked += range(first, first + count)
     assert [tile for tile in walked if tile < tiles] == list(range(tiles))
-    assert walked.count(tiles) == max(0, splits - tiles), "splits without a tile have the one after the last"
+    assert walked.count(tiles) == max(0, splits - tiles), "a split without tiles gets the tile after the last"
 
 
-def test_heads_that_run_together_fit_the_cache() -> None:
+def test_l2_head_group_fits_the_cache() -> None:
     assert l2_head_group(32, 8, kv_bytes=4 * 2**20) == 32
     assert l2_head_group(32, 8, kv_bytes=5 * 2**20) == 16
     assert l2_head_group(128, 128, kv_bytes=2**30) == 1
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
-def test_heads_take_turns_unless_a_long_block_would_come_last(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A head has blocks of 4 tiles, and one of as many as is said."""
+def test_heads_alternate_in_groups_unless_one_block_is_long(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each head has blocks of 4 tiles and one block of `longest` tiles."""
     with running(mode, capsys):
-        for longest, programs, heads in ((4, 8, 2), (4, 32, 2), (24, 8, 4), (500, 8, 8), (500, 32, 16)):
+        for longest, num_ctas, heads in ((4, 8, 2), (4, 32, 2), (24, 8, 4), (500, 8, 8), (500, 32, 16)):
             case = Case(np.asarray([64, 128, 128]), np.asarray([64 * longest, 64 * 4, 64 * 4]), packed_keys=False)
-            assert turns(case, programs) == heads, (longest, programs)
+            assert alternating_heads(case, num_ctas) == heads, (longest, num_ctas)
 
 
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
-def test_all_heads_take_turns_where_no_blocks_share_keys(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_heads_alternate_if_no_blocks_share_keys(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     with running(mode, capsys):
-        assert turns(Case(np.asarray([64] * 5), np.asarray([64 * 4] * 5)), 8) == 16
-        assert turns(Case(np.asarray([64] * 4 + [128]), np.asarray([64 * 4] * 5)), 8) == 2
+        assert alternating_heads(Case(np.asarray([64] * 5), np.asarray([64 * 4] * 5)), 8) == 16
+        assert alternating_heads(Case(np.asarray([64] * 4 + [128]), np.asarray([64 * 4] * 5)), 8) == 2
 
 
-def turns(case: Case, programs: int) -> int:
-    """Number of 16 heads that take turns where two fit the cache."""
-    splits = KvSplits(most=1, heads=16, most_tiles=512, programs=programs)
+def alternating_heads(case: Case, num_ctas: int) -> int:
+    """Return how many of 16 heads alternate if the keys of 2 heads fit the L2 cache."""
+    splits = KvSplits(most=1, heads=16, most_tiles=512, num_ctas=num_ctas)
     blocking = replace(RAGGED, num_rows=int(sum(case.q_lens)), causal=False)
     return int(list_blocks(blocking, case.lengths, splits, 2).counts[1])
 
 
 @pytest.mark.parametrize(("group", "heads"), [(1, 1), (4, 4), (5, 5), (7, 7), (14, 7), (16, 8)])
-def test_as_many_heads_share_blocks_as_a_consumer_has_room_for(group: int, heads: int) -> None:
+def test_shared_heads_is_the_largest_divisor_that_fits(group: int, heads: int) -> None:
     assert shared_heads(group, 64) == heads

@@ -1,7 +1,7 @@
-"""Tests of the prefill kernel on Blackwell beyond the contract, interpreted with race detection.
+"""The prefill kernel on Blackwell beyond the contract, interpreted with race detection.
 
-The contract runs one consumer, of 128 rows. Here are two, whose products the tensor core takes in turn, and what only
-this kernel has. Cases that differ only in values share a compilation.
+The contract runs one consumer of 128 rows. These tests run two consumers, which alternate on the tensor core, and
+features that only this kernel has. Cases that differ only in values share a compilation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.contract.test_ragged_attention import RaggedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys may be NaN in products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 SM100 = (10, 0)
@@ -65,7 +65,7 @@ def check_ragged(case: RaggedCase, config: FlashConfig, growth: int = 0) -> None
     """Compare a call on poisoned inputs with numpy.
 
     Args:
-      growth: keys are so much larger, times their own size, in each 64 than in the 64 before.
+      growth: keys of each 64-key tile are scaled by 1 + growth * tile index.
     """
     inputs = test_ragged_attention.Inputs.draw(case, harness.fresh_rng())
     inputs.k[...] *= (1 + growth * (np.arange(case.keys) // 64))[:, None, None].astype(inputs.k.dtype)
@@ -82,9 +82,10 @@ def check_paged(case: PagedCase, config: FlashConfig) -> None:
     harness.assert_attention_close(got, inputs.expected_prefill(), variant.tolerance(case.dtype))
 
 
-def test_two_consumers_take_more_rows_than_one_has() -> None:
-    """A sequence of 261 queries from row 3 on: blocks of 256 rows, whose second consumers have few rows or none. Maxima
-    grow by more than the threshold from tile to tile, for some rows more than for others.
+def test_two_consumers() -> None:
+    """A sequence of 261 queries starts at row 3, so second consumers of blocks of 256 rows have few rows or none.
+
+    Maxima grow by more than the threshold from tile to tile, for some rows more than for others.
     """
     check_ragged(RAGGED, TWO, growth=2)
 
@@ -107,8 +108,8 @@ def test_each_width(widths: tuple[int, int], config: FlashConfig) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_keys_cut_among_programs(causal: bool, consumers: int) -> None:
-    """Sequences of fewer tiles than splits leave some splits empty, and programs have several work tiles."""
+def test_split_keys(causal: bool, consumers: int) -> None:
+    """Sequences with fewer tiles than splits have empty splits, and CTAs have several work tiles."""
     case = replace(RAGGED, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
     with harness.keys_cut(16) as parts:
         check_ragged(replace(case, sinks=True, soft_cap=5.0), replace(TWO, consumers=consumers))
@@ -126,7 +127,7 @@ def test_keys_cut_among_programs(causal: bool, consumers: int) -> None:
     ids=["16 bits", "int8 by token", "fp8 by channel", "groups of 3, absent pages"],
 )
 def test_pages_with_two_consumers(case: PagedCase) -> None:
-    """Pages are announced to consumers, which do not wait for keys, by a barrier of their own."""
+    """A separate barrier announces pages to consumers, because they do not wait for keys."""
     check_paged(case, TWO)
 
 
@@ -147,13 +148,14 @@ def test_sizes_that_do_not_fit_are_refused(widths: tuple[int, int], config: Flas
 
 @pytest.mark.parametrize("registers", [prefill.REGISTERS, prefill.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("consumers", [1, 2])
-def test_warpgroups_wait_for_no_more_registers_than_a_program_begins_with(registers, consumers):
-    """All threads begin with equally many registers, a multiple of 8. A consumer that asks for more than are left
-    hangs.
+def test_register_budget_of_warpgroups(registers, consumers):
+    """All threads start with the same number of registers, a multiple of 8.
+
+    A consumer that requests more registers than the other warpgroups release would wait forever.
     """
-    of_consumer, *others = registers[consumers]
+    consumer_registers, *others = registers[consumers]
     warpgroups = consumers + 2
-    at_first = min(MULTIPROCESSOR_REGISTERS // (WARPGROUP * warpgroups), 255) // 8 * 8
-    assert consumers * of_consumer + sum(others) <= warpgroups * at_first
-    assert all(registers % 8 == 0 for registers in (of_consumer, *others))
-    assert of_consumer < 256
+    initial = min(MULTIPROCESSOR_REGISTERS // (WARPGROUP * warpgroups), 255) // 8 * 8
+    assert consumers * consumer_registers + sum(others) <= warpgroups * initial
+    assert all(registers % 8 == 0 for registers in (consumer_registers, *others))
+    assert consumer_registers < 256

@@ -1,4 +1,4 @@
-"""Latents in 8 bits: the bytes `write_latent` stores, and the numbers `gather_latent` and `mla_prefill` read."""
+"""8-bit latents: the bytes that `write_latent` stores, and the values that `gather_latent` and `mla_prefill` read."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.ops.write_kv_case import numpy_quantise
 every_variant = backends.every_variant("write_latent", backends.is_compiled)
 
 
-def takes_8_bits(backend: backends.Backend) -> bool:
+def supports_8_bits(backend: backends.Backend) -> bool:
     return backend.name != "mosaic"
 
 
-every_writer = backends.every_variant("write_latent", takes_8_bits)
-every_gatherer = backends.every_variant("gather_latent", takes_8_bits)
+every_writer = backends.every_variant("write_latent", supports_8_bits)
+every_gatherer = backends.every_variant("gather_latent", supports_8_bits)
 lean_variant = backends.every_variant("write_latent", backends.is_compiled_and_lean)
 
 NUM_PAGES, PAGE_SIZE, LATENT, ROPE = 12, 4, 256, 16
@@ -44,7 +44,7 @@ WIDTH, NUM_SLOTS = LATENT + ROPE, NUM_PAGES * PAGE_SIZE
 
 
 def numpy_stored(latent: np.ndarray) -> PagedLatent:
-    """Arrays of a cache that hold latents [..., L + R], spelt out."""
+    """Cache arrays for latents [..., L + R], computed in numpy."""
     groups = latent[..., :LATENT].astype(np.float32).reshape(*latent.shape[:-1], -1, 128)
     scale = np.abs(groups).max(axis=-1) / np.float32(448)
     scale[scale < np.finfo(np.float32).tiny] = 1
@@ -53,14 +53,14 @@ def numpy_stored(latent: np.ndarray) -> PagedLatent:
 
 
 def numpy_meant(cache: PagedLatent, dtype: Any) -> np.ndarray:
-    """Latents [..., L + R] that arrays of a cache mean, spelt out."""
+    """Latents [..., L + R] that cache arrays represent, computed in numpy."""
     stored, scale, rope = (np.asarray(part) for part in (cache.pages, cache.scale, cache.rope))
     groups = stored.astype(np.float32).reshape(*scale.shape, 128) * scale[..., None]
     return np.concatenate([groups.reshape(stored.shape).astype(dtype), rope.astype(dtype)], axis=-1)
 
 
 def drawn(rng: np.random.Generator, *rows: int) -> np.ndarray:
-    """Latents whose groups differ in size, with groups of zeros, too small a group for a scale, and a single value."""
+    """Latents with groups of different magnitudes, zeros, a group with a subnormal scale, and a single value."""
     size = 10.0 ** rng.uniform(-4, 4, (*rows, WIDTH // 16, 1))
     latent = (rng.standard_normal((*rows, WIDTH // 16, 16)) * size).reshape(*rows, WIDTH).astype(np.float32)
     flat = latent.reshape(-1, WIDTH)
@@ -70,7 +70,7 @@ def drawn(rng: np.random.Generator, *rows: int) -> np.ndarray:
 
 
 def any_cache(rng: np.random.Generator) -> PagedLatent:
-    """A cache of any bytes."""
+    """A cache of random bytes."""
 
     def bits(width: int, dtype: Any) -> jax.Array:
         return jnp.asarray(any_bits(rng, (NUM_PAGES, PAGE_SIZE, width), dtype))
@@ -94,7 +94,8 @@ SLOTS = np.array([5, -1, 47, NUM_SLOTS, 16, GARBAGE, 1, -GARBAGE], np.int32)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @every_writer
-def test_write_scales_each_group_of_a_token_and_touches_nothing_else(variant: Variant, dtype: str) -> None:
+@backends.in_every_run("xla", triton=["float32"])
+def test_write_quantises_groups_and_changes_no_other_bytes(variant: Variant, dtype: str) -> None:
     rng = fresh_rng()
     with np.errstate(over="ignore"):
         latent = np.clip(drawn(rng, 8), -6e4, 6e4).astype(dtype)
@@ -104,7 +105,8 @@ def test_write_scales_each_group_of_a_token_and_touches_nothing_else(variant: Va
 
 
 @every_writer
-def test_write_under_vmap_and_with_types_of_64_bits(variant: Variant) -> None:
+@backends.in_every_run("xla", "triton")
+def test_write_under_vmap_and_with_x64(variant: Variant) -> None:
     rng = fresh_rng()
     layers = [any_cache(rng) for _ in range(2)]
     latent, slots = jnp.asarray(drawn(rng, 2, 8)), jnp.stack([SLOTS, SLOTS[::-1]])
@@ -117,8 +119,8 @@ def test_write_under_vmap_and_with_types_of_64_bits(variant: Variant) -> None:
         assert_same_bits(write(stacked, latent, slots), want)
 
 
-def test_a_pool_is_never_converted_as_a_whole() -> None:
-    """XLA's CPU backend copies float8, but must not convert it to float16 for that; the compile gate sees to GPUs."""
+def test_pool_is_not_converted() -> None:
+    """XLA's CPU backend copies the pool, but must not convert it to float16. The compile gate checks GPUs."""
     cache = jax.tree.map(lambda part: jax.ShapeDtypeStruct((512, *part.shape[1:]), part.dtype), any_cache(fresh_rng()))
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     latent = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
@@ -133,15 +135,16 @@ def test_a_pool_is_never_converted_as_a_whole() -> None:
 
 
 def held(rng: np.random.Generator, dead: np.ndarray) -> PagedLatent:
-    """A cache of drawn latents, with poison in dead slots."""
+    """A cache of random latents, with poison in unused slots."""
     stored = numpy_stored(drawn(rng, NUM_PAGES, PAGE_SIZE))
     return jax.tree.map(lambda part: jnp.asarray(poison(rng, np.asarray(part), dead)), stored)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @every_gatherer
-def test_gather_multiplies_by_the_scales_and_rounds_new_tokens_alike(variant: Variant, dtype: str) -> None:
-    """Result and new latents have one dtype; an absent page gives zeros."""
+@backends.in_every_run("xla", "reference", triton=["float32"])
+def test_gather_dequantises_cached_and_rounds_new_tokens(variant: Variant, dtype: str) -> None:
+    """The result has the dtype of the new latents. Tokens of an absent page are 0."""
     rng = fresh_rng()
     tables = np.array([[9, 2, GARBAGE], [4, -1, 0]], np.int32)
     dead = np.ones((NUM_PAGES, PAGE_SIZE), bool)
@@ -170,7 +173,7 @@ CACHED, NEW = np.array([7, 0, 12]), np.array([3, 4, 5])
 
 
 def prefill_arguments(rng: np.random.Generator, new: np.ndarray) -> dict[str, Any]:
-    """A chunk over cached prefixes, and NaN in all slots that hold none."""
+    """A chunk over cached prefixes. Unused slots are NaN."""
     tables = rng.permutation(NUM_PAGES).reshape(3, 4).astype(np.int32)
     dead = np.ones((NUM_PAGES, PAGE_SIZE), bool)
     for s, cached in enumerate(CACHED):
@@ -192,8 +195,8 @@ def prefill_arguments(rng: np.random.Generator, new: np.ndarray) -> dict[str, An
 
 
 @lean_variant
-def test_prefill_reads_what_the_cache_means_however_it_is_cut(variant: Variant) -> None:
-    """Results are those over float32 pages of the same numbers: tokens count alike, new or written."""
+def test_prefill_equals_prefill_over_float32_pages(variant: Variant) -> None:
+    """Results equal results over float32 pages with the same numbers, for one chunk and for two."""
     arguments = prefill_arguments(fresh_rng(), NEW)
     meant = arguments | {
         "cache": PagedLatent(jnp.asarray(numpy_meant(arguments["cache"], np.float32))),
@@ -204,7 +207,10 @@ def test_prefill_reads_what_the_cache_means_however_it_is_cut(variant: Variant) 
     assert np.abs(np.asarray(want)).max() > 0.1
     assert_close("whole", got, want, F32_OUT)
 
-    written, rest = np.array([0, 1, 3, 4, 5, 7, 8]), np.array([2, 6, 9, 10, 11])  # 2, 3 and 2 new tokens first
+    written, rest = (
+        np.array([0, 1, 3, 4, 5, 7, 8]),
+        np.array([2, 6, 9, 10, 11]),
+    )  # the first chunk has 2, 3 and 2 new tokens
     sequence = np.repeat(np.arange(3), [2, 3, 2])
     token = np.concatenate([CACHED[0] + np.arange(2), np.arange(3), CACHED[2] + np.arange(2)])
     slots = arguments["block_tables"][sequence, token // PAGE_SIZE] * PAGE_SIZE + token % PAGE_SIZE
@@ -214,10 +220,10 @@ def test_prefill_reads_what_the_cache_means_however_it_is_cut(variant: Variant) 
     assert_close("cut", cut, got[rest], F32_OUT)
 
 
-# --- what kernels say
+# --- unsupported calls
 
 
-def test_kernels_refuse_8_bits_in_words_and_the_portable_implementation_runs(
+def test_mosaic_states_why_8_bits_are_unsupported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cache = any_cache(fresh_rng())

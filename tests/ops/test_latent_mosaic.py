@@ -1,6 +1,4 @@
-"""Tests of the Mosaic kernels of `write_latent` and `gather_latent` beyond the contract: odd widths, choice, and real
-sizes on a GPU.
-"""
+"""Mosaic kernels of `write_latent` and `gather_latent`: odd widths, dispatch, and real sizes on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("width", [1, 6, 192])
 def test_rows_of_any_width(width: int) -> None:
-    """Odd widths, and a width of which a thread does not hold all at once."""
+    """Odd widths, and a width whose columns a thread copies in several parts."""
     rng = fresh_rng()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pallas_attn.mosaic.primitives.row_io.HELD_BYTES", 32)
@@ -51,8 +49,8 @@ def test_rows_of_any_width(width: int) -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_scans_write_what_calls_write() -> None:
-    """Scans may carry the cache, or slice caches of a stack; rows that are not written stay."""
+def test_scans_equal_separate_calls() -> None:
+    """A scan carries the cache, or slices caches from a stack. Other rows are unchanged."""
     rng = fresh_rng()
     pages = any_bits(rng, (3, NUM_PAGES, PAGE_SIZE, WIDTH), np.float32)
     latent = any_bits(rng, (3, 2, WIDTH), np.float32)
@@ -69,8 +67,8 @@ def test_scans_write_what_calls_write() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_threads_share_rows_evenly(dtype: Any) -> None:
-    """Threads divide rows of any width evenly, and those of DeepSeek's latents with accesses of 16 bytes."""
+def test_threads_divide_rows_evenly(dtype: Any) -> None:
+    """Threads divide rows of every width evenly. Rows of DeepSeek's latents have 16-byte accesses."""
     for width in range(1, 600):
         layout = RowLayout.for_copies(width, dtype)
         assert width % layout.columns == 0
@@ -79,7 +77,7 @@ def test_threads_share_rows_evenly(dtype: Any) -> None:
     assert RowLayout.for_copies(576, dtype).vector * jnp.dtype(dtype).itemsize == 16
 
 
-# --- choice
+# --- dispatch
 
 
 def arguments(op: str, num_pages: int = 100, sequences: int = 4) -> dict[str, Any]:
@@ -97,12 +95,12 @@ OPS = pytest.mark.parametrize("op", ["write_latent", "gather_latent"])
 
 @OPS
 @pytest.mark.usefixtures("interpreter")
-def test_is_chosen_on_hopper(op: str) -> None:
+def test_default_on_hopper(op: str) -> None:
     assert explain(op, **arguments(op)).chosen == "mosaic"
 
 
 @OPS
-def test_refuses_a_cpu_that_does_not_interpret(op: str) -> None:
+def test_unsupported_on_a_cpu_without_interpreter(op: str) -> None:
     refused = explain(op, **arguments(op)).refused
     assert refused["mosaic"] == "needs a GPU of compute capability 9.0 (H100, H200) or 10.0 (B200, GB200), this is cpu"
 
@@ -116,7 +114,7 @@ def test_refuses_a_cpu_that_does_not_interpret(op: str) -> None:
         ("gather_latent", {"sequences": MAX_SEQUENCES + 1}, "takes up to 1024 sequences, got 1025"),
     ],
 )
-def test_refuses_in_words(op: str, sizes: dict[str, int], reason: str) -> None:
+def test_unsupported_calls_state_the_reason(op: str, sizes: dict[str, int], reason: str) -> None:
     explanation = explain(op, **arguments(op, **sizes))
     assert explanation.chosen != "mosaic"
     assert explanation.refused["mosaic"] == reason
@@ -168,11 +166,11 @@ def test_gathers_of_real_sizes(sequences: int, page_size: int) -> None:
 
 @pytest.mark.gpu
 def test_scans_on_a_gpu() -> None:
-    test_scans_write_what_calls_write()
+    test_scans_equal_separate_calls()
 
 
 @pytest.mark.gpu
-def test_a_pool_of_more_than_2_to_the_32_elements() -> None:
+def test_pool_of_more_than_2_to_the_32_elements() -> None:
     num_pages, page_size, width = 117_000, 64, 576
     assert num_pages * page_size * width > 2**32
     latent = jnp.asarray(any_bits(fresh_rng(), (3, width), jnp.bfloat16))

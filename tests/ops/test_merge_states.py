@@ -31,7 +31,7 @@ def queries_and_keys(
 def split_attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, part_of_key: np.ndarray, num_parts: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention over each part's keys alone, in float32: outputs [n, QUERIES, HEADS, WIDTH] and LSEs."""
+    """Return attention over the keys of each part, in float32: outputs [n, QUERIES, HEADS, WIDTH] and LSEs."""
     states = [
         naive.attend_all(q, k, v, np.broadcast_to(part_of_key == part, (q.shape[0], k.shape[0])), 1.0)
         for part in range(num_parts)
@@ -43,7 +43,7 @@ def split_attention(
 def unsplit(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention over all keys. A sink is one more key, whose value is 0, as it is defined."""
+    """Return attention over all keys. By definition, a sink is one more key with value 0."""
     out, lse = naive.attend_all(q, k, v, np.ones((q.shape[0], k.shape[0]), bool), 1.0)
     if sinks is not None:
         out = out * np.exp(lse - np.logaddexp(lse, sinks))[..., None]
@@ -67,8 +67,8 @@ def test_any_partition_in_any_order(part_of_key: list[int], order: tuple[int, ..
 
 
 @pytest.mark.parametrize("empty", [[1], [0, 2, 3], [0, 1, 2, 3, 4]])
-def test_an_lse_of_inf_marks_a_part_without_keys(empty: list[int]) -> None:
-    """Give it the meaning of -inf, whatever the part's output holds."""
+def test_lse_of_inf_means_no_keys(empty: list[int]) -> None:
+    """+inf has the meaning of -inf, for every output of the part."""
     outs, lses = split_attention(*queries_and_keys(np.random.default_rng(0)), np.arange(KEYS) % PARTS, PARTS)
     marked = []
     for mark in (-np.inf, np.inf):
@@ -95,7 +95,7 @@ def test_sinks_count_once_however_the_keys_are_split(part_of_key: list[int], sin
 
 
 def test_parts_without_a_visible_key_change_no_bit() -> None:
-    """The output of such a part may hold anything."""
+    """The output of such a part may have any value."""
     rng = fresh_rng()
     part_of_key = rng.choice([1, 3], KEYS)
     outs, lses = split_attention(*queries_and_keys(rng), part_of_key, PARTS)
@@ -107,8 +107,8 @@ def test_parts_without_a_visible_key_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("sinks", [None, np.array([-np.inf, -1.0, 0.0, 40.0], np.float32)], ids=["no sinks", "sinks"])
-def test_nothing_visible_anywhere(sinks: np.ndarray | None) -> None:
-    """Rows that see nothing are exactly 0 and -inf, beside rows that see something."""
+def test_rows_that_see_nothing(sinks: np.ndarray | None) -> None:
+    """Rows that see nothing are exactly 0 and -inf, next to rows that see something."""
     outs = np.full((PARTS, QUERIES, HEADS, WIDTH), np.nan, np.float32)
     lses = np.full(outs.shape[:-1], -np.inf, np.float32)
     outs[2, 1], lses[2, 1] = 1.0, 0.0
@@ -120,7 +120,7 @@ def test_nothing_visible_anywhere(sinks: np.ndarray | None) -> None:
     assert (lse[1] == 0).all()
 
 
-def test_what_was_seen_and_is_nan_stays_nan() -> None:
+def test_visible_nan_stays_nan() -> None:
     """NaN stays in its own row: an overflow of the model must not look like a row that sees nothing."""
     outs, lses = split_attention(*queries_and_keys(fresh_rng()), np.arange(KEYS) % PARTS, PARTS)
     clean = [np.asarray(x) for x in MERGE(outs, lses)]
@@ -154,7 +154,7 @@ def test_error_does_not_grow_with_the_number_of_parts(num_parts: int) -> None:
 
 
 def test_error_does_not_grow_along_a_chain_of_merges() -> None:
-    """Pieces of the keys are merged into the state one after the other, as `mla_prefill` does."""
+    """Parts of the keys are merged into the state one after the other, as in `mla_prefill`."""
     rng = fresh_rng()
     q, k, v = queries_and_keys(rng, num_keys=256)
     outs, lses = split_attention(q, k, v, np.arange(256), 256)
@@ -180,8 +180,8 @@ def test_half_precision_parts_are_merged_in_float32() -> None:
     assert_close("LSE", lse, unsplit(q, k, v)[1], F32_LSE)
 
 
-def test_pieces_of_packed_sequences() -> None:
-    """Each sequence's new tokens, and the prefixes that two of three have, are what ragged attention over both is."""
+def test_parts_of_packed_sequences() -> None:
+    """Merging each sequence's new tokens and the prefixes of two sequences equals ragged attention over both."""
     rng = fresh_rng()
     q_lens, prefix_lens = (3, 4, 2), (5, 0, 2)
     q, k, v = (rng.standard_normal((n, heads, 8), np.float32) for n, heads in ((9, 4), (16, 2), (16, 2)))
@@ -203,7 +203,7 @@ def test_pieces_of_packed_sequences() -> None:
 
 
 def test_lses_of_base_2_convert_both_ways() -> None:
-    """Weights of parts are powers of 2 in base 2, as FlashInfer's merge takes them; what marks empty rows stays."""
+    """Weights of parts are powers of 2 in base 2, as in FlashInfer's merge; infinities of empty rows do not change."""
     outs, lses = split_attention(*queries_and_keys(fresh_rng()), np.arange(KEYS) % 2, 2)
     lses[0, 0], lses[1, 1] = -np.inf, np.inf
     base2 = np.asarray(lse_to_base2(jnp.asarray(lses)))
@@ -250,7 +250,7 @@ BAD = {
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(("argument", "change"), BAD.values(), ids=BAD)
-def test_bad_arguments_are_named(argument: str, change: dict[str, np.ndarray]) -> None:
+def test_error_names_the_bad_argument(argument: str, change: dict[str, np.ndarray]) -> None:
     arrays = {name: jnp.asarray(array) for name, array in (GOOD | change).items()}
     merge_states(**{name: jnp.asarray(array) for name, array in GOOD.items()})
     with pytest.raises(ValueError, match=f"^{argument}:"):

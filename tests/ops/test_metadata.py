@@ -1,4 +1,4 @@
-"""Per-step metadata compared with loops over tokens, and their validation on the host."""
+"""Metadata of a step, compared with loops over tokens, and its validation on the host."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ slots_of = jax.jit(slot_mapping, static_argnames=("page_size", "length"))
 
 
 def packed_tokens(q_lens: Any, kv_lens: Any) -> list[tuple[int, int]]:
-    """(sequence, position) of each new token, in packed order."""
+    """Return (sequence, position) of each new token, in packed order."""
     return [(s, kv - q + i) for s, (q, kv) in enumerate(zip(q_lens, kv_lens, strict=True)) for i in range(q)]
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Draw new tokens and lengths of each sequence, some idle or finished."""
+    """Draw new tokens and lengths of each sequence; some sequences are idle or finished."""
     kv_lens = draw(st.lists(st.integers(0, TABLE_WIDTH * PAGE_SIZE), min_size=SEQUENCES, max_size=SEQUENCES))
     q_lens = [draw(st.integers(0, min(kv, LENGTH // SEQUENCES))) for kv in kv_lens]
     return np.array(q_lens, np.int32), np.array(kv_lens, np.int32)
@@ -49,7 +49,7 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_ids_whose_slots_no_int32_holds_have_none(page_size: int) -> None:
+def test_ids_with_slots_beyond_int32(page_size: int) -> None:
     """Such slots would wrap around to slots of other pages."""
     last = 2**31 // page_size - 1
     tables = jnp.asarray([[last], [min(last + 1, 2**31 - 1)], [min(last + 2, 2**31 - 1)]], jnp.int32)
@@ -76,7 +76,7 @@ def test_positions_are_the_last_of_each_sequence(step: tuple[np.ndarray, np.ndar
 @pytest.mark.parametrize("rank", [2, 3])
 @hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(step=steps(), seed=st.integers(0, 2**32 - 1))
-def test_slots_are_where_the_tables_say(rank: int, step: tuple[np.ndarray, np.ndarray], seed: int) -> None:
+def test_slots_follow_the_tables(rank: int, step: tuple[np.ndarray, np.ndarray], seed: int) -> None:
     """Absent pages give -1; entries past the sequence are not read."""
     q_lens, kv_lens = step
     rng = np.random.default_rng(seed)
@@ -93,7 +93,7 @@ def test_slots_are_where_the_tables_say(rank: int, step: tuple[np.ndarray, np.nd
     np.testing.assert_array_equal(got, want)
 
 
-def test_positions_and_slots_are_worked_out_without_a_loop() -> None:
+def test_positions_and_slots_need_no_loop() -> None:
     """XLA would launch kernels for every iteration of a loop, in each step."""
     tables, cu_q_lens, kv_lens = (jnp.zeros(shape, jnp.int32) for shape in ((300, 4), (301,), (300,)))
     slots = functools.partial(slot_mapping, page_size=4, length=64)
@@ -107,7 +107,7 @@ def test_a_token_past_the_table_gets_no_slot() -> None:
 
 
 def test_an_idle_decode_row_gets_no_slot() -> None:
-    """An idle row has two tokens in the batch, as its neighbour does, but a length of 0."""
+    """An idle row has two tokens in the batch, like the next row, but length 0."""
     cu_q_lens, kv_lens = jnp.asarray([0, 2, 4], jnp.int32), jnp.asarray([0, 2], jnp.int32)
     np.testing.assert_array_equal(token_positions(cu_q_lens, kv_lens, length=4), [-1, -1, 0, 1])
     tables = jnp.asarray([[5], [6]], jnp.int32)
@@ -157,7 +157,7 @@ BAD_DEVICE_CALLS = {
 
 @pytest.mark.parametrize(("call", "message"), BAD_DEVICE_CALLS.values(), ids=BAD_DEVICE_CALLS)
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_bad_shapes_are_refused_by_name(call: Any, message: str) -> None:
+def test_error_names_the_bad_shape(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
 
@@ -166,7 +166,7 @@ def test_bad_shapes_are_refused_by_name(call: Any, message: str) -> None:
 
 
 def step(**changes: Any) -> dict[str, Any]:
-    """Step of two decode rows, an idle one and a chunk of three tokens, over 8 pages of 4."""
+    """Return a step of two decode rows, an idle row and a chunk of three tokens, over 8 pages of 4 tokens."""
     good = {
         "block_tables": np.array([[3, 1, GARBAGE], [0, PAGE_NONE, 2], [GARBAGE] * 3, [4, 5, -7]], np.int32),
         "kv_lens": np.array([8, 9, 0, 7], np.int32),
@@ -179,7 +179,7 @@ def step(**changes: Any) -> dict[str, Any]:
 
 
 def head_wise(**changes: Any) -> dict[str, Any]:
-    """Step of one decode row of two heads, the second of which sees a sink token and the newest two tokens."""
+    """Return a step of one decode row of two heads; the second head sees a sink token and the newest two tokens."""
     good = {
         "block_tables": np.array([[[15, 2, 9], [6, GARBAGE, 0]]], np.int32),
         "kv_lens": np.array([10], np.int32),
@@ -200,7 +200,7 @@ def put(array: Any, at: Any, value: int) -> np.ndarray:
 GOOD, HEAD_WISE = step(), head_wise()
 
 
-def test_good_metadata_passes() -> None:
+def test_valid_metadata() -> None:
     validate_metadata(**GOOD)
     validate_metadata(**HEAD_WISE)
     validate_metadata(**step(cu_q_lens=None, slots=None, q_lens=np.array([1, 4, 4, 0])))
@@ -211,7 +211,7 @@ def test_good_metadata_passes() -> None:
 
 @pytest.mark.parametrize("cu_q_lens", [[0, 2, 5, 0, 0], [3, 4, 6, 6, 6], [1, 2, 0, 0, 0], [0, 0, 0, 0, 0]])
 def test_sums_padded_with_zeros_and_sums_past_0(cu_q_lens: list[int]) -> None:
-    """Sequences of the padding have no tokens, and tokens before the first sum, as after the last, no sequence."""
+    """Sequences of the padding have no tokens. Tokens before the first sum and after the last sum have no sequence."""
     kv_lens = np.array([9, 4, 7, 2], np.int32)
     bounds = np.maximum.accumulate(cu_q_lens)
     positions, packed = np.full(LENGTH, -1), np.diff(bounds)
@@ -227,7 +227,7 @@ def test_sums_padded_with_zeros_and_sums_past_0(cu_q_lens: list[int]) -> None:
     np.testing.assert_array_equal(is_prefill(2, jnp.asarray(cu_q_lens), length=LENGTH + 2), marked)
 
 
-def test_the_slots_worked_out_on_the_device_pass() -> None:
+def test_slots_from_the_device_are_valid() -> None:
     rng = fresh_rng()
     tables = rng.permutation(SEQUENCES * TABLE_WIDTH).reshape(SEQUENCES, TABLE_WIDTH).astype(np.int32)
     q_lens, kv_lens = np.array([1, 3, 0, 4], np.int32), np.array([1, 3, 9, 12], np.int32)
@@ -239,14 +239,14 @@ def test_the_slots_worked_out_on_the_device_pass() -> None:
         check(num_pages=1, slots=slots)
 
 
-def test_entries_of_a_sequence_without_new_tokens_may_hold_anything() -> None:
+def test_entries_of_a_sequence_without_new_tokens_are_ignored() -> None:
     validate_metadata([[0], [GARBAGE]], [4, 4], num_pages=1, page_size=4, q_lens=[1, 0])
     with pytest.raises(ValueError, match=re.escape("block_tables[1, 0]")):
         validate_metadata([[0], [GARBAGE]], [4, 4], num_pages=1, page_size=4, q_lens=[1, 1])
 
 
-def test_entries_are_held_to_the_pool_as_far_as_a_window_reaches() -> None:
-    """With windows of 4 keys the query at 8 reads tokens from 5 on, the one at 7 from 4 on; the sink is token 0."""
+def test_entries_within_the_window_are_checked() -> None:
+    """With windows of 4 keys, the query at 8 reads tokens from 5 on, the query at 7 from 4 on; token 0 is a sink."""
     tables, kv_lens = [[GARBAGE, 2, 3]], [9]
     validate_metadata(tables, kv_lens, num_pages=4, page_size=4, window=4)
     validate_metadata([[GARBAGE, GARBAGE, 3]], kv_lens, num_pages=4, page_size=4, window=1)
@@ -289,16 +289,16 @@ BAD_STEPS = {
         "q_lens[1]: expected at most the row's kv_len, got 10",
     ),
     "fewer queries than none": (step(cu_q_lens=None, q_lens=[1, 1, -1, 1]), "q_lens[2]: expected at least 0, got -1"),
-    "new tokens twice": (step(q_lens=[1, 1, 1, 3]), "q_lens: expected None beside cu_q_lens"),
+    "new tokens twice": (step(q_lens=[1, 1, 1, 3]), "q_lens: expected None with cu_q_lens"),
     "a slot past the pool": (step(slots=put(GOOD["slots"], 6, 32)), "slots[6]: expected 0 to 31 or -1, got 32"),
     "a negative slot": (step(slots=put(GOOD["slots"], 6, -2)), "slots[6]: expected 0 to 31 or -1, got -2"),
     "two tokens in one slot": (
         step(slots=put(GOOD["slots"], 4, 7)),
-        "slots[4]: expected a slot of its own, got 7 of slots[0]",
+        "slots[4]: expected a unique slot, got 7, the slot of slots[0]",
     ),
     "two heads in one slot": (
         head_wise(slots=[[37, 37]]),
-        "slots[0, 1]: expected a slot of its own, got 37 of slots[0, 0]",
+        "slots[0, 1]: expected a unique slot, got 37, the slot of slots[0, 0]",
     ),
     "slots of pages for tables of rows": (head_wise(slots=np.array([1])), "slots: expected shape"),
     "lengths of other rows": (step(kv_lens=GOOD["kv_lens"][:3]), "kv_lens: expected shape"),
@@ -316,6 +316,6 @@ BAD_STEPS = {
 
 @pytest.mark.parametrize(("call", "message"), BAD_STEPS.values(), ids=BAD_STEPS)
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_bad_metadata_is_refused_by_argument_position_and_value(call: dict[str, Any], message: str) -> None:
+def test_error_names_argument_position_and_value(call: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         validate_metadata(**call)

@@ -1,4 +1,4 @@
-"""A shared plan of `mla_decode` has as many programs as the kernel's own plan would have, found from shapes alone."""
+"""`plan_decode` derives the number of CTAs of a `mla_decode` plan from shapes, and agrees with the kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def programs(arguments: dict[str, Any], **static: Any) -> int:
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Numbers of programs of the plans that kernels traced here make for themselves."""
+    """Record the number of CTAs of each plan that a traced kernel makes."""
     numbers: list[int] = []
 
     def recording(call: Any, implementation: str, num_programs: int) -> DecodePlan:
@@ -54,14 +54,16 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("heads", "queries", "out_dtype", "expected"),
     [
-        (32, 1, None, None),  # columns: as many as fit
-        (9, 3, "float32", MULTIPROCESSORS),  # wider outputs leave room for fewer columns
-        (64, 1, None, MULTIPROCESSORS),
+        # swap-AB: several CTAs per SM; slow because (9, 3) plans for the same kernel
+        pytest.param(32, 1, None, None, marks=pytest.mark.slow),
+        (9, 3, "float32", MULTIPROCESSORS),  # float32 outputs: at most 24 columns, so one CTA per SM
+        # two-warpgroup kernel with 1 and 16 blocks of rows; slow because (20, 8) has 3 blocks
+        pytest.param(64, 1, None, MULTIPROCESSORS, marks=pytest.mark.slow),
         (20, 8, None, MULTIPROCESSORS // 3),
-        (128, 8, None, 1),
+        pytest.param(128, 8, None, 1, marks=pytest.mark.slow),
     ],
 )
-def test_as_many_as_the_kernel_plans_for_itself(
+def test_shared_plan_has_the_kernels_number_of_programs(
     planned: list[int], heads: int, queries: int, out_dtype: str | None, expected: int | None
 ) -> None:
     arguments = shapes(heads, queries)
@@ -71,11 +73,11 @@ def test_as_many_as_the_kernel_plans_for_itself(
     assert expected is None or planned == [expected]
 
 
-def test_as_many_as_are_asked_for(planned: list[int]) -> None:
+def test_num_programs_argument(planned: list[int]) -> None:
     assert programs(shapes(64), num_programs=7) == 7
 
 
-def test_one_where_no_plan_is_followed(planned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_program_for_implementations_without_plans(planned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     few = shapes(16)
     assert programs(few) >= MULTIPROCESSORS
     assert plan(few).implementation == "mosaic_sm90"
@@ -86,7 +88,7 @@ def test_one_where_no_plan_is_followed(planned: list[int], monkeypatch: pytest.M
     assert plan(few).implementation == "reference"
 
 
-def test_refuses_what_the_call_would(unchecked_shapes: None) -> None:
+def test_raises_the_errors_of_the_call(unchecked_shapes: None) -> None:
     arguments = shapes(16)
     with pytest.raises(NotImplementedError, match="needs a GPU"):
         programs(arguments, implementation="mosaic")

@@ -1,5 +1,5 @@
-"""Tests of `mla_decode` on Blackwell beyond the contract, interpreted: both forms of O, widths whose halves or slices
-overlap, more tiles than slots, several blocks of query rows, and splits of all of them.
+"""`mla_decode` on Blackwell beyond the contract, interpreted: both forms of O, widths with overlapping halves or
+slices, more tiles than stages, several blocks of query rows, and splits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
 from tests.kit.harness import Variant
 
-# Latents that are masked anyway may be NaN when they are multiplied.
+# Masked latents may be NaN in products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 SM100 = next(backend for backend in backends.BACKENDS if backend.id == "mosaic_sm100")
@@ -31,7 +31,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         yield
 
 
-# Five tiles, of which shared memory holds two to four; a sequence that is idle, and one of two tiles.
+# Sequences of five tiles (shared memory has two to four stages), of no tile, and of two tiles.
 ROWS = MlaCase(
     kv_lens=(0, 310, 70),
     heads=70,
@@ -61,10 +61,10 @@ EVERY_RUN = ("rows, halves that overlap, float16", "columns, tree")
 
 
 def check(case: MlaCase, num_programs: int, mode: str = "balanced", *, steep: bool = False) -> np.ndarray:
-    """Compare a call on poisoned inputs with numpy; return how many splits its sequences have.
+    """Compare a call on poisoned inputs with numpy. Return the number of splits of each sequence.
 
     Args:
-      steep: scores differ by so much that maxima grow past what leaves O as it is.
+      steep: whether scores differ strongly, so that maxima grow by more than the rescale threshold.
     """
     inputs = Inputs.draw(case, harness.fresh_rng())
     if steep:
@@ -78,21 +78,21 @@ def check(case: MlaCase, num_programs: int, mode: str = "balanced", *, steep: bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_more_tiles_than_slots(name: str) -> None:
-    """One program attends to all sequences, one after the other."""
+def test_more_tiles_than_stages(name: str) -> None:
+    """One CTA processes all sequences, one after the other."""
     assert check(CASES[name], 1).max() == 1
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_RUN else pytest.mark.slow) for n in CASES])
 def test_splits_are_merged(name: str) -> None:
-    """Two programs share a sequence, and attend to more tiles than there are slots; O is rescaled."""
+    """Two CTAs share a sequence and process more tiles than stages; O is rescaled."""
     assert check(CASES[name], 2, steep=not CASES[name].exact).max() == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_many_splits(name: str) -> None:
-    """Five programs share the sequences, and some attend to parts of two."""
+def test_splits_of_several_sequences(name: str) -> None:
+    """Five CTAs share the sequences, and some process parts of two sequences."""
     assert check(CASES[name], 5).max() > 2
 
 
@@ -102,14 +102,14 @@ def test_fixed_splits(name: str) -> None:
     assert check(CASES[name], 2, "fixed").max() > 2
 
 
-def test_is_chosen() -> None:
+def test_mosaic_is_the_default() -> None:
     assert (
         explain("mla_decode", **Inputs.draw(ROWS, harness.fresh_rng()).arguments(), sm_scale=SM_SCALE).chosen
         == "mosaic"
     )
 
 
-REFUSED = {
+UNSUPPORTED = {
     "float32": (replace(ROWS, dtype="float32"), "takes bfloat16 and float16 queries, got float32"),
     "8 bits": (replace(ROWS, cache_dtype="float8_e4m3fn"), "takes no quantised latents"),
     "wide latents": (replace(ROWS, latent_dim=576), "takes latents of a multiple of 64 columns up to 512, got 576"),
@@ -117,8 +117,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("case", "reason"), REFUSED.values(), ids=REFUSED)
-def test_refuses_in_words(case: MlaCase, reason: str) -> None:
+@pytest.mark.parametrize(("case", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_calls_have_a_reason(case: MlaCase, reason: str) -> None:
     explanation = explain("mla_decode", **Inputs.draw(case, harness.fresh_rng()).arguments(), sm_scale=SM_SCALE)
     assert explanation.chosen != "mosaic"
     assert reason in explanation.refused["mosaic"]

@@ -1,5 +1,6 @@
-"""Tests of the swap-AB kernel of `mla_decode` (few query rows) beyond the contract: interpreted with race detection on
-a CPU, compiled on a GPU.
+"""Tests of the swap-AB kernel of `mla_decode` (few query rows) in addition to the contract tests.
+
+On a CPU kernels are interpreted with race detection; on a GPU they are compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
 from tests.kit.harness import Variant
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys may be NaN when they are multiplied.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
     pytest.mark.usefixtures("short_rows_are_cut"),
@@ -34,12 +35,12 @@ pytestmark = [
 
 MOSAIC = Variant("mosaic", DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1), honours_plans=True)
 PROGRAMS = 5
-"""Programs that plans are made for; another number would be another compilation."""
+"""Number of CTAs of the plans. All tests use the same number to share compilations."""
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
 def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Run kernels interpreted on the CPU or, on a GPU, compiled."""
+    """Interpret kernels on the CPU, or compile them on a GPU."""
     with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
         yield
 
@@ -61,7 +62,7 @@ SHAPES = {
         pages_per_row=2,
         num_pages=8,
     ),
-    "8 bits, 256 + 64, 20 heads, 2 drafts in blocks, pages of 128": replace(
+    "fp8, 256 + 64, 20 heads, 2 drafts in blocks, pages of 128": replace(
         BASE,
         kv_lens=(130, 129, 250),
         queries=2,
@@ -79,14 +80,14 @@ SHAPES = {
 
 
 def plan_for(case: MlaCase, arguments: dict[str, Any]) -> DecodePlan:
-    """Plan for rows of as many queries as the case has."""
+    """Plan for the query counts of a case."""
     arguments = arguments | {"q_lens": np.array(case.query_lens, np.int32)}
     return backends.plan_of(backends.MOSAIC, arguments, num_programs=PROGRAMS, mode="balanced")
 
 
 @functools.cache
 def compiled(out_dtype: str) -> harness.Jitted:
-    """Jit a call once, so that cases of equal shapes share a compilation."""
+    """Return a jitted call, cached so that cases of equal shapes share a compilation."""
 
     @jax.jit
     def decode(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -107,26 +108,35 @@ def draw(case: MlaCase) -> Inputs:
 
 
 def check(inputs: Inputs, arguments: dict[str, Any] | None = None) -> None:
-    """Compare a call on poisoned inputs with numpy."""
+    """Compare the result for poisoned inputs with numpy."""
     arguments = arguments or inputs.arguments()
     got = call(inputs.case, arguments | {"plan": plan_for(inputs.case, arguments)})
     harness.assert_attention_close(got, inputs.expected(), MOSAIC.tolerance(inputs.case.dtype))
 
 
-@pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
+SLOW_SHAPES = {"256 + 32, 20 heads, pages of 128"}  # the other shapes have these widths, heads and pages, too
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in SLOW_SHAPES else [])
+        for name, case in SHAPES.items()
+    ],
+)
 def test_widths_and_pages(case: MlaCase) -> None:
     check(draw(case))
 
 
-def test_a_row_cut_among_many_programs() -> None:
+def test_row_split_among_many_programs() -> None:
     inputs = draw(replace(BASE, kv_lens=(0, 0, 128, 0, 1, 0)))
     arguments = inputs.arguments()
     assert np.diff(plan_for(inputs.case, arguments).split_indptr).max() > 2
     check(inputs, arguments)
 
 
-def test_float32_output_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tile in shared memory does not hold a row's output at once."""
+def test_float32_output_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output tile in shared memory is smaller than a row's output."""
     monkeypatch.setattr(merge, "OUTPUT_BYTES", 4096)
     inputs = draw(replace(BASE, latent_dim=192))
     arguments = inputs.arguments()
@@ -135,7 +145,7 @@ def test_float32_output_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     harness.assert_attention_close(got, inputs.expected(), MOSAIC.tolerance(inputs.case.dtype))
 
 
-REFUSED = {
+UNSUPPORTED = {
     "float32": (replace(BASE, dtype="float32"), "takes bfloat16 and float16 queries, got float32"),
     "mixed": (replace(BASE, cache_dtype="float16"), "got bfloat16 over float16"),
     "latents of 100": (replace(BASE, latent_dim=100), "a multiple of 64 columns up to 512, got 100"),
@@ -145,7 +155,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("case", "reason"), REFUSED.values(), ids=REFUSED)
-def test_refuses_in_words(case: MlaCase, reason: str) -> None:
+@pytest.mark.parametrize(("case", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_calls(case: MlaCase, reason: str) -> None:
     with pytest.raises(NotImplementedError, match=reason):
         call(case, draw(case).arguments())

@@ -1,10 +1,9 @@
-"""The contract of `mla_prefill`: attention over all keys expanded at once, whatever pieces it is computed in."""
+"""The contract of `mla_prefill`: the result is attention to all keys, for any chunks of the prefix and either form."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,18 +14,30 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedLatent, latent_cache_spec, merge_states, mla_decode, mla_prefill, write_latent
+from pallas_attn.ops.mla_prefill import composition, config
 from pallas_attn.runtime import dispatch
 from tests.contract import naive, transformations
 from tests.kit import harness
 from tests.kit.harness import Variant
 
-# Of those that both operations have, but kernels; with Mosaic's, see test_mla_prefill_mosaic.py.
+# Portable implementations of both `ragged_attention` and `gather_latent`. test_mla_prefill_mosaic.py has the kernels.
 PORTABLE = [
     name
     for name in dispatch.implementations("ragged_attention")
     if name in dispatch.implementations("gather_latent") and name not in dispatch.KERNELS
 ]
-every_variant = harness.variants(PORTABLE)
+
+
+def slow_if_reference(name: str, *values: Any, case: str | None = None, unless: bool = False) -> Any:
+    """Return `pytest.param` for implementation `name`, slow for the reference implementation `unless` it is needed.
+
+    `mla_prefill` composes operations whose own contracts test the reference implementations in every run.
+    """
+    marks = [pytest.mark.slow] if name == "reference" and not unless else []
+    return pytest.param(harness.VARIANTS[name], *values, id=name if case is None else f"{name}-{case}", marks=marks)
+
+
+every_variant = pytest.mark.parametrize("variant", [slow_if_reference(name) for name in PORTABLE])
 bounded_variant = harness.variants(name for name in PORTABLE if name != "reference")
 
 SM_SCALE = 0.2
@@ -41,8 +52,8 @@ class PrefillCase:
       cached, new: tokens of each sequence.
       tokens: T; rows past the new tokens are padding.
       table_width, num_pages: P and N.
-      window, soft_cap: as the call takes them.
-      value_scale: factor of the latents, by which queries are divided; below 1 for 16-bit inputs, see
+      window, soft_cap: arguments of the call.
+      value_scale: factor of the latents and inverse factor of the queries; below 1 for 16-bit inputs, see
         `harness.HALF_SCALE`.
     """
 
@@ -65,7 +76,7 @@ class PrefillCase:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Case with values. `pages` hold the prefix only: all other slots, and table entries past it, are dead."""
+    """A case with values. `pages` hold the prefix only. Slots outside the prefix are unused (`dead`)."""
 
     case: PrefillCase
     rng: np.random.Generator
@@ -96,7 +107,7 @@ class Inputs:
         return Inputs(case, rng, q.astype(case.dtype), *latents, w_uk, w_uv, tables, dead)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments; values that must not matter are poison or 0."""
+        """Return the array arguments. Values that must have no effect are poison, or 0 unless `poisoned`."""
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         padding = np.arange(self.case.tokens) >= sum(self.case.new)
         q = fill(self.rng, self.q, padding)
@@ -113,7 +124,7 @@ class Inputs:
         }
 
     def expected(self) -> np.ndarray:
-        """Output [T, Hq, v] in float64, from keys and values rounded to the queries' dtype as if they were stored."""
+        """Compute the output [T, Hq, v] in float64. Keys and values are rounded to the dtype of the queries."""
         case = self.case
         out, start = np.zeros((*self.q.shape[:2], case.value_dim)), 0
         for s, (cached, new) in enumerate(zip(case.cached, case.new, strict=True)):
@@ -142,7 +153,7 @@ def assert_close(variant: Variant, case: PrefillCase, got: Any, want: Any) -> No
 
 
 def check(variant: Variant, case: PrefillCase, piece_tokens: int | None = None, **options: Any) -> None:
-    """Check that poison changes no bit, that padding is 0, and that the result is that of numpy."""
+    """Check that poison changes no bit, that padding is 0, and that the result agrees with numpy."""
     inputs = Inputs.draw(case, harness.fresh_rng())
     options |= {name: option for name in ("window", "soft_cap") if (option := getattr(case, name)) is not None}
     attend = prefill(variant, piece_tokens, **options)
@@ -165,29 +176,40 @@ LENGTHS = {
     "all idle": ((0, 0, 0, 0), (0, 0, 0, 0)),
 }
 BASE = PrefillCase(*LENGTHS["parts of pages"])
-PIECES = {"one page": PS, "rounded up to three pages": 2 * PS + 1, "all": 1000}
+CHUNKS = {"one page": PS, "rounded up to three pages": 2 * PS + 1, "all": 1000}
 
 
 @pytest.mark.parametrize(("cached", "new"), LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("piece_tokens", PIECES.values(), ids=PIECES)
-@every_variant
-def test_lengths_and_pieces(variant: Variant, piece_tokens: int, cached: tuple[int, ...], new: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("variant", "piece_tokens"),
+    [
+        slow_if_reference(name, tokens, case=chunks, unless=chunks == "all")
+        for name in PORTABLE
+        for chunks, tokens in CHUNKS.items()
+    ],
+)
+def test_lengths_and_chunks(variant: Variant, piece_tokens: int, cached: tuple[int, ...], new: tuple[int, ...]) -> None:
     check(variant, replace(BASE, cached=cached, new=new), piece_tokens, absorbed=False)
 
 
-@pytest.mark.parametrize(("cached", "new"), LENGTHS.values(), ids=LENGTHS)
-@every_variant
+@pytest.mark.parametrize(
+    ("variant", "cached", "new"),
+    [
+        slow_if_reference(name, *lengths, case=which, unless=which == "all idle")
+        for name in PORTABLE
+        for which, lengths in LENGTHS.items()
+    ],
+)
 def test_lengths_absorbed(variant: Variant, cached: tuple[int, ...], new: tuple[int, ...]) -> None:
     check(variant, replace(BASE, cached=cached, new=new, soft_cap=3.0), absorbed=True)
 
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets the packed tokens that attend absorbed at a time."""
+    """Return a function that sets the number of packed tokens of an absorbed block."""
 
     def set_to(tokens: int) -> None:
-        module = importlib.import_module("pallas_attn.ops.mla_prefill")
-        monkeypatch.setattr(module, "_block_tokens", lambda num_tokens, heads: min(num_tokens, tokens))
+        monkeypatch.setattr(config, "block_tokens", lambda num_tokens, heads: min(num_tokens, tokens))
 
     return set_to
 
@@ -196,7 +218,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.mark.parametrize("tokens", [5, 16])
 @every_variant
 def test_absorbed_in_blocks(variant: Variant, blocks: Callable[[int], None], tokens: int, heads: int) -> None:
-    """The last block reaches back to tokens of the one before; and there may be no block."""
+    """The last block includes tokens of the block before. One of the cases has no block."""
     blocks(tokens)
     for lengths in ("parts of pages", "one long prefix", "prefixes without new tokens", "nothing cached"):
         cached, new = LENGTHS[lengths]
@@ -204,10 +226,9 @@ def test_absorbed_in_blocks(variant: Variant, blocks: Callable[[int], None], tok
     check(variant, replace(BASE, heads=heads, cached=(0, 9, 0, 0), new=(14, 3, 4, 3)), absorbed=True)
 
 
-def test_the_last_block_reaches_back() -> None:
-    """Tokens of the block before belong to no sequence in it."""
-    module = importlib.import_module("pallas_attn.ops.mla_prefill")
-    block = module._TokenBlock(jnp.array([0, 14, 17, 21, 24], jnp.int32), jnp.int32(22), 4, 24)
+def test_last_block_includes_earlier_tokens() -> None:
+    """In the last block, tokens of the block before belong to no sequence."""
+    block = composition.TokenBlock(jnp.array([0, 14, 17, 21, 24], jnp.int32), jnp.int32(22), 4, 24)
     assert block.cu_q_lens.tolist() == [2, 2, 2, 2, 4]
     assert block.take(jnp.arange(24)).tolist() == [20, 21, 22, 23]
     assert block.put(jnp.zeros(24, jnp.int32), jnp.arange(1, 5))[18:].tolist() == [0, 0, 1, 2, 3, 4]
@@ -216,43 +237,41 @@ def test_the_last_block_reaches_back() -> None:
 @pytest.mark.parametrize("heads", [50, 130])
 @every_variant
 def test_heads_absorbed(variant: Variant, heads: int) -> None:
-    """Tokens in rows of two, and one by one, where padding has rows of its own."""
+    """Rows of `mla_decode` with two tokens (50 heads) and with one token (130 heads). Padding has separate rows."""
     check(variant, replace(BASE, heads=heads, cached=(9, 4, 0, 8), new=(1, 3, 0, 2)), absorbed=True)
 
 
 @pytest.fixture
-def most_absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the new tokens of a sequence up to which absorbed is said to be faster."""
+def max_absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets the number of new tokens up to which queries are absorbed."""
 
     def set_to(most: int) -> None:
-        module = importlib.import_module("pallas_attn.ops.mla_prefill")
-        monkeypatch.setattr(module, "_most_absorbed", lambda *_: most)
+        monkeypatch.setattr(composition, "max_absorbed_tokens", lambda *_: most)
 
     return set_to
 
 
-DECIDED = {
-    "as many as that": ((0, 13, 28, 8), (6, 6, 6, 6), True),
-    "more after most of what is cached": ((0, 13, 28, 8), (3, 2, 14, 5), False),
-    "more where nothing is cached": ((0, 13, 28, 8), (14, 5, 3, 2), True),
-    "more than float32 counts": ((0, 2**30, 2**30, 0), (0, 4, 9, 0), False),
+AVERAGES = {
+    "exactly the limit": ((0, 13, 28, 8), (6, 6, 6, 6), True),
+    "more new tokens for the longest prefix": ((0, 13, 28, 8), (3, 2, 14, 5), False),
+    "more new tokens without a prefix": ((0, 13, 28, 8), (14, 5, 3, 2), True),
+    "sums beyond 2**24": ((0, 2**30, 2**30, 0), (0, 4, 9, 0), False),
 }
 
 
-@pytest.mark.parametrize(("cached", "new", "is_short"), DECIDED.values(), ids=DECIDED)
-def test_the_form_that_the_device_decides_for(cached: tuple[int, ...], new: tuple[int, ...], is_short: bool) -> None:
-    """Up to 6 new tokens of a sequence in the mean, each counted as often as it has cached tokens."""
-    module = importlib.import_module("pallas_attn.ops.mla_prefill")
-    decide = jax.jit(lambda cu_q_lens, cached: module._is_short(6, cu_q_lens, cached))
+@pytest.mark.parametrize(("cached", "new", "is_short"), AVERAGES.values(), ids=AVERAGES)
+def test_average_of_new_tokens(cached: tuple[int, ...], new: tuple[int, ...], is_short: bool) -> None:
+    """Sequences are short if their average of new tokens, weighted by their cached tokens, is at most 6."""
+    decide = jax.jit(lambda cu_q_lens, cached: composition.is_short(6, cu_q_lens, cached))
     assert decide(np.cumsum((0, *new), dtype=np.int32), np.array(cached, np.int32)) == is_short
 
 
 @pytest.mark.parametrize("cached", [(0, 13, 28, 8), (0, 28, 2, 1), (0, 0, 0, 0)], ids=str)
 @every_variant
-def test_decided_on_the_device(
-    variant: Variant, most_absorbed: Callable[..., None], blocks: Callable[[int], None], cached: tuple[int, ...]
+def test_form_chosen_on_the_device(
+    variant: Variant, max_absorbed: Callable[..., None], blocks: Callable[[int], None], cached: tuple[int, ...]
 ) -> None:
-    most_absorbed(6)
+    max_absorbed(6)
     blocks(10)
     check(variant, replace(BASE, cached=cached, new=(7, 8, 4, 4)), PS)
 
@@ -267,15 +286,15 @@ def test_decided_on_the_device(
         (0, 24, (False, True)),
     ],
 )
-def test_forms_that_a_call_is_compiled_for(
-    most_absorbed: Callable[..., None],
+def test_forms_that_are_compiled(
+    max_absorbed: Callable[..., None],
     blocks: Callable[[int], None],
     most: int,
     block: int,
     scopes: tuple[bool, bool],
 ) -> None:
-    """24 tokens of 4 sequences."""
-    most_absorbed(most)
+    """A call with 24 tokens compiles `mla_decode`, `gather_latent`, or both."""
+    max_absorbed(most)
     blocks(block)
     arguments = jax.tree.map(jnp.asarray, Inputs.draw(BASE, harness.fresh_rng()).arguments())
     names = harness.scope_names(jax.jit(functools.partial(mla_prefill, sm_scale=SM_SCALE)), **arguments)
@@ -311,13 +330,13 @@ FEW_WINDOWS, MORE_WINDOWS = [1, PS + 2, 2**31 - 1], [2, PS, 3 * PS, 1000]
 @pytest.mark.parametrize("window", [*FEW_WINDOWS, *(pytest.param(w, marks=pytest.mark.slow) for w in MORE_WINDOWS)])
 @every_variant
 def test_windows(variant: Variant, window: int) -> None:
-    """Which begin in the chunk, in pages and at their edges, and before all tokens."""
+    """Windows that start among the new tokens, inside a page, at a page boundary, and before all tokens."""
     check(variant, replace(BASE, cached=(0, 13, 28, 8), new=(3, 1, 6, 9), window=window, soft_cap=2.0))
 
 
 @every_variant
-def test_windows_over_8_bits(variant: Variant) -> None:
-    """In chunks of any size: new tokens count as they will be read."""
+def test_windows_over_an_fp8_cache(variant: Variant) -> None:
+    """The result does not depend on the chunks, because new tokens are rounded as in the cache."""
     rng = harness.fresh_rng()
     spec = latent_cache_spec(num_pages=8, page_size=PS, latent_dim=128, rope_dim=8, dtype="float8_e4m3fn")
     q, latent = (jnp.asarray(rng.standard_normal((12, *shape)), jnp.float32) for shape in ((3, 24), (136,)))
@@ -338,7 +357,7 @@ def test_windows_over_8_bits(variant: Variant) -> None:
     harness.assert_close("output", jnp.concatenate([first, second]), want, harness.F32_OUT)
 
 
-def test_a_window_needs_a_chunk_and_expanded_keys() -> None:
+def test_window_needs_latent_new_and_the_expanded_form() -> None:
     arguments = jax.tree.map(jnp.asarray, Inputs.draw(BASE, harness.fresh_rng()).arguments())
     with pytest.raises(NotImplementedError, match="^absorbed: takes None or False with a window"):
         mla_prefill(**arguments, sm_scale=SM_SCALE, window=3, absorbed=True)
@@ -348,26 +367,25 @@ def test_a_window_needs_a_chunk_and_expanded_keys() -> None:
 
 
 @every_variant
-def test_widths_of_deepseek_as_a_user_gets_them(variant: Variant) -> None:
-    """The configuration and piece size are the tuned or heuristic ones."""
+def test_widths_of_deepseek_with_default_settings(variant: Variant) -> None:
     widths = {"nope_dim": 128, "rope_dim": 64, "value_dim": 128, "latent_dim": 512}
     check(Variant(variant.implementation), replace(BASE, heads=2, value_scale=0.5, **widths))
 
 
 @every_variant
-def test_error_does_not_grow_with_the_number_of_pieces(variant: Variant) -> None:
-    """With 64 pieces, partial results rounded to bfloat16 would add up to several times the tolerance."""
+def test_error_does_not_grow_with_the_number_of_chunks(variant: Variant) -> None:
+    """With 64 chunks, partial results rounded to bfloat16 would add up to several times the tolerance."""
     long = PrefillCase(
         (253,), (3,), tokens=3, table_width=64, num_pages=65, dtype="bfloat16", value_scale=harness.HALF_SCALE
     )
     check(variant, long, PS)
 
 
-# --- what makes no difference
+# --- properties that do not depend on the batch or the chunks
 
 
 @every_variant
-def test_the_chunk_may_be_in_the_pages_already(variant: Variant) -> None:
+def test_new_tokens_may_be_in_the_pages_already(variant: Variant) -> None:
     inputs = Inputs.draw(replace(BASE, cached=(0, 3, 4, 17), new=(4, 6, 1, 9)), harness.fresh_rng())
     own_pages = 1 + inputs.rng.permutation(inputs.case.num_pages - 1)[: inputs.tables.size].reshape(inputs.tables.shape)
     inputs = replace(inputs, tables=own_pages.astype(np.int32))
@@ -384,8 +402,8 @@ def test_the_chunk_may_be_in_the_pages_already(variant: Variant) -> None:
 
 @pytest.mark.parametrize("absorbed", [False, True], ids=["expanded", "absorbed"])
 @every_variant
-def test_the_prefix_and_the_chunk_merge_to_the_whole(variant: Variant, absorbed: bool) -> None:
-    """Queries that see the prefix alone, of which one is empty, and the chunk alone."""
+def test_prefix_and_new_tokens_merge_to_the_whole(variant: Variant, absorbed: bool) -> None:
+    """Queries see the prefix only (one is empty), or the new tokens only."""
     case = PrefillCase(cached=(0, 13, 28), new=(3, 1, 6))
     inputs = Inputs.draw(case, harness.fresh_rng())
     arguments = inputs.arguments()
@@ -401,8 +419,8 @@ def test_the_prefix_and_the_chunk_merge_to_the_whole(variant: Variant, absorbed:
 
 
 @every_variant
-def test_chunk_by_chunk_is_all_at_once(variant: Variant) -> None:
-    """Each chunk is written to the cache after it was attended, as an engine does."""
+def test_prompt_in_chunks_equals_one_call(variant: Variant) -> None:
+    """Each chunk of a prompt is written to the cache after its attention, as an engine does."""
     whole = Inputs.draw(replace(BASE, cached=(0, 0, 0, 0), new=(5, 1, 8, 10)), harness.fresh_rng())
     tables = 1 + whole.rng.permutation(whole.case.num_pages - 1)[: whole.tables.size].reshape(whole.tables.shape)
     arguments = whole.arguments() | {"block_tables": tables.astype(np.int32)}
@@ -426,7 +444,7 @@ def test_chunk_by_chunk_is_all_at_once(variant: Variant) -> None:
 
 
 @every_variant
-def test_a_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
+def test_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
     inputs = Inputs.draw(BASE, harness.fresh_rng())
     arguments = inputs.arguments()
     want = np.asarray(prefill(variant, PS)(**arguments))
@@ -442,8 +460,8 @@ def test_a_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
 
 
 @every_variant
-def test_fewer_keys_than_queries_spoil_no_other_sequence(variant: Variant) -> None:
-    """The first sequence has fewer keys than queries; the second one has a prefix of several pieces."""
+def test_fewer_keys_than_queries_do_not_affect_other_sequences(variant: Variant) -> None:
+    """The first sequence has fewer keys than queries. The second sequence has a prefix of several chunks."""
     inputs = Inputs.draw(replace(BASE, cached=(0, 3 * PS, 0, 0), new=(3 * PS, 2, 1, 0)), harness.fresh_rng())
     arguments = inputs.arguments()
     want = prefill(variant, PS)(**arguments)
@@ -452,7 +470,7 @@ def test_fewer_keys_than_queries_spoil_no_other_sequence(variant: Variant) -> No
 
 
 @every_variant
-def test_a_visible_nan_shows_in_its_own_sequence_only(variant: Variant) -> None:
+def test_visible_nan_affects_its_sequence_only(variant: Variant) -> None:
     inputs = Inputs.draw(replace(BASE, cached=(6, 9, 5, 0), new=(4, 3, 5, 2)), harness.fresh_rng())
     tables = 1 + np.arange(32, dtype=np.int32).reshape(4, 8)  # no page is shared
     arguments = inputs.arguments(poisoned=False) | {"block_tables": tables}
@@ -465,8 +483,8 @@ def test_a_visible_nan_shows_in_its_own_sequence_only(variant: Variant) -> None:
 
 
 @every_variant
-def test_one_new_token_is_absorbed_decode(variant: Variant) -> None:
-    """q·(W_UK c) = (W_UKᵀ q)·c and Σ p W_UV c = W_UV Σ p c: the identity behind absorption."""
+def test_one_new_token_equals_mla_decode(variant: Variant) -> None:
+    """Absorption uses q·(W_UK c) = (W_UKᵀ q)·c and Σ p W_UV c = W_UV Σ p c."""
     inputs = Inputs.draw(replace(BASE, cached=(7, 8, 9, 0), new=(1, 1, 1, 1)), harness.fresh_rng())
     arguments = inputs.arguments(poisoned=False)
     tables = 1 + np.arange(32, dtype=np.int32).reshape(4, 8)
@@ -486,17 +504,17 @@ def test_one_new_token_is_absorbed_decode(variant: Variant) -> None:
     assert_close(variant, inputs.case, got, replace(inputs, tables=tables).expected())
 
 
-# --- transformations, and what is compiled
+# --- transformations and compilation
 
 
 @every_variant
-def test_repeats_are_equal_bit_for_bit(variant: Variant) -> None:
+def test_repeats_are_bitwise_equal(variant: Variant) -> None:
     transformations.assert_repeats(prefill(variant, PS), Inputs.draw(BASE, harness.fresh_rng()).arguments())
 
 
 @every_variant
 def test_under_vmap(variant: Variant) -> None:
-    """Batches have different lengths, and so different numbers of pieces."""
+    """Batches have different lengths, and so different numbers of chunks."""
     rng = harness.fresh_rng()
     inputs = [Inputs.draw(replace(BASE, cached=c, new=n), rng) for c, n in list(LENGTHS.values())[:4]]
     stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(each) for each in x]), *(i.arguments() for i in inputs))
@@ -512,7 +530,7 @@ def test_exported(variant: Variant) -> None:
 
 @every_variant
 def test_inside_a_scan(variant: Variant) -> None:
-    """Layers have weights of their own, and share all other arguments."""
+    """Layers have different weights and share all other arguments."""
     inputs = Inputs.draw(BASE, harness.fresh_rng())
     arguments = {name: jax.tree.map(jnp.asarray, value) for name, value in inputs.arguments().items()}
     layers = {name: jnp.stack([w, w[::-1]]) for name in ("w_uk", "w_uv") for w in [arguments.pop(name)]}
@@ -523,7 +541,7 @@ def test_inside_a_scan(variant: Variant) -> None:
 
 
 @every_variant
-def test_compiled_once_for_all_values_without_the_host_and_under_its_name(variant: Variant) -> None:
+def test_compiled_once_without_host_callbacks_in_a_named_scope(variant: Variant) -> None:
     rng = harness.fresh_rng()
     calls = [Inputs.draw(replace(BASE, cached=c, new=n), rng).arguments() for c, n in LENGTHS.values()]
     op = functools.partial(mla_prefill, sm_scale=SM_SCALE, piece_tokens=PS)
@@ -533,7 +551,7 @@ def test_compiled_once_for_all_values_without_the_host_and_under_its_name(varian
 
 
 def shapes(table_width: int) -> dict[str, Any]:
-    """Shapes of a call with 64 new tokens of 4 sequences over a pool of 65,536 cached ones."""
+    """Return the shapes of a call with 64 new tokens of 4 sequences and a pool of 65,536 tokens."""
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
     return {
         "q_nope": f32((64, 4, 32)),
@@ -580,12 +598,12 @@ BAD = {
     "latent_new of another dtype": ("latent_new", {"latent_new": ZEROS((64, 80)).astype(jnp.bfloat16)}),
     "head-wise tables": ("block_tables", {"block_tables": LENS((4, 1, 6))}),
     "float tables": ("block_tables", {"block_tables": ZEROS((4, 6))}),
-    "lengths in place of their sums": ("cu_q_lens", {"cu_q_lens": LENS((4,))}),
+    "lengths instead of prefix sums": ("cu_q_lens", {"cu_q_lens": LENS((4,))}),
     "kv_lens of another batch": ("kv_lens", {"kv_lens": LENS((5,))}),
     "float kv_lens": ("kv_lens", {"kv_lens": ZEROS((4,))}),
     "sm_scale of 0": ("sm_scale", {"sm_scale": 0.0}),
-    "a number for a form": ("absorbed", {"absorbed": 1}),
-    "no piece": ("piece_tokens", {"piece_tokens": 0}),
+    "a number for absorbed": ("absorbed", {"absorbed": 1}),
+    "no prefix tokens": ("piece_tokens", {"piece_tokens": 0}),
     "an unknown implementation": ("implementation", {"implementation": "cuda"}),
 }
 
@@ -598,6 +616,6 @@ def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
         mla_prefill(**(GOOD | {"sm_scale": SM_SCALE} | change))
 
 
-def test_a_named_implementation_that_refuses_is_not_replaced() -> None:
+def test_named_implementation_has_no_fallback() -> None:
     with pytest.raises(NotImplementedError, match="takes bfloat16 and float16 queries, got float32"):
         mla_prefill(**GOOD, sm_scale=SM_SCALE, implementation="triton")

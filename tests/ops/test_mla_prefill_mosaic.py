@@ -1,4 +1,4 @@
-"""`mla_prefill` with Mosaic kernels for those of its parts that have one, interpreted: the contract's own checks."""
+"""`mla_prefill` with Mosaic kernels, interpreted on a CPU: tests of the contract, and settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from jax import lax
 
 from pallas_attn import cumulative_lens, gather_latent, merge_states, mla_prefill, ragged_attention
-from pallas_attn.ops.mla_prefill import PieceConfig, _expand, _merge
+from pallas_attn.ops.mla_prefill.composition import expand, merge
+from pallas_attn.ops.mla_prefill.config import PrefixChunkConfig
 from pallas_attn.runtime import dispatch
 from tests.kit import harness
 from tests.kit.harness import Variant
@@ -33,14 +34,14 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["parts of pages", "one long prefix", "prefixes without new tokens"])
 def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only_mosaic = {"gather_latent": {("mosaic", (9, 0)): "mosaic"}}
-    monkeypatch.setattr(dispatch, "MODULES", dispatch.MODULES | only_mosaic)  # so that nothing stands in for the kernel
+    monkeypatch.setattr(dispatch, "MODULES", dispatch.MODULES | only_mosaic)  # no fallback for the kernel
     cached, new = LENGTHS[name]
     contract.check(MOSAIC, replace(BASE, cached=cached, new=new, dtype="bfloat16", value_scale=harness.HALF_SCALE), PS)
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_short_chunks_are_absorbed_by_kernels() -> None:
-    """Without being asked to: rows of two sequences in pages of 16, and an idle one."""
+def test_few_new_tokens_are_absorbed_by_default() -> None:
+    """Two sequences in pages of 16 tokens, and an idle sequence."""
     rng, heads, page_size = harness.fresh_rng(), 5, 16
     cached, new = np.array([37, 0, 18]), np.array([5, 0, 2])
     normal = lambda size, *shape: jnp.asarray(size * rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
@@ -62,37 +63,37 @@ def test_short_chunks_are_absorbed_by_kernels() -> None:
     harness.assert_close("output", got, want, harness.Tolerance(2e-3, 4 / 128, 2e-5))
 
 
-# --- pieces, and what becomes of them
+# --- chunks of the prefix, and their merge
 
 
-def test_merges_as_merge_states_does() -> None:
-    """LSEs are so large that only differences matter; some states are empty, some have seen NaN."""
+def test_merge_agrees_with_merge_states() -> None:
+    """The LSEs are large, so only their differences matter. Some states are empty, some contain NaN."""
     rng = harness.fresh_rng()
     outs = rng.standard_normal((2, 6, 3, 8), np.float32)
     lses = (1e5 + rng.standard_normal((2, 6, 3))).astype(np.float32)
     lses[0, 0], lses[1, 1], lses[:, 2] = -np.inf, -np.inf, -np.inf
     outs[lses == -np.inf] = 0
     outs[0, 3, 0], lses[0, 3, 0] = np.nan, np.nan
-    got = jax.jit(lambda outs, lses: _merge((outs[0], lses[0]), (outs[1], lses[1])))(outs, lses)
+    got = jax.jit(lambda outs, lses: merge((outs[0], lses[0]), (outs[1], lses[1])))(outs, lses)
     want = merge_states(jnp.asarray(outs), jnp.asarray(lses))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(got[1], want[1])
 
 
-def test_the_configured_piece_is_what_none_means() -> None:
-    """The piece's tokens bound the memory; larger pieces take more."""
+def test_default_piece_tokens_come_from_the_configuration() -> None:
+    """Memory grows with the tokens of a chunk."""
     arrays = contract.shapes(64)
     temporaries = {
         tokens: harness.temp_bytes(contract.prefill(Variant("xla", config)), **arrays)
-        for tokens, config in ((256, PieceConfig(256)), (4096, PieceConfig(4096)))
+        for tokens, config in ((256, PrefixChunkConfig(256)), (4096, PrefixChunkConfig(4096)))
     }
     expanded = (4096 - 256) * 4 * (32 + 16 + 32) * 4
     assert temporaries[4096] - temporaries[256] >= expanded
 
 
-def test_a_piece_has_tokens() -> None:
+def test_piece_tokens_must_be_positive() -> None:
     with pytest.raises(ValueError, match="piece_tokens=0 must be at least 1"):
-        PieceConfig(0)
+        PrefixChunkConfig(0)
 
 
 # --- real sizes, on a GPU
@@ -101,10 +102,10 @@ def test_a_piece_has_tokens() -> None:
 def attend_at_once(
     q_nope, q_rope, latent_new, w_uk, w_uv, cache, block_tables, cu_q_lens, kv_lens, *, sm_scale: float, length: int
 ) -> Any:
-    """Attention in float32, of keys and values rounded to bfloat16."""
+    """Attend in float32 with keys and values rounded to bfloat16."""
     latent = gather_latent(cache, latent_new, block_tables, cu_q_lens, kv_lens, length=length, implementation="xla")
     wide = lambda x: x.astype(jnp.float32)  # noqa: E731
-    expanded = _expand(wide(latent), wide(w_uk), wide(w_uv))
+    expanded = expand(wide(latent), wide(w_uk), wide(w_uv))
     k, v = (lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) for x in expanded)
     q = wide(jnp.concatenate([q_nope, q_rope], axis=-1))
     return ragged_attention(
@@ -115,11 +116,13 @@ def attend_at_once(
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["xla", ("mosaic", "xla"), "mosaic"])
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("absorbed", [False, True, None], ids=["expanded", "absorbed", "decided"])
+@pytest.mark.parametrize("absorbed", [False, True, None], ids=["expanded", "absorbed", "default"])
 def test_widths_of_deepseek(heads: int, implementation: Any, absorbed: bool | None) -> None:
-    """Chunks on prefixes of all kinds of lengths, in pages of 64 tokens, against float32 all at once over the same
-    16-bit keys and values. (Values that are not rounded may nearly cancel: one in 8 million outputs of queries that see
-    no more than two of them would exceed the tolerance now and then.)
+    """Prefixes of various lengths in pages of 64 tokens, compared with float32 attention to the same 16-bit keys and
+    values.
+
+    The comparison rounds the values, too. Values that nearly cancel could otherwise exceed the tolerance: one of 8
+    million outputs of queries that see at most two values.
     """
     rng, page_size, num_pages = harness.fresh_rng(), 64, 256
     cached, new = np.array([1000, 0, 4096, 63, 64, 0]), np.array([100, 333, 1, 64, 0, 14])
@@ -143,14 +146,14 @@ def test_widths_of_deepseek(heads: int, implementation: Any, absorbed: bool | No
     got = jax.jit(lambda call: mla_prefill(**call, sm_scale=0.1, **options))(call)
     want = jax.jit(lambda call: attend_at_once(**call, sm_scale=0.1, length=int(sum(cached + new))))(call)
     assert not np.asarray(got)[new.sum() :].any()
-    # Absorbed queries and outputs in latent space are rounded instead of keys and values, which `want` rounds, too.
+    # Absorbed, queries and outputs in latent space are rounded. `want` rounds keys and values instead.
     both = 1 if absorbed is False else 2
     harness.assert_close("output", got, want, harness.Tolerance(both * 4e-3, 4 / 128, both * 3e-5))
 
 
 @pytest.mark.gpu
-def test_inputs_of_the_contract_on_a_gpu() -> None:
-    """Poisoned pages and padding change no bit."""
+def test_poison_changes_no_bit_on_a_gpu() -> None:
+    """Poisoned pages and padding."""
     wide = replace(
         BASE,
         heads=4,

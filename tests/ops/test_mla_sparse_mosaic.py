@@ -1,5 +1,6 @@
-"""Tests of Hopper's kernels of `mla_sparse` beyond the contract: shares of slots and their merge, programs that take
-several items, pieces of other sizes.
+"""Tests of Hopper's `mla_sparse` kernels in addition to the contract tests: splits, several items per CTA, widths.
+
+On a CPU kernels are interpreted with race detection; on a GPU they are compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.kit import harness
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
 def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Run kernels interpreted on the CPU or, on a GPU, compiled."""
+    """Interpret kernels on the CPU, or compile them on a GPU."""
     with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
         yield
 
@@ -35,18 +36,18 @@ FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
 @pytest.mark.parametrize(
     ("case", "splits", "programs"),
     [
-        pytest.param(MANY, 3, 5, id="shares of two blocks, by programs that take several"),
+        pytest.param(MANY, 3, 5, id="splits of two blocks, several items per CTA"),
         pytest.param(replace(MANY, latent_dim=448, heads=64, dtype="float16"), 1, 2, id="unequal halves"),
-        pytest.param(replace(FP8, latent_dim=384), 2, 64, id="8 bits, shares, halves of 192"),
-        pytest.param(replace(FP8, heads=9, chosen=(40, 170, 1)), 1, 1, id="8 bits, one program"),
-        pytest.param(replace(FP8, latent_dim=128), 1, 2, id="8 bits, narrow"),
-        pytest.param(replace(FP8, heads=70), 2, 4, id="8 bits, two blocks"),
-        pytest.param(replace(FP8, heads=70, latent_dim=512), 1, 3, id="8 bits, wide, by programs that take several"),
-        pytest.param(replace(FP8, chosen=(170, 60, 9), top_k=1300), 2, 1, id="8 bits, many pairs, one program"),
+        pytest.param(replace(FP8, latent_dim=384), 2, 64, id="fp8, splits, halves of 192"),
+        pytest.param(replace(FP8, heads=9, chosen=(40, 170, 1)), 1, 1, id="fp8, one CTA"),
+        pytest.param(replace(FP8, latent_dim=128), 1, 2, id="fp8, narrow"),
+        pytest.param(replace(FP8, heads=70), 2, 4, id="fp8, two blocks"),
+        pytest.param(replace(FP8, heads=70, latent_dim=512), 1, 3, id="fp8, wide, several items per CTA"),
+        pytest.param(replace(FP8, chosen=(170, 60, 9), top_k=1300), 2, 1, id="fp8, many pairs, one CTA"),
     ],
 )
-def test_shares_and_programs(case: SparseCase, splits: int, programs: int) -> None:
-    """Compare with numpy; on a GPU poison changes no bit."""
+def test_splits_and_items(case: SparseCase, splits: int, programs: int) -> None:
+    """Compare with numpy. On a GPU, poisoned inputs must not change any bit of the result."""
     inputs = SparseInputs.draw(case, harness.fresh_rng(), "bfloat16")
     with (
         mock.patch.object(config, "num_splits", return_value=splits),
@@ -59,8 +60,8 @@ def test_shares_and_programs(case: SparseCase, splits: int, programs: int) -> No
     harness.assert_attention_close(got, inputs.expected(), harness.Variant("mosaic").tolerance(case.dtype))
 
 
-def test_splits_fill_the_card_and_no_more() -> None:
-    """128 heads are two items a token, 2,048 slots are 16 pairs of tiles."""
+def test_num_splits_fills_the_gpu() -> None:
+    """128 heads are two items per token; 2,048 slots are 16 pairs of tiles."""
     assert config.num_splits(16, 16, 132) == 8
     assert config.num_splits(256, 16, 132) == 1
     assert config.num_splits(128, 16, 132) == 1

@@ -1,7 +1,6 @@
-"""Calls of `paged_decode` and `paged_prefill` whose arguments do not fit: the error names the argument, and nothing
-runs.
+"""Invalid arguments of `paged_decode` and `paged_prefill`: the error names the argument, before anything runs.
 
-Arguments are shapes, so nothing could.
+All arguments are shapes, so no computation is possible.
 """
 
 from collections.abc import Callable
@@ -34,7 +33,7 @@ def cache(dtype: Any = jnp.float32, scale: Any = None) -> PagedKV:
 
 
 def plan(batch: int = B, page_size: int = PS, window: Any = None, q_lens: bool = False) -> DecodePlan:
-    """Plan for `DECODE` with other options where given."""
+    """Plan for `DECODE`, with changed options."""
     rows, of_programs = batch * HKV, ints(5)
     made_for = PlanKey("paged_decode", batch, Q, HQ, HKV, page_size, P, window, q_lens)
     return DecodePlan(*(ints(rows),) * 5, *(ints(rows + 1),) * 2, *(of_programs,) * 3, made_for, "xla", 0)
@@ -47,7 +46,7 @@ DECODE = {"q": of(B, Q, HQ, D), **SHARED}
 PREFILL = {"q": of(T, HQ, D), "cu_q_lens": ints(B + 1), **SHARED}
 
 
-# What is wrong, the arguments that make it so, and what the message must say.
+# Name of the mistake, changed arguments, and pattern of the error message.
 BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("cache rank", {"kv": PagedKV(of(N, PS, D), KV.v)}, r"kv.k: expected shape \[N, Hkv, ps, D=16\], got \[9, 8, 16\]"),
     ("cache width", {"kv": PagedKV(of(N, HKV, PS, 8), KV.v)}, r"kv.k: expected shape .*D=16\], got \[9, 2, 8, 8\]"),
@@ -193,16 +192,14 @@ def test_bad_arguments(op: Callable[..., Any], call: dict[str, Any], changes: di
     ],
     ids=["blocks", "int8", "float32"],
 )
-def test_8_bit_queries_that_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_8_bit_queries(changes: dict[str, Any], message: str) -> None:
     op: Callable[..., Any] = paged_decode
     with pytest.raises(NotImplementedError, match=message):
         op(**DECODE | Q8 | changes)
 
 
 @pytest.mark.parametrize(("op", "call"), [(paged_decode, DECODE), (paged_prefill, PREFILL)])
-def test_an_implementation_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, op: Callable[..., Any], call: dict[str, Any]
-) -> None:
+def test_missing_implementation(monkeypatch: pytest.MonkeyPatch, op: Callable[..., Any], call: dict[str, Any]) -> None:
     monkeypatch.setitem(dispatch.MODULES, op.__name__, {("xla", None): "xla"})
     with pytest.raises(NotImplementedError, match=f"{op.__name__} has no 'triton' implementation; it has xla"):
         op(**call, implementation="triton")
@@ -214,8 +211,8 @@ def test_an_implementation_that_is_not_there(
     [KV, INT8, cache(jnp.float8_e4m3fn, of(HKV, D)), cache(jnp.int8, of(N, HKV, 4))],
     ids=["float32", "int8 per head", "fp8 per channel", "int8 in groups"],
 )
-def test_right_arguments(op: Callable[..., Any], call: dict[str, Any], kv: PagedKV) -> None:
-    """The arguments that the tables above change are right before the change."""
+def test_valid_arguments(op: Callable[..., Any], call: dict[str, Any], kv: PagedKV) -> None:
+    """The arguments are valid before the changes of the tables above."""
     optional = {"kv": kv, "window": HeadWindow(ints(HKV), ints(HKV)), "sinks": of(HQ)}
     if op is paged_decode:
         optional |= {

@@ -1,5 +1,5 @@
-"""Tests of the Mosaic kernel of `paged_decode` beyond the contract: interpreted with race detection on a CPU, compiled
-on a GPU.
+"""The Mosaic kernel of `paged_decode` beyond the contract: interpreted with race detection on a CPU, or compiled on a
+GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys may be NaN in products.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
     pytest.mark.usefixtures("short_rows_are_cut"),
@@ -75,7 +75,8 @@ def check(inputs: Inputs, **more: Any) -> None:
     harness.assert_attention_close(got, inputs.expected_decode(), MOSAIC.tolerance(inputs.case.dtype))
 
 
-def test_a_row_cut_among_many_programs() -> None:
+@pytest.mark.slow  # test_merge_of_few_rows_uses_narrow_blocks splits a row and runs every time
+def test_row_split_among_many_ctas() -> None:
     case = replace(WINDOWED, kv_lens=(0, 0, 128, 0, 1, 0), head_windows=((FULL, 0), (1, 0)))
     inputs = draw(case)
     plan = plan_for(case, inputs.decode(), "balanced", 9)
@@ -83,11 +84,9 @@ def test_a_row_cut_among_many_programs() -> None:
     check(inputs, plan=plan)
 
 
-@pytest.mark.parametrize(("group", "queries"), [(16, 1), (64, 2)])
-def test_pieces_of_few_rows_are_merged_by_more_programs(
-    group: int, queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Merging programs take 8 columns each of states of 16, or of 64 for either query; with learned sinks."""
+@pytest.mark.parametrize(("group", "queries"), [pytest.param(16, 1, marks=pytest.mark.slow), (64, 2)])
+def test_merge_of_few_rows_uses_narrow_blocks(group: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs of the merge take 8 columns each of states of 16, or of 64 for either query; with learned sinks."""
     monkeypatch.setattr(basics, "multiprocessors", lambda: 132)
     packing = QueryPacking(group, queries, max_columns(64, 2))
     assert packing.width == group
@@ -100,22 +99,24 @@ def test_pieces_of_few_rows_are_merged_by_more_programs(
 
 
 @pytest.mark.parametrize("scales", ["head", "channel"])
-def test_queries_are_the_sum_of_their_terms(scales: Any) -> None:
-    """Terms are exact in the range of float16, and finite beyond it. (Smaller values weigh nothing in a score.)"""
+def test_sum_of_query_parts_is_the_query(scales: Any) -> None:
+    """Split-fp16 parts are exact in the range of float16, and finite beyond it. Smaller values do not affect
+    a score.
+    """
     case = replace(BASE, cache_dtype="int8", scales=scales, q_heads=2, head_dim=64)
     kv = draw(case).decode()["kv"]
     powers = np.exp2(np.linspace(-12, 19, 64))
     q = jnp.asarray((powers * [[1], [-1.25]])[None, None], jnp.bfloat16)
-    meant = np.float64(q) * (np.float64(kv.k_scale) if scales == "channel" else 1)
-    meant = np.take(meant, dequantize.as_keys(jnp.arange(64)), axis=-1)
-    terms, scale = dequantize.query_terms(q, kv)
-    np.testing.assert_allclose(sum(map(np.float64, terms)) / scale, meant, rtol=2**-20, atol=(scale == 1) * 2**-25)
-    far, _ = dequantize.query_terms(jnp.full_like(q, 1e30), kv)
-    assert all(jnp.isfinite(term).all() for term in far)
+    expected = np.float64(q) * (np.float64(kv.k_scale) if scales == "channel" else 1)
+    expected = np.take(expected, dequantize.as_keys(jnp.arange(64)), axis=-1)
+    parts, scale = dequantize.split_and_permute_queries(q, kv)
+    np.testing.assert_allclose(sum(map(np.float64, parts)) / scale, expected, rtol=2**-20, atol=(scale == 1) * 2**-25)
+    far, _ = dequantize.split_and_permute_queries(jnp.full_like(q, 1e30), kv)
+    assert all(jnp.isfinite(part).all() for part in far)
 
 
 def run_ptx(assembly: str, words: np.ndarray) -> list[np.ndarray]:
-    """Emulate the PTX of a conversion, which the interpreter does not have: pairs of float16 from words of four 8-bit
+    """Emulate the PTX of a conversion, which the interpreter does not support: float16 pairs from words of four 8-bit
     numbers.
     """
     registers: dict[str, np.ndarray] = {"$2": words}
@@ -147,8 +148,8 @@ def run_ptx(assembly: str, words: np.ndarray) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
-def test_conversions_to_float16(dtype: Any) -> None:
-    """Every pair of bytes beside every other, in the orders of keys and of values."""
+def test_conversion_to_float16(dtype: Any) -> None:
+    """Every pair of bytes next to every other pair, in the orders of keys and of values."""
     low = np.arange(2**16, dtype=np.uint32)
     words = low | harness.fresh_rng().permutation(low) << 16
     numbers = words.view(dtype).reshape(-1, 4).astype(np.float16)
@@ -174,7 +175,7 @@ def arguments(inputs: Inputs) -> dict[str, Any]:
 
 
 def test_layers_of_a_scan_share_a_pool() -> None:
-    """Each layer has its own pages of the pool, as its tables say: nothing of the pool is sliced."""
+    """Each layer has separate pages of the pool, given by its tables. The pool is not sliced."""
     inputs = [draw(SMALL), draw(SMALL)]
     each = [arguments(layer) for layer in inputs]
     pool = jax.tree.map(lambda *x: jnp.concatenate(x), *(layer["kv"] for layer in each))
@@ -190,11 +191,11 @@ def test_layers_of_a_scan_share_a_pool() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["compiled"], indirect=True)
-def test_more_rows_than_a_grid_has_on_most_axes() -> None:
+def test_more_plan_rows_than_a_grid_axis_allows() -> None:
     rows, rng = 70_000, harness.fresh_rng()
     k, v = (jnp.asarray(rng.standard_normal((64, 1, 16, 64)), jnp.bfloat16) for _ in range(2))
     tables = jnp.arange(rows, dtype=jnp.int32)[:, None] % 64
-    lens = jnp.where(tables[:, 0] == 0, 0, 1)  # what rows see: nothing, or one token
+    lens = jnp.where(tables[:, 0] == 0, 0, 1)  # each row sees no token or one token
     out = jax.jit(functools.partial(paged_decode, implementation="mosaic"))(
         jnp.zeros((rows, 1, 1, 64), jnp.bfloat16), PagedKV(k, v), tables, lens
     )
@@ -202,9 +203,9 @@ def test_more_rows_than_a_grid_has_on_most_axes() -> None:
     np.testing.assert_array_equal(out[:, 0, 0], want)
 
 
-def test_programs_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan made from shapes has as many programs as the operation's own, and one where no implementation follows
-    plans.
+def test_plan_has_the_number_of_ctas_of_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan made from shapes has the same number of CTAs as the plan that the operation makes, and one if the
+    implementation follows no plan.
     """
     planned = []
 
@@ -220,49 +221,53 @@ def test_programs_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [plan.cta_row.shape[0] - 1 for plan in plans] == [*planned, 1]
 
 
-REFUSED = {
+UNSUPPORTED = {
     "float32": (replace(BASE, dtype="float32"), "takes bfloat16 and float16 queries, got float32"),
     "mixed": (replace(BASE, cache_dtype="float16"), "got bfloat16 over float16"),
     "narrow heads": (replace(BASE, head_dim=32), "takes heads of width 64, 128 or 256, got 32"),
     "small pages": (replace(BASE, page_size=8), "takes pages of 16, 32, 64 or 128 tokens, got 8"),
-    "67 heads a KV head": (replace(BASE, q_heads=67, kv_heads=1), "67 have no such divisor"),
+    "67 heads per KV head": (replace(BASE, q_heads=67, kv_heads=1), "67 have no such divisor"),
 }
 
 
-def test_refuses_a_soft_cap_that_costs_digits() -> None:
+def test_soft_cap_above_the_limit_is_unsupported() -> None:
     """Capped scores are differences of numbers as large as the cap."""
     refused = explain("paged_decode", **draw(BASE).decode(), soft_cap=5000.0).refused
     assert refused["mosaic"] == "takes a soft cap of up to 4096, got 5000"
 
 
-@pytest.mark.parametrize(("case", "reason"), REFUSED.values(), ids=REFUSED)
-def test_refuses_in_words(case: PagedCase, reason: str) -> None:
+@pytest.mark.parametrize(("case", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_calls_have_a_reason(case: PagedCase, reason: str) -> None:
     explanation = explain("paged_decode", **draw(case).decode())
     assert explanation.chosen != "mosaic"
     assert reason in explanation.refused["mosaic"]
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, platform: str, compute_capability: tuple[int, int] | None) -> str:
-    """Reason with which a kernel that is not interpreted refuses a device."""
+def unsupported_reason(
+    monkeypatch: pytest.MonkeyPatch, platform: str, compute_capability: tuple[int, int] | None
+) -> str:
+    """Reason why a kernel that is not interpreted does not support a device."""
     monkeypatch.setattr(device, "current", lambda: device.Device(platform, "a card", compute_capability, 100))
     interpreting: Any = None
     with plgpu.force_gpu_interpret_mode(interpreting):
         return explain("paged_decode", **draw(BASE).decode()).refused["mosaic"]
 
 
-def test_refuses_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = "needs a GPU of compute capability 9.0 (H100, H200) or 10.0 (B200, GB200), this is"
-    assert refusal(monkeypatch, "cpu", None) == f"{needed} cpu"
-    assert refusal(monkeypatch, "gpu", (8, 0)) == f"{needed} gpu 8.0"
+    assert unsupported_reason(monkeypatch, "cpu", None) == f"{needed} cpu"
+    assert unsupported_reason(monkeypatch, "gpu", (8, 0)) == f"{needed} gpu 8.0"
 
 
-def test_refuses_an_assembler_that_breaks_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_broken_assembler_is_unsupported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "ptxas"
     path.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert "version 12.8.93, and ptxas of CUDA 12.8.0 to 12.9.0 miscompiles" in refusal(monkeypatch, "gpu", (9, 0))
+    assert "version 12.8.93, and ptxas of CUDA 12.8.0 to 12.9.0 miscompiles" in unsupported_reason(
+        monkeypatch, "gpu", (9, 0)
+    )
 
 
-def test_is_chosen_on_hopper_and_in_the_interpreter() -> None:
+def test_mosaic_is_the_default_in_the_interpreter() -> None:
     assert explain("paged_decode", **draw(BASE).decode()).chosen == "mosaic"

@@ -1,5 +1,5 @@
-"""Tests of `paged_decode` on Blackwell beyond the contract, interpreted: rows of more tiles than there are stages, and
-their splits, over each kind of cache and every layout of its products.
+"""`paged_decode` on Blackwell beyond the contract, interpreted: rows with more tiles than stages and their splits, for
+each kind of cache and each layout of its products.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import HALF_OUT, Tolerance, Variant
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys may be NaN in products.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 SM100 = next(backend for backend in backends.BACKENDS if backend.id == "mosaic_sm100")
@@ -32,7 +32,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         yield
 
 
-# Several last pages have a slot that nothing sees: one alone may be shared with a page that is seen whole.
+# Several last pages have an invisible cache slot. A single such page might share a tile with a fully visible page.
 LONG = PagedCase(
     kv_lens=(1, 410, 130),
     q_lens=(1, 1, 1),
@@ -73,7 +73,7 @@ EVERY_RUN = ("bfloat16", "fp8 per token", "fp8 queries of heads, over fp8 per he
 def check(
     case: PagedCase, num_programs: int, mode: str, tolerances: tuple[Tolerance, Tolerance] | None = None
 ) -> np.ndarray:
-    """Compare a call on poisoned inputs with numpy; return how many splits its rows have."""
+    """Compare a call on poisoned inputs with numpy. Return the number of splits of each plan row."""
     cache_bytes = np.dtype(case.cache_dtype or case.dtype).itemsize
     fp8_products = case.q_scales is not None and case.head_dim == 128 and case.scales != "channel"
     tile_tokens = 128 if fp8_products or case.head_dim * 2 <= 128 * cache_bytes else 64
@@ -89,14 +89,14 @@ def check(
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_RUN else pytest.mark.slow) for n in CASES])
 def test_more_tiles_than_stages(name: str) -> None:
-    """One program attends to all rows, one after the other."""
+    """One CTA processes all plan rows, one after the other."""
     assert check(CASES[name], 1, "balanced").max() == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "mode"), [(64, "balanced"), (128, "fixed"), (256, "balanced")])
 def test_splits_are_merged(head_dim: int, mode: str) -> None:
-    """The accumulator, and with it a partial state, is one of 64 rows, of 128, and of twice 128."""
+    """The accumulator, and so a partial state, has 64 rows, 128 rows, and twice 128 rows."""
     case = replace(
         LONG, head_dim=head_dim, kv_lens=(0, 640, 1), q_lens=(0, 1, 1), head_windows=((FULL, 0),), sinks="mixed"
     )
@@ -104,18 +104,18 @@ def test_splits_are_merged(head_dim: int, mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_scales_of_channels_round_no_query() -> None:
-    """The score of a single key is the LSE. One term of 16 bits for a scaled query would miss it by 1e-4."""
+def test_channel_scales_do_not_round_queries() -> None:
+    """The score of a single key is the LSE. A scaled query of one 16-bit part would cause an error of 1e-4."""
     case = replace(CASES["int8 per channel, heads of 64, tree"], kv_lens=(1, 1, 1), q_lens=(1, 1, 1))
     check(case, 1, "balanced", (HALF_OUT, Tolerance(1e-5, 0.0, 1e-9)))
 
 
-def test_is_chosen() -> None:
+def test_mosaic_is_the_default() -> None:
     assert explain("paged_decode", **Inputs.draw(LONG, harness.fresh_rng()).decode()).chosen == "mosaic"
 
 
-def test_refuses_in_words() -> None:
+def test_unsupported_group_has_a_reason() -> None:
     many = replace(LONG, q_heads=67)
-    reason = "takes 32 query heads at once, or about as many; 67 have no such divisor"
+    reason = "takes 16 to 32 query heads at once that divide a group; 67 have no such divisor"
     explanation = explain("paged_decode", **Inputs.draw(many, harness.fresh_rng()).decode())
     assert reason in explanation.refused["mosaic"]

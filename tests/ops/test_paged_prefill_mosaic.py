@@ -1,7 +1,7 @@
-"""Tests of the Mosaic kernel of `paged_prefill` beyond the contract: interpreted with race detection on a CPU, compiled
-on a GPU.
+"""Tests of the Mosaic kernel of `paged_prefill` that the contract does not cover.
 
-Blocks hold 64 rows for each consumer, tiles 64 keys. Cases that differ only in values share a compilation.
+Kernels run interpreted with race detection on a CPU, and compiled on a GPU. Blocks have 64 rows per consumer, and tiles
+have 64 keys. Cases that differ only in values share a compilation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys may be NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 MOSAIC = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
@@ -76,15 +76,16 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
     harness.assert_attention_close(got, inputs.expected_prefill(), variant.tolerance(case.dtype))
 
 
-@pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.slow), 7, 10])
-def test_heads_that_share_a_block(group: int) -> None:
-    """Two heads, seven, and half of a group: blocks of several that end among the heads of 8 queries."""
+# Groups of 2 and 7 heads: tests/contract/test_paged_attention.py has groups of 7, and this test a group of 10.
+@pytest.mark.parametrize("group", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 7)), 10])
+def test_heads_share_a_block(group: int) -> None:
+    """A set has 2 or 7 heads, or 5 of 10. Some blocks end between the heads of a group of 8 queries."""
     case = replace(WIDE, q_heads=2 * group, kv_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=16)
     check(replace(case, sinks="mixed", q_lens=(3, 30), tokens=37), TWO_CONSUMERS)
 
 
-CUT = Variant("mosaic", FlashConfig(tile_keys=64, stages=4, consumers=1))
-CUT_CASES = {
+SPLIT = Variant("mosaic", FlashConfig(tile_keys=64, stages=4, consumers=1))
+SPLIT_CASES = {
     "windows, sink tokens and sinks": replace(BASE, head_windows=((FULL, 0), (70, 17))),
     "absent pages of any heads' rows, padding": replace(ABSENT, head_windows=((FULL, 0), (90, 5)), tokens=26),
     "an int window": replace(WIDE, window=150, q_lens=(3, 50), tokens=57),
@@ -92,27 +93,29 @@ CUT_CASES = {
 }
 
 
-CUT_IN_EVERY_RUN = ("windows, sink tokens and sinks", "an int window")
+IN_EVERY_RUN = "windows, sink tokens and sinks"
+"""The other cases combine options that the contract tests without splits."""
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[] if name in CUT_IN_EVERY_RUN else pytest.mark.slow)
-        for name, case in CUT_CASES.items()
+        pytest.param(case, id=name, marks=[] if name == IN_EVERY_RUN else pytest.mark.slow)
+        for name, case in SPLIT_CASES.items()
     ],
 )
-def test_keys_cut_among_programs(case: PagedCase) -> None:
-    with harness.keys_cut() as parts:
-        check(case, CUT)
-    assert parts[0].most > 1
+def test_split_keys(case: PagedCase) -> None:
+    with harness.keys_cut() as splits:
+        check(case, SPLIT)
+    assert splits[0].most > 1
 
 
-def test_keys_of_8_bits_cut_among_programs() -> None:
+@pytest.mark.slow  # the contract has int8 caches, and test_split_keys splits
+def test_split_int8_keys() -> None:
     case = replace(SHORT, cache_dtype="int8", scales=16, head_windows=((FULL, 0), (60, 5)), tokens=25)
-    with harness.keys_cut() as parts:
-        check(case, CUT)
-    assert parts[0].most > 1
+    with harness.keys_cut() as splits:
+        check(case, SPLIT)
+    assert splits[0].most > 1
 
 
 FP8 = "float8_e4m3fn"
@@ -143,21 +146,13 @@ QUANTISED = {
 }
 
 
-IN_EVERY_RUN = ("int8 per channel, wide heads, an int window", "fp8 per group of pages of two tiles")
-
-
-@pytest.mark.parametrize(
-    ("case", "variant"),
-    [
-        pytest.param(*case, id=name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow)
-        for name, case in QUANTISED.items()
-    ],
-)
+@pytest.mark.slow  # the contract has each kind of scales
+@pytest.mark.parametrize(("case", "variant"), QUANTISED.values(), ids=QUANTISED)
 def test_quantised_caches(case: PagedCase, variant: Variant) -> None:
     check(case, variant)
 
 
-def test_tiles_that_cut_pages_are_refused() -> None:
+def test_tiles_of_partial_pages_are_unsupported() -> None:
     variant = replace(MOSAIC, config=FlashConfig(tile_keys=192, stages=2, consumers=2))
     with pytest.raises(NotImplementedError, match="got 192 keys of pages of 128"):
         call(variant, WIDE, Inputs.draw(WIDE, harness.fresh_rng()).prefill())

@@ -1,4 +1,6 @@
-"""`plan_decode` covers every visible page once, shares costs evenly, and cuts no more rows than its mode asks for."""
+"""Plans of `plan_decode` cover every visible page once, have even shares, and cut no more rows than the mode
+requires.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.kit import harness
 from tests.ops import plan_case
 
 BATCH, KV_HEADS, PS = 6, 2, 16
-PIECE = FIXED_PIECE_TOKENS // PS
+SPLIT_PAGES = FIXED_PIECE_TOKENS // PS
 OVERHEAD = heuristic_costs(PS).row_overhead_pages
 CUT = heuristic_costs(PS).cut_pages
 PAGES = jax.ShapeDtypeStruct((4, KV_HEADS, PS, 16), jnp.float32)
@@ -37,7 +39,7 @@ modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
 
 @functools.cache
 def planner(mode: str, num_programs: int, window: int | None = None, page_size: int = PS) -> harness.Jitted:
-    """Jit `plan_decode`; lengths and a `HeadWindow` are passed as arrays."""
+    """Jit `plan_decode`. Lengths and a `HeadWindow` are passed as arrays."""
 
     @jax.jit
     def plan(kv_lens: jax.Array, q_lens: jax.Array | None, windows: HeadWindow | None) -> DecodePlan:
@@ -54,7 +56,7 @@ def planner(mode: str, num_programs: int, window: int | None = None, page_size: 
     return plan
 
 
-class Piece(NamedTuple):
+class Split(NamedTuple):
     """Pages [start, stop) of the visible pages of a row."""
 
     row: int
@@ -62,31 +64,31 @@ class Piece(NamedTuple):
     stop: int
 
 
-def pieces_of_programs(plan: DecodePlan) -> list[list[Piece]]:
-    """Pieces that each program takes, by the definition in `DecodePlan`."""
+def splits_of_programs(plan: DecodePlan) -> list[list[Split]]:
+    """Splits of each program, by the definition in `DecodePlan`."""
     num_pages = np.asarray(plan.num_pages).tolist()
     starts = list(zip(np.asarray(plan.cta_row).tolist(), np.asarray(plan.cta_page).tolist(), strict=True))
-    assert starts[-1] == (len(num_pages), 0), "the last program leaves something over"
-    assert starts == sorted(starts), "programs do not follow one another"
+    assert starts[-1] == (len(num_pages), 0), "the last program does not reach the end"
+    assert starts == sorted(starts), "programs are not in order"
     return [
         [
-            piece
+            split
             for i in range(begin[0], min(end[0], len(num_pages) - 1) + 1)
-            for piece in cut(i, begin[1] if i == begin[0] else 0, end[1] if i == end[0] else num_pages[i], plan)
+            for split in cut(i, begin[1] if i == begin[0] else 0, end[1] if i == end[0] else num_pages[i], plan)
         ]
         for begin, end in itertools.pairwise(starts)
     ]
 
 
-def cut(place: int, start: int, stop: int, plan: DecodePlan) -> list[Piece]:
+def cut(place: int, start: int, stop: int, plan: DecodePlan) -> list[Split]:
     """Cut pages [start, stop) of a row at the multiples where `fixed` mode cuts all rows."""
     size = plan.split_pages or max(stop, 1)
     edges = [start, *(p for p in range(size, stop, size) if p > start), stop]
-    return [Piece(int(plan.row_order[place]), a, b) for a, b in itertools.pairwise(edges) if b > a]
+    return [Split(int(plan.row_order[place]), a, b) for a, b in itertools.pairwise(edges) if b > a]
 
 
 def by_row(plan: DecodePlan, of_places: Any) -> np.ndarray:
-    """Reorder an array that a plan lists by place to one by row."""
+    """Reorder an array that a plan lists by place to row order."""
     listed = np.empty(len(of_places), np.int64)
     listed[np.asarray(plan.row_order)] = of_places
     return listed
@@ -100,22 +102,24 @@ def walked_entries(plan: DecodePlan, row: int) -> list[int]:
 
 
 def visible_entries(kv_len: int, q_len: int, window: int = FULL, sink_tokens: int = 0) -> list[int]:
-    """Table entries with a token that some query sees, found token by token."""
+    """Table entries with a token that some query sees, computed token by token."""
     seen = set()
     for position in range(max(kv_len - q_len, 0), kv_len):
         seen |= {t // PS for t in range(position + 1) if t < sink_tokens or t > position - window}
     return sorted(seen)
 
 
-def check(plan: DecodePlan) -> list[list[Piece]]:
-    """Check that every page of every row is in exactly one piece, and that the counts of pieces are right."""
+def check(plan: DecodePlan) -> list[list[Split]]:
+    """Check that every page of every row is in exactly one split, and that the plan's numbers of splits are right.
+    Return the splits of each program.
+    """
     rows = np.asarray(plan.row_order).tolist()
     assert sorted(rows) == list(range(len(rows)))
-    programs = pieces_of_programs(plan)
-    pieces = [piece for program in programs for piece in program]
-    pages = [(row, page) for row, start, stop in pieces for page in range(start, stop)]
+    programs = splits_of_programs(plan)
+    splits = [split for program in programs for split in program]
+    pages = [(row, page) for row, start, stop in splits for page in range(start, stop)]
     assert pages == [(row, page) for row, n in zip(rows, np.asarray(plan.num_pages), strict=True) for page in range(n)]
-    counts = np.bincount([piece.row for piece in pieces], minlength=len(rows))[rows]
+    counts = np.bincount([split.row for split in splits], minlength=len(rows))[rows]
     np.testing.assert_array_equal(plan.split_indptr, np.cumsum([0, *counts]))
     np.testing.assert_array_equal(plan.cta_split, np.cumsum([0, *map(len, programs)]))
     busy = np.flatnonzero(plan.num_pages).tolist()
@@ -126,7 +130,7 @@ def check(plan: DecodePlan) -> list[list[Piece]]:
     return programs
 
 
-def cost(program: list[Piece]) -> int:
+def cost(program: list[Split]) -> int:
     return sum(stop - start + OVERHEAD for _, start, stop in program)
 
 
@@ -134,7 +138,7 @@ def as_lens(lens: Any) -> jax.Array:
     return jnp.asarray(lens, jnp.int32)
 
 
-# Short ones to see every page boundary, long ones to be cut.
+# Short lengths reach every page boundary; long rows are cut.
 LENS = st.lists(
     st.one_of(st.sampled_from([0, 1, PS - 1, PS, PS + 1]), st.integers(0, 300), st.integers(0, 20_000)),
     min_size=BATCH,
@@ -146,12 +150,12 @@ PROGRAMS = st.sampled_from([1, 5, 132])
 @modes
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
-def test_every_page_is_in_one_piece(mode: str, lens: list[int], num_programs: int) -> None:
+def test_every_page_is_in_exactly_one_split(mode: str, lens: list[int], num_programs: int) -> None:
     plan = planner(mode, num_programs)(as_lens(lens), None, None)
     check(plan)
     np.testing.assert_array_equal(by_row(plan, plan.num_pages), np.repeat(-(-np.array(lens) // PS), KV_HEADS))
     assert plan.made_for.page_size == PS
-    assert plan.split_pages == (PIECE if mode == "fixed" else 0)
+    assert plan.split_pages == (SPLIT_PAGES if mode == "fixed" else 0)
 
 
 WINDOWS = st.one_of(st.sampled_from([1, PS - 1, PS, PS + 1, FULL]), st.integers(1, 400))
@@ -165,7 +169,7 @@ SINKS = st.one_of(st.sampled_from([0, 1, PS, PS + 1]), st.integers(0, 400))
     q_lens=st.lists(st.integers(0, 20), min_size=BATCH, max_size=BATCH),
     windows=st.lists(st.tuples(WINDOWS, SINKS), min_size=KV_HEADS, max_size=KV_HEADS),
 )
-def test_rows_walk_the_pages_their_window_shows(
+def test_rows_visit_the_pages_in_their_window(
     mode: str, lens: list[int], q_lens: list[int], windows: list[tuple[int, int]]
 ) -> None:
     per_head = HeadWindow(*(as_lens(x) for x in zip(*windows, strict=True)))
@@ -176,7 +180,10 @@ def test_rows_walk_the_pages_their_window_shows(
 
 
 @modes
-@pytest.mark.parametrize("window", [1, PS, PS + 1, 100, FULL])
+@pytest.mark.parametrize(
+    "window",  # the narrowest, just over a page, and the full window run every time
+    [1, pytest.param(PS, marks=pytest.mark.slow), PS + 1, pytest.param(100, marks=pytest.mark.slow), FULL],
+)
 def test_one_window_for_all_heads(mode: str, window: int) -> None:
     lens = [0, 1, PS, PS + 1, 100, 300]
     plan = planner(mode, 5, window)(as_lens(lens), None, None)
@@ -188,23 +195,23 @@ def test_one_window_for_all_heads(mode: str, window: int) -> None:
 
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
-def test_balanced_shares_differ_by_less_than_a_rows_overhead(lens: list[int], num_programs: int) -> None:
-    """No program exceeds the mean, beyond rounding, by more than a cut costs, or by what is accepted to avoid cuts."""
+def test_balanced_shares_differ_by_less_than_the_row_overhead(lens: list[int], num_programs: int) -> None:
+    """No program exceeds the mean, apart from rounding, by more than the cost of a cut or the accepted unevenness."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     programs = check(plan)
     costs = [cost(program) for program in programs]
     total = sum(n + OVERHEAD for n in np.asarray(plan.num_pages).tolist() if n)
     share = max(-(-total // num_programs), OVERHEAD + 1)
     tail = OVERHEAD // 2
-    # Who starts with the rest of a row has that start beside its share, wherever it is cut; and a row's last pages.
+    # A program that starts in the middle of a row has this start in addition to its share, and the row's last pages.
     assert max(costs) <= share + OVERHEAD + max(tail, min(2 * share // UNEVENNESS, CUT))
-    if np.diff(plan.split_indptr).max() <= 1 or max(map(len, programs)) <= 1:  # whole rows, or parts of one
+    if np.diff(plan.split_indptr).max() <= 1 or max(map(len, programs)) <= 1:  # whole rows, or parts of one row
         assert max(costs) <= share + OVERHEAD + max(tail, min(share // UNEVENNESS, CUT))
 
 
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
-def test_balanced_cuts_at_most_once_a_program(lens: list[int], num_programs: int) -> None:
+def test_balanced_cuts_at_most_once_per_program(lens: list[int], num_programs: int) -> None:
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     rows_with_pages = np.count_nonzero(plan.num_pages)
     assert rows_with_pages <= plan.split_indptr[-1] <= rows_with_pages + num_programs - 1
@@ -223,11 +230,11 @@ def test_balanced_cuts_at_most_once_a_program(lens: list[int], num_programs: int
         ([1000, 1030, 1010, 1040, 1020, 1035], BATCH * KV_HEADS),
         ([5000, 5100, 4900, 5000, 5050, 0], 5),
         ([9000, 0, 0, 0, 0, 0], 2),
-        ([1000, 6000, 3000, 4000, 2000, 5000], BATCH),  # two make as much as any two others
+        ([1000, 6000, 3000, 4000, 2000, 5000], BATCH),  # two rows sum to the same as any other pair
         ([1000, 6000, 3000, 4000, 2000, 5000], 3),
     ],
 )
-def test_balanced_cuts_no_row_without_need(lens: list[int], num_programs: int) -> None:
+def test_balanced_keeps_rows_whole_if_nearly_even(lens: list[int], num_programs: int) -> None:
     """Whole rows make nearly equal shares, or are too short to be worth two programs."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     check(plan)
@@ -237,12 +244,12 @@ def test_balanced_cuts_no_row_without_need(lens: list[int], num_programs: int) -
 @pytest.mark.parametrize(
     ("lens", "num_programs"),
     [
-        ([5000] * 4 + [6500] * 2, BATCH * KV_HEADS),  # the longest is a fifth longer than the mean
-        ([1000, 0, 0, 1000, 1000, 1000], BATCH * KV_HEADS + 1),  # idle programs, and shares of a third less
-        ([1_000_000] * 5 + [1_002_000], BATCH * KV_HEADS),  # a fifth of a percent, but more than cutting costs
+        ([5000] * 4 + [6500] * 2, BATCH * KV_HEADS),  # the longest row is a fifth longer than the mean
+        ([1000, 0, 0, 1000, 1000, 1000], BATCH * KV_HEADS + 1),  # idle programs, and shares that are a third smaller
+        ([1_000_000] * 5 + [1_002_000], BATCH * KV_HEADS),  # a fifth of a percent, but more than the cost of a cut
     ],
 )
-def test_balanced_cuts_where_whole_rows_would_be_uneven(lens: list[int], num_programs: int) -> None:
+def test_balanced_cuts_rows_if_whole_rows_are_uneven(lens: list[int], num_programs: int) -> None:
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     check(plan)
     assert np.diff(plan.split_indptr).max() > 1
@@ -256,11 +263,15 @@ def test_balanced_cuts_where_whole_rows_would_be_uneven(lens: list[int], num_pro
         ([8000, 0, 16_000, 8000, 15_900, 7990], 2 * 7, [1, 0, 2, 1, 2, 1]),
         ([32, 16, 48, 0, 0, 16], 132, [1, 1, 1, 0, 0, 1]),
         ([100_000, 0, 0, 0, 1, 0], 140, [69, 0, 0, 0, 1, 0]),
-        ([256, 0, 0, 0, 0, 0], 132, [3, 0, 0, 0, 0, 0]),  # parts of a tile and a page, however many programs
+        (
+            [256, 0, 0, 0, 0, 0],
+            132,
+            [3, 0, 0, 0, 0, 0],
+        ),  # parts have at least a tile and a page, for any number of programs
     ],
 )
-def test_balanced_gives_rows_programs_of_their_own(lens: list[int], num_programs: int, parts: list[int]) -> None:
-    """Programs of their own are nearly as even as equal shares, so no program takes parts of two rows."""
+def test_balanced_gives_rows_separate_programs(lens: list[int], num_programs: int, parts: list[int]) -> None:
+    """Separate programs per row are nearly as even as equal shares, so no program processes parts of two rows."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     programs = check(plan)
     assert [len(program) for program in programs] == [1] * (sum(parts) * KV_HEADS) + [0] * (
@@ -272,7 +283,7 @@ def test_balanced_gives_rows_programs_of_their_own(lens: list[int], num_programs
         assert not sizes or max(sizes) == -(-pages // len(sizes))
 
 
-def test_balanced_cuts_a_long_row_among_all_programs() -> None:
+def test_balanced_splits_a_long_row_among_all_programs() -> None:
     plan = planner("balanced", 132)(as_lens([0, 0, 0, 100_000, 0, 1]), None, None)
     programs = check(plan)
     assert sum(bool(program) for program in programs) >= 130
@@ -281,23 +292,23 @@ def test_balanced_cuts_a_long_row_among_all_programs() -> None:
 
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
-def test_fixed_cuts_depend_on_the_rows_own_length(lens: list[int], num_programs: int) -> None:
+def test_fixed_splits_depend_only_on_the_length_of_the_row(lens: list[int], num_programs: int) -> None:
     plan = planner("fixed", num_programs)(as_lens(lens), None, None)
-    in_batch = [piece for program in check(plan) for piece in program]
+    in_batch = [split for program in check(plan) for split in program]
     for b, length in enumerate(lens):
         alone = planner("fixed", 5)(as_lens([0, 0, 0, 0, 0, length]), None, None)
-        own = [piece[1:] for program in check(alone) for piece in program if piece.row == (BATCH - 1) * KV_HEADS]
-        assert own == [piece[1:] for piece in in_batch if piece.row == b * KV_HEADS]
-        assert all(start % PIECE == 0 for start, _ in own)
+        own = [split[1:] for program in check(alone) for split in program if split.row == (BATCH - 1) * KV_HEADS]
+        assert own == [split[1:] for split in in_batch if split.row == b * KV_HEADS]
+        assert all(start % SPLIT_PAGES == 0 for start, _ in own)
 
 
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
-def test_fixed_shares_are_equal_numbers_of_whole_pieces(lens: list[int], num_programs: int) -> None:
+def test_fixed_shares_are_equal_numbers_of_whole_splits(lens: list[int], num_programs: int) -> None:
     plan = planner("fixed", num_programs)(as_lens(lens), None, None)
     counts = [len(program) for program in check(plan)]
     assert max(counts) <= -(-sum(counts) // num_programs)
-    assert (np.asarray(plan.cta_page) % PIECE == 0).all()
+    assert (np.asarray(plan.cta_page) % SPLIT_PAGES == 0).all()
 
 
 @modes
@@ -310,7 +321,7 @@ def test_all_idle(mode: str) -> None:
 
 
 @modes
-def test_pages_larger_than_a_fixed_piece(mode: str) -> None:
+def test_pages_larger_than_a_fixed_split(mode: str) -> None:
     plan = planner(mode, 5, page_size=2 * FIXED_PIECE_TOKENS)(as_lens([0, 1, 5000, 4096, 20_000, 9]), None, None)
     programs = check(plan)
     assert mode == "balanced" or all(stop - start == 1 for p in programs for _, start, stop in p)
@@ -329,7 +340,7 @@ def test_lengths_do_not_overflow(mode: str) -> None:
 
 
 @modes
-def test_planned_inside_jit_without_a_retrace_or_the_host(mode: str) -> None:
+def test_jitted_without_retrace_or_host_callback(mode: str) -> None:
     chex.clear_trace_counter()
 
     @jax.jit
@@ -390,7 +401,7 @@ def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
         plan_decode(**(GOOD | change))
 
 
-# --- what a plan was made for
+# --- calls that a plan fits
 
 STEP: dict[str, Any] = {
     "q": jnp.ones((2, 2, 4, 8)),
@@ -415,8 +426,8 @@ OWN_WINDOWS = HeadWindow(jnp.array([5, 3], jnp.int32), jnp.array([0, 1], jnp.int
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(("field", "change"), OTHERS.items(), ids=OTHERS)
-def test_a_call_refuses_a_plan_made_for_another(field: str, change: dict[str, Any], implementation: str) -> None:
-    """Implementations that do not follow plans refuse, too, so that the mistake shows before a GPU is used."""
+def test_plan_made_for_another_call_raises(field: str, change: dict[str, Any], implementation: str) -> None:
+    """Implementations that do not follow plans also raise, so that the mistake is visible without a GPU."""
     plan = harness.plan_for(STEP, implementation=implementation)
     with pytest.raises(ValueError, match=f"^plan: was made for {field} = .*, this call has {field} = "):
         paged_decode(**STEP | change, plan=plan, implementation=implementation)
@@ -425,18 +436,18 @@ def test_a_call_refuses_a_plan_made_for_another(field: str, change: dict[str, An
 @pytest.mark.parametrize(
     ("made_for", "other"), [(5, None), (None, 5), (5, OWN_WINDOWS), (OWN_WINDOWS, 5), (OWN_WINDOWS, None)]
 )
-def test_windows_are_told_apart(made_for: Any, other: Any) -> None:
+def test_plan_made_for_another_window_raises(made_for: Any, other: Any) -> None:
     plan = harness.plan_for(STEP | {"window": made_for})
     paged_decode(**STEP | {"window": made_for}, plan=plan)
     with pytest.raises(ValueError, match="^plan: was made for window"):
         paged_decode(**STEP | {"window": other}, plan=plan)
 
 
-def test_a_window_that_hides_nothing_is_none() -> None:
+def test_full_window_equals_no_window() -> None:
     paged_decode(**STEP | {"window": None}, plan=harness.plan_for(STEP | {"window": FULL}))
 
 
-def test_a_plan_of_keys_and_values_is_not_one_of_latents() -> None:
+def test_plan_of_paged_kv_does_not_fit_latents() -> None:
     latents: dict[str, Any] = {"q_latent": LATENTS, "q_rope": QUERIES, "cache": PagedLatent(jnp.zeros((4, PS, 48)))}
     latents |= {"block_tables": jnp.zeros((BATCH, 4), jnp.int32), "kv_lens": GOOD["kv_lens"]}
     plan = harness.plan_for(latents)
@@ -447,7 +458,7 @@ def test_a_plan_of_keys_and_values_is_not_one_of_latents() -> None:
         paged_decode(**STEP, plan=plan)
 
 
-def test_layers_share_a_plan_whatever_their_scales_and_sinks() -> None:
+def test_layers_with_other_scales_and_sinks_share_a_plan() -> None:
     plan = harness.plan_for(STEP)
     layers: list[dict[str, Any]] = [
         {"sm_scale": 0.1},
@@ -459,7 +470,7 @@ def test_layers_share_a_plan_whatever_their_scales_and_sinks() -> None:
         paged_decode(**STEP, **layer, plan=plan)
 
 
-def test_a_plan_for_another_implementation_is_refused_where_it_would_be_followed() -> None:
+def test_plan_made_for_another_implementation_raises_if_followed() -> None:
     pages = jnp.zeros((4, 1, 16, 64), jnp.bfloat16)
     step = {
         "q": jnp.zeros((1, 1, 4, 64), jnp.bfloat16),

@@ -1,4 +1,4 @@
-"""The Mosaic kernel of `plan_decode` makes the same plans as plain JAX, number for number."""
+"""The Mosaic kernel of `plan_decode` makes exactly the same plans as plain JAX."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_interpreted(mode: str, windows: bool, drafts: bool, capsys: pytest.Capt
             check(mode, 140, **given)
 
 
-@pytest.mark.parametrize("mode", ["balanced", pytest.param("fixed", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_interpreted_with_uneven_rows and the fixed case of test_interpreted run every time
+@pytest.mark.parametrize("mode", ["balanced", "fixed"])
 def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic, "MOST_WARPGROUPS", 1)
     given = arguments(harness.fresh_rng(), 100, 3, 3000)
@@ -69,12 +70,10 @@ def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], mo
         check(mode, 132, **given)
 
 
-@pytest.mark.parametrize(
-    ("idle", "num_programs"),
-    [(2, 12), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((0, 49), (2, 49), (0, 12)))],
-)
+@pytest.mark.slow  # test_interpreted_with_uneven_rows runs every time
+@pytest.mark.parametrize(("idle", "num_programs"), [(2, 12), (0, 49), (2, 49), (0, 12)])
 def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows are so alike that none is cut: fewer of them than programs, and several for each program."""
+    """Rows are so similar that none is cut: fewer rows than programs, and several rows per program."""
     lens = jnp.asarray([2000, 2040, 2010, 2030, 2020, 2000, 2040, 2010] * 3 + [0] * idle, jnp.int32)
     given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 2}
     plan = plan_case.plan(**given, num_programs=num_programs, implementation="xla")
@@ -83,11 +82,12 @@ def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.C
         check("balanced", num_programs, **given)
 
 
-@pytest.mark.parametrize(("spare", "snake_order"), [pytest.param(0, True, marks=pytest.mark.slow), (3, False)])
-def test_interpreted_with_programs_for_each_row(
+@pytest.mark.slow  # test_interpreted runs every time
+@pytest.mark.parametrize(("spare", "snake_order"), [(0, True), (3, False)])
+def test_interpreted_with_separate_programs_per_row(
     spare: int, snake_order: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are nearly whole numbers of shares, some idle; or one and a half chunks of them, not sorted."""
+    """Row lengths are nearly multiples of a share, some rows are idle; or one and a half chunks of rows, not sorted."""
     if not snake_order:
         monkeypatch.setattr(mosaic, "MOST_WARPGROUPS", 1)
         monkeypatch.setattr(schedule, "MAX_SNAKE_ROWS", 128)
@@ -101,21 +101,20 @@ def test_interpreted_with_programs_for_each_row(
         check("balanced", shares + spare, **given)
 
 
-@pytest.mark.parametrize(
-    ("batch", "num_programs"),
-    [(13, 6), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((14, 13), (15, 4)))],
-)
+@pytest.mark.slow  # test_interpreted_with_uneven_rows has groups and runs every time
+@pytest.mark.parametrize(("batch", "num_programs"), [(13, 6), (14, 13), (15, 4)])
 def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows differ in length, and some together make equal shares: whole rows, or two rows for two programs."""
+    """Rows differ in length, and groups of rows make equal shares: whole rows, or two rows for two programs."""
     lens = jnp.asarray([1000 + 100 * (i * 5 % batch) for i in range(batch)] + [0], jnp.int32)
     given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 1}
     with harness.interpreting(capsys):
         check("balanced", num_programs, **given)
 
 
-def test_interpreted_where_programs_for_each_row_are_uneven(capsys: pytest.CaptureFixture[str]) -> None:
-    """Run as many programs as rows of different lengths, so that groups in snake order are taken. Threads of two
-    warpgroups.
+def test_interpreted_with_uneven_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers of programs and of rows are equal, and rows differ in length, so groups in snake order are chosen.
+
+    The kernel has two warpgroups.
     """
     lens = jnp.asarray([1000 + 100 * (i * 5 % 70) for i in range(70)], jnp.int32)
     given = {"kv_lens": lens, "page_size": 64, "num_kv_heads": 2}
@@ -125,7 +124,8 @@ def test_interpreted_where_programs_for_each_row_are_uneven(capsys: pytest.Captu
         check("balanced", 140, **given)
 
 
-def test_interpreted_with_one_window_for_all_and_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow  # test_interpreted has windows per head and runs every time
+def test_interpreted_with_one_window_and_with_idle_rows(capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments(harness.fresh_rng(), 5, 1, 1000)
     given["window"] = 40
     with harness.interpreting(capsys):
@@ -147,11 +147,11 @@ def test_compiled(mode: str, batch: int, kv_heads: int, num_programs: int) -> No
         check(mode, num_programs, **arguments(rng, batch, kv_heads, longest, windows=kv_heads > 1, drafts=batch > 1))
 
 
-def test_more_chunks_than_one_are_among_the_sizes() -> None:
+def test_compiled_sizes_include_several_chunks() -> None:
     assert MOST_WARPGROUPS * THREADS < 1000 * 8 < MAX_ROWS
 
 
-def test_more_rows_than_fit_are_not_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_than_max_rows_is_unsupported(capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments(harness.fresh_rng(), MAX_ROWS // 2 + 1, 2, 100) | {"num_programs": 3}
-    with harness.interpreting(capsys), pytest.raises(NotImplementedError, match=f"at most {MAX_ROWS} rows"):
+    with harness.interpreting(capsys), pytest.raises(NotImplementedError, match=f"at most {MAX_ROWS} plan rows"):
         plan_case.plan(**given, implementation="mosaic")

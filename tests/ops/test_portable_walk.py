@@ -15,7 +15,7 @@ from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import VARIANTS
 
-SMALL_TILES = VARIANTS["xla"]  # 16 tokens, 3 rows a group, 4 queries a row of prefill
+SMALL_TILES = VARIANTS["xla"]  # 16 tokens per tile, 3 rows per group, 4 queries per row of prefill
 AS_SHIPPED = replace(SMALL_TILES, config=None)
 
 BASE = PagedCase(kv_lens=(64,))
@@ -23,12 +23,12 @@ LONG = PagedCase((4096,), page_size=16, pages_per_row=256, num_pages=300)
 
 
 def decode_steps(case: PagedCase) -> list[tuple[list[int], int]]:
-    """Rows and tile of each step; a row is a sequence or, with head-wise windows, one of its heads."""
+    """Rows and tile of each step. A row is a sequence or, with head-wise windows, one head of a sequence."""
     return _steps(paged_decode, case, Inputs.draw(case, harness.fresh_rng()).decode())
 
 
 def prefill_steps(case: PagedCase) -> list[tuple[list[int], int]]:
-    """Rows and tile of each step; a row is four queries or, with head-wise windows, one head of them."""
+    """Rows and tile of each step. A row is four queries or, with head-wise windows, one head of four queries."""
     return _steps(paged_prefill, case, Inputs.draw(case, harness.fresh_rng()).prefill())
 
 
@@ -41,43 +41,45 @@ def _steps(op: Callable[..., Any], case: PagedCase, arrays: dict[str, Any]) -> l
 # --- cost
 
 
-def test_a_short_row_does_not_wait_for_a_long_one() -> None:
-    """Three rows of 4 tiles walk together; the other six take a step for each group."""
+def test_short_rows_take_no_steps_of_long_rows() -> None:
+    """Three rows of 4 tiles are processed together; the other six take one step per group."""
     steps = decode_steps(replace(BASE, kv_lens=(1, 64, 1, 64, 1, 1, 64, 1, 1)))
     assert len(steps) == 4 + 1 + 1
     assert all(sorted(rows) == [1, 3, 6] for rows, tile in steps if tile > 0)
 
 
-def test_idle_rows_cost_nothing() -> None:
+def test_idle_rows_take_no_steps() -> None:
     assert decode_steps(replace(BASE, kv_lens=(0,) * 9)) == []
     assert prefill_steps(replace(BASE, kv_lens=(64, 0), q_lens=(0, 0), tokens=5)) == []
 
 
-def test_the_table_may_be_wide() -> None:
+def test_unused_table_entries_take_no_steps() -> None:
     steps = decode_steps(replace(LONG, kv_lens=(20,), num_pages=8))
     assert [tile for _, tile in steps] == [0, 1]
 
 
 @pytest.mark.parametrize("kv_len", [4096, 4090])
-def test_decode_costs_what_its_window_holds(kv_len: int) -> None:
+def test_decode_visits_only_tiles_in_the_window(kv_len: int) -> None:
     steps = decode_steps(replace(LONG, kv_lens=(kv_len,), window=32))
-    assert len(steps) == {4096: 2, 4090: 3}[kv_len]  # pages of 16, where 32 tokens lie in 2 or straddle 3
+    assert len(steps) == {4096: 2, 4090: 3}[kv_len]  # 32 tokens cover 2 or 3 pages of 16
 
 
-def test_windowed_heads_do_not_pay_for_full_ones() -> None:
-    """Three sequences have a full and a windowed head each: the full heads walk together, and so do the others."""
+def test_windowed_heads_take_no_steps_of_full_heads() -> None:
+    """Three sequences have a full and a windowed head each. Full heads are processed together, and so are windowed
+    heads.
+    """
     case = replace(LONG, kv_lens=(4096,) * 3, num_pages=900, head_windows=((FULL, 0), (32, 5)), head_wise=False)
     steps = decode_steps(case)
     assert len([rows for rows, _ in steps if sorted(rows) == [0, 2, 4]]) == 256
-    assert len([rows for rows, _ in steps if sorted(rows) == [1, 3, 5]]) == 3  # the page of the sink tokens too
+    assert len([rows for rows, _ in steps if sorted(rows) == [1, 3, 5]]) == 3  # including the page of the sink tokens
     assert len(steps) == 256 + 3
 
 
-def test_prefill_costs_what_it_sees() -> None:
+def test_prefill_visits_only_visible_tiles() -> None:
     """16 causal queries on 64 tokens are 4 rows, which see 52, 56, 60 and 64 tokens in tiles of 16."""
-    assert len(prefill_steps(replace(BASE, q_lens=(16,)))) == 4 + 4  # in groups of 3 and of the last
+    assert len(prefill_steps(replace(BASE, q_lens=(16,)))) == 4 + 4  # a group of 3 rows, then the last row
     assert len(prefill_steps(replace(BASE, kv_lens=(16,), q_lens=(16,)))) == 1 + 1
-    assert len(prefill_steps(replace(LONG, q_lens=(4,), window=28))) == 2  # of 31 tokens up to the end of a page
+    assert len(prefill_steps(replace(LONG, q_lens=(4,), window=28))) == 2  # 31 tokens up to the end of a page
 
 
 # --- memory
@@ -111,7 +113,7 @@ def test_decode_memory_is_bounded_by_a_tile() -> None:
 
 
 def test_prefill_memory_is_bounded_by_a_tile() -> None:
-    """Wider tables take no memory, and each token of the chunk no more than a few copies of its queries."""
+    """Wider tables take no memory, and each token of the chunk at most a few copies of its queries."""
     prefill = harness.compiled(paged_prefill, AS_SHIPPED)
 
     def temp(tokens: int, pages_per_row: int) -> int:

@@ -1,4 +1,4 @@
-"""Arithmetic of quantised caches compared with numpy, to the bit."""
+"""Arithmetic of quantised caches, with bits equal to numpy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(compiled: bool, f: Callable[..., Any], *args: Any, **static: Any) -> np.
 @eager_and_jitted
 @pytest.mark.parametrize("shape", [(500, 64), (500, 1), (1, 64), (1, 1)])
 def test_divide_rounds_once(compiled: bool, shape: tuple[int, ...]) -> None:
-    """XLA replaces a division by a broadcast value with a multiplication by its reciprocal."""
+    """XLA would replace division by a broadcast value by multiplication with its reciprocal, which rounds twice."""
     rng = fresh_rng()
     x, y = rng.standard_normal((500, 64), np.float32), np.exp(rng.standard_normal(shape, np.float32))
     assert (x * (1 / y) != x / y).any()
@@ -54,8 +54,8 @@ def test_quantise_divides_saturates_and_rounds_half_to_even(dtype: str, compiled
 
 @eager_and_jitted
 @pytest.mark.parametrize("dtype", [name for name in QMAX if name != "int8"])
-def test_rounding_to_float8_is_the_conversion_there_and_back(dtype: str, compiled: bool) -> None:
-    """For all numbers of 16 bits, among them every tie, infinities and NaN."""
+def test_rounded_to_float8_equals_a_round_trip(dtype: str, compiled: bool) -> None:
+    """All float16 numbers, including all ties, infinities and NaN."""
     x = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
     with np.errstate(invalid="ignore"):
         want = np.clip(x, -QMAX[dtype], QMAX[dtype]).astype(dtype).astype(np.float32)
@@ -64,21 +64,21 @@ def test_rounding_to_float8_is_the_conversion_there_and_back(dtype: str, compile
 
 @eager_and_jitted
 @each_dtype
-def test_amax_scale_is_the_rounded_quotient_and_never_0(dtype: str, compiled: bool) -> None:
+def test_amax_scale_is_the_rounded_quotient_or_1(dtype: str, compiled: bool) -> None:
     amax = np.concatenate([np.abs(fresh_rng().standard_normal(1000)), [3e38, 0.0, 1e-42]]).astype(np.float32)
     want = np.where(np.arange(1003) < 1001, amax / QMAX[dtype], np.float32(1))
     assert_same_bits(run(compiled, amax_scale, amax, dtype=dtype), want)
 
 
 @each_dtype
-def test_amax_scale_is_at_least_what_is_asked(dtype: str) -> None:
+def test_amax_scale_has_a_lower_bound(dtype: str) -> None:
     amax, least = jnp.asarray([QMAX[dtype], 0, 0]), jnp.asarray([0.5, 0.5, 0])
     np.testing.assert_array_equal(amax_scale(amax, dtype, at_least=least), f32([1, 0.5, 1]))
 
 
 @eager_and_jitted
 @each_dtype
-def test_held_scale_keeps_that_of_a_full_group_and_ignores_that_of_zeros(dtype: str, compiled: bool) -> None:
+def test_held_scale_of_full_groups_and_of_zeros(dtype: str, compiled: bool) -> None:
     scale = f32([0.3, 0.3, 1.0, np.nan])
     got = run(compiled, held_scale, f32([QMAX[dtype], QMAX[dtype] / 4, 0, 0]), scale, dtype=dtype)
     assert got[0] == scale[0]
@@ -93,8 +93,8 @@ def test_dequantise_multiplies_in_float32(dtype: str) -> None:
 
 
 @each_dtype
-def test_quantising_what_was_read_changes_nothing(dtype: str) -> None:
-    """Earlier tokens of a group therefore keep their bytes while the scale stays."""
+def test_requantisation_with_the_same_scale_changes_no_bits(dtype: str) -> None:
+    """Earlier tokens of a group are therefore unchanged if its scale is unchanged."""
     finite = jnp.asarray(np.arange(-127, 128), dtype)
     scale = jnp.exp(jnp.asarray(fresh_rng().standard_normal((1000, 1), np.float32)))
     read = jax.jit(dequantise)(jnp.broadcast_to(finite, (1000, 255)), scale)

@@ -1,8 +1,7 @@
-"""Tests of the Mosaic kernel of `ragged_attention` beyond the contract: interpreted with race detection on a CPU,
-compiled on a GPU.
+"""Tests of the Mosaic kernel of `ragged_attention` that the contract does not cover.
 
-Blocks hold 128 queries, tiles 64 keys, and copies begin at multiples of 8 rows. Cases that differ only in values share
-a compilation.
+Kernels run interpreted with race detection on a CPU, and compiled on a GPU. Blocks have 128 query rows, tiles have 64
+keys, and copies start at multiples of 8 rows. Cases that differ only in values share a compilation.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from pallas_attn.mosaic.hopper.prefill import ROWS, FlashStatic
 from pallas_attn.mosaic.prefill.config import FlashConfig
 from pallas_attn.mosaic.prefill.schedule import FlashWorkTile, QueryBlock
 from pallas_attn.mosaic.prefill.split import OutputRows, RowState, merge_splits
-from pallas_attn.ops.ragged_attention.mosaic_front import RaggedFrontEnd, RaggedInputs
+from pallas_attn.ops.ragged_attention.mosaic_sm90 import RaggedInputs, RaggedLoader
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
 
-# Keys that are masked anyway may be NaN when they are multiplied.
+# Masked keys may be NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 MOSAIC = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=2))
@@ -64,9 +63,10 @@ def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
 
 
 @pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.slow), 7, 10])
-def test_heads_that_share_a_block(group: int) -> None:
-    """Two heads, seven, and half of a group, with blocks that end among the heads of 8 queries; windows and sinks, rows
-    of no sequence.
+def test_heads_share_a_block(group: int) -> None:
+    """A set has 2 or 7 heads, or 5 of 10. Some blocks end between the heads of a group of 8 queries.
+
+    With windows, with sinks, and with rows of no sequence.
     """
     case = replace(BASE, q_heads=2 * group, kv_heads=2, q_lens=(3, 0, 30), kv_lens=(70, 9, 150), tokens=37)
     check(replace(case, sinks=True))
@@ -74,30 +74,36 @@ def test_heads_that_share_a_block(group: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("multiprocessors", "stages"), [(16, 2), (512, 3)], ids=["drawn from a queue", "a program each"]
+    ("causal", "multiprocessors", "stages"),
+    [
+        pytest.param(True, 16, 2, id="causal, queue"),
+        pytest.param(False, 512, 3, id="full, one work tile per CTA"),
+        # The two cases above have all four values.
+        pytest.param(True, 512, 3, id="causal, one work tile per CTA", marks=pytest.mark.slow),
+        pytest.param(False, 16, 2, id="full, queue", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_keys_cut_among_programs(causal: bool, multiprocessors: int, stages: int) -> None:
-    """Sequences of fewer tiles than splits leave some splits empty."""
+def test_split_keys(causal: bool, multiprocessors: int, stages: int) -> None:
+    """Some sequences have fewer tiles than splits, so some splits are empty."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=stages, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
-    with harness.keys_cut(multiprocessors) as parts:
+    with harness.keys_cut(multiprocessors) as splits:
         check(case, variant)
-    assert parts[0].most > 1
+    assert splits[0].most > 1
 
 
-def test_windows_caps_and_sinks_where_keys_are_cut() -> None:
-    """Sinks enter after the splits, of which some see nothing of their tiles."""
+def test_split_keys_with_window_cap_and_sinks() -> None:
+    """The merge adds the sinks. Some splits see no key of their tiles."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
     case = replace(BASE, q_lens=(5, 18), kv_lens=(3, 190), tokens=24, keys=200, window=100, soft_cap=5.0, sinks=True)
-    with harness.keys_cut(2) as parts:
+    with harness.keys_cut(2) as splits:
         check(case, variant)
-    assert parts[0].most > 1
+    assert splits[0].most > 1
 
 
-@pytest.mark.parametrize(("multiprocessors", "stages"), [(None, 4), (16, 5)], ids=["whole", "cut"])
-def test_outputs_are_the_same_without_an_lse(multiprocessors: int | None, stages: int) -> None:
-    """With stages of their own, or calls would be those that other tests have compiled for other cards."""
+@pytest.mark.parametrize(("multiprocessors", "stages"), [(None, 4), (16, 5)], ids=["whole", "split"])
+def test_output_does_not_depend_on_return_lse(multiprocessors: int | None, stages: int) -> None:
+    """The stages differ from other tests, because calls are cached by their settings, not by the multiprocessors."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=stages, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320)
     arrays = Inputs.draw(case, harness.fresh_rng()).arguments()
@@ -107,13 +113,13 @@ def test_outputs_are_the_same_without_an_lse(multiprocessors: int | None, stages
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
-def test_a_window_leaves_the_tiles_that_it_reaches_into(splits: int) -> None:
-    """A sequence of 100 queries at rows 13 to 113, and of 3,000 keys from 77 on; blocks of 64 rows."""
+def test_tiles_of_a_window(splits: int) -> None:
+    """A sequence with 100 queries from row 13 on and 3,000 keys from row 77 on, in blocks of 64 rows."""
     static = FlashStatic(
         64, 64, tile_keys=64, stages=2, consumers=1, copies=1, score_scale=1.0, tile_rows=64, rows=ROWS
     )
     for window, start in itertools.product((1, 64, 65, 500, 2900), (8, 72)):
-        front = RaggedFrontEnd(static, 113, 1, causal=True, window=window)
+        loader = RaggedLoader(static, 113, 1, causal=True, window=window)
         rows = np.arange(max(start, 13), min(start + 64, 113))
         newest = 77 + 3000 - 113 + rows
         end_tile = (newest[-1] - 72) // 64 + 1
@@ -123,31 +129,33 @@ def test_a_window_leaves_the_tiles_that_it_reaches_into(splits: int) -> None:
             work = (
                 FlashWorkTile(block, 0) if splits == 1 else FlashWorkTile(block, 0, jnp.int32(split), jnp.int32(splits))
             )
-            tile = front.tile(RaggedInputs(*[None] * 6), None, work)
+            tile = loader.tile(RaggedInputs(*[None] * 6), None, work)
             assert tile.kv_tiles >= 1
             walked += range(int(tile.first_tile), int(tile.first_tile + tile.kv_tiles))
         oldest = max(77, newest[0] - window + 1)
         assert [tile for tile in walked if tile < end_tile] == list(range((oldest - 72) // 64, end_tile))
 
 
-def test_scores_near_5e5_where_keys_are_cut() -> None:
-    """Values of neighbouring tiles cancel, so that errors in the weights of splits show, and float16's own do not."""
+@pytest.mark.slow  # test_merge_of_large_maxima covers the merge
+def test_split_keys_with_scores_near_5e5() -> None:
+    """Values of adjacent tiles cancel, so the result shows errors in the weights of splits but not float16 rounding."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 0, 50), kv_lens=(70, 0, 0, 230), tokens=64, keys=320, dtype="float16")
     case = replace(case, exact=True)
     inputs = Inputs.draw(case, harness.fresh_rng())
     inputs.q[...] *= case.key_dim**0.5
     inputs.v[...] = np.where(np.arange(case.keys) // 64 % 2, -1, 1)[:, None, None]
-    with harness.keys_cut(16) as parts:
+    with harness.keys_cut(16) as splits:
         got = call(variant, case, inputs.arguments())
     harness.assert_attention_close(got, inputs.expected(), variant.tolerance(case.dtype))
-    assert parts[0].most > 1
+    assert splits[0].most > 1
 
 
 @pytest.mark.parametrize("level", [0, 7e5])
-def test_splits_are_merged_by_their_maxima(level: float) -> None:
-    """5 rows and 3 splits, with room for a fourth that was not written; one row sees nothing, one has seen NaN. Of one
-    split nothing is merged.
+def test_merge_of_large_maxima(level: float) -> None:
+    """Merge 5 rows of 3 splits, with memory for a fourth split that is not written.
+
+    One row sees no key, one row sees NaN. With one split the merge changes nothing.
     """
     rng, nothing, seen_nan = harness.fresh_rng(), 1, 2
     o = rng.standard_normal((4, 5, 64), np.float32)
@@ -177,9 +185,9 @@ def test_splits_are_merged_by_their_maxima(level: float) -> None:
     assert np.isnan(lse[seen_nan])
 
 
-@pytest.mark.parametrize("growth", [3, 30], ids=["by less than probabilities have room for", "by more"])
-def test_scores_that_grow_from_tile_to_tile(growth: int) -> None:
-    """Sums are rescaled by powers of 2, so a row's bits do not depend on whether its neighbours are rescaled."""
+@pytest.mark.parametrize("growth", [3, 30], ids=["below the rescaling threshold", "above it"])
+def test_rescaling_of_growing_scores(growth: int) -> None:
+    """Rescaling multiplies by powers of 2, so the bits of a row do not depend on whether other rows are rescaled."""
     case = replace(BASE, q_lens=(0, 0, 0, 173), kv_lens=(0, 0, 0, 243))
     inputs = Inputs.draw(case, harness.fresh_rng())
     grows = np.arange(case.tokens) % 2 == 1
@@ -216,7 +224,7 @@ WIDTHS = {
         for name, each in WIDTHS.items()
     ],
 )
-def test_widths_heads_and_configurations(config: FlashConfig, case: RaggedCase) -> None:
+def test_widths_and_configurations(config: FlashConfig, case: RaggedCase) -> None:
     check(case, replace(MOSAIC, config=config))
 
 
@@ -230,7 +238,7 @@ def test_no_tokens_or_no_keys() -> None:
     assert np.all(np.isneginf(lse))
 
 
-def test_tiles_that_do_not_fit_shared_memory_are_refused() -> None:
+def test_tiles_larger_than_shared_memory_are_unsupported() -> None:
     case = replace(BASE, key_dim=256, value_dim=256)
     variant = replace(MOSAIC, config=FlashConfig(tile_keys=192, stages=2, consumers=2))
     with pytest.raises(NotImplementedError, match=r"192 keys for 2 consumers take \d+ bytes .* at most 232448"):

@@ -1,4 +1,4 @@
-"""Rotary embedding and norms, alone and in `write_kv`, compared with complex numbers in float64."""
+"""Rotary embedding and RMS norm, separately and in `write_kv`, compared with complex arithmetic in float64."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from pallas_attn.portable.rope import rms_norm, rotate
 from pallas_attn.types import PagedKV, Rope
+from tests.contract.backends import in_every_run, unsupported
 from tests.kit.harness import Variant, assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import (
     HEADS,
@@ -33,8 +34,8 @@ def random_rope(rng: np.random.Generator, half: int = WIDTH // 2, **options: Any
     return Rope(jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32), **options)
 
 
-def turned(x: Any, rope: Rope, norm: Any = None) -> np.ndarray:
-    """Rotate and norm x [T, heads, D] in float64."""
+def normed_and_rotated(x: Any, rope: Rope, norm: Any = None) -> np.ndarray:
+    """Norm and rotate x [T, heads, D] in float64."""
     x = np.array(x).astype(np.float64)
     if norm is not None and rope.norm_order == "before_rope":
         x = normed(x, norm, rope.norm_eps)
@@ -52,25 +53,25 @@ def normed(x: np.ndarray, weight: Any, eps: float) -> np.ndarray:
 
 @each_style
 @pytest.mark.parametrize("half", [WIDTH // 2, WIDTH // 4, 1])
-def test_rotate_turns_each_pair_by_its_angle(style: Any, half: int) -> None:
+def test_rotate_multiplies_pairs_by_complex_phases(style: Any, half: int) -> None:
     rng = fresh_rng()
     rope, (x, _) = random_rope(rng, half, style=style), tokens(rng)
     got = rotate(x, rope.cos, rope.sin, style)
-    np.testing.assert_allclose(got, turned(x, rope), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, normed_and_rotated(x, rope), rtol=1e-5, atol=1e-5)
     assert_same_bits(got[..., 2 * half :], x[..., 2 * half :])
 
 
-def test_rotate_takes_any_leading_axes() -> None:
+def test_rotate_with_leading_axes() -> None:
     rng = fresh_rng()
     rope = random_rope(rng)
     x = jnp.stack([jnp.stack(tokens(rng)), jnp.stack(tokens(rng)), jnp.stack(tokens(rng))])
     assert x.shape == (3, 2, NUM_TOKENS, HEADS, WIDTH)
     got = rotate(x, rope.cos, rope.sin, "neox")
     for i, j in np.ndindex(3, 2):
-        np.testing.assert_allclose(got[i, j], turned(x[i, j], rope), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(got[i, j], normed_and_rotated(x[i, j], rope), rtol=1e-5, atol=1e-5)
 
 
-def test_rms_norm_takes_halves_and_computes_in_float32() -> None:
+def test_rms_norm_of_bfloat16_computes_in_float32() -> None:
     rng = fresh_rng()
     x, _ = tokens(rng, jnp.bfloat16)
     weight = jnp.asarray(1 + 0.3 * rng.standard_normal(WIDTH), jnp.bfloat16)
@@ -80,14 +81,19 @@ def test_rms_norm_takes_halves_and_computes_in_float32() -> None:
 
 
 @each_variant
+@in_every_run(
+    "xla",
+    mosaic=["4-before_rope-neox", "4-after_rope-interleaved", "1-before_rope-neox"],
+    mosaic_sm100=["4-before_rope-neox"],
+    triton=["4-before_rope-neox", "4-after_rope-interleaved"],
+)
+@unsupported(mosaic={"1-before_rope-neox": "two pairs of columns or more that are rotated in neox style"})
 @each_style
 @pytest.mark.parametrize(
     ("half", "norm_order"),
     [(WIDTH // 2, None), (WIDTH // 4, "before_rope"), (WIDTH // 4, "after_rope"), (1, "before_rope")],
 )
-def test_write_turns_keys_and_queries_and_leaves_values(
-    style: Any, half: int, norm_order: Any, variant: Variant
-) -> None:
+def test_write_rotates_keys_and_queries_not_values(style: Any, half: int, norm_order: Any, variant: Variant) -> None:
     rng = fresh_rng()
     norms = {}
     if norm_order is not None:
@@ -98,31 +104,34 @@ def test_write_turns_keys_and_queries_and_leaves_values(
     kv, slots = stale_cache(rng, "float32"), rng.permutation(NUM_PAGES * PAGE_SIZE)[:NUM_TOKENS].astype(np.int32)
     got, rotated = write(variant, kv, k, v, slots, rope=rope, q=q)
     page, offset = slots // PAGE_SIZE, slots % PAGE_SIZE
-    np.testing.assert_allclose(got.k[page, :, offset], turned(k, rope, rope.k_norm), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(rotated, turned(q, rope, rope.q_norm), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got.k[page, :, offset], normed_and_rotated(k, rope, rope.k_norm), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(rotated, normed_and_rotated(q, rope, rope.q_norm), rtol=1e-5, atol=1e-5)
     assert_same_bits(got.v[page, :, offset], v)
 
 
 @each_variant
-def test_write_rounds_rotated_keys_once_to_the_cache_and_queries_once_to_their_dtype(variant: Variant) -> None:
+@in_every_run("xla", "mosaic")
+def test_write_rounds_rotated_keys_and_queries_once(variant: Variant) -> None:
     rng = fresh_rng()
     rope, slots = random_rope(rng), np.arange(NUM_TOKENS, dtype=np.int32)
     (k, v), (q, _) = tokens(rng, jnp.bfloat16), tokens(rng, jnp.bfloat16)
     got, rotated = write(variant, PagedKV.allocate(cache_spec("float16")), k, v, slots, rope=rope, q=q)
     stored = got.k[0, :, :NUM_TOKENS].swapaxes(0, 1)
-    for cast, want, half_ulp in ((stored, turned(k, rope), 2.0**-11), (rotated, turned(q, rope), 2.0**-8)):
+    want_k, want_q = normed_and_rotated(k, rope), normed_and_rotated(q, rope)
+    for cast, want, half_ulp in ((stored, want_k, 2.0**-11), (rotated, want_q, 2.0**-8)):
         assert (np.abs(np.asarray(cast).astype(np.float64) - want) <= half_ulp * 1.001 * np.abs(want) + 1e-6).all()
     assert rotated.dtype == q.dtype
 
 
 @each_variant
+@in_every_run("xla", "mosaic")
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_write_quantises_rotated_keys_from_float32(dtype: str, variant: Variant) -> None:
     rng = fresh_rng()
     rope, slots = random_rope(rng), np.arange(NUM_TOKENS, dtype=np.int32) * PAGE_SIZE
     k, v = tokens(rng, jnp.bfloat16)
     got = write(variant, PagedKV.allocate(cache_spec(dtype, PAGE_SIZE)), k, v, slots, rope=rope)
-    want = turned(k, rope)[:NUM_PAGES]  # the last slot is past the pool
+    want = normed_and_rotated(k, rope)[:NUM_PAGES]  # the last slot is outside the pool
     scale = np.asarray(got.k_scale)[:, :, :1]
     np.testing.assert_allclose(scale[..., 0], np.abs(want).max(-1) / QMAX[dtype], rtol=1e-5)
     step = scale if dtype == "int8" else np.maximum(np.abs(want) / 8, scale * 2.0**-9)

@@ -1,4 +1,4 @@
-"""Scores of a tile are hidden where `Limits` say so, whatever they are: compiled code keeps a bit for each column."""
+"""`wgmma.hide` masks the scores of a tile as `Limits` defines, for any values. Compiled code has a bit per column."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ops.test_flash_schedule import compiled, running
 
 
 def hidden(page_tokens: int, names: tuple[str, ...], s: jax.Array, limits: list[jax.Array]) -> jax.Array:
-    """Hide scores [64, N] by a kernel."""
+    """Hide scores [64, N] in a kernel."""
 
     def kernel(s: Any, *refs: Any) -> None:
         *limits, out = refs
@@ -35,7 +35,7 @@ def hidden(page_tokens: int, names: tuple[str, ...], s: jax.Array, limits: list[
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 @pytest.mark.parametrize(("columns", "page_tokens"), [(64, 16), (128, 8), (128, 128), (192, 64), (256, 32)])
 @pytest.mark.parametrize("options", [(), ("sink",), ("pages",), ("sink", "pages")], ids="-".join)
-def test_hides_what_rows_do_not_see(
+def test_hide_matches_limits(
     columns: int, page_tokens: int, options: tuple[str, ...], mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng, names = fresh_rng(), ("low", "high", *options)

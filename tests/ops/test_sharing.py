@@ -1,4 +1,4 @@
-"""`Groups` of rows that share programs, and the rows' places in a plan."""
+"""`Groups` of rows that share programs, and the places of rows in a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def groups_of(rows: int, num_programs: int) -> Groups:
 
 @settings(deadline=None)
 @given(rows=ROWS, num_programs=PROGRAMS)
-def test_all_rows_are_in_groups_which_have_programs(rows: int, num_programs: int) -> None:
+def test_groups_cover_all_rows_and_have_programs(rows: int, num_programs: int) -> None:
     groups = groups_of(rows, num_programs)
     number, programs = int(groups.number), int(groups.programs)
     assert 1 <= number <= max(rows, 1)
@@ -37,7 +37,7 @@ def test_all_rows_are_in_groups_which_have_programs(rows: int, num_programs: int
 
 @settings(deadline=None)
 @given(rows=ROWS, num_programs=PROGRAMS)
-def test_every_row_has_a_place_of_its_own_and_idle_ones_the_last(rows: int, num_programs: int) -> None:
+def test_places_are_a_permutation_with_idle_rows_last(rows: int, num_programs: int) -> None:
     places = np.asarray(groups_of(rows, num_programs).place(NUMBERS))
     np.testing.assert_array_equal(np.sort(places), NUMBERS)
     np.testing.assert_array_equal(places[rows:], NUMBERS[rows:])
@@ -45,8 +45,7 @@ def test_every_row_has_a_place_of_its_own_and_idle_ones_the_last(rows: int, num_
 
 @settings(deadline=None)
 @given(lens=st.lists(st.integers(1, 1000), min_size=1, max_size=MOST), num_programs=PROGRAMS)
-def test_groups_get_about_as_much(lens: list[int], num_programs: int) -> None:
-    """Shares of groups differ by the longest row at most."""
+def test_shares_of_groups_differ_by_at_most_the_longest_row(lens: list[int], num_programs: int) -> None:
     groups = groups_of(len(lens), num_programs)
     at = np.empty(len(lens), int)
     at[np.asarray(groups.place(NUMBERS))[: len(lens)]] = sorted(lens, reverse=True)
@@ -54,9 +53,9 @@ def test_groups_get_about_as_much(lens: list[int], num_programs: int) -> None:
     assert shares.max() - shares.min() <= max(lens)
 
 
-def test_keys_tell_rows_apart_and_are_exact_in_float32() -> None:
+def test_sort_keys_are_distinct_and_exact_in_float32() -> None:
     sharing = Sharing(overhead=4, cut=8, least=2, split_pages=0)
-    longest = 2**24 // MAX_SNAKE_ROWS - 1  # beyond which rows count as equally long
+    longest = 2**24 // MAX_SNAKE_ROWS - 1  # longer rows count as equally long
     num_pages = jnp.asarray([3, 0, 2**27, 3, longest, 4], jnp.int32)
     keys = np.asarray(sharing.length_key(num_pages, jnp.arange(6, dtype=jnp.int32)))
     assert np.argsort(-keys).tolist() == [2, 4, 5, 0, 3, 1]

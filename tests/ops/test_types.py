@@ -63,7 +63,7 @@ def test_quantised_cache(dtype: str, scales: Any, shape: tuple[int, ...], bytes_
 
 
 def test_a_pool_of_one_page_per_head_has_the_same_bytes_per_page() -> None:
-    """Static scales have as many entries as this pool has pages, but are no part of a page."""
+    """Static scales have the same number of entries as this pool has pages, but are not part of a page."""
     assert kv_spec("int8", "channel", num_pages=HKV).bytes_per_page == 2 * HKV * PS * D
 
 
@@ -75,7 +75,7 @@ def test_latent_cache() -> None:
 
 
 def test_latent_cache_in_8_bits() -> None:
-    """656 bytes a token at DeepSeek's widths, of rotated keys in bfloat16 unless told otherwise."""
+    """656 bytes per token at DeepSeek's widths; rotated keys are bfloat16 by default."""
     sizes = {"num_pages": N, "page_size": PS, "latent_dim": 512, "rope_dim": 64}
     spec = latent_cache_spec(**sizes, dtype=jnp.float8_e4m3fn)
     assert shapes(spec) == {
@@ -105,7 +105,7 @@ def test_latent_cache_in_8_bits() -> None:
         *[("int8", "head", {size: 0}, f"{size} must be") for size in ("page_size", "num_kv_heads", "head_dim")],
     ],
 )
-def test_bad_kv_specification(dtype: Any, scales: Any, sizes: dict[str, int], message: str) -> None:
+def test_invalid_kv_cache_spec(dtype: Any, scales: Any, sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kv_spec(dtype, scales, **sizes)
 
@@ -126,7 +126,7 @@ def test_bad_kv_specification(dtype: Any, scales: Any, sizes: dict[str, int], me
         ({"page_size": 0}, "page_size must be"),
     ],
 )
-def test_bad_latent_specification(change: dict[str, Any], message: str) -> None:
+def test_invalid_latent_cache_spec(change: dict[str, Any], message: str) -> None:
     sizes: dict[str, Any] = {"num_pages": N, "page_size": PS, "latent_dim": 32, "rope_dim": 8, "dtype": jnp.float32}
     with pytest.raises(ValueError, match=message):
         latent_cache_spec(**sizes | change)
@@ -138,7 +138,7 @@ def test_bad_latent_specification(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "scales"), [("float32", None), ("bfloat16", None), ("int8", "channel"), ("float8_e4m3fn", 4)]
 )
-def test_allocation_is_what_the_specification_says(dtype: Any, scales: Any) -> None:
+def test_allocation_matches_the_spec(dtype: Any, scales: Any) -> None:
     spec = kv_spec(dtype, scales)
     kv = PagedKV.allocate(spec)
     for name, array in spec.arrays.items():

@@ -1,4 +1,4 @@
-"""Every implementation of `write_kv` compared with numpy: bytes written, their places, and that all others stay."""
+"""All implementations of `write_kv` compared with numpy: written bytes, their positions, and unchanged bytes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_attn.ops.write_kv import write_kv, xla
 from pallas_attn.types import PagedKV
+from tests.contract.backends import in_every_run, unsupported
 from tests.kit.harness import VARIANTS, Variant, any_bits, assert_same_bits, fresh_rng
 from tests.ops.test_rope import random_rope
 from tests.ops.write_kv_case import (
@@ -40,9 +41,10 @@ NOWHERE = [-1, NUM_PAGES * PAGE_SIZE, -NUM_PAGES * PAGE_SIZE, 2**31 - 1, -(2**31
 
 
 @each_variant
+@in_every_run("xla", "reference", mosaic=["bfloat16-1", "float16-2"], mosaic_sm100=["bfloat16-1"], triton=["float32-2"])
 @each_slot_rank
 @pytest.mark.parametrize("dtype", PLAIN)
-def test_plain_caches_hold_the_cast_tokens(dtype: str, rank: int, variant: Variant) -> None:
+def test_plain_caches_store_cast_tokens(dtype: str, rank: int, variant: Variant) -> None:
     rng = fresh_rng()
     for _ in range(3):
         kv, (k, v), slots = stale_cache(rng, dtype), tokens(rng), random_slots(rng, rank)
@@ -50,7 +52,8 @@ def test_plain_caches_hold_the_cast_tokens(dtype: str, rank: int, variant: Varia
 
 
 @each_variant
-def test_tokens_in_the_cache_dtype_are_moved_bit_for_bit(variant: Variant) -> None:
+@in_every_run("xla", "mosaic")
+def test_tokens_in_the_cache_dtype_are_copied_bit_for_bit(variant: Variant) -> None:
     rng = fresh_rng()
     x = any_bits(rng, (NUM_TOKENS, HEADS, WIDTH), jnp.bfloat16)
     slots = np.arange(NUM_TOKENS, dtype=np.int32)
@@ -59,11 +62,12 @@ def test_tokens_in_the_cache_dtype_are_moved_bit_for_bit(variant: Variant) -> No
 
 
 @each_variant
+@in_every_run("xla", "reference", mosaic=["head-float8_e4m3fn-2", "channel-int8-1"], triton=["head-int8-2"])
 @each_slot_rank
 @each_quantised
 @pytest.mark.parametrize("layout", ["head", "channel"])
-def test_static_scales_are_used_as_given(dtype: str, layout: Any, rank: int, variant: Variant) -> None:
-    """Each head's scale is used whichever head's row it writes; values beyond the range saturate."""
+def test_static_scales(dtype: str, layout: Any, rank: int, variant: Variant) -> None:
+    """A head uses its own scale in pool rows of other heads. Values out of range saturate."""
     rng = fresh_rng()
     shape = cache_spec(dtype, layout).arrays["k_scale"].shape
     k_scale, v_scale = (jnp.asarray(10.0 ** rng.uniform(-4, -1, shape), jnp.float32) for _ in range(2))
@@ -76,10 +80,17 @@ def test_static_scales_are_used_as_given(dtype: str, layout: Any, rank: int, var
 
 
 @each_variant
+@in_every_run(
+    "xla",
+    "reference",
+    mosaic=["4-float8_e4m3fn-2", "8-int8-1"],
+    mosaic_sm100=["4-float8_e4m3fn-2"],
+    triton=["2-float8_e4m3fn-2"],
+)
 @pytest.mark.parametrize(("dtype", "rank"), [("int8", 1), ("float8_e4m3fn", 2)])
 @pytest.mark.parametrize("groups", [1, 2, 4, PAGE_SIZE])
-def test_dynamic_scales_follow_the_rule_to_the_byte(dtype: str, rank: int, groups: int, variant: Variant) -> None:
-    """Slots come in any order; any bytes that a group holds count as its earlier tokens."""
+def test_dynamic_scales_equal_numpy_bytes(dtype: str, rank: int, groups: int, variant: Variant) -> None:
+    """Slots are in random order. The earlier tokens of a group are random bytes."""
     rng = fresh_rng()
     kv = jax.tree.map(
         lambda a: jnp.where(jnp.isfinite(a.astype(jnp.float32)), a, jnp.ones_like(a)), stale_cache(rng, dtype, groups)
@@ -92,8 +103,9 @@ def test_dynamic_scales_follow_the_rule_to_the_byte(dtype: str, rank: int, group
 
 
 @each_variant
+@in_every_run("xla", mosaic=["int8-2"])
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("float8_e4m3fn", "head"), ("int8", 2)])
-def test_tokens_without_a_slot_leave_every_byte(dtype: str, scales: Any, variant: Variant) -> None:
+def test_tokens_outside_the_pool_change_no_bytes(dtype: str, scales: Any, variant: Variant) -> None:
     kv = stale_cache(fresh_rng(), dtype, scales)
     x = jnp.full((NUM_TOKENS, HEADS, WIDTH), jnp.nan, jnp.float32)
     for slot in NOWHERE:
@@ -101,8 +113,9 @@ def test_tokens_without_a_slot_leave_every_byte(dtype: str, scales: Any, variant
 
 
 @each_variant
+@in_every_run("xla", mosaic=["int8"])
 @each_quantised
-def test_tokens_without_a_slot_count_in_no_group(dtype: str, variant: Variant) -> None:
+def test_tokens_outside_the_pool_do_not_affect_scales(dtype: str, variant: Variant) -> None:
     rng = fresh_rng()
     kv = stale_cache(rng, dtype, 2)
     k, v = (x.at[3].set(jnp.nan) for x in tokens(rng))
@@ -112,8 +125,9 @@ def test_tokens_without_a_slot_count_in_no_group(dtype: str, variant: Variant) -
 
 
 @each_variant
+@in_every_run("xla", "mosaic", "triton")
 @pytest.mark.parametrize("layout", ["head", "channel", 2])
-def test_float8_e5m2_is_written_or_refused(layout: Any, variant: Variant) -> None:
+def test_float8_e5m2_is_written_or_unsupported(layout: Any, variant: Variant) -> None:
     rng = fresh_rng()
     kv = PagedKV.allocate(cache_spec("float8_e5m2", layout))
     (k, v), slots = tokens(rng), random_slots(rng, 1)
@@ -127,7 +141,7 @@ def test_float8_e5m2_is_written_or_refused(layout: Any, variant: Variant) -> Non
         assert np.isin(np.float32(57344), np.abs(np.asarray(got.k).astype(np.float32)))
 
 
-# --- values of another width, and fused ones
+# --- values of a different width, and fused caches
 
 OTHER_CACHES = pytest.mark.parametrize(
     ("dtype", "scales", "rank"), [("bfloat16", None, 2), ("int8", "channel", 1), ("float8_e4m3fn", 2, 1)]
@@ -135,7 +149,7 @@ OTHER_CACHES = pytest.mark.parametrize(
 
 
 def with_narrow_values(kv: PagedKV, width: int) -> PagedKV:
-    """The cache with as many columns of values."""
+    """The cache with `width` columns of values."""
     scale = kv.v_scale
     return dataclasses.replace(
         kv, v=kv.values[0][..., :width], v_scale=scale[:, :width] if scale is not None and scale.ndim == 2 else scale
@@ -147,9 +161,11 @@ def finite(kv: PagedKV) -> PagedKV:
 
 
 @each_variant
+@in_every_run("xla", "reference", "mosaic", "triton")
+@unsupported(mosaic="takes pages of keys and values of one width")
 @OTHER_CACHES
-def test_values_of_another_width(dtype: str, scales: Any, rank: int, variant: Variant) -> None:
-    """Keys are rotated, which values of another width are not cut for."""
+def test_values_of_a_different_width(dtype: str, scales: Any, rank: int, variant: Variant) -> None:
+    """Keys are rotated. Values of a different width are cut into other column tiles than keys."""
     rng = fresh_rng()
     kv, (k, v), slots = finite(stale_cache(rng, dtype, scales)), tokens(rng), random_slots(rng, rank)
     rope = random_rope(rng, WIDTH // 4)
@@ -162,10 +178,12 @@ def test_values_of_another_width(dtype: str, scales: Any, rank: int, variant: Va
 
 
 @each_variant
+@in_every_run("xla", "mosaic", "triton")
+@unsupported(mosaic="takes keys and values in arrays of their own, got them")
 @OTHER_CACHES
 @pytest.mark.parametrize("lanes", [WIDTH, WIDTH + 5])
-def test_fused_caches_hold_what_others_do(dtype: str, scales: Any, rank: int, lanes: int, variant: Variant) -> None:
-    """And nothing is written behind the columns of a key or of a value."""
+def test_fused_caches_equal_separate_caches(dtype: str, scales: Any, rank: int, lanes: int, variant: Variant) -> None:
+    """Columns after a key and after a value are unchanged."""
     rng = fresh_rng()
     kv, (k, v), slots = finite(stale_cache(rng, dtype, scales)), tokens(rng), random_slots(rng, rank)
     behind = jnp.asarray(any_bits(rng, (*kv.k.shape[:3], lanes - WIDTH), kv.k.dtype))
@@ -178,7 +196,10 @@ def test_fused_caches_hold_what_others_do(dtype: str, scales: Any, rank: int, la
 
 
 class Group:
-    """First group of page 2, half a page of stale bytes, to which calls append tokens of one value each."""
+    """The first scale group of page 2, half a page of stale bytes.
+
+    `append` writes tokens whose columns all have one value.
+    """
 
     def __init__(self, variant: Variant, dtype: str):
         self.kv = stale_cache(fresh_rng(), dtype, 2)
@@ -206,31 +227,32 @@ class Group:
 
 
 @each_variant
+@in_every_run("xla", mosaic=["int8"])
 @each_quantised
 class TestGroups:
-    def test_the_first_token_resets_what_was_there(self, dtype: str, variant: Variant) -> None:
+    def test_first_token_resets_the_scale(self, dtype: str, variant: Variant) -> None:
         group = Group(variant, dtype).append(0, 3.0)
         assert group.scale == np.float32(3) / QMAX[dtype]
         assert group.append(0, 0.5).scale == np.float32(0.5) / QMAX[dtype]
 
-    def test_tokens_of_one_call_are_reduced_together(self, dtype: str, variant: Variant) -> None:
+    def test_tokens_of_one_call_share_a_maximum(self, dtype: str, variant: Variant) -> None:
         group = Group(variant, dtype).append(0, 1.0, -4.0, 2.0)
         assert group.scale == np.float32(4) / QMAX[dtype]
         np.testing.assert_allclose(group.values[:3], [1, -4, 2], atol=0.02)
 
-    def test_a_larger_token_requantises_the_earlier_ones(self, dtype: str, variant: Variant) -> None:
+    def test_larger_token_requantises_earlier_tokens(self, dtype: str, variant: Variant) -> None:
         group = Group(variant, dtype).append(0, 1.0, 0.5).append(2, 8.0)
         assert group.scale == np.float32(8) / QMAX[dtype]
         np.testing.assert_allclose(group.values[:3], [1, 0.5, 8], atol=0.04)
 
-    def test_a_smaller_token_changes_no_earlier_byte(self, dtype: str, variant: Variant) -> None:
+    def test_smaller_token_changes_no_earlier_bytes(self, dtype: str, variant: Variant) -> None:
         group = Group(variant, dtype).append(0, 5.0, 0.3)
         scale, before = group.scale, group.stored[:2]
         group.append(2, 4.9)
         assert group.scale == scale
         assert_same_bits(group.stored[:2], before)
 
-    def test_the_unit_scale_of_zeros_does_not_bind_later_tokens(self, dtype: str, variant: Variant) -> None:
+    def test_unit_scale_of_zeros_does_not_affect_later_tokens(self, dtype: str, variant: Variant) -> None:
         group = Group(variant, dtype).append(0, 0.0, 0.0)
         assert group.scale == 1
         np.testing.assert_array_equal(group.values[:2], [0, 0])
@@ -238,30 +260,30 @@ class TestGroups:
         assert group.scale == np.float32(0.01) / QMAX[dtype]
         np.testing.assert_allclose(group.values[:3], [0, 0, 0.01], rtol=1e-6)
 
-    def test_a_zero_after_others_keeps_their_scale(self, dtype: str, variant: Variant) -> None:
+    def test_zero_token_leaves_the_scale(self, dtype: str, variant: Variant) -> None:
         group = Group(variant, dtype).append(0, 0.01)
         scale = group.scale
         assert group.append(1, 0.0).scale == scale
         np.testing.assert_allclose(group.values[:2], [0.01, 0], rtol=1e-6)
 
-    def test_an_abandoned_draft_token_counts_no_more(self, dtype: str, variant: Variant) -> None:
-        """At a scale of 1000 the first token has 1/100 of the range; its successor must have all of it."""
+    def test_overwritten_draft_token_does_not_affect_the_scale(self, dtype: str, variant: Variant) -> None:
+        """The draft 1000 leaves 1/100 of the range for the first token. Its successor has the full range."""
         group = Group(variant, dtype).append(0, 10.0).append(1, 1000.0).append(1, 10.0)
         assert group.scale < 11 / QMAX[dtype]
         np.testing.assert_allclose(group.values[:2], 10, rtol=0.25 if dtype == "int8" else 0.05)
         np.testing.assert_allclose(group.values[1], 10, rtol=0.01 if dtype == "int8" else 0.05)
 
-    def test_one_huge_value_is_held_beside_small_ones(self, dtype: str, variant: Variant) -> None:
+    def test_huge_value_next_to_small_values(self, dtype: str, variant: Variant) -> None:
         group = Group(variant, dtype).append(0, 1.0, 3e38).append(2, 1.0)
         np.testing.assert_allclose(group.values[:3], [0, 3e38, 0], rtol=1e-6)
 
-    def test_stale_tokens_keep_their_bytes(self, dtype: str, variant: Variant) -> None:
+    def test_stale_tokens_are_unchanged(self, dtype: str, variant: Variant) -> None:
         group = Group(variant, dtype)
         before = group.stored[2:]
         assert_same_bits(group.append(0, 1.0).append(1, 9.0).stored[2:], before)
 
 
-def test_any_block_of_groups_is_requantised_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requantisation_does_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = fresh_rng()
     first = np.arange(NUM_TOKENS, dtype=np.int32) * (PAGE_SIZE // 2)
     kv = write(VARIANTS["reference"], stale_cache(rng, "int8", 2), *tokens(rng), first)
@@ -275,9 +297,7 @@ def test_any_block_of_groups_is_requantised_alike(monkeypatch: pytest.MonkeyPatc
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
-    """Draw the number of tokens that each call appends to one sequence, the sizes of their values as powers of two, and
-    a seed.
-    """
+    """Draw for each call the number of tokens appended to one sequence and the exponent of their values; and a seed."""
     calls = draw(st.lists(st.tuples(st.integers(1, NUM_TOKENS), st.integers(-8, 8)), min_size=1, max_size=8))
     counts, exponents = zip(*calls, strict=True)
     return list(counts), list(exponents), draw(st.integers(0, 2**32 - 1))
@@ -285,8 +305,8 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
 
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(histories(), st.sampled_from([("int8", 2), ("float8_e4m3fn", 2)]))
-def test_any_chunking_keeps_values_near(history: tuple[list[int], list[int], int], cache: tuple[str, int]) -> None:
-    """Pages are stale, and all implementations write equal bytes."""
+def test_random_chunking_bounds_the_error(history: tuple[list[int], list[int], int], cache: tuple[str, int]) -> None:
+    """Pages are stale. All implementations write equal bytes."""
     (counts, exponents, seed), (dtype, groups) = history, cache
     rng = np.random.default_rng(seed)
     pages = rng.permutation(NUM_PAGES)
@@ -307,12 +327,12 @@ def test_any_chunking_keeps_values_near(history: tuple[list[int], list[int], int
 
 
 def _assert_near(kv: PagedKV, pages: np.ndarray, written: np.ndarray, roundings: np.ndarray) -> None:
-    """Check values against half a quantisation step for each rounding; the steps of a group only grow."""
+    """Check that errors are at most half a quantisation step per rounding. The steps of a group do not decrease."""
     position = np.arange(len(written))
     page, offset = pages[position // PAGE_SIZE], position % PAGE_SIZE
     assert kv.k_scale is not None
     scale = np.repeat(np.asarray(kv.k_scale), PAGE_SIZE // kv.k_scale.shape[-1], axis=-1)[page, :, offset][..., None]
     read = np.asarray(kv.k)[page, :, offset].astype(np.float32) * scale
     step = scale if kv.k.dtype == jnp.int8 else np.maximum(np.abs(written) / 8, scale * 2.0**-9)
-    # A float8 that was rounded up may round by a larger step the next time.
+    # A float8 number that was rounded up can have a larger rounding step next time.
     assert (np.abs(read - written) <= 0.55 * roundings[:, None, None] * step).all()

@@ -1,4 +1,4 @@
-"""Calls of `write_kv`: in place under jit and scan, traced once, exported, and refused where arguments do not fit."""
+"""Calls of `write_kv`: in place under jit and scan, traced once, exported; and errors for inconsistent arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ XLA = VARIANTS["xla"]
 
 
 def scan_write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: str = "xla") -> PagedKV:
-    """Write in each step of a scan that carries the cache, as layers of a step or steps of a loop do."""
+    """Write in each step of a scan that carries the cache."""
     write_step = lambda kv, x: (write_kv(kv, *x, implementation=implementation), None)  # noqa: E731
     return lax.scan(write_step, kv, (k, v, slots))[0]
 
@@ -58,7 +58,7 @@ def single_write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: str = 
 
 
 def shapes(dtype: str, scales: Any, rank: int, steps: tuple[int, ...] = ()) -> tuple[Any, ...]:
-    """Shapes of a call on a pool much larger than anything else in it."""
+    """Argument shapes of a call whose pool is much larger than its other arguments."""
     x = jax.ShapeDtypeStruct((*steps, NUM_TOKENS, HEADS, WIDTH), jnp.float32)
     slots = jax.ShapeDtypeStruct((*steps, *(NUM_TOKENS, HEADS)[:rank]), jnp.int32)
     arrays: dict[str, Any] = cache_spec(dtype, scales, num_pages=2000).arrays  # pyrefly: ignore[bad-assignment]
@@ -75,17 +75,17 @@ def assert_in_place(function: Callable[..., PagedKV], args: tuple[Any, ...]) -> 
 
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize(("dtype", "scales"), LAYOUTS)
-def test_a_donated_cache_is_written_in_place(dtype: str, scales: Any, rank: int) -> None:
+def test_donated_cache_is_written_in_place(dtype: str, scales: Any, rank: int) -> None:
     assert_in_place(single_write, shapes(dtype, scales, rank))
 
 
 @pytest.mark.parametrize(("dtype", "scales"), LAYOUTS)
-def test_a_cache_carried_by_a_scan_is_written_in_place(dtype: str, scales: Any) -> None:
+def test_cache_carried_by_a_scan_is_written_in_place(dtype: str, scales: Any) -> None:
     assert_in_place(scan_write, shapes(dtype, scales, 1, steps=(3,)))
 
 
-def test_a_float8_cache_is_never_converted_as_a_whole() -> None:
-    """XLA's CPU backend has to copy it, but must not convert it to float16 for that."""
+def test_float8_pool_is_not_converted() -> None:
+    """XLA's CPU backend copies the pool, but must not convert it to float16."""
     args = shapes("float8_e4m3fn", "head", 1)
     module = jax.jit(single_write, donate_argnums=0).lower(*args).compile()
     assert not re.search(rf"\w+\[{','.join(map(str, args[0].k.shape))}\]\S* convert\(", str(module.as_text()))
@@ -93,7 +93,7 @@ def test_a_float8_cache_is_never_converted_as_a_whole() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "scales"), LAYOUTS + FLOAT8)
-def test_a_donated_cache_is_written_in_place_on_a_gpu(dtype: str, scales: Any) -> None:
+def test_donated_cache_is_written_in_place_on_a_gpu(dtype: str, scales: Any) -> None:
     assert_in_place(single_write, shapes(dtype, scales, 1))
     assert_in_place(scan_write, shapes(dtype, scales, 2, steps=(3,)))
 
@@ -102,7 +102,7 @@ def test_a_donated_cache_is_written_in_place_on_a_gpu(dtype: str, scales: Any) -
 @pytest.mark.parametrize("implementation", ["xla", "mosaic"])
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize(("dtype", "scales"), [("int8", 4), ("float8_e4m3fn", "head")])
-def test_a_pool_of_more_than_2_to_the_32_elements(dtype: str, scales: Any, rank: int, implementation: str) -> None:
+def test_pool_of_more_than_2_to_the_32_elements(dtype: str, scales: Any, rank: int, implementation: str) -> None:
     num_pages, heads, page_size, width = 66_000, 8, 64, 128
     spec = kv_cache_spec(
         num_pages=num_pages, page_size=page_size, num_kv_heads=heads, head_dim=width, dtype=dtype, scales=scales
@@ -123,8 +123,9 @@ def test_a_pool_of_more_than_2_to_the_32_elements(dtype: str, scales: Any, rank:
 
 
 @each_variant
+@backends.in_every_run("xla", mosaic=["int8-2"])
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("float8_e4m3fn", "head"), ("int8", 2)])
-def test_a_scan_writes_what_calls_write(dtype: str, scales: Any, variant: Variant) -> None:
+def test_scan_equals_separate_calls(dtype: str, scales: Any, variant: Variant) -> None:
     rng = fresh_rng()
     kv = stale_cache(rng, dtype, scales)
     if scales == "head":
@@ -139,8 +140,9 @@ def test_a_scan_writes_what_calls_write(dtype: str, scales: Any, variant: Varian
 
 
 @each_variant
-def test_a_scan_writes_caches_of_a_stack(variant: Variant) -> None:
-    """Each step slices its cache off one stack and puts it on another; rows that are not written stay."""
+@backends.in_every_run("xla", "mosaic")
+def test_scan_over_stacked_caches(variant: Variant) -> None:
+    """Each step slices a cache from a stack and returns it to another stack. Other rows are unchanged."""
     rng = fresh_rng()
     calls = [(stale_cache(rng, "int8", 2), *tokens(rng), random_slots(rng, 1)) for _ in range(3)]
 
@@ -152,7 +154,7 @@ def test_a_scan_writes_caches_of_a_stack(variant: Variant) -> None:
     assert_same_bits(got, jax.tree.map(lambda *a: jnp.stack(a), *(write(XLA, *call) for call in calls)))
 
 
-def test_other_slots_do_not_retrace() -> None:
+def test_different_slots_do_not_retrace() -> None:
     rng = fresh_rng()
     chex.clear_trace_counter()
     traced_once = jax.jit(chex.assert_max_traces(single_write, n=1))
@@ -162,6 +164,7 @@ def test_other_slots_do_not_retrace() -> None:
 
 
 @each_variant
+@backends.in_every_run("xla", mosaic=["int8-2"])
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", 2)])
 def test_vmap_writes_each_cache(dtype: str, scales: Any, variant: Variant) -> None:
     rng = fresh_rng()
@@ -184,7 +187,8 @@ def test_exports_for_both_platforms(dtype: str, scales: Any) -> None:
 
 
 @backends.every_variant("write_kv", backends.is_compiled)
-def test_runs_on_the_device_under_its_name(variant: Variant) -> None:
+@backends.in_every_run("xla")
+def test_compiled_call_has_no_host_callback_and_has_a_scope_name(variant: Variant) -> None:
     kv, k, v, slots = shapes("int8", 2, 1)
     call = compiled(write_kv, variant)
     assert_no_host_callbacks(call, kv=kv, k=k, v=v, slots=slots)
@@ -192,7 +196,8 @@ def test_runs_on_the_device_under_its_name(variant: Variant) -> None:
 
 
 @each_variant
-def test_no_token_is_a_call_too(variant: Variant) -> None:
+@backends.in_every_run("xla", "mosaic")
+def test_call_without_tokens(variant: Variant) -> None:
     kv, (k, v) = stale_cache(fresh_rng(), "int8", 2), tokens(fresh_rng())
     angles = jnp.zeros((0, WIDTH // 2))
     got, q = write(variant, kv, k[:0], v[:0], jnp.zeros((0,), jnp.int32), rope=Rope(angles, angles), q=k[:0])
@@ -200,11 +205,11 @@ def test_no_token_is_a_call_too(variant: Variant) -> None:
     assert q.shape == (0, HEADS, WIDTH)
 
 
-# --- what is refused
+# --- errors
 
 
 def good_call(**changes: Any) -> dict[str, Any]:
-    """Call with rope and q; changes named like fields of `Rope` apply to it, others to arguments."""
+    """A valid call with rope and q. Changes with the name of a field of `Rope` apply to rope, others to arguments."""
     fields = {field.name for field in dataclasses.fields(Rope)}
     angles = jnp.zeros((NUM_TOKENS, WIDTH // 2), jnp.float32)
     rope = dataclasses.replace(Rope(angles, angles), **{name: changes[name] for name in fields & changes.keys()})
@@ -254,18 +259,18 @@ BAD_CALLS = {
 }
 
 
-def test_the_good_call_is_good() -> None:
+def test_good_call_is_valid() -> None:
     jax.eval_shape(lambda call: write_kv(**call), good_call())
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_bad_calls_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_bad_calls_raise_errors_that_name_the_argument(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         write_kv(**good_call(**changes))
 
 
-def test_an_implementation_that_is_missing_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_named_implementation_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dispatch.MODULES, "write_kv", {("xla", None): "xla"})
     with pytest.raises(NotImplementedError, match="write_kv has no 'triton' implementation"):
         write_kv(**good_call(implementation="triton"))

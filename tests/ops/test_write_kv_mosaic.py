@@ -20,7 +20,7 @@ from tests.kit import harness
 from tests.kit.harness import Variant, assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, stale_cache, tokens, write
 
-# So few entries a program that the inputs make many, and groups that several of them touch.
+# Few entries per CTA: the small inputs have many CTAs, and several CTAs have tokens of one group.
 MOSAIC = Variant("mosaic", WriteKVConfig(row_threads=32, scan_tokens=2))
 KERNEL, XLA = Variant("mosaic"), Variant("xla")
 FP8 = "float8_e4m3fn"
@@ -28,18 +28,18 @@ FP8 = "float8_e4m3fn"
 
 @pytest.fixture
 def interpreter(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run kernels interpreted, with parameters of the interpreter that a test may set."""
+    """Run kernels in the interpreter. A test can set the interpreter's parameters."""
     with harness.interpreting(capsys, **getattr(request, "param", {})):
         yield
 
 
 @pytest.mark.parametrize("interpreter", [{"uninitialized_memory": "zero"}], indirect=True)
 @pytest.mark.usefixtures("interpreter")
-def test_a_chunk_in_any_order(interpreter: None) -> None:
-    """Programs share the tokens of a group, and scratch entries that no program wrote name a token that exists."""
+def test_chunk_in_random_order(interpreter: None) -> None:
+    """Several CTAs have tokens of a group. Records of writers that no CTA wrote are 0, a valid index."""
     rng = fresh_rng()
     kv = stale_cache(rng, "int8", 2)
-    for start in (0, 6, 3):  # the last again, as after a draft
+    for start in (0, 6, 3):  # 3 overwrites tokens, like after a rejected draft
         slots = jnp.asarray(2 * PAGE_SIZE + start + rng.permutation(NUM_TOKENS), jnp.int32)
         k, v = tokens(rng, spread=2.0)
         want = numpy_write(kv, k, v, slots)
@@ -47,11 +47,11 @@ def test_a_chunk_in_any_order(interpreter: None) -> None:
         assert_same_bits(kv, want)
 
 
-# --- arithmetic that the interpreter has no instructions for
+# --- arithmetic with GPU instructions that the interpreter does not have
 
 
 def fma(a: Any, b: Any, c: Any) -> np.ndarray:
-    """Compute a · b + c in float32, rounded once: the sum in float64 is made odd where it is inexact."""
+    """Compute a · b + c in float32, rounded once: inexact float64 sums are rounded to odd."""
     a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
     product = a * b  # exact
     total = product + c
@@ -67,14 +67,14 @@ NUMPY = Arithmetic(np.multiply, fma, np.negative)
 
 
 def guessed_reciprocal(rng: np.random.Generator, x: Any) -> np.ndarray:
-    """Reciprocal that is off by about a unit in the last place, as the instruction's may be."""
+    """Reciprocal with an error of about one unit in the last place, like the approximate instruction."""
     exact = np.float32(1) / np.asarray(x, np.float32)
     return (exact.view(np.int32) + rng.integers(-1, 2, exact.shape, np.int32)).view(np.float32)
 
 
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
-    """Run arithmetic of a GPU here, instruction by instruction."""
+    """Replace GPU instructions by numpy functions."""
     rng = fresh_rng()
     instructions = {
         "rcp.approx.ftz.f32": lambda x: guessed_reciprocal(rng, x),
@@ -89,7 +89,7 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
 
 
 def test_quotients_are_correctly_rounded(on_numpy: np.random.Generator) -> None:
-    """Random numbers, and those with few bits set or almost all, whose quotients come nearest to ties."""
+    """Random numbers, and numbers with very few or very many bits set, whose quotients are closest to ties."""
     rng, shape = on_numpy, (2, 200_000)
     mantissas = rng.choice([0, 2**23 - 1], shape) ^ rng.integers(0, 2 ** rng.integers(0, 24, shape))
     x, y = (mantissas + (127 << 23)).astype(np.int32).view(np.float32)
@@ -101,8 +101,8 @@ def test_quotients_are_correctly_rounded(on_numpy: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", FP8])
-def test_quantises_to_the_portable_bytes(dtype: str, on_numpy: np.random.Generator) -> None:
-    """Scales of any size, values beyond their range, and near ties."""
+def test_quantised_bytes_equal_portable(dtype: str, on_numpy: np.random.Generator) -> None:
+    """Scales of all magnitudes, values out of range, and values near ties."""
     rng = on_numpy
     scale = np.exp2(rng.uniform(-126, 120, (1000, 1))).astype(np.float32)
     values = rng.choice([1, 100, 1000], (1000, 1)) * rng.standard_normal((1000, 256))
@@ -114,7 +114,7 @@ def test_quantises_to_the_portable_bytes(dtype: str, on_numpy: np.random.Generat
     assert_same_bits(got, quantise.quantise(jnp.asarray(x), jnp.asarray(scale), dtype))
 
 
-# --- choice
+# --- dispatch
 
 
 def call(dtype: Any = jnp.bfloat16, scales: Any = None, page_size: int = 64, head_dim: int = 128, **more: Any) -> Any:
@@ -139,49 +139,49 @@ def angles(half: int) -> Rope:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("scales", ["head", "channel", 64, 4])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_is_chosen_on_hopper(dtype: Any, scales: Any) -> None:
+def test_default_on_hopper(dtype: Any, scales: Any) -> None:
     assert explain("write_kv", **call(dtype, scales)).chosen == "mosaic"
 
 
 @pytest.mark.parametrize("rotation", ["none", "neox", "interleaved"])
-def test_threads_share_stretches_evenly(rotation: Any) -> None:
-    """Whatever the heuristic is asked, threads of a row have equally many neighbouring columns of each segment."""
+def test_threads_divide_segments_evenly(rotation: Any) -> None:
+    """For all keys, the threads of a row have equal numbers of neighbouring columns of each segment."""
     for head_dim, half, entries, group in itertools.product(range(8, 264, 8), (1, 4, 24), (1, 4096, 2**17), (0, 1, 4)):
         half = 0 if rotation == "none" else min(half, head_dim // 2)
         key = WriteKVKey(head_dim, half, rotation, entries, group)
         threads, vector = key.threads_and_vector(mosaic_config(key))
-        stretches = {head_dim - 2 * half, half if rotation == "neox" else 2 * half}
-        assert all(stretch % (threads * vector) == 0 for stretch in stretches)
+        segments = {head_dim - 2 * half, half if rotation == "neox" else 2 * half}
+        assert all(segment % (threads * vector) == 0 for segment in segments)
         assert 1 <= threads <= 32
         assert vector % (2 if rotation == "interleaved" else 1) == 0
 
 
 @pytest.mark.parametrize(("row_threads", "scan_tokens"), [(3, 1), (64, 1), (8, 0), (8, 17)])
-def test_refuses_configurations_that_are_none(row_threads: int, scan_tokens: int) -> None:
+def test_invalid_configuration_raises(row_threads: int, scan_tokens: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         WriteKVConfig(row_threads, scan_tokens)
 
 
-REFUSED = {
+UNSUPPORTED = {
     "a page's tokens in one group": (
         call(jnp.int8, 1, page_size=128),
-        "takes up to 64 values a thread; 128 tokens of 128 columns, alike in stretches of 128, are 128",
+        "takes up to 64 values per thread, got 128: 128 tokens of 128 columns in segments of 128",
     ),
     "a single pair": (call(rope=angles(1)), "two pairs of columns or more that are rotated in neox style, got one"),
-    "many of an odd number of columns": (call(head_dim=255, rope=angles(3)), "alike in stretches of 1, are 255"),
+    "many of an odd number of columns": (call(head_dim=255, rope=angles(3)), "got 255: 1 tokens of 255 columns"),
     "a pool too large": (call(num_pages=2**24), "takes pools of less than 2**31 rows, got 2147483648"),
 }
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("arguments", "reason"), REFUSED.values(), ids=REFUSED)
-def test_refuses_in_words(arguments: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize(("arguments", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_calls_state_the_reason(arguments: dict[str, Any], reason: str) -> None:
     explanation = explain("write_kv", **arguments)
     assert explanation.chosen != "mosaic"
     assert reason in explanation.refused["mosaic"]
 
 
-def test_refuses_a_cpu_that_does_not_interpret() -> None:
+def test_unsupported_on_a_cpu_without_interpreter() -> None:
     refused = explain("write_kv", **call()).refused
     assert refused["mosaic"] == "needs a GPU of compute capability 9.0 (H100, H200) or 10.0 (B200, GB200), this is cpu"
 
@@ -196,7 +196,7 @@ CACHES = [
 
 
 def chunks(rng: np.random.Generator, num_tokens: int, num_pages: int, page_size: int) -> Iterator[jax.Array]:
-    """Slots of three steps, in which two sequences grow by chunks that end anywhere in a page."""
+    """Slots of three steps. Two sequences grow by chunks that end at any position in a page."""
     pages = rng.permutation(num_pages).reshape(2, -1)
     position = np.zeros(2, int)
     for _ in range(3):
@@ -212,12 +212,12 @@ def chunks(rng: np.random.Generator, num_tokens: int, num_pages: int, page_size:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [64, 4096])
 @pytest.mark.parametrize(("dtype", "scales"), CACHES)
-def test_real_sizes_to_the_byte(dtype: str, scales: Any, num_tokens: int) -> None:
+def test_real_sizes_equal_xla_bytes(dtype: str, scales: Any, num_tokens: int) -> None:
     check_bytes(dtype, scales, num_tokens, page_size=64, head_dim=128)
 
 
 def check_bytes(dtype: str, scales: Any, num_tokens: int, page_size: int, head_dim: int) -> None:
-    """Append tokens in steps, and compare all bytes with XLA's."""
+    """Append tokens in steps, and compare all bytes with the XLA implementation."""
     rng, num_pages = fresh_rng(), 8 * -(-num_tokens // page_size)
     spec = kv_cache_spec(
         num_pages=num_pages, page_size=page_size, num_kv_heads=8, head_dim=head_dim, dtype=dtype, scales=scales
@@ -238,12 +238,12 @@ def check_bytes(dtype: str, scales: Any, num_tokens: int, page_size: int, head_d
 @pytest.mark.parametrize("num_tokens", [64, 4096])
 @pytest.mark.parametrize("style", ["neox", "interleaved"])
 @pytest.mark.parametrize(("half", "norm_order"), [(64, "before_rope"), (32, "after_rope")])
-def test_real_sizes_turned(style: Any, half: int, norm_order: Any, num_tokens: int) -> None:
-    check_turned(style, half, norm_order, num_tokens, page_size=64)
+def test_real_sizes_with_norm_and_rotation(style: Any, half: int, norm_order: Any, num_tokens: int) -> None:
+    check_rotated(style, half, norm_order, num_tokens, page_size=64)
 
 
-def check_turned(style: Any, half: int, norm_order: Any, num_tokens: int, page_size: int) -> None:
-    """Write rotated keys and queries, and compare them with XLA's to a unit in the last place of bfloat16."""
+def check_rotated(style: Any, half: int, norm_order: Any, num_tokens: int, page_size: int) -> None:
+    """Compare rotated keys and queries with XLA, up to one unit in the last place of bfloat16."""
     rng, num_pages = fresh_rng(), 8 * -(-num_tokens // page_size)
     angle = rng.uniform(0, 7, (num_tokens, half))
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))

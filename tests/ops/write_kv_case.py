@@ -1,4 +1,4 @@
-"""Small pools with stale contents, tokens and slots for them, and `write_kv` in numpy."""
+"""Inputs for tests of `write_kv`: small pools with stale contents, tokens and slots; and `write_kv` in numpy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ QMAX = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448), "float8_e5m2"
 PLAIN = ["bfloat16", "float16", "float32"]
 
 RUNNABLE = [backend.variant for backend in backends.backends_of("write_kv", lambda backend: not backend.interpreted)]
-"""Variants that are quick to run one after the other."""
+"""Variants without interpreted kernels, for tests that run all of them in one loop."""
 
 each_variant = backends.every_variant("write_kv")
-"""Runs a test, which takes `variant`, for each implementation."""
+"""Run a test with argument `variant` for each implementation."""
 
 
 def cache_spec(dtype: str, scales: ScaleLayout = None, num_pages: int = NUM_PAGES) -> CacheSpec:
@@ -33,7 +33,7 @@ def cache_spec(dtype: str, scales: ScaleLayout = None, num_pages: int = NUM_PAGE
 
 
 def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None) -> PagedKV:
-    """Cache of any bytes, NaN among them, under huge, tiny, infinite and NaN scales."""
+    """Cache of random bytes, including NaN, with huge, tiny, infinite and NaN scales."""
     arrays: dict[str, Any] = {}
     for name, a in cache_spec(dtype, scales).arrays.items():
         if name.endswith("scale"):
@@ -44,14 +44,14 @@ def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None
 
 
 def tokens(rng: np.random.Generator, dtype: Any = np.float32, spread: float = 1.0) -> tuple[Any, Any]:
-    """Draw keys and values; `spread` is the standard deviation of the logarithms of the tokens' sizes."""
+    """Draw keys and values. The logarithm of a token's magnitude has standard deviation `spread`."""
     shape = (2, NUM_TOKENS, HEADS, WIDTH)
     x = rng.standard_normal(shape) * np.exp(spread * rng.standard_normal((*shape[:-1], 1)))
     return jnp.asarray(x[0].astype(dtype)), jnp.asarray(x[1].astype(dtype))
 
 
 def random_slots(rng: np.random.Generator, rank: int) -> Any:
-    """Draw distinct slots of any page (or, by head, of any head's rows); three of them write nothing."""
+    """Draw distinct slots [T], or [T, Hkv] of pool rows with rank 2. Three slots are outside the pool."""
     shape = (NUM_TOKENS, HEADS)[:rank]
     pool = NUM_PAGES * PAGE_SIZE * (HEADS if rank == 2 else 1)
     slots = rng.permutation(pool)[: np.prod(shape)].astype(np.int32)
@@ -60,7 +60,7 @@ def random_slots(rng: np.random.Generator, rank: int) -> Any:
 
 
 def write(variant: Variant, kv: PagedKV, k: Any, v: Any, slots: Any, **rope_and_q: Any) -> Any:
-    """Run `write_kv` under jit, compiled once for all calls of equal shapes."""
+    """Run `write_kv` under jit. Calls of equal shapes share a compiled function."""
     return compiled(write_kv, variant)(kv=kv, k=k, v=v, slots=slots, **rope_and_q)
 
 
@@ -71,7 +71,7 @@ def numpy_quantise(x: Any, scale: Any, dtype: str) -> Any:
 
 
 def numpy_write(kv: PagedKV, k: Any, v: Any, slots: Any) -> PagedKV:
-    """`write_kv` without rope, one token or one group at a time."""
+    """`write_kv` without rope, token by token, or group by group."""
     arrays: dict[str, Any] = {
         f.name: np.array(a) for f in dataclasses.fields(kv) if (a := getattr(kv, f.name)) is not None
     }
@@ -88,7 +88,7 @@ def numpy_write(kv: PagedKV, k: Any, v: Any, slots: Any) -> PagedKV:
 
 
 def _targets(slots: Any) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield token, head, page, the head whose row it is, and offset of everything that is written."""
+    """Yield (token, head, page, head of the pool row, offset) for each token and head that is written."""
     slots = np.asarray(slots).astype(np.int64)
     for t in range(NUM_TOKENS):
         for h in range(HEADS):

@@ -1,4 +1,4 @@
-"""For which card a call is traced: one answer for dispatch, tuning and kernels, wherever the card comes from."""
+"""Device that a call is traced for: dispatch, tuning and kernels get the same answer from every source."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,17 +25,17 @@ AS_H200 = device.Device("gpu", "NVIDIA H200", (9, 0), 132, 232448, 228 * 1024)
 
 
 def mesh_of(kind: str, cores: int) -> AbstractMesh:
-    """A mesh that tells of its cards what jax lets meshes tell while a call is traced."""
+    """Return a mesh with the device facts that JAX's meshes have while a call is traced."""
     card = AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
     return AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=card)
 
 
 def default_device(card: Any) -> Any:
-    """Makes a card the default device; jax itself takes only its own."""
+    """Make a device the default device; JAX itself accepts only attached devices."""
     return mock.patch.object(device.jax, "config", SimpleNamespace(jax_default_device=card))
 
 
-def test_the_default_device() -> None:
+def test_default_device() -> None:
     here = device.current()
     assert here.platform == jax.default_backend()
     assert here.name == jax.devices()[0].device_kind
@@ -54,23 +54,23 @@ def test_inside_a_mesh_and_a_traced_function() -> None:
 
 
 def test_a_gpu_mesh_over_a_cpu_as_default_device() -> None:
-    """No such card is attached: name and cores come from the mesh, the rest from what is known of the kind."""
+    """No such device is attached: name and cores come from the mesh, other facts from the table of architectures."""
     with jax.default_device(jax.devices("cpu")[0]), use_abstract_mesh(mesh_of("NVIDIA H200", 132)):
         assert device.current() == device.Device("gpu", "NVIDIA H200", (9, 0), 132, 227 * 1024, 228 * 1024)
-        assert capability() == Capability("gpu", (9, 0))
+        assert (capability(), capability().num_multiprocessors) == (Capability("gpu", (9, 0)), 132)
         assert tuning.device_name() == "nvidia_h200"
         assert basics.multiprocessors() == 132
     with jax.default_device(jax.devices("cpu")[0]), use_abstract_mesh(mesh_of("NVIDIA Something New", 10)):
         assert device.current() == device.Device("gpu", "NVIDIA Something New", None, 10)
 
 
-def test_an_attached_card_speaks_for_the_mesh() -> None:
+def test_attached_device_describes_the_mesh() -> None:
     with mock.patch.object(device.jax, "devices", return_value=[H200]), use_abstract_mesh(mesh_of("NVIDIA H200", 1)):
         assert device.current() == AS_H200
 
 
-def test_a_described_card_is_asked_itself() -> None:
-    """Describe the default device, also inside a mesh of it."""
+def test_described_device() -> None:
+    """The described device is the default device, also inside a mesh of it."""
     with default_device(H200):
         assert device.current() == AS_H200
         assert (capability(), tuning.device_name()) == (Capability("gpu", (9, 0)), "nvidia_h200")
@@ -79,14 +79,14 @@ def test_a_described_card_is_asked_itself() -> None:
 
 
 @pytest.mark.parametrize(("version", "pair"), [("9.0", (9, 0)), ("10.3", (10, 3)), ("8", (8, 0)), ("gfx942", None)])
-def test_versions_are_read(version: str, pair: tuple[int, int] | None) -> None:
+def test_compute_capability_is_parsed(version: str, pair: tuple[int, int] | None) -> None:
     card = SimpleNamespace(platform="cuda", compute_capability=version, device_kind="A Card/2")
     with mock.patch.object(device.jax, "local_devices", return_value=[card]):
         assert capability() == Capability("gpu", pair)
         assert tuning.device_name() == "a_card_2"
 
 
-def test_kernels_need_to_know_how_many_multiprocessors_there_are() -> None:
+def test_unknown_number_of_multiprocessors() -> None:
     card = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
     silent = "how many multiprocessors there are, and NVIDIA H100 does not"
     with default_device(card), pytest.raises(NotImplementedError, match=silent):
@@ -97,10 +97,10 @@ def test_kernels_need_to_know_how_many_multiprocessors_there_are() -> None:
 
 
 @pytest.mark.parametrize(("named", "architecture"), [(None, (9, 0)), ("9.0", (9, 0)), ("10.0", (10, 0))])
-def test_the_interpreter_stands_in_for_a_card(
+def test_interpreter_emulates_an_architecture(
     monkeypatch: pytest.MonkeyPatch, named: str | None, architecture: tuple[int, int]
 ) -> None:
-    """XLA compiles for the CPU, and finds its configurations; kernels are those of the architecture."""
+    """XLA compiles for the CPU and uses its configurations; kernels are for the emulated architecture."""
     if named is None:
         monkeypatch.delenv(device.INTERPRET_VARIABLE, raising=False)
     else:
@@ -115,8 +115,8 @@ def test_the_interpreter_stands_in_for_a_card(
     assert not device.current().interpreted
 
 
-def test_kernels_for_hopper_refuse_to_be_interpreted_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation of which there is no kernel for Blackwell."""
+def test_hopper_kernels_are_not_interpreted_for_other_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operation has no Blackwell kernel."""
     monkeypatch.setenv(device.INTERPRET_VARIABLE, "10.0")
     only_hopper = {("mosaic", (9, 0)): "mosaic_sm90", ("xla", None): "xla"}
     monkeypatch.setitem(dispatch.MODULES, "ragged_attention", only_hopper)
@@ -130,7 +130,7 @@ def test_kernels_for_hopper_refuse_to_be_interpreted_as_others(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("named", ["8.0", "hopper", "sm_90"])
-def test_other_architectures_are_not_interpreted(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+def test_unsupported_interpreted_architecture(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
     monkeypatch.setenv(device.INTERPRET_VARIABLE, named)
     wanted = f"^{device.INTERPRET_VARIABLE}: expected 9.0 or 10.0, got '{named}'"
     with plgpu.force_gpu_interpret_mode(), pytest.raises(ValueError, match=wanted):
@@ -141,7 +141,7 @@ def test_other_architectures_are_not_interpreted(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("named", "pair"), [(None, (8, 0)), ("8.6", (8, 6)), ("12.0", (12, 0))])
-def test_the_interpreter_of_triton_stands_in_for_a_card(
+def test_triton_interpreter_emulates_an_architecture(
     monkeypatch: pytest.MonkeyPatch, named: str | None, pair: tuple[int, int]
 ) -> None:
     monkeypatch.delenv(device.INTERPRET_VARIABLE, raising=False)
@@ -155,7 +155,7 @@ def test_the_interpreter_of_triton_stands_in_for_a_card(
         assert not device.current().interpreted
 
 
-def test_triton_needs_a_card_from_ampere_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_needs_ampere_or_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(device.TRITON_INTERPRET_VARIABLE, raising=False)
     for card, words in [
         (SimpleNamespace(platform="gpu", device_kind="NVIDIA T4", compute_capability="7.5"), "gpu 7.5"),

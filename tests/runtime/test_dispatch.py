@@ -1,4 +1,4 @@
-"""Choice of the implementation of a call, the order in which they are tried, and the error where none can run it."""
+"""Choice of the implementation of a call: order of candidates, fallback, errors and warnings."""
 
 import dataclasses
 import functools
@@ -21,6 +21,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn import PagedKV, PagedLatent, explain, mla_prefill, paged_decode
+from pallas_attn.ops.call_base import OperationCall
 from pallas_attn.runtime import device, dispatch, kernel_cache, tuning
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
@@ -34,13 +35,10 @@ def no_default_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class FakeCall:
+class FakeCall(OperationCall):
     """Call of an operation that does not exist."""
 
     op: ClassVar[str] = "op"
-
-    def bounded(self) -> "FakeCall":
-        return self
 
 
 CALL = FakeCall()
@@ -69,7 +67,7 @@ def implement(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         modules = {(name, None): f"fake_{name}" for name in functions}
         monkeypatch.setitem(dispatch.MODULES, "op", modules)
         for name, function in functions.items():
-            function.__qualname__ = "op"  # as one that a module defines
+            function.__qualname__ = "op"  # like a function that a module defines
             module = SimpleNamespace(op=function, __name__=f"fake_{name}")
             monkeypatch.setitem(sys.modules, f"pallas_attn.ops.op.fake_{name}", module)
         package = ModuleType("pallas_attn.ops.op")
@@ -88,7 +86,7 @@ def all_names(implement: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("op", dispatch.MODULES)
-def test_the_table_names_what_is_there(op: str) -> None:
+def test_table_matches_the_implementation_files(op: str) -> None:
     """Every entry is a module with a function of the operation's name, and every implementation file has an entry."""
     folder = REPOSITORY / "pallas_attn" / "ops" / op
     for module in dispatch.MODULES[op].values():
@@ -99,12 +97,12 @@ def test_the_table_names_what_is_there(op: str) -> None:
     assert folder.is_dir()
 
 
-def test_every_operation_is_in_the_table() -> None:
+def test_table_has_every_operation() -> None:
     folders = {file.parent.name for file in (REPOSITORY / "pallas_attn" / "ops").glob("*/call.py")}
     assert folders == set(dispatch.MODULES)
 
 
-def test_the_card_picks_the_architecture(implement: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_selects_the_architecture(implement: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     implement(mosaic=works("sm90"), xla=works("xla"))
     sm100 = SimpleNamespace(op=works("sm100"), __name__="fake_sm100")
     monkeypatch.setitem(sys.modules, "pallas_attn.ops.op.fake_sm100", sm100)
@@ -124,12 +122,12 @@ def test_the_card_picks_the_architecture(implement: Callable[..., None], monkeyp
 
 
 @pytest.mark.usefixtures("all_names")
-def test_best_first_and_never_the_reference() -> None:
+def test_candidates_are_best_first_without_reference() -> None:
     assert dispatch.candidates("op", None) == ["mosaic", "triton", "xla"]
     assert dispatch.implementations("op") == ("mosaic", "triton", "xla", "reference")
 
 
-def test_only_what_there_is(implement: Callable[..., None]) -> None:
+def test_candidates_are_existing_implementations(implement: Callable[..., None]) -> None:
     implement(reference=works("reference"), xla=works("xla"))
     assert dispatch.candidates("op", None) == ["xla"]
 
@@ -137,20 +135,20 @@ def test_only_what_there_is(implement: Callable[..., None]) -> None:
 @pytest.mark.parametrize(
     ("named", "names"), [("reference", ["reference"]), ("mosaic", ["mosaic"]), (("xla", "mosaic"), ["xla", "mosaic"])]
 )
-def test_names_are_taken_as_given(implement: Callable[..., None], named: Any, names: list[str]) -> None:
+def test_named_candidates_keep_their_order(implement: Callable[..., None], named: Any, names: list[str]) -> None:
     implement(xla=works("xla"))
     assert dispatch.candidates("op", named) == names
 
 
 @pytest.mark.usefixtures("all_names")
 @pytest.mark.parametrize("named", ["cuda", "", "XLA", [], ("xla", "cuda"), "xla,reference"])
-def test_unknown_names_are_an_error(named: Any) -> None:
+def test_unknown_implementation_name(named: Any) -> None:
     with pytest.raises(ValueError, match="implementation: expected None or names among mosaic, triton, xla, reference"):
         dispatch.candidates("op", named)
 
 
 @pytest.mark.usefixtures("all_names")
-def test_environment_stands_in_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "reference, xla")
     assert dispatch.candidates("op", None) == ["reference", "xla"]
     assert dispatch.candidates("op", "mosaic") == ["mosaic"]
@@ -164,7 +162,7 @@ def test_environment_stands_in_for_none(monkeypatch: pytest.MonkeyPatch) -> None
 # --- running
 
 
-def test_the_first_that_supports_the_call_runs(implement: Callable[..., None]) -> None:
+def test_first_supporting_candidate_runs(implement: Callable[..., None]) -> None:
     implement(reference=must_not_load, xla=works("xla"), mosaic=refuses("no tensor cores"))
     assert dispatch.run(CALL, None) == "xla"
     assert dispatch.run(CALL, ("triton", "mosaic", "xla", "reference")) == "xla"
@@ -172,7 +170,7 @@ def test_the_first_that_supports_the_call_runs(implement: Callable[..., None]) -
     assert dispatch.run(CALL, None) == "mosaic"
 
 
-def test_a_named_implementation_never_falls_back(implement: Callable[..., None]) -> None:
+def test_named_implementation_never_falls_back(implement: Callable[..., None]) -> None:
     implement(xla=must_not_load, mosaic=refuses("head width 17"))
     with pytest.raises(NotImplementedError, match="head width 17"):
         dispatch.run(CALL, "mosaic")
@@ -180,7 +178,7 @@ def test_a_named_implementation_never_falls_back(implement: Callable[..., None])
         dispatch.run(CALL, "triton")
 
 
-def test_all_reasons_are_given(implement: Callable[..., None]) -> None:
+def test_error_contains_all_reasons(implement: Callable[..., None]) -> None:
     implement(xla=refuses("reason one"), mosaic=refuses("reason two"), reference=must_not_load)
     with pytest.raises(ExceptionGroup, match="op: no implementation among mosaic, xla supports this call") as failure:
         dispatch.run(CALL, None)
@@ -188,7 +186,7 @@ def test_all_reasons_are_given(implement: Callable[..., None]) -> None:
     assert all(isinstance(reason, NotImplementedError) for reason in failure.value.exceptions)
 
 
-def test_errors_are_not_reasons_to_go_on(implement: Callable[..., None]) -> None:
+def test_other_errors_are_raised(implement: Callable[..., None]) -> None:
     def broken(call: Any) -> Any:
         raise ValueError("you are wrong")
 
@@ -197,7 +195,7 @@ def test_errors_are_not_reasons_to_go_on(implement: Callable[..., None]) -> None
         dispatch.run(CALL, None)
 
 
-def test_what_cannot_be_imported_is_refused(implement: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_error_is_not_implemented(implement: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     implement(triton=must_not_load, xla=works("xla"))
     monkeypatch.delitem(sys.modules, "pallas_attn.ops.op.fake_triton")
     assert dispatch.run(CALL, None) == "xla"
@@ -205,12 +203,12 @@ def test_what_cannot_be_imported_is_refused(implement: Callable[..., None], monk
         dispatch.run(CALL, "triton")
 
 
-# --- what breaks
+# --- broken implementations
 
 
 @pytest.fixture
 def of_a_card(implement: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Register as `implement` does, with "mosaic" for the card that calls are traced for."""
+    """Register implementations like `implement`, with "mosaic" for the current device."""
 
     def register(**functions: Callable[..., Any]) -> None:
         implement(**functions)
@@ -239,7 +237,7 @@ BREAKS = [
 
 
 @pytest.mark.parametrize("error", BREAKS, ids=lambda error: type(error).__name__)
-def test_a_backend_that_breaks_is_passed_over_with_a_warning(of_a_card: Callable[..., None], error: Exception) -> None:
+def test_broken_backend_is_skipped_with_a_warning(of_a_card: Callable[..., None], error: Exception) -> None:
     of_a_card(mosaic=breaks(error), xla=works("xla"))
     reason = f"op's 'mosaic' implementation breaks: {type(error).__name__}: .*; 'xla' runs in its place"
     with pytest.warns(RuntimeWarning, match=reason):
@@ -250,14 +248,14 @@ def test_a_backend_that_breaks_is_passed_over_with_a_warning(of_a_card: Callable
     assert failure.value.__cause__ is error
 
 
-def test_a_backend_that_cannot_be_lowered_is_passed_over_with_a_warning(of_a_card: Callable[..., None]) -> None:
+def test_backend_with_lowering_error_is_skipped_with_a_warning(of_a_card: Callable[..., None]) -> None:
     of_a_card(mosaic=breaks(kernel_cache.LoweringError("RuntimeError: no lowering rule")), xla=works("xla"))
     with pytest.warns(RuntimeWarning, match="LoweringError: RuntimeError: no lowering rule; 'xla' runs in its place"):
         assert dispatch.run(CALL, ("mosaic", "xla")) == "xla"
 
 
 @pytest.mark.parametrize("error", [*BREAKS, ModuleNotFoundError("No module named 'plgpu'"), ImportError("no name")])
-def test_a_backend_of_this_card_that_cannot_be_imported(
+def test_backend_with_import_error_is_skipped_with_a_warning(
     of_a_card: Callable[..., None], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     of_a_card(mosaic=must_not_load, xla=works("xla"))
@@ -278,18 +276,18 @@ def test_a_backend_of_this_card_that_cannot_be_imported(
 
 
 @pytest.mark.parametrize("error", [ValueError("you are wrong"), MemoryError(), KeyboardInterrupt()], ids=repr)
-def test_what_is_no_fault_of_a_backend_goes_up(of_a_card: Callable[..., None], error: Exception) -> None:
+def test_errors_of_caller_and_memory_are_raised(of_a_card: Callable[..., None], error: Exception) -> None:
     of_a_card(mosaic=breaks(error), xla=must_not_load)
     with pytest.raises(type(error)):
         dispatch.run(CALL, None)
 
 
-def test_a_refusal_gives_no_warning(of_a_card: Callable[..., None]) -> None:
+def test_unsupported_call_gives_no_warning(of_a_card: Callable[..., None]) -> None:
     of_a_card(mosaic=refuses("head width 17"), xla=works("xla"))
     assert dispatch.run(CALL, None) == "xla"
 
 
-def test_the_last_candidate_that_breaks_is_among_the_reasons(of_a_card: Callable[..., None]) -> None:
+def test_broken_last_candidate_is_among_the_reasons(of_a_card: Callable[..., None]) -> None:
     of_a_card(mosaic=breaks(KeyError("layout")), xla=refuses("no"))
     with pytest.raises(ExceptionGroup, match="no implementation among mosaic, xla") as failure:
         dispatch.run(CALL, None)
@@ -309,7 +307,7 @@ def arrays() -> dict[str, Any]:
 
 
 def ran(arrays: dict[str, Any], **kwargs: Any) -> list[str]:
-    """Names of the implementations that took a call (which is only traced)."""
+    """Names of the implementations that received a call, which is only traced."""
     names, find = [], dispatch.find
 
     def recording(op: str, name: str, *, named: bool) -> Any:
@@ -327,7 +325,7 @@ def ran(arrays: dict[str, Any], **kwargs: Any) -> list[str]:
     return names
 
 
-def test_an_operation_runs_what_explain_says(arrays: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_agrees_with_the_call(arrays: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for chosen in (None, "xla", "reference", ("mosaic", "reference", "xla")):
         explanation = explain("paged_decode", **arrays, implementation=chosen)
         assert ran(arrays, implementation=chosen) == [explanation.chosen]
@@ -337,13 +335,13 @@ def test_an_operation_runs_what_explain_says(arrays: dict[str, Any], monkeypatch
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_arrays_of_numpy_are_taken(arrays: dict[str, Any], implementation: str, unchecked_shapes: None) -> None:
+def test_numpy_arrays(arrays: dict[str, Any], implementation: str, unchecked_shapes: None) -> None:
     want = paged_decode(**arrays, implementation=implementation)
     got = paged_decode(**jax.tree.map(np.asarray, arrays), implementation=implementation)
     harness.assert_same_bits(got, want)
 
 
-def test_a_new_implementation_goes_first_and_may_refuse(
+def test_new_implementation_goes_first_and_may_be_unsupported(
     arrays: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(dispatch.MODULES, "paged_decode", {("triton", None): "new", ("xla", None): "xla"})
@@ -359,8 +357,8 @@ def test_a_new_implementation_goes_first_and_may_refuse(
     assert explain("paged_decode", **arrays).chosen == "triton"
 
 
-def test_the_environment_beats_no_name_inside_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel makes its plan with Mosaic or XLA whatever the default is, since the planner has no reference."""
+def test_environment_variable_does_not_override_names_inside_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel makes its plan with Mosaic or XLA for every default, because the planner has no reference."""
     pages, ints = jnp.zeros((4, 1, 16, 64), jnp.bfloat16), jnp.ones((1, 4), jnp.int32)
     call = functools.partial(paged_decode, implementation="mosaic")
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "reference")
@@ -370,10 +368,10 @@ def test_the_environment_beats_no_name_inside_an_operation(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("implementation", "environment"), [("reference", "mosaic"), ("xla", "triton")])
-def test_the_environment_beats_no_name_inside_a_composition(
+def test_environment_variable_does_not_override_names_inside_a_composition(
     implementation: str, environment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parts of `mla_prefill` are run by what it is given."""
+    """`mla_prefill` passes its implementation to its parts."""
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, environment)
     ints, latents = jnp.zeros((1,), jnp.int32), jnp.ones((4, 8))
     arrays = jnp.ones((4, 1, 2)), jnp.ones((4, 1, 2)), latents, PagedLatent(latents[None]), jnp.ones((1, 2, 6))
@@ -391,12 +389,12 @@ def test_explain_when_nothing_supports_a_call(arrays: dict[str, Any]) -> None:
     assert str(explanation).startswith("paged_decode: no implementation supports this call\n  not mosaic: ")
 
 
-def test_explain_takes_shapes_and_runs_nothing(arrays: dict[str, Any]) -> None:
+def test_explain_accepts_shapes_and_runs_nothing(arrays: dict[str, Any]) -> None:
     shapes = jax.eval_shape(lambda: arrays)
     assert explain("paged_decode", **shapes, window=3, out_dtype=jnp.float32).chosen == "xla"
 
 
-def test_explain_refuses_what_the_call_would(arrays: dict[str, Any], unchecked_shapes: None) -> None:
+def test_explain_raises_like_the_call(arrays: dict[str, Any], unchecked_shapes: None) -> None:
     with pytest.raises(ValueError, match="op: expected one of paged_decode, .*, got 'flash'"):
         explain("flash")
     with pytest.raises(ValueError, match="kv_lens: expected"):
@@ -406,7 +404,7 @@ def test_explain_refuses_what_the_call_would(arrays: dict[str, Any], unchecked_s
 # --- tuning
 
 
-def test_tuned_configurations_go_before_the_heuristic() -> None:
+def test_tuned_configuration_precedes_the_heuristic() -> None:
     entries = {"op/xla": [{"key": {"rows": 4}, "config": {"tile": 64}}]}
     with mock.patch("pallas_attn.runtime.tuning._tuned", return_value=entries):
         assert tuning.lookup("op/xla", {"rows": 4}, dict, dict) == {"tile": 64}
@@ -414,7 +412,7 @@ def test_tuned_configurations_go_before_the_heuristic() -> None:
         assert tuning.lookup("op/mosaic", {"rows": 4}, dict, dict) == {}
 
 
-# --- implementations live alone
+# --- independence of implementations
 
 DELETIONS = """
     import importlib, pathlib, sys
@@ -485,7 +483,8 @@ DELETIONS = """
 """
 
 
-def test_deleting_any_implementation_leaves_the_others(tmp_path: Path) -> None:
+@pytest.mark.slow  # tests/test_imports.py checks that implementations do not import each other
+def test_implementations_work_without_each_other(tmp_path: Path) -> None:
     package = REPOSITORY / "pallas_attn"
     shutil.copytree(package, tmp_path / "pallas_attn", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {k: v for k, v in os.environ.items() if k != dispatch.ENVIRONMENT_VARIABLE}

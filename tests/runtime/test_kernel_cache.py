@@ -1,7 +1,8 @@
-"""Kept kernels are found again by equal calls only, in other processes too, and are never half written."""
+"""Cached kernels are found by equal calls only, also in other processes, and files are complete."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -23,7 +24,8 @@ import numpy as np
 import pytest
 
 import pallas_attn
-from pallas_attn.portable.varying import call_unvarying
+from pallas_attn.jax_patches import faster_lowering
+from pallas_attn.portable import arguments
 from pallas_attn.runtime import device, kernel_cache, mosaic_tools, tuning
 
 CARD = device.Device(platform="gpu", name="a CPU in place of a card", capability=(9, 0), multiprocessors=2)
@@ -48,19 +50,19 @@ def scaled_sum(call: Call) -> tuple[Any, Any]:
 
 
 @pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Folder in which kernels are kept of a card that a CPU stands in for."""
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Folder of cached kernels for a GPU that a CPU stands in for."""
     monkeypatch.setattr(device, "current", lambda: CARD)
     monkeypatch.setattr(kernel_cache, "PLATFORM", "cpu")
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
     forget()
     yield tmp_path
-    kernel_cache._kept.cache_clear()
+    kernel_cache._cached.cache_clear()
 
 
 def forget() -> None:
-    """Forget all kernels, as a process that starts."""
-    kernel_cache._kept.cache_clear()
+    """Remove all kernels from memory, like a new process."""
+    kernel_cache._cached.cache_clear()
     kernel_cache._warn_once.cache_clear()
     TRACED.clear()
 
@@ -72,7 +74,7 @@ def run(call: Call) -> np.ndarray:
     return np.asarray(kernel_cache.call_cached(scaled_sum, call)[0])
 
 
-def test_an_equal_call_is_traced_once(kept: Path) -> None:
+def test_equal_calls_are_traced_once(cache_folder: Path) -> None:
     for x in (X, X + 1):
         np.testing.assert_array_equal(run(Call(x, Y)), x * 2 + 1)
     jax.jit(
@@ -81,15 +83,15 @@ def test_an_equal_call_is_traced_once(kept: Path) -> None:
         )
     )(X)
     assert len(TRACED) == 1
-    assert len(list(kept.iterdir())) == 1
+    assert len(list(cache_folder.iterdir())) == 1
 
 
-def test_another_process_traces_nothing(kept: Path) -> None:
+def test_second_process_traces_nothing(cache_folder: Path) -> None:
     want = run(Call(X, Y, window=3))
     forget()
     np.testing.assert_array_equal(run(Call(X, Y, window=3)), want)
     assert not TRACED
-    assert len(list(kept.iterdir())) == 1
+    assert len(list(cache_folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -102,26 +104,24 @@ def test_another_process_traces_nothing(kept: Path) -> None:
         Call(X, Y, scale=3.0),
     ],
 )
-def test_calls_that_differ_are_told_apart(kept: Path, other: Call) -> None:
+def test_different_calls_have_different_keys(cache_folder: Path, other: Call) -> None:
     run(Call(X, Y))
     got = kernel_cache.call_cached(scaled_sum, other)
     want = scaled_sum(other)
     np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
-    assert len(list(kept.iterdir())) == 2
+    assert len(list(cache_folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("function", [lambda call: call, functools.partial(scaled_sum)])
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])
-def test_functions_that_could_not_be_found_again_are_refused(
-    function: Any, platform: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_function_without_a_module_name(function: Any, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, platform=platform))
     with pytest.raises(ValueError, match="function: expected one that a module defines by name, got"):
         kernel_cache.call_cached(function, Call(X, Y))
 
 
-def test_a_kept_implementation_is_not_imported(kept: Path) -> None:
-    """One that is not kept, or another of the module, is; once for each kernel."""
+def test_cached_implementation_is_not_imported(cache_folder: Path) -> None:
+    """An implementation that is not cached, or another function of the module, is imported; once per kernel."""
     imported = []
 
     def load() -> Any:
@@ -140,10 +140,10 @@ def test_a_kept_implementation_is_not_imported(kept: Path) -> None:
     assert len(imported) == 1
     np.testing.assert_array_equal(run("twice"), X * 4 + 1)
     assert len(imported) == 2
-    assert len(list(kept.iterdir())) == 2
+    assert len(list(cache_folder.iterdir())) == 2
 
 
-def test_paths_that_importing_mosaic_sets_tell_no_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_ignores_paths_that_mosaic_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     def process() -> tuple[str, ...]:
         kernel_cache._process.cache_clear()
         return kernel_cache._process()
@@ -161,8 +161,8 @@ def test_paths_that_importing_mosaic_sets_tell_no_kernels_apart(monkeypatch: pyt
         kernel_cache._process.cache_clear()
 
 
-def test_kernels_are_compiled_ahead(kept: Path) -> None:
-    """Once each in a process, in the executor's threads, whether they are lowered or were kept; none outside of it."""
+def test_compile_ahead(cache_folder: Path) -> None:
+    """Within the context, each kernel is compiled on the executor once per process, lowered or cached."""
     submitted: list[Any] = []
     threads = mock.Mock(submit=lambda function, *args: submitted.append(function(*args)))
     compiled = mock.Mock(side_effect=RuntimeError("no memory"))
@@ -179,7 +179,7 @@ def test_kernels_are_compiled_ahead(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["card", "setting", "sources", "file"])
-def test_surroundings_are_told_apart(kept: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_depends_on_the_environment(cache_folder: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Call(X, Y))
     if what == "card":
         monkeypatch.setattr(device, "current", lambda: dataclasses.replace(CARD, multiprocessors=3))
@@ -192,12 +192,17 @@ def test_surroundings_are_told_apart(kept: Path, what: str, monkeypatch: pytest.
         changed = {"sources": ("_process", lambda: ("others",)), "file": ("_source", lambda function: "another")}
         monkeypatch.setattr(kernel_cache, *changed[what])
         run(Call(X, Y))
-    assert len(list(kept.iterdir())) == 2
+    assert len(list(cache_folder.iterdir())) == 2
 
 
-def test_sources_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name and content of Python and JSON files in all folders; other files don't matter."""
-    monkeypatch.setattr(kernel_cache, "__file__", str(tmp_path / "kernel_cache.py"))
+def test_root_is_the_package() -> None:
+    """Changes of kernels must change the digest of the sources."""
+    assert Path(pallas_attn.__file__).parent == kernel_cache.ROOT
+
+
+def test_digest_depends_on_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest depends on names and contents of Python and JSON files in all folders, and not on other files."""
+    monkeypatch.setattr(kernel_cache, "ROOT", tmp_path)
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "kernel.py").write_text("x = 1")
     found = [kernel_cache._sources()]
@@ -213,9 +218,9 @@ def test_sources_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:10], lambda b: b"", lambda b: b[:-1] + b"\0\0"])
-def test_a_damaged_file_is_written_anew(kept: Path, damage: Any) -> None:
+def test_damaged_file_is_rewritten(cache_folder: Path, damage: Any) -> None:
     want = run(Call(X, Y))
-    (file,) = kept.iterdir()
+    (file,) = cache_folder.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     forget()
@@ -227,45 +232,45 @@ def test_a_damaged_file_is_written_anew(kept: Path, damage: Any) -> None:
     assert not TRACED
 
 
-def test_what_nobody_reads_is_removed_in_time(kept: Path) -> None:
-    """A kernel that is read stays, and so does a file that is none of ours."""
+def test_unread_files_are_removed(cache_folder: Path) -> None:
+    """Kernels that are read stay, and so do files that are not kernels."""
     run(Call(X, Y))
-    (read,) = kept.iterdir()
-    unread, half, other = kept / ("0" * 64), kept / "tmp-abc_1", kept / "README"
+    (read,) = cache_folder.iterdir()
+    unread, half, other = cache_folder / ("0" * 64), cache_folder / "tmp-abc_1", cache_folder / "README"
     for file in (unread, half, other):
         file.touch()
     long_ago = time.time() - kernel_cache.UNUSED_DAYS * 24 * 3600 - 60
-    for file in kept.iterdir():
+    for file in cache_folder.iterdir():
         os.utime(file, (long_ago, long_ago))
     forget()
     run(Call(X, Y))
     run(Call(X, None))
-    assert {read, other} < set(kept.iterdir())
-    assert len(list(kept.iterdir())) == 3
+    assert {read, other} < set(cache_folder.iterdir())
+    assert len(list(cache_folder.iterdir())) == 3
 
 
-def test_a_folder_that_cannot_be_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_folder_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file" / "kernels"))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for scale in (1.0, 2.0):
             np.testing.assert_array_equal(run(Call(X, Y, scale=scale)), X * scale + 1)
-    messages = [str(warning.message) for warning in told]
-    assert [message.split(" kernels ")[0] for message in messages] == [
+    messages = [str(warning.message) for warning in caught]
+    assert [message.split(" cached kernels ")[0] for message in messages] == [
         "pallas_attn: cannot read",
-        "pallas_attn: cannot keep",
+        "pallas_attn: cannot write",
     ]
 
 
-def test_a_refusal_keeps_nothing(kept: Path) -> None:
+def test_unsupported_call_is_not_cached(cache_folder: Path) -> None:
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="no negative scale"):
             run(Call(X, Y, scale=-1.0))
-    assert not list(kept.iterdir())
+    assert not list(cache_folder.iterdir())
 
 
-def test_what_cannot_be_lowered_is_told_and_not_tried_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lowering_error_is_cached(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -277,19 +282,19 @@ def test_what_cannot_be_lowered_is_told_and_not_tried_again(kept: Path, monkeypa
         with pytest.raises(kernel_cache.LoweringError, match="^AssertionError: the compiler knows no such layout"):
             run(Call(X, Y))
     assert len(tried) == 1
-    assert not list(kept.iterdir())
+    assert not list(cache_folder.iterdir())
 
 
 def collecting(call: Call) -> tuple[Any, Any]:
-    """Like `scaled_sum`; notes whether Python looks for cycles."""
+    """Like `scaled_sum`, and record whether the garbage collector is enabled."""
     TRACED.append(f"collecting {gc.isenabled()}")
     return scaled_sum(call)
 
 
-@pytest.mark.usefixtures("kept")
+@pytest.mark.usefixtures("cache_folder")
 @pytest.mark.parametrize("enabled", [True, False])
-def test_no_search_for_cycles_while_lowering(enabled: bool) -> None:
-    """And afterwards, whatever was raised, as before."""
+def test_garbage_collector_is_disabled_while_lowering(enabled: bool) -> None:
+    """Its former state is restored, also after an exception."""
     TRACED.clear()
     if not enabled:
         gc.disable()
@@ -305,7 +310,26 @@ def test_no_search_for_cycles_while_lowering(enabled: bool) -> None:
     assert "collecting True" not in TRACED
 
 
-def test_no_room_for_lowering_is_nothing_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cache_folder")
+@pytest.mark.parametrize("fails", [False, True])
+def test_jax_functions_are_replaced_only_while_lowering(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts, export = [], kernel_cache.export.export
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        contexts.append(faster_lowering._contexts)
+        if fails:
+            raise AssertionError
+        return export(*args, **kwargs)
+
+    monkeypatch.delenv(faster_lowering.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(kernel_cache.export, "export", record)
+    with pytest.raises(kernel_cache.LoweringError) if fails else contextlib.nullcontext():
+        run(Call(X, Y))
+    assert contexts == [1]
+    assert faster_lowering._contexts == 0
+
+
+def test_memory_error_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     export = kernel_cache.export.export
     monkeypatch.setattr(kernel_cache.export, "export", mock.Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
@@ -314,7 +338,7 @@ def test_no_room_for_lowering_is_nothing_to_remember(monkeypatch: pytest.MonkeyP
     np.testing.assert_array_equal(run(Call(X, Y)), X * 2 + 1)
 
 
-def test_under_vmap_the_batched_kernel_is_kept(kept: Path) -> None:
+def test_vmap_caches_the_batched_kernel(cache_folder: Path) -> None:
     def each(x: Any) -> Any:
         return kernel_cache.call_cached(scaled_sum, Call(x, Y[0]))[0]
 
@@ -326,14 +350,15 @@ def test_under_vmap_the_batched_kernel_is_kept(kept: Path) -> None:
     assert not TRACED
 
 
-def test_devices_of_a_mesh_share_one_kernel(kept: Path) -> None:
-    """Which is the one that a call on one device keeps."""
+def test_mesh_devices_share_one_kernel(cache_folder: Path) -> None:
+    """One device uses the same kernel."""
     mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.PartitionSpec("x")
     rows = jnp.arange(3.0 * mesh.size).reshape(mesh.size, 3)
 
     def call(x: Any) -> Any:
-        return call_unvarying(lambda call: kernel_cache.call_cached(scaled_sum, call)[0], Call(x, None))
+        arrays, rest = arguments.split_arrays(Call(x, None))
+        return arguments.call_unvarying(lambda arrays: kernel_cache.call_split(scaled_sum, arrays, rest)[0], arrays)
 
     for check_vma in (True, False):
         run_all = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma))
@@ -346,7 +371,7 @@ def test_devices_of_a_mesh_share_one_kernel(kept: Path) -> None:
     assert not TRACED
 
 
-def test_nothing_is_kept_where_it_might_be_wrong(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_bypass_the_cache(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def traced() -> int:
         TRACED.clear()
         run(Call(X, Y))
@@ -364,10 +389,10 @@ def test_nothing_is_kept_where_it_might_be_wrong(kept: Path, monkeypatch: pytest
     monkeypatch.setattr(device, "current", lambda: CARD)
     monkeypatch.setenv(kernel_cache.ENVIRONMENT_VARIABLE, "0")
     assert traced() == 2
-    assert not list(kept.iterdir())
+    assert not list(cache_folder.iterdir())
 
 
-def test_it_lies_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_are_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(kernel_cache.ENVIRONMENT_VARIABLE)
     before = jax.config.jax_compilation_cache_dir
     try:
@@ -381,8 +406,8 @@ def test_it_lies_in_the_compilation_cache(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(list((tmp_path / "jax" / "pallas_attn_kernels").iterdir())) == 1
 
 
-def test_processes_at_once(kept: Path) -> None:
-    """All compute the same, and leave one whole file."""
+def test_concurrent_processes(cache_folder: Path) -> None:
+    """All processes return the same result, and one complete file remains."""
     program = textwrap.dedent("""
         import jax.numpy as jnp
         from pallas_attn.runtime import device, kernel_cache
@@ -398,10 +423,10 @@ def test_processes_at_once(kept: Path) -> None:
         for _ in range(3)
     ]
     assert [process.communicate(timeout=300)[0].split() for process in running] == [["21.0", "36.0", "51.0"]] * 3
-    assert len(list(kept.iterdir())) == 3
+    assert len(list(cache_folder.iterdir())) == 3
     forget()
     assert [run(Call(X, Y, scale=scale)).sum() for scale in (1.0, 2.0, 3.0)] == [21.0, 36.0, 51.0]
-    assert {file.read_bytes()[: len(kernel_cache.MAGIC)] for file in kept.iterdir()} == {kernel_cache.MAGIC}
+    assert {file.read_bytes()[: len(kernel_cache.MAGIC)] for file in cache_folder.iterdir()} == {kernel_cache.MAGIC}
 
 
 def test_former_public_name_warns() -> None:

@@ -1,5 +1,8 @@
-"""Operations on arrays that are split over devices, outside `jax.shard_map`: results are those of one device and stay
-split, nothing is exchanged, and what would make XLA copy a cache is refused."""
+"""Operations on split arrays outside `jax.shard_map`.
+
+Results equal the results of one device and stay split, devices exchange nothing, and splits for which XLA would copy a
+cache raise an error.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +66,11 @@ BOTH = P("data", None, "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An operation's arguments, and how arrays are split: a spec for each argument, or for each array of it.
+    """Arguments of an operation, and how they are split: one spec per argument, or per array of it.
 
     Attributes:
       results: specs of the results.
-      pools: name of an argument that is written, which is donated.
+      pools: name of an argument that is written and donated.
     """
 
     function: Callable[..., Any]
@@ -250,11 +253,11 @@ IN_EVERY_RUN = {
     "auto": ("decode, heads and sequences", "latents, heads and sequences", "write, scales of groups"),
     "explicit": ("decode, a KV head on two devices", "a step of both", "chosen latents"),
 }
-"""The others differ from these in the operation alone, whose arrays `test_splits_of_every_operation` looks at."""
+"""Other cases differ only in the operation, whose arrays `test_annotations_give_all_axes` checks."""
 
 
 def placed(case: Case, mesh: jax.sharding.Mesh, **others: Any) -> dict[str, Any]:
-    """The arguments on the mesh, copies of what a test may donate."""
+    """Return the arguments on the mesh, with copies of arrays that a test may donate."""
     specs = {**case.specs, **others}
 
     def put(name: str, value: Any) -> Any:
@@ -268,7 +271,7 @@ def placed(case: Case, mesh: jax.sharding.Mesh, **others: Any) -> dict[str, Any]
 
 
 def collectives(text: str) -> list[str]:
-    """Collective operations of a compiled module."""
+    """Return the collective operations of a compiled module."""
     return re.findall(r"= \S+ (all-[a-z-]+|collective-[a-z-]+|reduce-scatter|ragged-all-to-all)[a-z-]*\(", text)
 
 
@@ -286,7 +289,7 @@ def params(kinds: Mapping[str, tuple[str, ...]] = IN_EVERY_RUN) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "name"), params())
-def test_results_are_those_of_one_device_and_stay_split(kind: str, name: str) -> None:
+def test_results_equal_one_device_and_stay_split(kind: str, name: str) -> None:
     case, mesh = CASES[name], mesh_of(kind)
     want = jitted(case)(**jax.tree.map(jnp.copy, dict(case.arguments)))
     arguments = placed(case, mesh)
@@ -296,7 +299,7 @@ def test_results_are_those_of_one_device_and_stay_split(kind: str, name: str) ->
     for array, spec in zip(jax.tree.leaves(got), jax.tree.leaves(case.results), strict=True):
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5), got, want)
-    if case.written:  # in place, and nothing of a pool's size beside it
+    if case.written:  # updated in place, without temporaries of the pool's size
         pools = jax.tree.leaves(case.arguments[case.written])
         on_device = compiled.memory_analysis().alias_size_in_bytes
         assert on_device >= sum(x.nbytes for x in pools) // (TENSOR if case.specs else 1)
@@ -304,8 +307,8 @@ def test_results_are_those_of_one_device_and_stay_split(kind: str, name: str) ->
 
 @pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.slow), "reference"])
 @pytest.mark.parametrize("kind", TYPES)
-def test_eagerly_and_by_other_implementations(kind: str, implementation: str) -> None:
-    """Arrays that are there already have shardings, too. (`xla` runs above, under `jit`.)"""
+def test_eager_calls_and_other_implementations(kind: str, implementation: str) -> None:
+    """Concrete arrays also have shardings. (Other tests run `xla` under `jit`.)"""
     case, mesh = CASES["decode, heads and sequences"], mesh_of(kind)
     function = functools.partial(case.function, **case.static, implementation=implementation)
     got = function(**placed(case, mesh))
@@ -315,20 +318,20 @@ def test_eagerly_and_by_other_implementations(kind: str, implementation: str) ->
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5), got, want)
 
 
-def test_without_this_a_cache_is_gathered() -> None:
-    """The search for collectives sees it."""
+def test_cache_is_gathered_without_sharded_calls() -> None:
+    """This shows that the search for collectives works."""
     case, mesh = CASES["decode, heads and sequences"], mesh_of("auto")
-    with mock.patch.object(sharded_calls, "_mesh_of", return_value=None):
+    with mock.patch.object(sharded_calls, "mesh_of", return_value=None):
         compiled = jitted(case).lower(**placed(case, mesh)).compile()
     assert "all-gather" in collectives(str(compiled.as_text()))
 
 
-# --- where nothing is split
+# --- arrays that are not split
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_arrays_of_no_device_under_a_mesh(kind: str) -> None:
-    """All devices compute the same."""
+def test_numpy_arrays_under_a_mesh(kind: str) -> None:
+    """All devices compute the same result."""
     case, mesh = CASES["latents gathered"], mesh_of(kind)
     want = jitted(case)(**case.arguments)
     with jax.set_mesh(mesh):
@@ -344,17 +347,17 @@ def lowered(name: str, put: Callable[[Any], Any] = lambda x: x) -> str:
 
 
 @pytest.mark.parametrize("name", ["decode, heads and sequences", "write", "latents gathered"])
-def test_one_device_has_the_program_it_had(name: str) -> None:
-    """Also as a mesh of one."""
+def test_one_device_program_is_unchanged(name: str) -> None:
+    """This includes a mesh of one device."""
     mesh = mesh_of("auto", data=1)
     ours = lowered(name), lowered(name, lambda x: jax.device_put(x, NamedSharding(mesh, P())))
-    with mock.patch.object(sharded_calls, "_mesh_of", return_value=None):
+    with mock.patch.object(sharded_calls, "mesh_of", return_value=None):
         assert ours == (lowered(name), lowered(name, lambda x: jax.device_put(x, NamedSharding(mesh, P()))))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", TYPES)
-def test_inside_a_shard_map_nothing_is_added(kind: str, check_vma: bool) -> None:
+def test_program_inside_shard_map_is_unchanged(kind: str, check_vma: bool) -> None:
     case, mesh = CASES["decode, heads and sequences"], mesh_of(kind)
     names = list(case.arguments)
     specs = tuple(case.specs.get(name, P()) for name in names)
@@ -365,7 +368,7 @@ def test_inside_a_shard_map_nothing_is_added(kind: str, check_vma: bool) -> None
     run: Any = jax.jit(jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=BOTH, check_vma=check_vma))
     arrays = list(placed(case, mesh).values())
     ours = run.lower(*arrays).as_text()
-    with mock.patch.object(sharded_calls, "_mesh_of", return_value=None):
+    with mock.patch.object(sharded_calls, "mesh_of", return_value=None):
         run.clear_cache()
         assert run.lower(*arrays).as_text() == ours
 
@@ -376,7 +379,7 @@ def test_inside_a_shard_map_nothing_is_added(kind: str, check_vma: bool) -> None
 @pytest.mark.parametrize("over", [None, "data"], ids=["whole", "split"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_under_vmap(kind: str, over: str | None) -> None:
-    """The batched axis may be split as well."""
+    """The batched axis may be split too."""
     mesh = mesh_of(kind)
     q = jnp.stack([DECODE["q"], DECODE["q"] + 1])
     q_split = jax.device_put(q, NamedSharding(mesh, P(over, None, None, "tensor")))
@@ -394,8 +397,8 @@ def test_under_vmap(kind: str, over: str | None) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_loop_writes_in_place(kind: str) -> None:
-    """Layers of a scan over a cache that is donated: no copy of it, whole or of a device's part."""
+def test_scan_writes_in_place(kind: str) -> None:
+    """A scan over layers of a donated cache copies neither the cache nor a device's part of it."""
     case, mesh = CASES["write"], mesh_of(kind)
     arguments = placed(case, mesh)
     kv = arguments.pop("kv")
@@ -413,18 +416,18 @@ def test_a_loop_writes_in_place(kind: str) -> None:
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * kv.k.nbytes // TENSOR
 
 
-def test_gradients_are_refused_by_name() -> None:
+def test_gradient_error_names_the_operation() -> None:
     arguments: dict[str, Any] = placed(CASES["decode, heads and sequences"], mesh_of("auto"))
     with pytest.raises(NotImplementedError, match="^paged_decode has no gradient"):
         jax.grad(lambda q: jnp.sum(pa.paged_decode(**arguments | {"q": q}, return_lse=True)[0]))(arguments["q"])
 
 
-# --- what is refused
+# --- unsupported splits
 
 POOL = jax.tree.map(lambda _: P("data"), kv_of())
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "pages": ("decode, heads and sequences", {"kv": POOL, "q": P()}, r"paged_decode .*kv\.k \[N, Hkv, ps, D\] is"),
-    "pages, written": ("write", {"kv": POOL}, r"write_kv .*kv\.k .*'data' along N, and it may be along Hq, Hkv"),
+    "pages, written": ("write", {"kv": POOL}, r"write_kv .*kv\.k .*'data' along N; it may be split along Hq, Hkv"),
     "latents' pages": ("latents, heads", {"cache": latents_as(P("tensor"))}, r"cache\.pages .* along N"),
     "index keys' pages": ("scores", {"index": keys_as(P("data"))}, r"index\.keys .*along no axis"),
     "latents' pages, gathered": ("latents gathered", {"cache": latents_as(P("data"))}, r"cache\.pages"),
@@ -434,12 +437,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "whole KV heads": (
         "decode, heads and sequences",
         {"kv": jax.tree.map(lambda _: P(), kv_of())},
-        r"query heads are split over 'tensor', and 4 KV heads are on all devices whole",
+        r"query heads are split over 'tensor', and 4 KV heads are replicated",
     ),
     "keys split, values not": (
         "decode, heads and sequences",
         {"kv": halves(KV_HEADS, P())},
-        r"kv\.v is on all devices whole",
+        r"kv\.v is replicated",
     ),
     "heads over other axes": (
         "decode, heads and sequences",
@@ -452,8 +455,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("what", REFUSED)
-def test_other_splits_are_refused(kind: str, what: str) -> None:
-    """By types while the call is traced, else when XLA compiles it."""
+def test_unsupported_splits(kind: str, what: str) -> None:
+    """Splits in array types raise while the call is traced, other splits when XLA compiles it."""
     name, specs, message = REFUSED[what]
     case, mesh = CASES[name], mesh_of(kind)
     arguments = placed(case, mesh, **specs)
@@ -468,7 +471,7 @@ def test_other_splits_are_refused(kind: str, what: str) -> None:
 
 
 def plan() -> pa.DecodePlan:
-    """One of zeros: nothing follows it."""
+    """Return a plan of zeros, which no kernel uses."""
     plan = jax.eval_shape(pa.plan_decode, *(DECODE[name] for name in ("q", "kv", "block_tables", "kv_lens")))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan)
 
@@ -476,18 +479,18 @@ def plan() -> pa.DecodePlan:
 @pytest.mark.parametrize(
     ("name", "others", "message"),
     [
-        ("decode, heads and sequences", {"plan": plan}, "plan is one device's: make it inside jax.shard_map"),
+        ("decode, heads and sequences", {"plan": plan}, "plan is for one device: make it inside jax.shard_map"),
         (
             "decode, heads and sequences",
             {"block_tables": lambda: jnp.zeros((B, HKV, 4), jnp.int32)},
-            "block_tables counts rows of all KV heads, which are split over 'tensor'",
+            "block_tables has row ids of all KV heads, which are split over 'tensor'",
         ),
-        ("write", {"slots": lambda: jnp.zeros((T, HKV), jnp.int32)}, "slots counts rows of all KV heads"),
+        ("write", {"slots": lambda: jnp.zeros((T, HKV), jnp.int32)}, "slots has row ids of all KV heads"),
         ("decode, sequences by their lengths", {"out": lambda: values(9, HQ, D)}, "out is packed"),
     ],
     ids=["plan", "tables of heads", "slots of heads", "packed output"],
 )
-def test_arguments_of_all_devices_are_refused(name: str, others: dict[str, Any], message: str) -> None:
+def test_arguments_that_refer_to_all_devices(name: str, others: dict[str, Any], message: str) -> None:
     case, mesh = CASES[name], mesh_of("explicit")
     arguments = placed(case, mesh) | {
         key: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), make()) for key, make in others.items()
@@ -496,8 +499,8 @@ def test_arguments_of_all_devices_are_refused(name: str, others: dict[str, Any],
         jitted(case).trace(**arguments)
 
 
-def test_heads_that_devices_do_not_divide_are_refused() -> None:
-    """By GSPMD's uneven parts: 3 KV heads on 2 devices."""
+def test_heads_not_divisible_by_devices() -> None:
+    """GSPMD supports uneven parts, here 3 KV heads on 2 devices."""
     mesh = mesh_of("auto", tensor=2)
     kv = pa.PagedKV(values(N, 3, PS, D), values(N, 3, PS, D))
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, KV_HEADS))
@@ -511,7 +514,7 @@ def test_heads_that_devices_do_not_divide_are_refused() -> None:
         jax.jit(decode).lower(*arrays).compile()
 
 
-def test_some_axes_of_a_shard_map_are_refused() -> None:
+def test_shard_map_over_some_axes() -> None:
     case, mesh = CASES["decode, sequences by their lengths"], mesh_of("auto")
     arrays = placed(case, mesh, kv_lens=P())
 
@@ -519,15 +522,17 @@ def test_some_axes_of_a_shard_map_are_refused() -> None:
         return case.function(**arrays, implementation="xla")
 
     run = jax.shard_map(part, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
-    with pytest.raises(NotImplementedError, match="inside jax.shard_map over 'data' alone; name all axes"):
+    with pytest.raises(NotImplementedError, match="inside jax.shard_map over 'data' only; name all axes"):
         jax.jit(run).trace(arrays)
 
 
-def test_interpreted_kernels_are_refused_where_xla_asks_for_them() -> None:
+def test_interpreted_kernels_in_custom_partitioning() -> None:
     """XLA would crash in them."""
     pytest.importorskip("triton")
     case, mesh = CASES["latents gathered"], mesh_of("auto")
-    with pytest.raises(NotImplementedError, match="runs interpreted, and so on arrays that are split"):
+    with pytest.raises(
+        NotImplementedError, match="runs interpreted; interpreted kernels support arrays that are split"
+    ):
         jitted(case, "triton").trace(**placed(case, mesh))
 
 
@@ -535,7 +540,7 @@ def test_interpreted_kernels_are_refused_where_xla_asks_for_them() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_splits_of_every_operation(name: str) -> None:
+def test_annotations_give_all_axes(name: str) -> None:
     """Annotations tell all axes of all arrays."""
     case = CASES[name]
     held: list[sharded_calls._SplitCall] = []

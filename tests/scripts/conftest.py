@@ -11,12 +11,12 @@ from scripts import run_decode
 from tests.kit.shared_steps import compiled_steps, shared_steps
 from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
 
-__all__ = ["compiled_steps", "refused", "shared_steps", "text_model", "write_ids"]
+__all__ = ["compiled_steps", "shared_steps", "text_model", "usage_error", "write_ids"]
 
 
 @pytest.fixture
 def write_ids(tmp_path):
-    """Writes a file of prompts, and returns the flag that names it."""
+    """Return a function that writes a file of prompts and returns the flags that name it."""
 
     def write(content):
         path = tmp_path / "ids.json"
@@ -28,7 +28,7 @@ def write_ids(tmp_path):
 
 @pytest.fixture
 def text_model(tmp_path):
-    """Copies the golden model, with a tokenizer of one word for each of its ids."""
+    """Copy the golden model and add a tokenizer with one word per token id."""
     directory = tmp_path / "model"
     shutil.copytree(GOLDEN, directory)
     core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
@@ -38,11 +38,13 @@ def text_model(tmp_path):
 
 
 @pytest.fixture
-def refused(capsys, monkeypatch):
-    """Runs the command line, which has to end in one line and status 2 before anything is decoded; returns the line."""
+def usage_error(capsys, monkeypatch):
+    """Return a function that runs a command line and returns its error. The command must fail with one line and status
+    2 before a step runs.
+    """
     monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("a step was run"))
 
-    def refused(*args):
+    def usage_error(*args):
         assert run_decode.main([str(arg) for arg in args]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
@@ -50,4 +52,4 @@ def refused(capsys, monkeypatch):
         assert line.startswith("run_decode: error: ")
         return line
 
-    return refused
+    return usage_error

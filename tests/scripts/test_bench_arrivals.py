@@ -1,4 +1,4 @@
-"""The benchmark of random arrivals: what is counted from when, and a report that adds up."""
+"""Benchmark of random arrivals: start of the waiting times, and a consistent report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from scripts.bench.engine.arrivals import Arrivals
 
 
 class FakeEngine:
-    """Steps take a second of a clock that only they and sleeping move; each gives every request a token."""
+    """Engine with a fake clock: a step takes a second and gives every request a token. Only steps and sleeping advance
+    the clock.
+    """
 
     def __init__(self) -> None:
         self.now, self.durations, self.running = 0.0, [], []
@@ -50,7 +52,7 @@ class FakeEngine:
         self.now += seconds
 
 
-def test_waiting_counts_from_when_a_request_was_due(monkeypatch):
+def test_waiting_starts_when_a_request_is_due(monkeypatch):
     engine = FakeEngine()
     monkeypatch.setattr(arrivals.time, "perf_counter", lambda: engine.now)
     monkeypatch.setattr(arrivals.time, "sleep", engine.sleep)
@@ -58,16 +60,16 @@ def test_waiting_counts_from_when_a_request_was_due(monkeypatch):
     rng = SimpleNamespace(exponential=lambda scale, n: np.array([1.0, 0.5]), integers=np.random.default_rng(0).integers)
     work = Arrivals((1.0,), requests=2, prompt_tokens=4, new_tokens=3, step_tokens=(8,))
     result = arrivals.measure(cast(Any, engine), work, 1.0, 10, cast(Any, rng))
-    # Due at 1 and 1.5. Steps end at 2 (the first alone), 5, 8 (both), 9 (the second alone).
+    # Requests are due at 1 and 1.5. Steps end at 2 (first request), 5, 8 (both), 9 (second request).
     assert engine.durations == [1, 3, 3, 1]
     assert result["ttft_ms"]["p50"] == pytest.approx(1e3 * (1.0 + 3.5) / 2)
     assert result["between_tokens_ms"]["max"] == pytest.approx(3e3)
     assert result["between_tokens_ms"]["p50"] == pytest.approx(3e3)
     assert result["tokens_per_s"] == pytest.approx(6 / 9)
-    assert result["longest_step_over_median"] == 1  # steps until the last one arrived
+    assert result["longest_step_over_median"] == 1  # steps until the last arrival
 
 
-def test_the_longest_steps_are_named():
+def test_longest_steps_are_described():
     steps = [
         SimpleNamespace(duration_s=s, decode_tokens=i, prefill_tokens=2 * i, launch_s=s / 2)
         for i, s in enumerate([0.1, 0.3, 0.2])
@@ -80,7 +82,7 @@ def test_the_longest_steps_are_named():
     assert second["step"] == 2
 
 
-def test_collections_of_garbage_are_timed_while_they_are_looked_at():
+def test_garbage_collections_are_timed_inside_the_block():
     with arrivals._garbage_collection() as seconds:
         gc.collect()
     count = len(seconds)
@@ -90,7 +92,7 @@ def test_collections_of_garbage_are_timed_while_they_are_looked_at():
     assert len(seconds) == count
 
 
-def test_a_report_of_a_small_model(tmp_path: Path, capsys):
+def test_report_of_a_small_model(tmp_path: Path, capsys):
     out = tmp_path / "serving.json"
     sizes = ["--rates", "200", "--requests", "5", "--prompt-tokens", "16", "--new-tokens", "4", "--step-tokens", "16"]
     options = ["--config", "v3-tiny", "--max-num-seqs", "4", "--dtype", "float32", "--implementation", "reference"]
@@ -110,7 +112,7 @@ def test_a_report_of_a_small_model(tmp_path: Path, capsys):
         (["--step-tokens", "8", "--max-num-seqs", "16"], "--step-tokens"),
     ],
 )
-def test_sizes_out_of_range_are_refused(wrong, named, capsys):
+def test_sizes_out_of_range_are_errors(wrong, named, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench_serving.main(wrong)
     assert named in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Cases of benchmarks: their least work, their arguments, and the arguments that contenders get."""
+"""Benchmark cases: minimum bytes and operations, arguments, and arguments of the baselines."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,41 +23,41 @@ def pairs(new, cached, window=None):
     )
 
 
-# --- what has to be done
+# --- bytes and operations
 
 
 @pytest.mark.parametrize(("new", "cached", "window"), [(5, 0, None), (7, 6, None), (9, 4, 3), (4, 9, 100), (1, 3, 1)])
-def test_pairs_are_those_that_are_seen(new, cached, window):
+def test_pairs_count_visible_keys(new, cached, window):
     case = PagedPrefillCase(Prefill(3, new, cached, 4, 2, 16, window=window))
     assert case.pairs == 3 * pairs(new, cached, window)
     assert case.flops == 4 * 4 * 16 * case.pairs
 
 
-def test_ragged_attention_counts_both_widths():
+def test_ragged_attention_counts_key_and_value_dimensions():
     case = RaggedAttentionCase(RaggedPrefill(2, 5, 7, 8, 4, 192, 128))
     assert case.flops == 2 * 8 * (192 + 128) * 2 * pairs(5, 7)
     assert case.num_bytes == 2 * (192 + 128) * (8 * 10 + 4 * 24)
 
 
-def test_windows_spare_pages_no_query_sees():
+def test_windows_exclude_invisible_pages():
     full, windowed = (PagedPrefillCase(Prefill(1, 64, 960, 4, 2, 16, window=window)) for window in (None, 65))
     q = 2 * 64 * 4 * 16 * 2
     assert full.num_bytes - q == 8 * (windowed.num_bytes - q)
 
 
-def test_mla_prefill_expands_every_latent_once():
+def test_mla_prefill_counts_each_expansion_once():
     case = MlaPrefillCase(MlaPrefill(2, 3, 4, 8))
     attention = 2 * 8 * (192 + 128) * 2 * pairs(3, 4)
     assert case.flops == attention + 2 * 14 * 512 * 8 * (128 + 128)
 
 
-def test_mla_decode_is_of_576_columns_and_1088_multiplications():
+def test_mla_decode_counts_576_columns_and_1088_multiplications():
     case = MlaDecodeCase(MlaDecode(4, 100, 16, queries=2))
     assert case.num_bytes == 2 * 576 * 400
     assert case.flops == 2 * 16 * 2 * 400 * 1088
 
 
-def test_varied_contexts_spread_by_half_their_mean():
+def test_varied_contexts_have_a_deviation_of_half_the_mean():
     case = MlaDecodeCase(MlaDecode(2000, 1000, 16, queries=2), varied=True)
     assert case.lens.mean() == pytest.approx(1000, rel=0.05)
     assert case.lens.std() == pytest.approx(500, rel=0.1)
@@ -70,7 +70,7 @@ def test_chains_last_long_enough(num_bytes, flops, calls):
     assert RaggedAttentionCase(RaggedPrefill(1, 1, 1, 1, 1, 8, 8)).calls(num_bytes, flops) == calls
 
 
-def test_what_would_take_minutes_is_refused():
+def test_calls_of_minutes_are_not_supported():
     case = RaggedAttentionCase(RaggedPrefill(1, 8192, 32768, 128, 128, 192, 128))
     with pytest.raises(NotImplementedError, match="25 TFLOP"):
         case.check_portable("xla", case.flops)
@@ -111,8 +111,8 @@ def test_latent_slots_are_written_once():
     assert calls.max() < case.pool.num_pages * 4
 
 
-def test_latents_go_to_the_pool_in_place():
-    """A copy of the pool would be timed along with the write."""
+def test_latents_are_written_in_place():
+    """A copy of the pool would be timed with the write."""
     case = write_latent.WriteLatentCase(8, 4, "f32", 16, 8, page_size=16, pool_bytes=2**20)
     compiled: list[Any] = []
 
@@ -128,20 +128,20 @@ def test_latents_go_to_the_pool_in_place():
     assert memory.temp_size_in_bytes < 2**19
 
 
-def test_pools_of_latents_are_kept_too():
-    kept = pools.Pools()
+def test_latent_pools_are_reused():
+    cache = pools.Pools()
     sizes = {"page_size": 16, "latent_dim": 16, "rope_dim": 8}
-    first = kept.get_latents("bf16", 6, **sizes)
+    first = cache.get_latents("bf16", 6, **sizes)
     assert first.pages.shape == (6, 16, 24)
     assert np.std(np.asarray(first.pages, np.float32)) == pytest.approx(1, rel=0.1)
-    assert kept.get_latents("bf16", 5, **sizes) is first
-    assert kept.get_latents("f32", 5, **sizes).pages.dtype == jnp.float32
+    assert cache.get_latents("bf16", 5, **sizes) is first
+    assert cache.get_latents("f32", 5, **sizes).pages.dtype == jnp.float32
 
 
 # --- plans
 
 
-def test_steps_are_timed_with_a_plan_of_their_own():
+def test_steps_are_timed_with_their_plan():
     plans = []
 
     def chain(call, owns, *, shared):
@@ -155,7 +155,7 @@ def test_steps_are_timed_with_a_plan_of_their_own():
     assert (plan.made_for.op, plan.made_for.num_queries, plan.implementation) == ("mla_decode", 2, "xla")
 
 
-def test_flashinfer_gets_the_pages_of_the_table():
+def test_flashinfer_page_lists_match_the_table():
     planned: list[Any] = []
     torch = SimpleNamespace(
         arange=lambda n, dtype: np.arange(n, dtype=dtype),
@@ -165,7 +165,7 @@ def test_flashinfer_gets_the_pages_of_the_table():
     )
     wrapper = SimpleNamespace(plan=lambda *args: planned.extend(args), run="run")
     case = MlaDecodeCase(MlaDecode(3, 100, 16, queries=2), varied=True)
-    case.__dict__["lens"] = np.array([65, 64, 2], np.int32)  # in place of drawn lengths
+    case.__dict__["lens"] = np.array([65, 64, 2], np.int32)  # instead of random lengths
     table = np.arange(6).reshape(3, 2)
     assert flashinfer_mla.planned(wrapper, torch, case, table) == "run"
     queries, offsets, indices, lens, *rest = planned
@@ -176,7 +176,7 @@ def test_flashinfer_gets_the_pages_of_the_table():
     assert rest == [16, 512, 64, 64, True, MlaDecodeCase(case.shape).sm_scale, "bf16", "bf16"]
 
 
-def test_grids_are_those_that_others_report():
+def test_grids_have_the_published_sizes():
     assert set(LENGTHS) == {(new, cached) for new in (512, 2048, 8192) for cached in (0, 8192, 32768)}
     grid = {case.shape for case in mla_decode.BENCH.grids["mla"]}
     assert {(s.heads, s.queries) for s in grid} == {(heads, queries) for heads in (16, 64, 128) for queries in (1, 2)}

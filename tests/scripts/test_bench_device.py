@@ -1,4 +1,4 @@
-"""Description of device, versions and commit that every result carries."""
+"""Device, versions and commit in the description of every result."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ def nobody_names_a_commit(monkeypatch):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A repository of one commit, with a kernel and a result in it."""
+    """Create a repository with one commit that has a kernel and a result."""
     monkeypatch.setattr(device, "ROOT", tmp_path)
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "kernel.py").write_text("fast = False\n")
@@ -34,7 +34,7 @@ def repository(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_commit_is_that_of_the_tree(repository):
+def test_commit_of_the_tree(repository):
     assert device.commit() == {"commit": git(repository, "rev-parse", "HEAD"), "dirty": False}
 
 
@@ -43,12 +43,12 @@ def test_a_changed_kernel_makes_the_tree_dirty(repository):
     assert device.commit() == {"commit": git(repository, "rev-parse", "HEAD"), "dirty": True}
 
 
-def test_a_commit_that_is_given_counts_before_that_of_git(repository, monkeypatch):
+def test_given_commit_overrides_git(repository, monkeypatch):
     monkeypatch.setenv(device.COMMIT, SHA)
     assert device.commit() == {"commit": SHA, "dirty": False}
 
 
-def test_written_results_leave_the_tree_clean(repository):
+def test_new_results_leave_the_tree_clean(repository):
     (repository / "benchmarks" / "result.json").write_text("[]\n")
     (repository / "new_result.json").write_text("[]\n")
     assert device.commit()["dirty"] is False
@@ -57,14 +57,14 @@ def test_written_results_leave_the_tree_clean(repository):
 @pytest.mark.parametrize(
     ("given", "commit", "dirty"), [(None, None, None), (SHA, SHA, False), (f"{SHA}-dirty", SHA, True)]
 )
-def test_a_copy_without_git_is_told_its_commit(tmp_path, monkeypatch, given, commit, dirty):
+def test_tree_without_git_uses_the_given_commit(tmp_path, monkeypatch, given, commit, dirty):
     monkeypatch.setattr(device, "ROOT", tmp_path)
     if given is not None:
         monkeypatch.setenv(device.COMMIT, given)
     assert device.commit() == {"commit": commit, "dirty": dirty}
 
 
-def test_no_commit_is_reported_without_the_program(repository, monkeypatch):
+def test_no_commit_without_the_git_program(repository, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert device.commit() == {"commit": None, "dirty": None}
 
@@ -75,6 +75,6 @@ def test_a_broken_repository_has_no_commit(tmp_path, monkeypatch):
     assert device.commit() == {"commit": None, "dirty": None}
 
 
-def test_the_description_has_all_that_a_result_depends_on():
+def test_description_has_device_versions_and_commit():
     assert device.description().keys() == {"device", "driver", "versions", "commit", "dirty", "date"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", device.description()["date"])

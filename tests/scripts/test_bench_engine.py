@@ -1,4 +1,4 @@
-"""The engine's benchmark: it runs, and its report adds up. Its measurements are not tested."""
+"""Engine benchmark: it runs and its report is consistent. Times are not tested."""
 
 import dataclasses
 import functools
@@ -18,13 +18,13 @@ OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """A model of one layer, and steps of one size: each size is a compilation."""
+    """Patch the benchmark to use a model of one layer, and one step size: each size is a compilation."""
     monkeypatch.setitem(bench_engine.PRESETS, "v3-tiny", dataclasses.replace(CONFIG, num_hidden_layers=1))
     one_bucket = functools.partial(bench_engine.Workload, max_batched_tokens=32)
     monkeypatch.setattr(bench_engine, "Workload", one_bucket)
 
 
-def test_the_report_holds_every_batch_and_the_prefix_cache(tiny, tmp_path, capsys):
+def test_report_has_every_batch_and_the_prefix_cache(tiny, tmp_path, capsys):
     out = tmp_path / "engine.json"
     work = ["--prompt-tokens", "16", "--new-tokens", "3", "--repeats", "1", "--implementation", "reference"]
     assert bench_engine.main(["--config", "v3-tiny", "--batch", "2", *work, "--json", str(out)]) == 0
@@ -43,7 +43,7 @@ def test_the_report_holds_every_batch_and_the_prefix_cache(tiny, tmp_path, capsy
     assert "prefix cache" in capsys.readouterr().out
 
 
-def test_a_configuration_that_fails_loses_no_other(tiny, monkeypatch, tmp_path, capsys):
+def test_failed_configuration_does_not_affect_others(tiny, monkeypatch, tmp_path, capsys):
     def fail(*_):
         raise RuntimeError("failed")
 
@@ -82,7 +82,7 @@ def test_a_configuration_that_fails_loses_no_other(tiny, monkeypatch, tmp_path, 
         (["--implementation", "mosaic"], "--implementation: write_latent cannot run here"),
     ],
 )
-def test_what_would_fail_in_the_end_is_refused_before_anything_is_measured(args, message, monkeypatch, capsys):
+def test_late_failures_are_errors_before_the_measurement(args, message, monkeypatch, capsys):
     for bench in ("bench_config", "bench_large", "bench_head_wise"):
         monkeypatch.setattr(bench_engine, bench, lambda *_: pytest.fail("something was measured"))
     with pytest.raises(SystemExit) as raised:
@@ -113,7 +113,7 @@ LARGE = ["--config", "v2-lite"]
         (["--head-windows"], ["--transformers", "python"], "small models"),
     ],
 )
-def test_options_of_other_measurements_are_refused(measured, given, takers, capsys):
+def test_options_of_other_measurements_are_errors(measured, given, takers, capsys):
     with pytest.raises(SystemExit) as raised:
         bench_engine.parse_args([*measured, *given])
     assert raised.value.code == 2
@@ -129,7 +129,7 @@ def test_each_measurement_has_its_defaults():
 
 
 @pytest.mark.parametrize("wrong", [["--new-tokens", "1"], ["--batch", "0"], ["--config", "v2-lite", "v3-tiny"]])
-def test_wrong_sizes_are_refused(wrong, capsys):
+def test_wrong_sizes_are_errors(wrong, capsys):
     with pytest.raises(SystemExit) as raised:
         bench_engine.main(wrong)
     assert raised.value.code == 2
@@ -140,7 +140,7 @@ def test_wrong_sizes_are_refused(wrong, capsys):
     ("given", "wanted"),
     [({}, ("0.95", None)), ({OLD: "0.5"}, ("0.5", None)), ({NEW: "0.5"}, (None, "0.5"))],
 )
-def test_the_fraction_of_memory_is_set_before_anything_looks_at_the_device(monkeypatch, given, wanted):
+def test_memory_fraction_is_set_before_device_initialization(monkeypatch, given, wanted):
     for name in (OLD, NEW):
         monkeypatch.setenv(name, "restored by the fixture")
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""The benchmark of handing a cache over: a report that adds up."""
+"""Benchmark of the KV-cache transfer: a consistent report."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from scripts import bench_hand_over
 
 
 @pytest.mark.slow
-def test_a_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     sizes = ["--lengths", "20", "40", "--step-tokens", "16", "--page-size", "4", "--repeats", "2"]
     model = ["--config", "v3-tiny", "--dtype", "float32", "--implementation", "reference"]

@@ -1,4 +1,4 @@
-"""The benchmark of head-wise windows: its arithmetic, and a report that adds up."""
+"""Benchmark of head windows: its arithmetic, and a consistent report."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ TINY = HeadWindowSizes(
 )
 
 
-def test_arithmetic_is_that_of_32k_contexts_and_4k_windows():
+def test_bound_of_32k_contexts_and_4k_windows():
     for sizes in SIZES.values():
         assert [round(sizes.allowed(8, windowed), 2) for windowed in (1, 7)] == [1.12, 4.24]
         assert sizes.context / sizes.window == 8
@@ -36,7 +36,7 @@ def test_arithmetic_is_that_of_32k_contexts_and_4k_windows():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Report and picture of a run in miniature."""
+    """Return the report and the picture of a small run."""
     with pytest.MonkeyPatch.context() as patch:
         small = dataclasses.replace(
             MODELS["cpu"], num_hidden_layers=1, hidden_size=32, num_attention_heads=8, head_dim=16, vocab_size=64
@@ -44,18 +44,18 @@ def files(tmp_path_factory):
         patch.setitem(head_windows.MODELS, "cpu", small)
         patch.setitem(head_windows.SIZES, "cpu", TINY)
         out, plot = (tmp_path_factory.mktemp("windows") / name for name in ("out.json", "rows.png"))
-        args = ["--head-windows", "--windowed", "7", "--implementation", "reference"]  # compiles soonest
+        args = ["--head-windows", "--windowed", "7", "--implementation", "reference"]  # compiles fastest
         assert bench_engine.main([*args, "--json", str(out), "--plot", str(plot)]) == 0
     return json.loads(out.read_text()), plot
 
 
 @pytest.mark.slow
-def test_recycling_holds_what_arithmetic_allows(files):
+def test_recycling_reaches_the_bound(files):
     report, _ = files
     (case,) = report["cases"]
     assert case["windowed"] == 7
     assert case["allowed_ratio"] == pytest.approx(8 / (1 + 7 * 18 / 128))
-    assert case["off"]["contexts"] in (3, 4)  # before they have grown to the end, more may fit
+    assert case["off"]["contexts"] in (3, 4)  # more may fit before they reach their full length
     assert case["on"]["contexts"] >= 10
     assert case["on"]["cache_bytes"] == case["off"]["cache_bytes"]
     assert case["on"]["steps"] < case["off"]["steps"]
@@ -64,7 +64,7 @@ def test_recycling_holds_what_arithmetic_allows(files):
 
 
 @pytest.mark.slow
-def test_waiting_times_are_of_both_kinds_of_tables(files):
+def test_latencies_of_both_kinds_of_tables(files):
     (case,) = files[0]["cases"]
     for kind in ("ttft", "between_tokens"):
         uniform, head_wise = (case[name][f"{kind}_s"]["median"] for name in ("uniform", "head_wise"))
@@ -72,7 +72,7 @@ def test_waiting_times_are_of_both_kinds_of_tables(files):
 
 
 @pytest.mark.slow
-def test_rows_in_use_do_not_exceed_sink_pages_window_and_the_page_being_written(files):
+def test_rows_in_use_stay_within_sinks_window_and_one_page(files):
     report, plot = files
     series = report["long_decode"]
     bench = HeadWindowBench(MODELS["cpu"], "float32", AttentionSettings(), TINY, (7,))
@@ -85,14 +85,14 @@ def test_rows_in_use_do_not_exceed_sink_pages_window_and_the_page_being_written(
 
 
 @pytest.mark.parametrize("windowed", ["0", "8"])
-def test_heads_that_all_have_windows_or_none_are_refused(windowed, capsys):
+def test_windows_of_all_or_no_heads_are_errors(windowed, capsys):
     with pytest.raises(SystemExit) as raised:
         bench_engine.main(["--head-windows", "--windowed", windowed])
     assert raised.value.code == 2
     assert "--windowed: expected 1 to 7 of 8 heads" in capsys.readouterr().err
 
 
-def test_without_time_the_report_has_no_cases(tmp_path):
+def test_time_limit_of_zero_gives_no_cases(tmp_path):
     out = tmp_path / "out.json"
     assert bench_engine.main(["--head-windows", "--limit-seconds", "0", "--json", str(out)]) == 0
     report = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""The benchmark of several devices: weights that each device makes, and a report that adds up."""
+"""Benchmark of several devices: random weights per device, and a consistent report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scripts.bench.harness.timing import Stopwatch
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2, "expert": 4}, {"context": 2}])
-def test_weights_lie_where_those_of_a_checkpoint_do(layout: dict[str, int]):
+def test_random_weights_have_the_sharding_of_a_checkpoint(layout: dict[str, int]):
     mesh, config = make_mesh(layout), PRESETS["v3-tiny"]
     made, read = (
         dict(nnx.to_flat_state(nnx.state(model)))
@@ -40,7 +40,7 @@ def test_weights_lie_where_those_of_a_checkpoint_do(layout: dict[str, int]):
         assert weight[...].sharding.is_equivalent_to(read[path][...].sharding, weight.ndim), path
 
 
-def test_a_layout_has_the_requests_of_its_devices():
+def test_requests_of_a_layout_follow_its_devices():
     work = MeshWork("v3-tiny", ({}, {"data": 2}), (4, 6), (64,), new_tokens=8, per_device=True)
     assert work.serving(None).batches == (4, 6)
     assert work.serving(make_mesh({"data": 2})).batches == (4, 6)
@@ -49,7 +49,7 @@ def test_a_layout_has_the_requests_of_its_devices():
     assert split.batches == (2, 3)
 
 
-def test_a_report_of_a_small_model(tmp_path: Path, capsys):
+def test_report_of_a_small_model(tmp_path: Path, capsys):
     out = tmp_path / "mesh.json"
     sizes = ["--batch", "4", "--contexts", "24", "--new-tokens", "4", "--step-tokens", "16", "--dtype", "float32"]
     assert bench_mesh.main(["--config", "v3-tiny", "--mesh", "data=2", *sizes, "--json", str(out)]) == 0
@@ -61,7 +61,7 @@ def test_a_report_of_a_small_model(tmp_path: Path, capsys):
     assert "data=2, batch 4, context 24: prefill" in capsys.readouterr().out
 
 
-@pytest.mark.slow  # that it runs; its parts are tested with parallel
+@pytest.mark.slow  # tests/test_parallel.py tests the operation
 def test_latent_decode_over_split_contexts_is_timed():
     stopwatch = Stopwatch(samples=1, sample_seconds=0.001)
     found = [*several_devices.decode_over_contexts(SplitDecode(2, 256, 8, 16, 2), stopwatch)]
@@ -83,7 +83,7 @@ def test_latent_decode_over_split_contexts_is_timed():
         (["--batch", "0"], "--batch"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(wrong, named, capsys):
+def test_unsupported_measurements_are_errors(wrong, named, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench_mesh.main(["--config", "v3-tiny", *wrong])
     assert named in capsys.readouterr().err
@@ -92,12 +92,12 @@ def test_what_cannot_be_measured_is_refused(wrong, named, capsys):
 @pytest.mark.parametrize(
     ("mesh", "message"), [("tensor=3", "mesh: tensor: devices"), ("rows=2", "mesh: expected axes")]
 )
-def test_layouts_that_cannot_be_are_refused(mesh: str, message: str, capsys):
+def test_impossible_layouts_are_errors(mesh: str, message: str, capsys):
     assert bench_mesh.main(["--config", "v3-tiny", "--mesh", mesh]) == 2
     assert f"bench_mesh: error: --mesh: {message}" in capsys.readouterr().err
 
 
-def test_cases_of_too_many_tokens_are_left_out():
+def test_cases_with_too_many_tokens_are_skipped():
     work = MeshWork("v3-tiny", ({},), (1, 4), (64, 512), new_tokens=8, most_tokens=600).serving(None)
     assert work.cases == [(1, 64), (4, 64), (1, 512)]
     assert work.engine_config().num_pages < 4 * 512 // 64

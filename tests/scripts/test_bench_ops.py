@@ -1,4 +1,4 @@
-"""The benchmark of operations: a report that adds up, and failures that stop nothing. Its times are not tested."""
+"""Benchmark of operations: a consistent report, and failures that do not stop the run. Times are not tested."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ RATES = Rates(copy=4e12, matrix=8e14)
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Makes chains of three calls, without large copies and products."""
+    """Patch the benchmark to use chains of three calls, without large copies and GEMMs."""
     monkeypatch.setattr(pools, "MAX_CALLS", 3)
     monkeypatch.setattr(pools, "MIN_CALLS", 3)
     monkeypatch.setattr(plan_bench, "MAX_CALLS", 3)
@@ -39,7 +39,7 @@ def quick(monkeypatch):
 
 
 CALLS = dict.fromkeys(("ragged_attention", "paged_prefill", "mla_prefill"), 2)
-"""Calls in the chains of operations whose chains are longer."""
+"""Number of calls per chain, for operations with longer chains."""
 
 
 def run(operation, tmp_path, *more):
@@ -55,14 +55,14 @@ def run(operation, tmp_path, *more):
 @pytest.mark.parametrize(
     ("operation", "case", "contender"),
     [
-        ("paged_decode", "int8-head", "xla"),
         ("plan_decode", "", "xla"),
         ("write_kv", "int8-head", "xla"),
-        ("mla_decode", "f32", "xla"),
-        ("paged_prefill", "int8-head", "xla"),
         *(
-            pytest.param(*more, marks=pytest.mark.slow)
+            pytest.param(*more, marks=pytest.mark.slow)  # the same code makes the reports of all operations
             for more in (
+                ("paged_decode", "int8-head", "xla"),
+                ("mla_decode", "f32", "xla"),
+                ("paged_prefill", "int8-head", "xla"),
                 ("merge_states", "", "ours"),
                 ("ragged_attention", "f32", "xla"),
                 ("mla_prefill", "f32", "xla"),
@@ -72,7 +72,7 @@ def run(operation, tmp_path, *more):
         ),
     ],
 )
-def test_a_report_adds_up(quick, tmp_path, capsys, operation, case, contender):
+def test_report_is_consistent(quick, tmp_path, capsys, operation, case, contender):
     report = run(operation, tmp_path, "--match", case)
     assert report["complete"]
     assert report["device"] == jax.devices()[0].device_kind
@@ -93,12 +93,12 @@ def test_a_report_adds_up(quick, tmp_path, capsys, operation, case, contender):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_who_cannot_take_part_is_told_with_the_reason(quick, tmp_path, capsys):
+def test_unavailable_baselines_are_reported_with_the_reason(quick, tmp_path, capsys):
     report = run("paged_decode", tmp_path, "--match", "int8-head", "--contenders", "mosaic", "cudnn")
     results = report["cases"][0]["results"]
     if jax.default_backend() == "cpu":
         assert "compute capability 9.0" in results["mosaic"]["absent"]
-        assert re.search("torch|takes no int8-head cache", results["cudnn"]["absent"])
+        assert re.search("torch|does not support int8-head caches", results["cudnn"]["absent"])
         assert "compute capability 9.0" in capsys.readouterr().out
 
 
@@ -136,7 +136,7 @@ def fake(monkeypatch, quick):
     monkeypatch.setattr(bench_ops, "load", lambda _: bench)
 
 
-def test_failures_are_told_and_the_rest_goes_on(fake, tmp_path):
+def test_failures_are_reported_and_the_run_continues(fake, tmp_path):
     cases = {case["case"]: case for case in run("merge_states", tmp_path)["cases"]}
     assert list(cases) == ["first", "large", "second", "third"]
     assert cases["large"]["skipped"] == "it is too large"
@@ -152,7 +152,7 @@ def test_outputs_are_compared(fake, tmp_path):
     assert results["sound"]["largest_difference"] == 0.5
 
 
-def test_a_limit_stops_between_cases(fake, tmp_path, monkeypatch):
+def test_time_limit_stops_between_cases(fake, tmp_path, monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(session.time, "perf_counter", lambda: next(clock))
     report = run("merge_states", tmp_path, "--limit-seconds", "12")
@@ -165,14 +165,14 @@ def test_a_limit_stops_between_cases(fake, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "wrong", [["--grid", "none"], ["--contenders", "xla", "nobody"], ["--samples", "0"], ["--sample-seconds", "0"]]
 )
-def test_wrong_arguments_are_refused(wrong, capsys):
+def test_wrong_arguments_are_errors(wrong, capsys):
     with pytest.raises(SystemExit) as raised:
         bench_ops.main(["paged_decode", *wrong])
     assert raised.value.code == 2
     assert wrong[0] in capsys.readouterr().err
 
 
-def test_a_report_without_results_can_be_drawn(tmp_path):
+def test_report_without_results_can_be_plotted(tmp_path):
     cases = [{"case": "large", "bytes": 8, "flops": 8, "skipped": "too large"}]
     report = {"operation": "x", "device": "cpu", "grid": "small", "rates": dataclasses.asdict(RATES), "cases": cases}
     with (tmp_path / "empty.png").open("wb") as file:
@@ -189,11 +189,11 @@ def test_a_report_without_results_can_be_drawn(tmp_path):
         ({"kernels_us": {"decode": 3.0, "merge": 1.25}}, "5.0 us (4.2 in kernels) 50%"),
     ],
 )
-def test_what_a_time_is_made_of_is_told(more, shown):
+def test_cell_shows_host_and_kernel_times(more, shown):
     assert cell({"median_us": 5.0, "fraction_of_floor": 0.5} | more) == shown
 
 
-def test_quantised_caches_are_laid_beside_bfloat16():
+def test_quantized_caches_are_compared_with_bfloat16():
     def case(cache, size, **medians):
         results = {name: {"median_us": median} for name, median in medians.items()}
         return {
@@ -208,13 +208,13 @@ def test_quantised_caches_are_laid_beside_bfloat16():
         case("bf16", "B2", mosaic=9.0),
     ]
     cases += [case("fp8-token", "B3", mosaic=5.0), {"case": "B2 fp8-token", "arguments": {"cache": "fp8-token"}}]
-    assert cache_ratios({"cases": cases}) == ["B1 int8-head beside bf16: mosaic 0.60x"]
+    assert cache_ratios({"cases": cases}) == ["B1 int8-head relative to bf16: mosaic 0.60x"]
 
 
 # --- timing
 
 
-def test_samples_last_long_enough_and_leave_out_what_does_not_grow_with_them():
+def test_samples_are_long_enough_and_exclude_constant_time():
     asked = []
 
     def run(repeats):
@@ -227,12 +227,12 @@ def test_samples_last_long_enough_and_leave_out_what_does_not_grow_with_them():
     assert 1e-4 * repeats >= 0.008
 
 
-def test_a_run_longer_than_a_sample_is_repeated_no_more_than_a_difference_takes():
+def test_long_runs_are_repeated_only_for_the_difference():
     _, repeats = Stopwatch(sample_seconds=0.01, samples=3).take(lambda repeats: 7.0 * repeats)
     assert repeats == 4
 
 
-def test_noise_longer_than_a_sample_makes_no_negative_times():
+def test_noise_gives_no_negative_times():
     seconds = iter([0.0, 1.0] + [3.0, 2.7] * 3)
     samples, _ = Stopwatch(sample_seconds=0.01, samples=3).take(lambda repeats: next(seconds))
     assert samples == pytest.approx([0.9] * 3)
@@ -253,7 +253,7 @@ def test_every_call_of_a_chain_is_made():
     np.testing.assert_array_equal(outputs[3], owns[3])
 
 
-def test_runs_hand_on_what_they_carry_and_reuse_their_outputs():
+def test_runs_pass_on_carried_state_and_donate_outputs():
     owns = [jnp.full((8, 8), i, jnp.float32) for i in range(1, 4)]
     runs = timing._Runs(multiply, jnp.int32(0), jnp.eye(8), owns, {})
     before = runs._outputs[0].unsafe_buffer_pointer()
@@ -265,7 +265,7 @@ def test_runs_hand_on_what_they_carry_and_reuse_their_outputs():
     assert runs._outputs[0].unsafe_buffer_pointer() == before
 
 
-def test_a_chain_is_timed_by_the_call():
+def test_chain_reports_time_per_call():
     timed = Stopwatch(0.001, 3).chain(multiply, [jnp.ones((8, 8))] * 5, carried=jnp.int32(0), shared=jnp.eye(8))
     assert len(timed.samples) == 3
     assert timed.calls % 5 == 0
@@ -273,8 +273,8 @@ def test_a_chain_is_timed_by_the_call():
     assert timed.output.shape == (8, 8)
 
 
-def test_what_is_done_on_gpus_only(monkeypatch):
-    """The compiler knows the options, and the host's time is taken."""
+def test_gpu_only_steps(monkeypatch):
+    """Compile with the GPU options, and measure the host time."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     timed = Stopwatch(0.001, 1).chain(multiply, [jnp.ones((8, 8))], carried=jnp.int32(0), shared=jnp.eye(8))
     assert timed.fields()["host_us"] > 0
@@ -284,8 +284,8 @@ def test_what_is_done_on_gpus_only(monkeypatch):
         )
 
 
-def test_writes_go_to_the_pool_in_place():
-    """A copy of the pool would be timed along with the write."""
+def test_writes_are_in_place():
+    """A copy of the pool would be timed with the write."""
     case = write_kv.WriteKVCase(8, 4, "f32", rope=False, kv_heads=2, head_dim=16, page_size=16, pool_bytes=2**20)
     compiled: list[Any] = []
 
@@ -304,7 +304,7 @@ def test_writes_go_to_the_pool_in_place():
 # --- cases
 
 
-def test_decode_bytes_are_those_of_keys_and_values():
+def test_decode_bytes_count_keys_and_values():
     shape = Decode(4, 100, 32, 8, 128, page_size=64)
     assert DecodeCase(shape).num_bytes == 2 * 8 * 128 * 400 * 2
     assert DecodeCase(shape, "int8-head").num_bytes == 8 * 128 * 400 * 2
@@ -313,7 +313,7 @@ def test_decode_bytes_are_those_of_keys_and_values():
 
 
 @pytest.mark.parametrize(("window", "heads", "sinks"), [(64, 3, 0), (100, 2, 20), (100, 2, 128), (1000, 4, 0)])
-def test_walked_pages_are_the_plans(window, heads, sinks):
+def test_walked_pages_match_the_plan(window, heads, sinks):
     shape = Decode(5, 700, 8, 4, 64, queries=3, page_size=16, window=window)
     case = DecodeCase(shape, varied=True, windowed_heads=heads, sink_tokens=sinks)
     plan = plan_case.plan(
@@ -330,7 +330,7 @@ def test_walked_pages_are_the_plans(window, heads, sinks):
 
 
 @pytest.mark.parametrize("operation", session.OPERATIONS)
-def test_cases_of_a_grid_have_names_of_their_own_and_floors(operation):
+def test_cases_of_a_grid_have_unique_names_and_floors(operation):
     for grid in session.load(operation).grids.values():
         assert len({case.name for case in grid}) == len(grid)
         assert all(case.num_bytes > 0 for case in grid)
@@ -370,21 +370,21 @@ def test_slots_are_written_once(tokens, run):
             np.testing.assert_array_equal(calls[:, i], calls[:, i - 1] + 1)
 
 
-def test_pools_are_kept_for_cases_they_will_do_for():
-    kept = pools.Pools()
+def test_pools_are_reused_by_suitable_cases():
+    cache = pools.Pools()
     sizes = {"page_size": 16, "num_kv_heads": 2, "head_dim": 16}
-    first = kept.get("int8-head", 6, **sizes)
+    first = cache.get("int8-head", 6, **sizes)
     assert first.k.shape == (6, 2, 16, 16)
     assert np.std(np.asarray(first.k, np.float32)) == pytest.approx(40, rel=0.1)
     assert np.abs(np.asarray(first.k[5], np.float32)).max() > 0
-    assert kept.get("int8-head", 5, **sizes) is first
-    assert kept.get("int8-head", 7, **sizes) is not first
-    scales = kept.get("fp8-token", 5, **sizes).k_scale
+    assert cache.get("int8-head", 5, **sizes) is first
+    assert cache.get("int8-head", 7, **sizes) is not first
+    scales = cache.get("fp8-token", 5, **sizes).k_scale
     assert scales is not None
     assert scales.shape == (5, 2, 16)
 
 
-def test_pools_larger_than_memory_are_refused_before_they_are_made(monkeypatch):
+def test_pools_larger_than_memory_are_errors_before_allocation(monkeypatch):
     monkeypatch.setattr(pools, "memory_bytes", lambda: 10_000)
     with pytest.raises(MemoryError, match="GB"):
         pools.Pools().get("bf16", 100, page_size=16, num_kv_heads=2, head_dim=16)
@@ -407,12 +407,12 @@ def test_long_pools_are_filled_to_the_end(monkeypatch):
         DecodeCase(Decode(2, 64, 4, 2, 16, learned_sinks=True)),
     ],
 )
-def test_what_contiguous_attention_cannot_stand_in_for_is_refused(case):
+def test_cases_without_contiguous_equivalent_are_not_supported(case):
     with pytest.raises(NotImplementedError):
-        torch_decode.refuse(case)
+        torch_decode.check_supported(case)
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+def test_unwritable_report_is_an_error_before_the_measurement(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_ops, "measure_rates", lambda _: pytest.fail("something was measured"))
     assert bench_ops.main(["merge_states", "--json", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"bench_ops: error: --json: cannot write {tmp_path}: it is a directory\n"

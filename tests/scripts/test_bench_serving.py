@@ -1,4 +1,4 @@
-"""The engine's benchmark on a model of real size: its floors, and a report that adds up."""
+"""Engine benchmark with a model of real size: its floors, and a consistent report."""
 
 import dataclasses
 import functools
@@ -26,10 +26,10 @@ RATES = Rates(copy=1e9, matrix=1e10)
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(CONFIG, jnp.bfloat16, AttentionSettings("absorb", "reference"))  # compiles soonest
+    return random_model(CONFIG, jnp.bfloat16, AttentionSettings("absorb", "reference"))  # compiles fastest
 
 
-def test_random_weights_are_like_no_others(model):
+def test_random_weights_differ_and_are_scaled(model):
     weights = {".".join(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model))}
     firsts = [float(w.reshape(-1)[0]) for w in weights.values()]
     assert len({np.float32(first) for first in firsts}) > 0.9 * len(firsts)
@@ -44,12 +44,12 @@ def test_random_weights_are_like_no_others(model):
 # --- floors
 
 
-def test_steps_read_the_experts_that_their_tokens_choose(model):
+def test_steps_read_the_experts_of_their_tokens(model):
     costs = Costs.of(model, RATES)
     every = sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(nnx.state(model)))
     assert costs.dense_bytes + costs.routed_bytes == every - 2 * CONFIG.vocab_size * CONFIG.hidden_size
     experts = 2 * CONFIG.n_routed_experts * 3 * CONFIG.hidden_size * CONFIG.moe_intermediate_size
-    assert costs.routed_bytes == experts  # of the second layer, the only one that has any
+    assert costs.routed_bytes == experts  # of the second layer, the only layer with experts
     assert costs.weight_bytes(1) == costs.dense_bytes + experts * 2 / 4
     assert costs.weight_bytes(2) == costs.dense_bytes + experts * 3 / 4
     assert costs.weight_bytes(100) == pytest.approx(costs.dense_bytes + experts)
@@ -58,12 +58,12 @@ def test_steps_read_the_experts_that_their_tokens_choose(model):
 def test_floors_are_bytes_and_operations():
     costs = Costs(CONFIG, dense_bytes=1000, routed_bytes=800, token_bytes=10, rates=RATES)
     assert costs.decode_floor(1, 50) == pytest.approx((1000 + 400 + 500) / 1e9)
-    pairs = 2 * 3 * (24 + 16) * (20 * 21 / 2)  # layers, heads, widths of keys and of values, tokens seen
+    pairs = 2 * 3 * (24 + 16) * (20 * 21 / 2)  # layers, heads, key and value dimensions, visible tokens
     weights = (1000 + 400) / 2 - 64 * 32
     assert costs.prefill_floor(3, 20, 2) == pytest.approx(2 * 3 * (20 * weights + pairs) / 1e10)
 
 
-def test_those_who_come_first_decode_until_the_last_have_come():
+def test_early_requests_decode_until_the_last_prompt_is_done():
     work = Serving((1, 4), (64, 8), new_tokens=5, limit_seconds=1, max_batched_tokens=36)
     assert work.tokens_each(4, 64) == [5 + 6 + 1, 5 + 4 + 1, 5 + 2 + 1, 5]
     assert work.tokens_each(1, 64) == [5]
@@ -76,7 +76,8 @@ def test_those_who_come_first_decode_until_the_last_have_come():
 # --- runs
 
 
-def test_the_report_adds_up(tmp_path, monkeypatch, capsys):
+@pytest.mark.slow  # test_bench_engine.py has a report of small models
+def test_report_is_consistent(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench_engine.PRESETS, "v2-lite", CONFIG)
     monkeypatch.setattr(bench_engine, "Serving", functools.partial(Serving, page_size=16))
     monkeypatch.setattr(serving, "measure_rates", lambda _: RATES)
@@ -99,7 +100,8 @@ def test_the_report_adds_up(tmp_path, monkeypatch, capsys):
     assert "batch 3, context 40: prefill" in capsys.readouterr().out
 
 
-def test_all_decode_side_by_side_though_a_step_takes_few_prompts(model):
+@pytest.mark.slow  # the number of tokens has a test in every run
+def test_all_requests_decode_together_despite_few_prompts_per_step(model):
     work = Serving((5,), (16,), new_tokens=2, limit_seconds=1, page_size=16, max_batched_tokens=128, prefill_seqs=2)
     engine = Engine(model, work.engine_config())
     _, steps = serving.generate(engine, [[1] * 16] * 5, work.tokens_each(5, 16))
@@ -107,8 +109,8 @@ def test_all_decode_side_by_side_though_a_step_takes_few_prompts(model):
     assert any(step.decode_tokens == 5 for step in steps if not step.prefill_tokens)
 
 
-def test_prompts_that_take_too_long_are_skipped(monkeypatch, model):
-    """The second case ends with a tenth of the floor reached, so the third would take ten times its own floor."""
+def test_cases_beyond_the_time_limit_are_skipped(monkeypatch, model):
+    """The second case reaches a tenth of the floor, so the third case would take ten times its floor."""
     clock = iter([0.0, 1.0, 2.0, 3.0, 95.0])
     monkeypatch.setattr(serving.time, "perf_counter", lambda: next(clock))
     stats = SimpleNamespace(compile_s=0.0, compilations=3, cache_bytes=0, steps=(), num_steps=0)

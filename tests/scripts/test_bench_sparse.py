@@ -1,4 +1,4 @@
-"""The benchmark of decoding over filled caches: its report adds up. Its measurements are not tested."""
+"""Benchmark of decoding over filled caches: a consistent report. Times are not tested."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from scripts import bench_sparse
 
 
-@pytest.mark.slow  # four models' steps are compiled
-def test_a_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow  # compiles the steps of four models; tests/models/test_sparse.py has the engine
+def test_report_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     sizes = ["--cases", "2x96", "1x192", "--page-size", "16", "--new-tokens", "4", "--caches", "fp8"]
     model = ["--config", "v32-tiny", "--dtype", "float32", "--implementation", "reference"]

@@ -1,4 +1,4 @@
-"""The benchmark of drafts: its bound, and drafts that are right as often as they are told to be."""
+"""Benchmark of drafts: its bound, and drafts that are correct at the given rate."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -40,7 +40,7 @@ def drafts(rate: float) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_drafts_are_right_at_the_rate_asked_for():
+def test_drafts_are_correct_at_the_given_rate():
     first = np.arange(400) % 5
     right = np.stack([TABLE[first], TABLE[TABLE[first]], TABLE[TABLE[TABLE[first]]]], axis=1)
     assert (drafts(1.0) == right).all()
@@ -49,10 +49,10 @@ def test_drafts_are_right_at_the_rate_asked_for():
     assert follow(TABLE, 1, 5) == [1, 0, 3, 4, 2]
 
 
-def test_the_bound_is_of_bytes_or_operations():
+def test_bound_is_the_longer_of_bytes_and_operations():
     costs = Costs(CONFIG, dense_bytes=1000, routed_bytes=800, token_bytes=10, rates=Rates(copy=1e3, matrix=1e9))
     assert verifying_s(costs, 2.0, 1, 0, 2) == 2.0
-    assert verifying_s(costs, 2.0, 1, 1, 2) == pytest.approx(2.2)  # 2 of 4 experts a token: 400 bytes, then 600
+    assert verifying_s(costs, 2.0, 1, 1, 2) == pytest.approx(2.2)  # 2 of 4 experts per token: 400 bytes, then 600
     slow = Costs(CONFIG, dense_bytes=1000, routed_bytes=800, token_bytes=10, rates=Rates(copy=1e9, matrix=1e3))
     assert verifying_s(slow, 2.0, 1, 3, 2) == pytest.approx(2 + 3 * 2 * 700 / 1e3)
     assert [expected_tokens(rate, 3) for rate in (0, 0.5, 1)] == [1, 1.875, 4]
@@ -64,7 +64,7 @@ def test_the_bound_is_of_bytes_or_operations():
     )
 
 
-def test_cases_have_room_for_all_that_they_decode():
+def test_cases_have_room_for_all_tokens():
     work = DraftingWork((1, 8), (1024, 8192), (1.0,), num_drafts=4, new_tokens=256)
     sizes = work.engine_config(None)
     assert sizes.max_model_len == 8192 + max(work.output_tokens(batch, 8192) for batch in (1, 8)) + 1
@@ -73,8 +73,8 @@ def test_cases_have_room_for_all_that_they_decode():
     assert sizes.decode_buckets == (1, 8)
 
 
-def test_a_model_follows_its_table():
-    """Whatever layers add: drafts of the table are accepted as often as they are right, and the step's length shows."""
+def test_model_follows_its_table():
+    """Drafts of the table are accepted at their rate, whatever the layers compute."""
     work = DraftingWork((2,), (16,), (1.0, 0.0), num_drafts=1, new_tokens=8, page_size=16, max_batched_tokens=32)
     model, table = following_model(CONFIG, "float32", AttentionSettings())
     tabled = TabledProposer(table, 1.0)
@@ -92,7 +92,7 @@ def test_a_model_follows_its_table():
 
 
 @pytest.mark.parametrize("wrong", [["--batch", "0"], ["--num-drafts", "65"], ["--rates", "1.5"], ["--new-tokens", "0"]])
-def test_sizes_out_of_range_are_refused(wrong, capsys):
+def test_sizes_out_of_range_are_errors(wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench_speculate.main(wrong)
     assert wrong[0] in capsys.readouterr().err

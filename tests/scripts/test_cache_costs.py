@@ -1,4 +1,4 @@
-"""The cost of rounding a cache: the numbers, and a report of one model."""
+"""Cost of rounding a cache: the numbers, and the report of one model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scripts.tools import cache_costs
 GOLDENS = cache_costs.ROOT / "tests" / "goldens"
 
 
-def test_numbers_are_those_reckoned_by_hand() -> None:
-    """Two positions of two tokens: the second one's logits trade places."""
+def test_costs_of_a_small_example() -> None:
+    """Two positions of two tokens; the logits of the second position are exchanged."""
     wanted = np.array([[1.0, 0.0], [0.0, 2.0]], np.float32)
     found = cache_costs.cost(np.array([[1.0, 0.0], [2.0, 0.0]], np.float32), wanted)
     high = 1 / (1 + np.exp(-2.0))
@@ -28,8 +28,8 @@ def test_numbers_are_those_reckoned_by_hand() -> None:
     assert cache_costs.cost(wanted + 3, wanted).kl_largest == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_cache_in_the_dtype_of_the_weights_gives_the_goldens_logits() -> None:
-    """So what others differ by is their rounding, and positions are those of prompts and continuations."""
+def test_cache_with_the_dtype_of_the_weights_gives_golden_logits() -> None:
+    """Therefore the differences of other dtypes are rounding, at the positions of prompts and continuations."""
     golden = GOLDENS / "qwen3-window"
     sequences = cache_costs.sequences_of(golden)
     model = cache_costs.load_model(golden, np.float32)
@@ -43,7 +43,7 @@ def test_a_cache_in_the_dtype_of_the_weights_gives_the_goldens_logits() -> None:
 
 
 @pytest.mark.slow  # four compilations; the table of the committed report is made in every run
-def test_each_cache_of_a_model_is_reported(
+def test_each_cache_dtype_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "costs.json"
@@ -58,15 +58,15 @@ def test_each_cache_of_a_model_is_reported(
     assert capsys.readouterr().out.count("v2-group") == 2
 
 
-def test_unknown_goldens_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_goldens_are_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["cache_costs", "v9"])
     with pytest.raises(SystemExit):
         cache_costs.main()
-    assert "no golden is called v9; there are glm-dsa, glm-shared, gpt-oss" in capsys.readouterr().err
+    assert "there is no golden named v9; the goldens are glm-dsa, glm-shared, gpt-oss" in capsys.readouterr().err
 
 
 def test_every_golden_is_in_the_committed_report() -> None:
-    """With both dtypes of weights, each over the caches that it can have."""
+    """The report has both weight dtypes, each with all cache dtypes that the golden supports."""
     report = json.loads((cache_costs.ROOT / "benchmarks" / "results" / "cache_costs.json").read_text())
     names = {path.parent.name for path in GOLDENS.glob("*/golden.npz")}
     found = {(case["model"], case["weights"], case["cache"]) for case in report["cases"]}

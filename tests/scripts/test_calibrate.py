@@ -1,4 +1,4 @@
-"""The command line that calibrates: run_decode takes its file, and wrong input is refused."""
+"""The command line calibrate: run_decode reads its file, and wrong input is an error."""
 
 import json
 
@@ -15,7 +15,8 @@ QWEN3 = GOLDEN.with_name("qwen3")
 IDS = ["--prompt-ids", str(QWEN3 / "prompts.json")]
 
 
-def test_run_decode_takes_the_file(tmp_path, capsys):
+@pytest.mark.slow  # tests/models/test_calibration.py compares the scales
+def test_run_decode_reads_the_scales(tmp_path, capsys):
     scales, out = tmp_path / "scales.safetensors", tmp_path / "out.json"
     assert calibrate.main(["--model", str(QWEN3), *IDS, "--out", str(scales)]) == 0
     printed = capsys.readouterr().out
@@ -28,7 +29,7 @@ def test_run_decode_takes_the_file(tmp_path, capsys):
         assert [request["output_ids"][0] for request in requests] == [golden[f"tokens_{i}"][0] for i in range(4)]
 
 
-def test_without_prompts_random_tokens_are_taken(tmp_path, capsys):
+def test_random_tokens_are_the_default_prompts(tmp_path, capsys):
     out = tmp_path / "scales.safetensors"
     sizes = ["--tokens", "40", "--scales", "head", "--kv-dtype", "fp8", "--dtype", "bfloat16"]
     assert calibrate.main(["--random", "qwen3-tiny", *sizes, "--out", str(out)]) == 0
@@ -36,7 +37,7 @@ def test_without_prompts_random_tokens_are_taken(tmp_path, capsys):
     assert "40 tokens in 1 prompts" in capsys.readouterr().out
 
 
-def test_windows_change_what_later_layers_cache(tmp_path):
+def test_windows_change_the_scales_of_later_layers(tmp_path):
     windows = tmp_path / "windows.json"
     windows.write_text(json.dumps([{"window": [2, 9]}, None, None]))
     found = []
@@ -68,7 +69,7 @@ def test_windows_change_what_later_layers_cache(tmp_path):
         (["--random", "qwen3-tiny", "--out", "x" * 300], f"--out: cannot write {'x' * 300}: File name too long"),
     ],
 )
-def test_wrong_input_is_one_line(args, message, monkeypatch, tmp_path, capsys):
+def test_wrong_input_is_a_one_line_error(args, message, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(calibrate, "load", lambda *_: pytest.fail("weights were read or made"))
     out = tmp_path / "scales.safetensors"
     assert calibrate.main(["--out", str(out), *map(str, args)]) == 2
@@ -84,7 +85,7 @@ def test_wrong_input_is_one_line(args, message, monkeypatch, tmp_path, capsys):
     [(cli_model, "random_model", "--random: loading the weights: "), (calibrate, "calibrate", "")],
 )
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("Out of memory"), MemoryError("Out of memory")])
-def test_what_does_not_fit_into_memory_is_one_line(module, name, place, error, monkeypatch, tmp_path, capsys):
+def test_out_of_memory_is_a_one_line_error(module, name, place, error, monkeypatch, tmp_path, capsys):
     def full(*args, **kwargs):
         raise error
 
@@ -93,6 +94,6 @@ def test_what_does_not_fit_into_memory_is_one_line(module, name, place, error, m
     assert capsys.readouterr().err == f"calibrate: error: {place}Out of memory\n"
 
 
-def test_scales_that_cannot_be_written_after_all(capsys):
+def test_write_failure_after_calibration(capsys):
     assert calibrate.main(["--random", "qwen3-tiny", "--tokens", "40", "--out", "/dev/full"]) == 3
     assert capsys.readouterr().err == "calibrate: error: --out: cannot write /dev/full: No space left on device\n"

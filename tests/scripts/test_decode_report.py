@@ -1,4 +1,4 @@
-"""The table, the picture and the demonstration's prompts, without a model."""
+"""Table, picture and demonstration prompts, without a model."""
 
 import dataclasses
 import io
@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from models.engine import Difference, EngineStats, RequestCheck, RequestOutput, StepRecord, Verification
+from models.engine.verify import RoundingLoss
 from scripts.cli.command_line import UsageError
 from scripts.cli.prompts import demo_ids, demo_texts
 from scripts.cli.speculate import SpeculateOption, parse_speculate
@@ -49,13 +50,13 @@ def printed(made):
     return console.file.getvalue()  # pyrefly: ignore[missing-attribute]
 
 
-def test_a_request_is_a_line_with_its_numbers():
+def test_table_has_a_line_per_request():
     line = next(line for line in printed(report()).splitlines() if line.startswith(" 1 "))
     assert line.split()[:12] == ["1", "1001", "16", "32", "1,500", "ms", "4.0", "ms", "810", "ms", "length", "0"]
     assert line.rstrip().endswith("…")
 
 
-def test_the_run_is_told_below():
+def test_table_has_the_statistics_of_the_run():
     text = printed(report())
     for words in (
         "12,346 tokens/s",
@@ -70,18 +71,18 @@ def test_the_run_is_told_below():
         assert words in text
 
 
-def test_texts_are_shown_as_they_are_on_one_line():
+def test_texts_are_shown_on_one_line():
     text = printed(report(1, texts=["[b]not\n bold[/b]"]))
     assert "[b]not bold[/b]" in text
 
 
-def test_an_output_without_tokens_has_no_times():
+def test_output_without_tokens_has_no_times():
     nothing = RequestOutput(0, 3, 0, [], "abort", None, None, [])
     line = next(line for line in printed(report(outputs=[nothing])).splitlines() if line.startswith(" 0 "))
     assert line.split() == ["0", "3", "0", "0", "-", "-", "-", "abort"]
 
 
-def test_differences_and_ties_are_told():
+def test_differences_and_ties_are_shown():
     right = Verification((RequestCheck(30, 2, None),), 1e-3)
     assert "30 of 32 tokens" in printed(report(verification=right))
     assert "2 tied within 0.001" in " ".join(printed(report(verification=right)).split())
@@ -89,22 +90,24 @@ def test_differences_and_ties_are_told():
     assert "request 1, output position 1: got the end, wanted 7, margin 0.25" in printed(report(verification=wrong))
     many = Verification((RequestCheck(4, 8, None),), 5.0)
     assert "8 of 12 tokens differ, each within 5" in " ".join(printed(report(verification=many)).split())
-    far = Verification((RequestCheck(30, 1, None), RequestCheck(30, 0, None, (Difference(2, 5, 7, 0.25),))), 5.0)
-    assert "60 of 62 tokens equal" in printed(report(verification=far))
-    assert "1 by near ties of experts" in " ".join(printed(report(verification=far)).split())
-    more = Verification((RequestCheck(1, 0, None, (Difference(2, 5, 7, 0.25), Difference(3, 5, 7, 1.0))),), 5.0)
-    text = " ".join(printed(report(verification=more)).split())
-    assert "2 of 3 tokens differ by more than 5 from the plain run's; the first: request 0, output position 2" in text
+    rounded = Verification((RequestCheck(30, 2, None, RoundingLoss(1.5, 1.0, 0.25, 0.5)),), None)
+    text = " ".join(printed(report(verification=rounded)).split())
+    assert "30 of 32 tokens equal" in text
+    assert "2 differ by rounding errors (loss 1.5 in logits, allowed 4.5)" in text
+    assert report(verification=rounded).to_json()["run"]["verified_loss_allowed"] == 4.5
+    lost = Verification((RequestCheck(30, 2, None, RoundingLoss(5.5, 1.0, 0.25, 0.5)),), None)
+    text = " ".join(printed(report(verification=lost)).split())
+    assert "2 of 32 tokens differ, with a loss of 5.5 in float32 logits; rounding explains at most 4.5" in text
 
 
-def test_json_leaves_out_what_there_is_not():
+def test_json_omits_missing_values():
     assert "text" not in report().to_json()["requests"][0]
     assert "verified" not in report().to_json()["run"]
     assert report(1, texts=["hi"]).to_json()["requests"][0]["text"] == "hi"
     assert report().to_json()["run"]["steps"] == 4
 
 
-def test_drafts_are_told_by_position():
+def test_drafts_are_shown_by_position():
     drafting = [
         RequestOutput(0, 9, 0, [1, 2, 3], "length", None, 1.5, [0.1], (8, 8, 4), (6, 2, 0)),
         RequestOutput(1, 9, 0, [1], "length", None, 1.5, [], (2,), (1,)),
@@ -150,13 +153,13 @@ def test_values_of_speculate(given, option):
         ("draft:dir:65", "expected 1 to 64 drafts, got '65'"),
     ],
 )
-def test_values_of_speculate_that_are_refused(given, why):
+def test_invalid_values_of_speculate(given, why):
     with pytest.raises(UsageError, match=f"--speculate: {why}"):
         parse_speculate(given)
 
 
 @pytest.mark.parametrize(("num_requests", "num_steps"), [(1, 0), (1, 1), (100, 3000)])
-def test_any_run_makes_a_picture(tmp_path, num_requests, num_steps):
+def test_plot_of_any_run(tmp_path, num_requests, num_steps):
     path = tmp_path / "picture"
     with path.open("wb") as file:
         plot_run(file, report(num_requests, num_steps))

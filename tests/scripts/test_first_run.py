@@ -1,4 +1,4 @@
-"""The first run on a card: what ends, what is counted, and what is said, without a card."""
+"""The first run on a new GPU, tested without a GPU: time limits, counts and messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ tests/contract/test_mla_decode.py::test_pages[mosaic-pages of 64, few] {"+" * 20
 """
 
 
-def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert first_run.main(["--out", str(tmp_path / "new")]) == 3
     printed = capsys.readouterr()
     assert printed.err == "first_run: error: needs a GPU of compute capability 9.0 or 10.0, this is cpu\n"
@@ -42,19 +42,19 @@ SMOKE = [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) 
 
 
 @pytest.mark.parametrize("name", SMOKE)
-def test_smallest_calls_are_right(name: str) -> None:
+def test_smallest_calls_are_correct(name: str) -> None:
     assert first_run.error_of(name, "xla") <= first_run.TOLERANCE
 
 
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])
 @pytest.mark.parametrize("name", SMOKE)
-def test_kernels_take_the_smallest_calls(capsys: pytest.CaptureFixture[str], name: str, capability: str) -> None:
+def test_kernels_support_the_smallest_calls(capsys: pytest.CaptureFixture[str], name: str, capability: str) -> None:
     with mock.patch.dict(os.environ, {INTERPRET_VARIABLE: capability}), harness.interpreting(capsys):
         jax.eval_shape(lambda: first_run.SMOKE[name](SmokeCall("mosaic")))
 
 
-def test_a_process_that_hangs_is_ended() -> None:
-    """With what it started, and what it wrote is kept."""
+def test_hanging_process_is_killed() -> None:
+    """Its child processes are killed too, and its output is available."""
     began = time.monotonic()
     child = "import subprocess, sys; print('said', flush=True); subprocess.run(['sleep', '60'])"
     ended = first_run.run_process(["-c", child], 1.0)
@@ -65,20 +65,20 @@ def test_a_process_that_hangs_is_ended() -> None:
 @pytest.mark.parametrize(
     ("ended", "outcome", "words"),
     [
-        (Ended(None, "", 5), "hung", "write_kv gave no result in 5 s and was ended"),
+        (Ended(None, "", 5), "hung", "write_kv had no result after 5 s and was killed"),
         (Ended(1, "Traceback ...\nRuntimeError: CUDA_ERROR\n", 5), "failed", "RuntimeError: CUDA_ERROR"),
         (Ended(0, 'warning\n{"error": 0.5}\n', 5), "wrong", "error 0.5"),
         (Ended(0, '{"error": NaN}\n', 5), "wrong", "error nan"),
         (Ended(0, '{"error": 0.001}\n', 5), "right", "error 0.001"),
     ],
 )
-def test_a_smoke_case_ends(monkeypatch: pytest.MonkeyPatch, ended: Ended, outcome: str, words: str) -> None:
+def test_outcomes_of_a_smoke_case(monkeypatch: pytest.MonkeyPatch, ended: Ended, outcome: str, words: str) -> None:
     monkeypatch.setattr(first_run, "run_process", lambda *_: ended)
     entry = first_run.smoke("write_kv", 5)
     assert (entry["outcome"], entry["words"]) == (outcome, words)
 
 
-def test_a_test_that_hangs_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hanging_test_is_named_and_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[list[str]] = []
 
     def run_process(arguments: list[str], *_: Any) -> Ended:
@@ -92,14 +92,14 @@ def test_a_test_that_hangs_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch
     assert [f"--deselect={name}" in arguments for arguments in calls] == [False, True]
 
 
-def test_a_file_whose_tests_all_hang_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_file_with_hanging_tests_only_is_abandoned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(first_run, "run_process", lambda *_: Ended(None, HANGS, 9))
     assert len(first_run.contract(CONTRACT, tmp_path, 9)["hung"]) == first_run.MOST_HANGS
 
 
 @pytest.mark.slow
-def test_the_suite_is_run_as_it_is_on_a_card(tmp_path: Path) -> None:
-    """Here, where kernels are interpreted, their tests are there under the same names; of one file only."""
+def test_contract_suite_runs_as_on_a_gpu(tmp_path: Path) -> None:
+    """Without a GPU, the tests of a file have the same names and run interpreted. Runs one file only."""
     file = CONTRACT.with_name("test_surroundings.py")
     with mock.patch.object(first_run, "run_process", wraps=first_run.run_process) as process:
         entry = first_run.contract(file, tmp_path, 100)
@@ -107,7 +107,7 @@ def test_the_suite_is_run_as_it_is_on_a_card(tmp_path: Path) -> None:
     assert (tmp_path / "contract_test_surroundings.log").read_text()
 
 
-def test_all_that_was_found_is_in_the_summary(
+def test_summary_has_all_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_process(arguments: list[str], *_: Any) -> Ended:
@@ -128,13 +128,13 @@ def test_all_that_was_found_is_in_the_summary(
     assert [entry["outcome"] for entry in report["smoke"]] == ["hung"] + ["right"] * (len(first_run.SMOKE) - 1)
     assert report["benchmarks"][0]["rates"]["copy"] == 7e12
     printed = capsys.readouterr().out
-    assert "write_kv gave no result in 240 s and was ended" in printed
-    assert "at best 50% of the floor; copy 7.00 TB/s, product 1000 TFLOP/s" in printed
+    assert "write_kv had no result after 240 s and was killed" in printed
+    assert "at best 50% of the floor; copy 7.00 TB/s, GEMM 1000 TFLOP/s" in printed
     assert printed.splitlines()[-1].endswith("not: write_kv")
 
 
 @pytest.mark.parametrize("operation", first_run.GRIDS)
-def test_what_is_measured_is_there(operation: str) -> None:
+def test_measured_grids_exist(operation: str) -> None:
     bench = load(operation)
     assert first_run.GRIDS[operation] in bench.grids
     assert {"mosaic", "xla"} <= set(bench.contenders)

@@ -1,4 +1,4 @@
-"""Files that someone may have made to crash, hang or fill this machine: each is refused in one line that names it."""
+"""Files made to crash, hang or fill the machine: each one causes a one-line error that names the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.cli.command_line import StandardOutput, exit_status
 from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
 
 type Spoil = Callable[[Path], object]
-"""Makes one file of a model's directory hostile."""
+"""A function that makes one file of a model's folder hostile."""
 
 DEEP = 100_000
 
@@ -32,7 +32,7 @@ def theta(value: float) -> Spoil:
 
 
 def edited(name: str, **entries: Any) -> Spoil:
-    """Replaces entries of a JSON file."""
+    """Replace entries of a JSON file."""
 
     def spoil(directory: Path) -> None:
         path = directory / name
@@ -55,7 +55,7 @@ def template(source: str) -> Spoil:
 
 
 def pipe(name: str) -> Spoil:
-    """Puts a pipe that nobody writes to in a file's place."""
+    """Replace a file by a pipe without a writer."""
 
     def spoil(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
@@ -68,7 +68,7 @@ SHARD = "model-00001-of-00005.safetensors"
 
 
 def header(content: Any) -> Spoil:
-    """Makes a shard of this header, and no tensors."""
+    """Write a shard with this header and no tensors."""
     text = (content if isinstance(content, str) else json.dumps(content)).encode()
     return written(SHARD, len(text).to_bytes(8, "little") + text)
 
@@ -279,14 +279,14 @@ def make_model(tmp_path: Path) -> Callable[[str], Path]:
         for name, spoil, words in table
     ],
 )
-def test_a_hostile_model_is_refused_in_one_line(
-    make_model, refused, monkeypatch: pytest.MonkeyPatch, golden: str, spoil: Spoil, words: str
+def test_hostile_model_is_a_one_line_error(
+    make_model, usage_error, monkeypatch: pytest.MonkeyPatch, golden: str, spoil: Spoil, words: str
 ) -> None:
-    if "more than 1 s" in words:  # the others may take longer where the machine is busy
+    if "more than 1 s" in words:  # the other cases may take longer on a busy machine
         monkeypatch.setattr(checkpoints_tokenizer, "SECONDS", 1)
     directory = make_model(golden)
     spoil(directory)
-    line = refused("--model", directory, "--prompt", f"w1 {'a' * 40}b")
+    line = usage_error("--model", directory, "--prompt", f"w1 {'a' * 40}b")
     assert any(each in line for each in words.split(" | "))
     assert len(line) < 2500
 
@@ -308,31 +308,31 @@ SCALES = ["--random", "qwen3-tiny", "--kv-dtype", "int8", "--kv-scales"]
         (SCALES, written("file", DEEP.to_bytes(8, "little") + b"[" * DEEP), "--kv-scales: {}: not a safetensors file"),
     ],
 )
-def test_a_hostile_file_beside_the_model_is_refused_in_one_line(
-    refused, tmp_path: Path, args: list[str], spoil: Spoil, words: str
+def test_hostile_input_file_is_a_one_line_error(
+    usage_error, tmp_path: Path, args: list[str], spoil: Spoil, words: str
 ) -> None:
     spoil(tmp_path)
-    line = refused(*args, tmp_path / "file")
+    line = usage_error(*args, tmp_path / "file")
     assert words.format(tmp_path / "file") in line
     assert len(line) < 2500
 
 
-def test_a_file_of_any_size_is_read_up_to_a_limit(refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_up_to_a_size_limit(usage_error, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_files, "SIZE_LIMIT", 2**20)
-    assert refused("--prompt-ids", "/dev/zero").endswith("--prompt-ids: /dev/zero: expected at most 1 MiB")
+    assert usage_error("--prompt-ids", "/dev/zero").endswith("--prompt-ids: /dev/zero: expected at most 1 MiB")
 
 
-def test_a_prompt_that_is_no_text_is_refused(make_model, refused) -> None:
-    line = refused("--model", make_model("v3"), "--prompt", "w1", os.fsdecode(b"w2 \xff"))
+def test_prompt_that_is_not_utf8_is_an_error(make_model, usage_error) -> None:
+    line = usage_error("--model", make_model("v3"), "--prompt", "w1", os.fsdecode(b"w2 \xff"))
     assert "--prompt: text 1: expected text in UTF-8, got '\\udcff' at character 3" in line
 
 
-def test_names_that_are_no_text_are_printed(capsys) -> None:
+def test_names_that_are_not_utf8_are_escaped(capsys) -> None:
     StandardOutput().print(f"written to {os.fsdecode(b'a\xff')}")
     assert capsys.readouterr().out == "written to a\\udcff\n"
 
 
-def test_no_exception_of_any_kind_has_the_status_of_a_difference(capsys) -> None:
+def test_no_exception_has_the_exit_status_of_a_difference(capsys) -> None:
     class Panic(BaseException):
         """Panic of a library written in Rust."""
 
@@ -343,9 +343,9 @@ def test_no_exception_of_any_kind_has_the_status_of_a_difference(capsys) -> None
     assert capsys.readouterr().err.endswith("Panic: at the disco\n")
 
 
-def test_what_a_file_says_cannot_steer_the_terminal(make_model, refused) -> None:
+def test_control_characters_of_a_file_are_not_printed(make_model, usage_error) -> None:
     directory = make_model("v3")
     config(model_type="\x1b[2J\n" + "x" * 5000)(directory)
-    line = refused("--model", directory)
+    line = usage_error("--model", directory)
     assert "\x1b" not in line
     assert len(line) < 2500

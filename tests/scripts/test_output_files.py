@@ -1,4 +1,4 @@
-"""Output files: what was complete stays until the next is, whatever the target is and whatever fails."""
+"""Output files: a complete file stays until its replacement is complete, for any target and any failure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def umask(mask: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """Lets no file grow beyond a size."""
+    """Limit the size of files in the block."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -54,7 +54,7 @@ def old(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_is_what_it_was_until_the_next_is_complete(old: Path) -> None:
+def test_file_is_unchanged_until_its_replacement_is_complete(old: Path) -> None:
     with output_file(old) as file:
         file.write(b"new")
         file.flush()
@@ -64,7 +64,7 @@ def test_a_file_is_what_it_was_until_the_next_is_complete(old: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
-def test_a_file_that_does_not_become_complete_leaves_nothing(old: Path, error: type[BaseException]) -> None:
+def test_incomplete_file_leaves_nothing(old: Path, error: type[BaseException]) -> None:
     def write_half() -> None:
         with output_file(old) as file:
             file.write(b"half")
@@ -76,7 +76,7 @@ def test_a_file_that_does_not_become_complete_leaves_nothing(old: Path, error: t
     assert os.listdir(old.parent) == ["out.json"]
 
 
-def test_a_full_disk_is_one_line_and_leaves_what_was(old: Path) -> None:
+def test_full_disk_is_a_one_line_error_and_changes_nothing(old: Path) -> None:
     said = f"^--json: cannot write {old}: File too large$"
     with pytest.raises(Failure, match=said), full_disk(1000), writing("--json", old) as file:
         file.write(b"x" * 100_000)
@@ -84,7 +84,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was(old: Path) -> None:
     assert os.listdir(old.parent) == ["out.json"]
 
 
-def test_permissions_of_a_new_file_are_those_that_the_umask_leaves(tmp_path: Path) -> None:
+def test_new_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
     for mask, wanted in ((0o022, 0o644), (0o077, 0o600), (0o002, 0o664)):
         path = tmp_path / f"{mask}"
         with umask(mask):
@@ -92,14 +92,14 @@ def test_permissions_of_a_new_file_are_those_that_the_umask_leaves(tmp_path: Pat
         assert mode(path) == wanted
 
 
-def test_a_file_that_is_there_keeps_its_permissions(old: Path) -> None:
+def test_existing_file_keeps_its_permissions(old: Path) -> None:
     old.chmod(0o640)
     with umask(0o077):
         write(old)
     assert (old.read_text(), mode(old)) == ("new", 0o640)
 
 
-def test_links_stay_and_their_files_are_replaced(old: Path, tmp_path: Path) -> None:
+def test_link_stays_and_its_target_is_replaced(old: Path, tmp_path: Path) -> None:
     folder = tmp_path / "links"
     folder.mkdir()
     (folder / "first").symlink_to(old)
@@ -112,7 +112,7 @@ def test_links_stay_and_their_files_are_replaced(old: Path, tmp_path: Path) -> N
     assert all((folder / name).is_symlink() for name in ("first", "second", "to nothing"))
 
 
-def test_a_pipe_stays_a_pipe_and_gets_the_file(tmp_path: Path) -> None:
+def test_pipe_is_written_in_place(tmp_path: Path) -> None:
     path, read = tmp_path / "pipe", []
     os.mkfifo(path)
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
@@ -124,7 +124,7 @@ def test_a_pipe_stays_a_pipe_and_gets_the_file(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(path.stat().st_mode)
 
 
-def test_devices_are_written_to_and_stay(tmp_path: Path) -> None:
+def test_devices_are_written_in_place(tmp_path: Path) -> None:
     (tmp_path / "null").symlink_to("/dev/null")
     write(tmp_path / "null")
     write(Path("/dev/null"))
@@ -134,9 +134,9 @@ def test_devices_are_written_to_and_stay(tmp_path: Path) -> None:
         file.write(b"new")
 
 
-def test_the_file_of_standard_output_gets_what_is_printed_later_too(tmp_path: Path, capfd) -> None:
+def test_file_of_standard_output_also_gets_later_output(tmp_path: Path, capfd) -> None:
     with capfd.disabled():
-        kept, path = os.dup(1), tmp_path / "stdout"
+        terminal, path = os.dup(1), tmp_path / "stdout"
         with path.open("wb") as file:
             os.dup2(file.fileno(), 1)
         try:
@@ -146,12 +146,12 @@ def test_the_file_of_standard_output_gets_what_is_printed_later_too(tmp_path: Pa
             write(path, b"again ")
             os.write(1, b"after")
         finally:
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(terminal, 1)
+            os.close(terminal)
     assert path.read_bytes() == b"before report again after"
 
 
-def test_what_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
+def test_unwritable_paths_are_errors_beforehand(tmp_path: Path) -> None:
     def refusal(*paths: Path) -> str:
         with pytest.raises(UsageError) as raised:
             check_outputs({f"--{i}": path for i, path in enumerate(paths)})
@@ -178,14 +178,14 @@ def test_what_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
 WRITES = re.compile(r"""\.write_text\(|\.write_bytes\(|\bopen\([^)]*["'][wax]b?["']|\bsave_file\(|savefig\(\w*path""")
 
 
-def test_every_command_writes_its_files_by_this_function() -> None:
-    """The goldens' directories and widened copies of them excepted, which are made anew."""
+def test_every_command_writes_files_with_output_file() -> None:
+    """Exceptions: folders of goldens and their widened copies, which are created anew."""
     own = {"scripts/cli/output_files.py", "scripts/tools/make_goldens.py", "scripts/tools/wide_latents.py"}
     files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "scripts").rglob("*.py")}
     assert own == {name for name, source in files.items() if WRITES.search(source)}
 
 
-def test_a_block_device_is_never_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_device_is_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
     found = os.stat_result((stat.S_IFBLK | 0o666, *os.stat("/dev/null")[1:]))
     monkeypatch.setattr(os, "stat", lambda path, **_: found)
     with pytest.raises(OSError, match="neither a regular file nor a pipe nor a character device"):

@@ -1,4 +1,4 @@
-"""run_decode as a person or a program runs it: its results and its messages."""
+"""Results and messages of run_decode."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("shared_steps")
 
 @pytest.fixture
 def run_json(tmp_path, capsys):
-    """Runs the command line, which has to succeed, and returns its JSON."""
+    """Return a function that runs a command line, which must succeed, and returns its JSON."""
 
     def run(*args):
         out = tmp_path / "out.json"
@@ -50,7 +50,7 @@ def stdout(files):
     command = ["--model", GOLDEN, "--prompt-ids", GOLDEN / "prompts.json", *SIZES, "--max-tokens", 24, "--verify"]
     command += ["--json", files / "out.json", "--dump-logits", files / "logits.bin", "--plot", files / "plot"]
     command += ["--profile", files / "trace" / "of" / "run"]
-    # As a program of its own, without the tests' settings; but with compiled programs from the cache, to be quick.
+    # Run as a separate process without the settings of the tests, but with the cache of compiled programs.
     cache = {
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
@@ -89,12 +89,12 @@ def documented_keys(heading):
 
 
 class TestResults:
-    """One run with everything switched on, examined from all sides."""
+    """One run with all options, checked in all its results."""
 
     def test_tokens_are_those_of_transformers(self, result, golden):
         assert outputs(result) == [golden[f"tokens_{i}"].tolist() for i in range(4)]
 
-    def test_logits_are_those_of_transformers_where_they_were_computed(self, result, golden, files):
+    def test_computed_logits_are_those_of_transformers(self, result, golden, files):
         with np.load(files / "logits.bin", allow_pickle=False) as dumped:
             assert sorted(dumped) == [f"logits_{i}" for i in range(4)]
             for i, request in enumerate(result["requests"]):
@@ -104,7 +104,7 @@ class TestResults:
                 np.testing.assert_allclose(logits[cached:], golden[f"logits_{i}"][cached:], atol=1e-4)
 
     def test_requests_have_exactly_the_documented_keys(self, result):
-        documented = documented_keys("of a request") - {"text", "drafted", "accepted"}  # of other options
+        documented = documented_keys("of a request") - {"text", "drafted", "accepted"}  # keys of other options
         assert list(result) == ["requests", "run"]
         for request, prompt in zip(result["requests"], PROMPTS, strict=True):
             assert set(request) == documented
@@ -115,7 +115,7 @@ class TestResults:
 
     def test_the_shared_prefix_was_cached(self, result):
         assert [request["cached_tokens"] for request in result["requests"]] == [0, 0, 0, 32]
-        assert 32 / sum(map(len, PROMPTS)) <= result["run"]["prefix_hit_rate"] < 1  # a preempted request looks again
+        assert 32 / sum(map(len, PROMPTS)) <= result["run"]["prefix_hit_rate"] < 1  # preempted requests count twice
 
     def test_the_run_has_exactly_the_documented_keys(self, result):
         run = result["run"]
@@ -133,28 +133,29 @@ class TestResults:
         assert run["device"] == "cpu"
         assert run["versions"]["jax"] == jax.__version__
 
-    def test_the_table_says_what_a_person_wants_to_know(self, stdout):
+    def test_table_has_the_main_statistics(self, stdout):
         assert "4 requests on v3" in stdout
         for word in ("prompt", "cached", "new", "TTFT", "per token", "prefix hits", "preemptions", "compilation"):
             assert word in stdout
         assert "yes: 96 of 96 tokens equal" in stdout
         assert max(map(len, stdout.splitlines())) <= 80
 
-    def test_the_picture_is_a_png(self, stdout, files):
+    def test_plot_is_a_png(self, stdout, files):
         assert (files / "plot").read_bytes().startswith(b"\x89PNG")
 
-    def test_the_profile_is_a_trace(self, stdout, files):
+    def test_profile_is_a_trace(self, stdout, files):
         assert list((files / "trace" / "of" / "run").rglob("*.xplane.pb"))
 
 
-def test_without_chunks_and_cache_the_tokens_are_the_same(run_json, write_ids, golden):
+@pytest.mark.slow  # tests/models/test_engine.py has an engine without both
+def test_tokens_without_chunked_prefill_and_prefix_cache(run_json, write_ids, golden):
     result = run_json(*SMALL, *write_ids([*PROMPTS[:2], PROMPTS[1]]), "--no-chunked-prefill", "--no-prefix-caching")
     assert outputs(result) == [golden[f"tokens_{i}"][:6].tolist() for i in (0, 1, 1)]
     assert result["run"]["prefix_hit_rate"] == 0
     assert [request["cached_tokens"] for request in result["requests"]] == [0, 0, 0]
 
 
-def test_prefixes_are_found_in_the_file_of_the_last_run(run_json, write_ids, golden, tmp_path):
+def test_prefix_cache_file_is_reused_by_the_next_run(run_json, write_ids, golden, tmp_path):
     file, ids = tmp_path / "prefixes", write_ids(PROMPTS[:2])
     first = run_json(*SMALL, *ids, "--prefix-cache", file)
     second = run_json(*SMALL, *ids, "--prefix-cache", file)
@@ -162,21 +163,21 @@ def test_prefixes_are_found_in_the_file_of_the_last_run(run_json, write_ids, gol
     assert second["run"]["prefix_hit_rate"] > first["run"]["prefix_hit_rate"]
 
 
-def test_a_file_without_prefixes_of_this_model_is_refused(refused, write_ids, tmp_path):
+def test_prefix_cache_file_of_another_model_is_an_error(usage_error, write_ids, tmp_path):
     file, run = tmp_path / "prefixes", [*SMALL, *write_ids(PROMPTS[:2]), "--prefix-cache", tmp_path / "prefixes"]
     file.write_bytes(CachedPages({"page_size": 3}, (), ()).to_bytes())
-    assert f"--prefix-cache: {file}: pages: expected those of an engine like this one, got page_size of 3" in refused(
-        *run
-    )
+    expected = f"--prefix-cache: {file}: pages: expected pages of an engine like this one, got page_size of 3"
+    assert expected in usage_error(*run)
     file.write_bytes(b"rubbish")
-    assert f"--prefix-cache: {file}: data: no cached pages in these 7 bytes" in refused(*run)
+    assert f"--prefix-cache: {file}: data: no cached pages in these 7 bytes" in usage_error(*run)
     file.unlink()
     os.mkfifo(file)
-    assert f"--prefix-cache: {file}: not a regular file" in refused(*run)
-    assert "--prefix-cache: not with --no-prefix-caching" in refused(*run, "--no-prefix-caching")
+    assert f"--prefix-cache: {file}: not a regular file" in usage_error(*run)
+    assert "--prefix-cache: not with --no-prefix-caching" in usage_error(*run, "--no-prefix-caching")
 
 
-def test_a_draw_depends_on_seed_and_position_only(run_json, write_ids):
+@pytest.mark.slow  # tests/models/test_engine.py has sampling
+def test_samples_depend_on_seed_and_position_only(run_json, write_ids):
     sampling = [*SMALL, "--temperature", "1", "--top-k", "50", "--top-p", "0.95", "--ignore-eos"]
     result = run_json(*sampling, *write_ids(PROMPTS[1:3]), "--verify")
     assert result["run"]["verified"] is True
@@ -184,14 +185,16 @@ def test_a_draw_depends_on_seed_and_position_only(run_json, write_ids):
     assert outputs(run_json(*sampling, *write_ids(PROMPTS[1:3]), "--seed", "1")) != outputs(result)
 
 
-def test_the_implementation_and_mla_asked_for_are_used(run_json, write_ids):
+@pytest.mark.slow  # engine tests name implementations and MLA modes
+def test_implementation_and_mla_options(run_json, write_ids):
     asked = ["--mla", "absorb", "--implementation", "reference,xla", "--verify"]
     run = run_json(*SMALL, *write_ids(PROMPTS[1:3]), *asked)["run"]
     assert run["implementation"] == {"write_latent": "reference", "mla_decode": "reference"}
     assert run["verified"] is True
 
 
-def test_keys_and_values_are_cached_in_the_dtype_asked_for(run_json, write_ids):
+@pytest.mark.slow  # tests/models/test_engine_windows.py has int8 caches
+def test_kv_dtype_int8_of_keys_and_values(run_json, write_ids):
     qwen3 = GOLDEN.with_name("qwen3")
     prompts = json.loads((qwen3 / "prompts.json").read_text())[1:3]
     asked = ["--model", qwen3, *SIZES, "--max-tokens", 6, *write_ids(prompts), "--kv-dtype", "int8", "--verify"]
@@ -202,8 +205,9 @@ def test_keys_and_values_are_cached_in_the_dtype_asked_for(run_json, write_ids):
     assert result["run"]["implementation"] == {"write_kv": "xla", "paged_decode": "xla", "paged_prefill": "xla"}
 
 
-def test_latents_are_cached_in_8_bits(run_json, write_ids, tmp_path):
-    config = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=1, kv_lora_rank=128)  # quick to compile
+@pytest.mark.slow  # tests/models/test_latents_8bit.py has fp8 latents
+def test_kv_dtype_fp8_of_latents(run_json, write_ids, tmp_path):
+    config = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=1, kv_lora_rank=128)  # compiles quickly
     save_random_checkpoint(tmp_path / "model", config)
     sizes = [*SIZES, "--decode-buckets", 2, "--prefill-buckets", 16]
     asked = [*sizes, "--max-tokens", 6, *write_ids(PROMPTS[1:3]), "--kv-dtype", "fp8", "--verify"]
@@ -212,8 +216,9 @@ def test_latents_are_cached_in_8_bits(run_json, write_ids, tmp_path):
     assert [len(ids) for ids in outputs(result)] == [6, 6]
 
 
-def test_tokens_attend_to_as_many_keys_as_they_are_told(run_json, write_ids, tmp_path):
-    """Uses a model that is dense without the option; the plain run chooses keys, too."""
+@pytest.mark.slow  # tests/models/test_sparse.py has sparse attention
+def test_index_topk_option(run_json, write_ids, tmp_path):
+    """The model is dense without the option. The plain run also selects keys."""
     tiny = dataclasses.replace(PRESETS["glm-tiny"], num_hidden_layers=2, indexer_types=("full", "shared"))
     config = dataclasses.replace(tiny, index_topk=2000)
     save_random_checkpoint(tmp_path / "model", config)
@@ -224,8 +229,9 @@ def test_tokens_attend_to_as_many_keys_as_they_are_told(run_json, write_ids, tmp
     assert {"write_index_keys", "index_top_k", "mla_sparse"} <= result["run"]["implementation"].keys()
 
 
-def test_heads_see_what_a_file_says(run_json, write_ids, tmp_path):
-    """Over keys and values of 8 bits, so that one model is compiled for both."""
+@pytest.mark.slow  # tests/models/test_engine_windows.py has head windows
+def test_head_windows_option(run_json, write_ids, tmp_path):
+    """Uses an int8 cache, so that the test of the int8 cache shares the compiled model."""
     qwen3, windows = GOLDEN.with_name("qwen3"), tmp_path / "windows.json"
     windows.write_text(json.dumps([None, 5, {"window": [None, 4], "sink_tokens": [0, 2]}]))
     prompt = json.loads((qwen3 / "prompts.json").read_text())[2]
@@ -241,14 +247,14 @@ class TestTexts:
     def words(self, ids):
         return " ".join(f"w{i}" for i in ids)
 
-    def test_prompts_and_outputs_are_texts(self, run_json, text_model, golden):
+    def test_prompts_and_outputs_are_text(self, run_json, text_model, golden):
         texts = [self.words(ids) for ids in PROMPTS[1:3]]
         result = run_json("--model", text_model, *SIZES, "--max-tokens", "6", "--prompt", *texts)
         want = [golden[f"tokens_{i}"][:6].tolist() for i in (1, 2)]
         assert outputs(result) == want
         assert [request["text"] for request in result["requests"]] == [self.words(ids) for ids in want]
 
-    def test_the_chat_template_goes_around_a_prompt(self, run_json, text_model):
+    def test_chat_template_is_applied(self, run_json, text_model):
         template = "{{ messages[0].content }} w9{% if add_generation_prompt %} w8{% endif %}"
         (text_model / "chat_template.jinja").write_text(template)
         asked = [*SIZES, "--prefill-buckets", "16", "--max-tokens", "1"]  # padded as in other tests
@@ -256,7 +262,7 @@ class TestTexts:
         assert [request["prompt_tokens"] for request in result["requests"]] == [4, 3]
 
 
-def test_a_model_without_prompts_gets_demonstration_prompts_of_shared_prefixes(run_json):
+def test_default_prompts_share_prefixes(run_json):
     result = run_json("--model", GOLDEN, *SIZES, "--max-tokens", "2")
     requests = result["requests"]
     assert len(requests) == 8
@@ -265,7 +271,7 @@ def test_a_model_without_prompts_gets_demonstration_prompts_of_shared_prefixes(r
     assert sum(request["cached_tokens"] > 0 for request in requests) >= 4
 
 
-def test_a_difference_is_named_and_is_exit_status_1(monkeypatch, capsys, write_ids, tmp_path, golden):
+def test_difference_is_reported_with_exit_status_1(monkeypatch, capsys, write_ids, tmp_path, golden):
     honest = Engine.output
 
     def lying(engine, request_id):
@@ -284,7 +290,7 @@ def test_a_difference_is_named_and_is_exit_status_1(monkeypatch, capsys, write_i
     assert json.loads(out.read_text())["run"]["verified"] is False
 
 
-def test_an_interrupt_leaves_what_has_arrived(monkeypatch, capsys, write_ids, tmp_path):
+def test_interrupt_keeps_decoded_tokens(monkeypatch, capsys, write_ids, tmp_path):
     steps, step = [], Engine.step
 
     def interrupted(engine):
@@ -315,8 +321,8 @@ def test_an_interrupt_leaves_what_has_arrived(monkeypatch, capsys, write_ids, tm
 
 
 @pytest.mark.parametrize("at", [1, 400, 1100, 2000, 3300])
-def test_ctrl_c_anywhere_in_a_run_leaves_what_has_arrived(monkeypatch, capsys, write_ids, tmp_path, at, golden):
-    """Interrupt at the given line that runs in the engine and its pools."""
+def test_ctrl_c_at_any_line_keeps_decoded_tokens(monkeypatch, capsys, write_ids, tmp_path, at, golden):
+    """Interrupt at the given line in the engine or its pools."""
     engines, engine_of = [], run_decode._engine
     fault = Fault(at)
 
@@ -349,7 +355,7 @@ def test_ctrl_c_anywhere_in_a_run_leaves_what_has_arrived(monkeypatch, capsys, w
         (MemoryError(), "MemoryError"),
     ],
 )
-def test_what_was_decoded_outlives_a_device_that_fails(monkeypatch, capsys, write_ids, tmp_path, error, reason):
+def test_decoded_tokens_survive_a_device_failure(monkeypatch, capsys, write_ids, tmp_path, error, reason):
     launch, calls = Runner.launch, iter(range(100))
 
     def fail(*args):
@@ -369,7 +375,7 @@ def test_what_was_decoded_outlives_a_device_that_fails(monkeypatch, capsys, writ
 
 
 @pytest.mark.parametrize(("asked", "status"), [([], 3), (["--verify"], 1)])
-def test_logits_that_are_not_finite_are_told(monkeypatch, capsys, write_ids, tmp_path, asked, status):
+def test_nonfinite_logits_are_reported(monkeypatch, capsys, write_ids, tmp_path, asked, status):
     loaded = run_decode.load
 
     def broken(*args):
@@ -381,7 +387,8 @@ def test_logits_that_are_not_finite_are_told(monkeypatch, capsys, write_ids, tmp
     out = tmp_path / "out.json"
     prompts = [PROMPTS[1], [1, VOCAB_SIZE - 1, 2]]
     assert run_decode.main([*SMALL, *write_ids(prompts), *asked, "--json", str(out)]) == status
-    told = "run_decode: error: request 1 ended at output position 0: logits are NaN or infinite, as of broken weights\n"
+    told = "run_decode: error: request 1 ended at output position 0: logits are NaN or infinite, for example because"
+    told += " of broken weights\n"
     if asked:
         told += "run_decode: not verified: request 1, output position 0: got the end, the plain run's logits are NaN or"
         told += " infinite\n"
@@ -391,6 +398,7 @@ def test_logits_that_are_not_finite_are_told(monkeypatch, capsys, write_ids, tmp
     assert result["run"].get("verified") == (False if asked else None)
 
 
+@pytest.mark.slow  # tests/models/test_batch_invariance.py compares bits
 def test_batch_invariant_tokens_do_not_depend_on_the_other_prompts(run_json, write_ids, golden):
     asked = ["--model", GOLDEN, "--page-size", "4", "--max-tokens", "6", "--max-num-seqs", "2", "--batch-invariant"]
     asked += ["--max-batched-tokens", "9", "--max-model-len", "160", "--no-recycling", "--max-prefill-seqs", "1"]
@@ -402,7 +410,7 @@ def test_batch_invariant_tokens_do_not_depend_on_the_other_prompts(run_json, wri
 
 
 def test_drafts_change_no_token_and_are_reported(run_json, write_ids, capsys, tmp_path):
-    config = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=1)  # quick to compile
+    config = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=1)  # compiles quickly
     save_random_checkpoint(tmp_path / "model", config)
     sizes = [*SIZES, "--decode-buckets", 2, "--prefill-buckets", 16]
     asked = ["--model", tmp_path / "model", *sizes, *write_ids(PROMPTS[:3]), "--plot", tmp_path / "plot.png"]
@@ -421,7 +429,7 @@ def test_drafts_change_no_token_and_are_reported(run_json, write_ids, capsys, tm
 
 @pytest.mark.slow
 def test_drafts_of_another_checkpoint(run_json, write_ids, tmp_path):
-    """A model that drafts for itself is right wherever it is asked; `--verify` compares with plain decoding."""
+    """A model that drafts for itself is always right. `--verify` compares with plain decoding."""
     config = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=1)
     save_random_checkpoint(tmp_path / "model", config)
     asked = ["--model", tmp_path / "model", *SIZES, *write_ids(PROMPTS[:2]), "--max-tokens", 24, "--dtype", "float32"]
@@ -432,7 +440,7 @@ def test_drafts_of_another_checkpoint(run_json, write_ids, tmp_path):
 
 
 @pytest.mark.slow
-def test_drafts_of_a_checkpoints_own_module(run_json, write_ids):
+def test_drafts_of_the_prediction_module(run_json, write_ids):
     golden_fp8 = GOLDEN.parent / "v3-fp8"
     with np.load(golden_fp8 / "golden.npz") as arrays:
         wanted = [arrays[f"tokens_{i}"].tolist() for i in range(3)]
@@ -445,7 +453,8 @@ def test_drafts_of_a_checkpoints_own_module(run_json, write_ids):
     assert result["run"]["drafted"][0] > 0
 
 
-def test_sizes_that_steps_are_padded_to(run_json, write_ids, golden):
+@pytest.mark.slow  # test_run_decode_errors.py has wrong buckets, tests/models/test_runner.py has padded steps
+def test_bucket_options(run_json, write_ids, golden):
     asked = ["--model", GOLDEN, "--page-size", "4", "--num-pages", "26", "--max-tokens", "6"]
     asked += ["--decode-buckets", "1,2", "--prefill-buckets", "16", "--implementation", "reference"]
     result = run_json(*asked, *write_ids(PROMPTS[1:3]))
@@ -453,8 +462,15 @@ def test_sizes_that_steps_are_padded_to(run_json, write_ids, golden):
     assert result["run"]["compilations"] == 2 + 1 + 1
 
 
-@pytest.mark.parametrize("flags", [("--plot", "--json"), ("--dump-logits", "--plot", "--json")], ids=["", "and logits"])
-def test_results_that_cannot_be_written_after_all(monkeypatch, capsys, write_ids, tmp_path, flags):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--plot", "--json"),
+        pytest.param(("--dump-logits", "--plot", "--json"), marks=pytest.mark.slow),  # the same writing code
+    ],
+    ids=["", "and logits"],
+)
+def test_write_failure_after_decoding(monkeypatch, capsys, write_ids, tmp_path, flags):
     directory = tmp_path / "results"
     directory.mkdir()
     step = Engine.step
@@ -474,12 +490,12 @@ def test_results_that_cannot_be_written_after_all(monkeypatch, capsys, write_ids
     assert captured.err == f"run_decode: error: {'; '.join(said)}\n"
 
 
-def test_a_tokenizer_that_fails_at_the_output_keeps_back_nothing_else(capsys, text_model, tmp_path):
+def test_tokenizer_failure_at_the_output_keeps_other_results(capsys, text_model, tmp_path):
     path, out = text_model / "tokenizer.json", tmp_path / "out.json"
     parts = json.loads(path.read_text())
     parts["model"]["vocab"] = {"w" * (i + 1): i for i in range(256)}
     parts["model"]["unk_token"] = "w"
-    parts["decoder"] = {"type": "Strip", "content": "w", "start": 0, "stop": 300}  # reads before the word
+    parts["decoder"] = {"type": "Strip", "content": "w", "start": 0, "stop": 300}  # reads before the start of the word
     path.write_text(json.dumps(parts))
     args = ["--model", text_model, *SIZES, "--max-tokens", "2", "--prompt", "w " * 12, "ww " * 12, "--json", out]
     assert run_decode.main(list(map(str, args))) == 3
@@ -492,7 +508,7 @@ def test_a_tokenizer_that_fails_at_the_output_keeps_back_nothing_else(capsys, te
         assert "text" not in request
 
 
-def test_files_are_written_though_nobody_reads_the_table(monkeypatch, capsys, write_ids, tmp_path):
+def test_files_are_written_if_standard_output_is_closed(monkeypatch, capsys, write_ids, tmp_path):
     reads, writes = os.pipe()
     os.close(reads)
     out = tmp_path / "out.json"
@@ -510,11 +526,11 @@ def test_files_are_written_though_nobody_reads_the_table(monkeypatch, capsys, wr
         (MemoryError(), "MemoryError"),
     ],
 )
-def test_what_was_decoded_outlives_verifying(monkeypatch, capsys, write_ids, tmp_path, error, reason):
+def test_decoded_tokens_survive_a_verification_failure(monkeypatch, capsys, write_ids, tmp_path, error, reason):
     out = tmp_path / "out.json"
 
     def fail(*args, **kwargs):
-        assert len(json.loads(out.read_text())["requests"]) == 2  # in case the process is killed
+        assert len(json.loads(out.read_text())["requests"]) == 2  # before verification ends, in case it is killed
         raise error
 
     monkeypatch.setattr(run_decode, "verify", fail)
@@ -525,7 +541,7 @@ def test_what_was_decoded_outlives_verifying(monkeypatch, capsys, write_ids, tmp
     assert "verified" not in json.loads(out.read_text())["run"]
 
 
-def test_a_pipe_gets_one_report(write_ids):
+def test_pipe_gets_one_report(write_ids):
     reads, writes = os.pipe()
     with os.fdopen(reads) as pipe:
         with os.fdopen(writes, "w"):
@@ -535,7 +551,7 @@ def test_a_pipe_gets_one_report(write_ids):
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_bar_on_a_terminal_unless_it_is_unwanted(monkeypatch, capsys, write_ids, shown):
+def test_progress_bar_on_a_terminal(monkeypatch, capsys, write_ids, shown):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     args = [*SMALL, *write_ids(PROMPTS[1:3])] + ([] if shown else ["--no-progress"])
@@ -545,7 +561,7 @@ def test_a_bar_on_a_terminal_unless_it_is_unwanted(monkeypatch, capsys, write_id
     assert "decoding" not in captured.out
 
 
-def test_a_mistake_of_the_program_is_no_difference(monkeypatch, capsys, write_ids):
+def test_bug_has_not_the_exit_status_of_a_difference(monkeypatch, capsys, write_ids):
     def fail(engine):
         raise IndexError("mistaken")
 
@@ -554,7 +570,7 @@ def test_a_mistake_of_the_program_is_no_difference(monkeypatch, capsys, write_id
     assert capsys.readouterr().err.endswith("IndexError: mistaken\n")
 
 
-def test_help_teaches(capsys):
+def test_help_has_examples_and_exit_status(capsys):
     with pytest.raises(SystemExit) as exit_info:
         run_decode.main(["--help"])
     assert exit_info.value.code == 0
@@ -571,8 +587,9 @@ def test_help_teaches(capsys):
     assert "default: None" not in text
 
 
+@pytest.mark.slow  # tests/models/test_mesh.py has goldens on two devices
 @pytest.mark.parametrize("axis", ["tensor", "data"])
-def test_two_devices_decode_what_one_does(run_json, axis):
+def test_two_devices_decode_the_same_tokens(run_json, axis):
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices")
     model = ROOT / "tests" / "goldens" / "llama"
@@ -587,7 +604,9 @@ def test_two_devices_decode_what_one_does(run_json, axis):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor=2", "expert=2"])
 def test_experts_in_bfloat16_verify_on_two_devices(run_json, layout):
-    """A few tokens' experts are near ties; with `tensor=2` one token differs by more than the tolerance, on a CPU."""
+    """Experts of a few tokens are nearly tied. With `tensor=2` on a CPU, one token differs by more than the
+    tolerance.
+    """
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices")
     result = run_json("--random", "v3-tiny", "--dtype", "bfloat16", "--mesh", layout, "--verify")

@@ -1,4 +1,4 @@
-"""The start-up times of operations are taken in processes of their own, and reported with card, versions and commit."""
+"""Start-up times: measured in separate processes, and reported with device, versions and commit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 from scripts.tools import startup
 
 
-def test_operations_are_those_there_are() -> None:
+def test_operations_match_dispatch() -> None:
     assert tuple(startup.calls()) == startup.OPS
 
 
+@pytest.mark.slow  # starts three processes; the table of the committed report is made in every run
 def test_each_mode_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -31,7 +32,7 @@ def test_each_mode_is_timed(
     assert "write_latent" in capsys.readouterr().out
 
 
-def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failed_process_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
     with pytest.raises(RuntimeError, match="no_such_platform"):
         startup.in_a_process("write_latent", "cold", tmp_path)

@@ -1,4 +1,4 @@
-"""The instruction budget of a kernel's listing: kinds of instructions, loops, and their sums per tile."""
+"""Instruction budget of a kernel's listing: instruction groups, loops, and sums per tile."""
 
 import json
 import re
@@ -27,14 +27,14 @@ COUNTS = {
 
 
 def listing(*lines: str) -> str:
-    """Formats labels as they are, instructions with addresses."""
+    """Format labels unchanged, and instructions with addresses."""
     return "\n".join(
         line if line.endswith(":") else f"        /*{16 * n:04x}*/    {line} ;" for n, line in enumerate(lines)
     )
 
 
 def without_labels(text: str) -> str:
-    """Formats a listing as cuobjdump prints it: jumps name addresses."""
+    """Format a listing as cuobjdump prints it: jumps name addresses."""
     pairs = re.findall(r"(?m)^(\.L_x_\d+):\n(?:\.L_x_\d+:\n)*\s+/\*([0-9a-f]+)\*/", text)
     for label, address in pairs:
         text = text.replace(f"`({label})", f"0x{int(address, 16):x}")
@@ -100,7 +100,7 @@ def test_pipes(opcode, cycles):
 
 
 def test_the_main_loop_of_a_kernel():
-    """A loop includes the way round its wait, but neither the wait's own loop nor the trap after the end."""
+    """The loop includes the path around its wait, but not the wait's inner loop and the trap after the end."""
     (body,) = main_loops(parse(SAMPLE))
     assert Counter(instruction.group for instruction in body) == COUNTS
     addresses = {instruction.address for instruction in body}
@@ -108,7 +108,7 @@ def test_the_main_loop_of_a_kernel():
     assert not addresses & {0x920, 0x1950, 0x1970, 0x19B0, 0x19D0}
 
 
-def test_addresses_in_place_of_labels():
+def test_addresses_instead_of_labels():
     assert main_loops(parse(without_labels(SAMPLE))) == [
         [Instruction(i.address, i.predicate, i.opcode, without_label(i.operands)) for i in body]
         for body in main_loops(parse(SAMPLE))
@@ -131,12 +131,12 @@ def test_innermost_loops_are_found():
     assert [[i.head for i in body] for body in main_loops(kernel)] == [["HGMMA", "BRA"], ["QGMMA", "BRA"]]
 
 
-def test_a_jump_back_into_the_middle_is_no_loop():
+def test_jump_into_the_middle_is_not_a_loop():
     text = listing("@P0 BRA `(.L_x_1)", ".L_x_0:", "HGMMA.64x8x16.F32", "EXIT", ".L_x_1:", "FADD", "BRA `(.L_x_0)")
     assert loops(parse(text)) == []
 
 
-def test_a_jump_table_leads_everywhere_it_names():
+def test_jump_table_has_all_its_targets():
     text = listing(
         'BRX R2 -0x30 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)', ".L_x_0:", "FADD", "EXIT", ".L_x_1:", "HGMMA.64x8x16.F32",
         "BRA `(.L_x_1)",
@@ -163,8 +163,8 @@ def test_the_budget_of_a_kernel():
     assert budget.num_bytes == 16384
 
 
-def test_a_loop_over_several_tiles_costs_the_same_per_tile():
-    """A pass may cover two tiles in an unrolled loop, or half of a tile that two warpgroups share."""
+def test_loop_over_several_tiles_costs_the_same_per_tile():
+    """An iteration may cover two tiles of an unrolled loop, or half of a tile that two warpgroups share."""
     whole = tile_budget(SAMPLE)
     half = tile_budget(SAMPLE.replace("524288", str(524288 // 2)))
     shared = tile_budget(SAMPLE.replace("524288", str(524288 * 2)))
@@ -172,7 +172,7 @@ def test_a_loop_over_several_tiles_costs_the_same_per_tile():
     assert shared.counts == {group: 2 * count for group, count in whole.counts.items()}
 
 
-def test_a_pass_with_products_of_no_known_shape_is_a_tile():
+def test_iteration_with_unknown_shapes_is_one_tile():
     text = listing(".L_x_0:", "UTCHMMA gdesc[UR4], gdesc[UR8], tmem[UR10]", "LDTM.x16 R4, tmem[UR4]", "BRA `(.L_x_0)")
     budget = tile_budget(f"// tile: 65536 bytes, 4194304 multiply-adds\n{text}")
     assert budget.counts == {"tensor": 1, "load": 1, "other": 1}
@@ -193,7 +193,7 @@ def test_bytes_take_time():
         ("// tile: 1 bytes, 1 multiply-adds\n" + listing("BRA `(.L_x_9)"), "its target is not in the listing"),
     ],
 )
-def test_bad_listings_are_told(text, words):
+def test_bad_listings_are_errors(text, words):
     with pytest.raises(ValueError, match=words):
         tile_budget(text)
 
@@ -207,8 +207,10 @@ def test_the_table(capsys):
     assert cells[-5:] == ["134", "tensor 256", "16,384", f"{arrive:,.0f}", f"{256 / arrive:.0%}"]
 
 
-def test_forecasts_stand_beside_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Takes a call whose multiply-adds make more tiles than its bytes; its tensor cores take longer than the bytes."""
+def test_forecasts_and_times_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The multiply-adds of this call give more tiles than its bytes, and its tensor cores take longer than the
+    bytes.
+    """
     sample = tmp_path / "paged-prefill-d128.sass"
     sample.write_text(SAMPLE)
     (tile,) = re.findall(r"// tile: (\d+) bytes, (\d+) multiply-adds", SAMPLE)
@@ -217,15 +219,15 @@ def test_forecasts_stand_beside_times(tmp_path: Path, capsys: pytest.CaptureFixt
     report = {"cases": [case | {"results": {"mosaic": {"median_us": 200.0}}}]}
     (tmp_path / "paged_prefill_nvidia_h200.json").write_text(json.dumps(report))
     main([str(sample), str(LISTING), "--clock", "2e9", "--bandwidth", "1e12", "--results", str(tmp_path)])
-    printed = capsys.readouterr().out.partition("Forecasts of calls")[2]
+    printed = capsys.readouterr().out.partition("Forecasts and measured times")[2]
     (row,) = (line for line in printed.splitlines() if "│" in line)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
     assert cells == [sample.stem, case["case"], "8", "tensor 128", "128", "200", "1.56"]
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_what_was_measured_is_there(name: str) -> None:
-    """Each case in its result, each kernel among the cases that are compiled."""
+def test_measured_cases_exist(name: str) -> None:
+    """Each case is in its result file, and each kernel in the compile gate."""
     operation, case = MEASURED[name]
     report = json.loads((RESULTS / f"{operation}_nvidia_h200.json").read_text())
     assert [entry for entry in report["cases"] if entry["case"] == case and "mosaic" in entry["results"]]

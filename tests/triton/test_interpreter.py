@@ -1,4 +1,4 @@
-"""The interpreter of Triton kernels: arithmetic of 16 and 8 bits, and planted flaws that it has to find."""
+"""The interpreter of Triton kernels: 16-bit and 8-bit arithmetic, and detection of planted flaws."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from pallas_attn.triton.interpreter import KernelFlawError, run
 from pallas_attn.triton.launch import kernel
-from pallas_attn.triton.pieces import e4m3_from_f32, f16_from_e4m3
+from pallas_attn.triton.quantise import e4m3_from_f32, f16_from_e4m3
 from tests.kit.harness import assert_same_bits, fresh_rng
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -63,7 +63,7 @@ def _to_e4m3(x_ptr, out_ptr, N: tl.constexpr):
 
 
 def test_e4m3_is_rounded_to_nearest_even() -> None:
-    """At every value, halfway between neighbours, and beside that."""
+    """Inputs are all float8 values, midpoints of neighbours, and the float32 numbers next to midpoints."""
     held = np.arange(0x7F, dtype=np.uint8).view(E4M3).astype(np.float32)
     between = (held[1:] + held[:-1]) / 2
     x = np.concatenate([held, between, np.nextafter(between, 0), np.nextafter(between, np.float32(1e3)), [np.nan]])
@@ -80,7 +80,7 @@ def _from_e4m3(x_ptr, out_ptr, NATIVE: tl.constexpr):
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_every_byte_of_e4m3_is_read(native: bool) -> None:
+def test_all_e4m3_bytes_convert_to_float16(native: bool) -> None:
     codes = np.arange(256).astype(np.uint8).view(E4M3)
     (out,) = run(_from_e4m3, [codes], [shape(256, dtype=np.float16)], (1,), {"NATIVE": native})
     np.testing.assert_array_equal(out, codes.astype(np.float16))
@@ -92,11 +92,11 @@ def _multiply_add(x_ptr, y_ptr, z_ptr, out_ptr):
     tl.store(out_ptr + at, tl.fma(tl.load(x_ptr + at), tl.load(y_ptr + at), tl.load(z_ptr + at)))
 
 
-def test_a_fused_multiply_add_rounds_once() -> None:
+def test_fused_multiply_add_rounds_once() -> None:
     x, y = np.array([500_001, 1 + 2**-23, 3, 7], np.float32), np.array([1.4426950, 1 - 2**-23, 0.1, 1 / 7], np.float32)
     z = -(x * y)
     (out,) = run(_multiply_add, [x, y, z], [shape(4)], (1,), {})
-    assert out.any()  # what the product by itself loses
+    assert out.any()  # the rounding error of a separate product
     assert_same_bits([out], [(x.astype(np.float64) * y + z).astype(np.float32)])
 
 
@@ -154,7 +154,7 @@ FLAWS = {
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
-def test_a_flaw_is_found(flaw: str) -> None:
+def test_flaw_is_detected(flaw: str) -> None:
     with pytest.raises(KernelFlawError, match=FLAWS[flaw]):
         run(_flawed, [np.arange(8, dtype=np.float32)], [shape(8), shape(8)], (2,), {"FLAW": flaw})
 
@@ -172,7 +172,7 @@ def _counted(x_ptr, held_ptr, counts_ptr, FLAW: tl.constexpr):
 
 
 def test_atomic_additions() -> None:
-    """Several programs and lanes may add to an element, as long as nobody loads or stores it besides."""
+    """Several programs and lanes may add to an element if no program loads or stores it."""
 
     def count(flaw: str) -> Any:
         x, zeros = np.array([0, 1, 1, 3, 3, 3, 0, 1], np.int32), np.zeros(4, np.int32)
@@ -189,7 +189,7 @@ def test_atomic_additions() -> None:
 
 
 @pytest.mark.parametrize("mask", ["", ", mask"])
-def test_without_a_flaw_it_runs(mask: str) -> None:
+def test_kernel_without_flaw_runs(mask: str) -> None:
     x = np.arange(8, dtype=np.float32)
     loaded = np.zeros_like(x) if mask else x
     assert_same_bits(run(_flawed, [x], [shape(8), shape(8)], (2,), {"FLAW": f"none{mask}"}), [loaded, loaded])
@@ -200,7 +200,7 @@ def _half(out_ptr):
     tl.store(out_ptr + tl.arange(0, 4), 1.0)
 
 
-def test_what_nobody_writes_is_nan() -> None:
+def test_unwritten_elements_are_nan() -> None:
     (out,) = run(_half, [], [shape(8)], (1,), {})
     assert (out[:4] == 1).all()
     assert np.isnan(out[4:]).all()

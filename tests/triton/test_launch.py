@@ -1,4 +1,4 @@
-"""Kernels launched on jax arrays: interpreted, under every transformation; and how dispatch chooses them."""
+"""Launches of interpreted kernels on jax arrays, under all transformations; and dispatch of Triton kernels."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_under_jit_vmap_and_in_a_loop() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_an_operation_inside_shard_map(check_vma: bool) -> None:
-    """Each device writes to pages of its own."""
+def test_operation_inside_shard_map(check_vma: bool) -> None:
+    """Each device writes to its own shard of the pages."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), "x")
     pages, latent = jnp.zeros((4, 2, 32)), jnp.ones((6, 32)) * jnp.arange(6.0)[:, None]
     slots = jnp.array([0, 3, -1, 2, 1, 0], jnp.int32)
@@ -81,7 +81,7 @@ def test_an_operation_inside_shard_map(check_vma: bool) -> None:
 ARGUMENTS = (PagedLatent(jnp.zeros((2, 2, 32))), jnp.ones((1, 32)), jnp.zeros((1,), jnp.int32))
 
 
-def test_interpreted_kernels_run_only_where_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_kernels_run_only_if_named(monkeypatch: pytest.MonkeyPatch) -> None:
     explanation = explain("write_latent", *ARGUMENTS)
     wanted = "needs a GPU of compute capability 8.0 or later, this is cpu"
     assert (explanation.chosen, explanation.refused["triton"]) == ("xla", wanted)
@@ -92,7 +92,7 @@ def test_interpreted_kernels_run_only_where_they_are_named(monkeypatch: pytest.M
     assert explain("write_latent", *ARGUMENTS).refused == {"triton": wanted}
 
 
-def test_versions_are_named_where_a_kernel_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_broken_kernel_names_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise AttributeError("module 'triton' has no attribute 'jit'")
 
@@ -115,7 +115,7 @@ with mock.patch.object(device, "triton_card", return_value=card):
 """
 
 
-def test_an_absent_triton_is_a_refusal() -> None:
+def test_missing_triton_is_unsupported() -> None:
     command = [sys.executable, "-W", "error", "-c", NO_TRITON]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed.startswith("write_latent: xla\n")

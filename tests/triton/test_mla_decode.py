@@ -1,4 +1,4 @@
-"""`mla_decode` in Triton with Hopper's tiles, whose steps that all queries see take no mask."""
+"""`mla_decode` in Triton with Hopper tiles, which run steps without a mask separately."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.kit import harness
 
 TRITON = next(backend for backend in backends.BACKENDS if backend.name == "triton")
 
-# Several steps of 64 tokens without a mask, and some with one; 64 rows. The last whole step of 128 tokens
-# has one that the first of two queries does not see.
+# 64 rows, several steps of 64 tokens without a mask, and some with a mask. In the sequence of 128 tokens, the last
+# whole step has a token that the first of two queries does not see.
 LATENTS = {
     "one query, absent pages": MlaCase(
         kv_lens=(0, 200, 64), heads=64, page_size=64, pages_per_row=4, num_pages=16, dtype="bfloat16", absent_pages=True

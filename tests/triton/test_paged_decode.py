@@ -1,4 +1,4 @@
-"""`paged_decode` in Triton: widths and pages that the contract suite leaves out, and tiles of other cards."""
+"""`paged_decode` in Triton: widths and page sizes that the contract suite does not have, and tiles of other cards."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ WIDTHS = {
 
 
 @pytest.mark.parametrize("name", WIDTHS)
-def test_widths_that_are_padded(name: str) -> None:
+def test_padded_widths(name: str) -> None:
     check(WIDTHS[name])
 
 
 @pytest.mark.parametrize("capability", ["8.6", "9.0", pytest.param("12.0", marks=pytest.mark.slow)])
-def test_the_tiles_of_other_cards(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
-    """Smaller ones where there is little shared memory; and instructions for float8."""
+def test_tiles_of_other_cards(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
+    """Cards have smaller tiles with less shared memory, and instructions for float8 from sm89 on."""
     monkeypatch.setenv(device.INTERPRET_VARIABLE, capability)
     case = paged_cases.shape(2, 1, 128, 16, cache_dtype=paged_cases.FP8, scales=4, kv_lens=(0, 64), q_lens=(0, 1))
     inputs = Inputs.draw(replace(case, dtype="bfloat16"), harness.fresh_rng())
@@ -52,7 +52,7 @@ def test_the_tiles_of_other_cards(monkeypatch: pytest.MonkeyPatch, capability: s
     harness.assert_attention_close(got, inputs.expected_decode(), TRITON.variant.tolerance("bfloat16"))
 
 
-def test_heads_too_wide_are_refused() -> None:
+def test_wide_heads_are_unsupported() -> None:
     pages: Any = jax.ShapeDtypeStruct((4, 1, 16, 512), jnp.bfloat16)
     ints = jax.ShapeDtypeStruct((1, 4), jnp.int32)
     q, lens = jax.ShapeDtypeStruct((1, 1, 4, 512), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -60,8 +60,8 @@ def test_heads_too_wide_are_refused() -> None:
     assert explanation.refused == {"triton": "takes heads of up to 256 columns, got 512"}
 
 
-def test_plan_decode_makes_plans_for_it() -> None:
-    """By XLA, for as many programs as its tiles let run side by side."""
+def test_plan_decode_for_triton() -> None:
+    """XLA computes the plan, for the number of Triton programs that run at the same time."""
     case = replace(paged_cases.SAMPLE, dtype="bfloat16")
     arrays = jax.tree.map(jnp.asarray, Inputs.draw(case, harness.fresh_rng()).decode())
     shown = {name: arrays[name] for name in ("q_lens", "window") if name in arrays}

@@ -1,4 +1,4 @@
-"""The choice of the highest scores in Triton: rows that programs share or that go through rounds, calls in portions."""
+"""Selection of the highest scores in Triton: shared rows, rows in rounds, and calls in portions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.contract.index_case import SM_SCALE, IndexCase, IndexInputs, best
 from tests.kit import harness
 
 
-def test_rows_longer_than_registers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds, whose candidates are of many equal scores and of few."""
+def test_long_rows_take_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rounds, with many and with few equal scores."""
     monkeypatch.setattr(top_k, "MOST_SHARED", 0)
     monkeypatch.setattr(top_k, "MOST_HELD", 64)
     monkeypatch.setattr(top_k, "SEGMENT", 64)
@@ -35,7 +35,7 @@ def rows(kind: str) -> np.ndarray:
             scores = rng.integers(-2, 3, scores.shape).astype(np.float32)
         case "one value":
             scores[:] = -0.5
-        case "a bin":  # more candidates than registers hold
+        case "a bin":  # the candidates do not fit into registers
             scores = (1 + 0.1 * rng.random(scores.shape)).astype(np.float32)
         case "few and none":
             scores[0], scores[1, 5:], scores[2, 7:4000] = -np.inf, -np.inf, -np.inf
@@ -46,7 +46,7 @@ def rows(kind: str) -> np.ndarray:
 
 @pytest.mark.parametrize("top_k_wanted", [1, 100, 4999, 6000])
 @pytest.mark.parametrize("kind", ["ordinary", "few values", "one value", "a bin", "few and none", "ends"])
-def test_rows_that_programs_share(kind: str, top_k_wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_rows(kind: str, top_k_wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top_k, "LEAST_SHARED", 5000)
     scores = rows(kind)
     chosen = select_top_k(jnp.asarray(scores), top_k=top_k_wanted, implementation="triton")
@@ -55,7 +55,7 @@ def test_rows_that_programs_share(kind: str, top_k_wanted: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("kind", ["decode", "chunk"])
 def test_shared_rows_of_index_scores(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores past a token's own are undefined, and the kernel of scores makes the counts' zeros."""
+    """Scores after a token's position are undefined. The kernel of scores counts scores in bins."""
     monkeypatch.setattr(top_k, "LEAST_SHARED", 1)
     q_lens = (0, 1, 1, 1) if kind == "decode" else (0, 1, 6, 4)
     case = IndexCase(kv_lens=(0, 9, 40, 30), q_lens=q_lens, padding=2, pages_per_row=5, exact=True)
@@ -65,17 +65,17 @@ def test_shared_rows_of_index_scores(kind: str, monkeypatch: pytest.MonkeyPatch)
     np.testing.assert_array_equal(choose(arrays), best(inputs.scores(), 7))
 
 
-def test_too_many_of_long_rows_are_refused() -> None:
-    """Rows that programs share have no such limit."""
+def test_large_top_k_of_long_rows_is_unsupported() -> None:
+    """Shared rows do not have this limit."""
     with pytest.raises(NotImplementedError, match="chooses up to 8192 of more than 32768 scores, got 8193"):
         select_top_k(jnp.zeros((200, 32769)), top_k=8193, implementation="triton")
 
 
-def test_tokens_go_through_the_workspace_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Portions begin and end within sequences, and the last one is not full."""
+def test_tokens_are_processed_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Portions start and end within sequences. The last portion is not full."""
     case = IndexCase(kv_lens=(0, 9, 40, 30), q_lens=(0, 1, 6, 4), padding=2, pages_per_row=5, exact=True)
     inputs = IndexInputs.draw(case, harness.fresh_rng(), "bfloat16")
-    monkeypatch.setattr(index_module, "MOST_SCORES", 5 * inputs.visible.shape[1])
+    monkeypatch.setattr(index_module, "MAX_SCORES", 5 * inputs.visible.shape[1])
     arrays = jax.tree.map(jnp.asarray, inputs.arguments())
     choose = jax.jit(lambda arrays: index_top_k(**arrays, sm_scale=SM_SCALE, top_k=7, implementation="triton"))
     np.testing.assert_array_equal(choose(arrays), best(inputs.scores(), 7))

@@ -1,1 +1,1 @@
-"""Data-parallel ranks and engines of several processes."""
+"""Data-parallel ranks, and engines that run in several processes."""

@@ -1,7 +1,7 @@
-"""The program that processes of one engine find each other by: jax's coordination service, apart from process 0.
+"""jax's coordination service as a separate program, which connects the processes of one engine.
 
-It outlives process 0 by a while, so that the others hear that it is gone: clients of jax abort without it.
-Started by `processes.Processes`, as a file, so that nothing but jaxlib is imported.
+It runs a while longer than process 0, so that the other processes can learn that process 0 has ended: jax's clients
+abort if the service disappears. `processes.Processes` starts it as a file, so that it imports only jaxlib.
 """
 
 import sys
@@ -10,16 +10,16 @@ import time
 from jaxlib import _jax
 
 NEVER_S = 10**6
-"""Time limit for what `Processes` watches by itself."""
+"""Value of jax's timeouts in seconds; long, because `Processes` has timeouts of its own."""
 
 
 def main(address: str, num_processes: str, linger_s: str) -> None:
-    """Serves until a second after a line arrives on standard input, or `linger_s` seconds after its end."""
+    """Serve until one second after a line arrives on standard input, or `linger_s` seconds after its end."""
     service = _jax.get_distributed_runtime_service(
         address, int(num_processes), heartbeat_timeout=NEVER_S, shutdown_timeout=NEVER_S
     )
     print("ready", flush=True)
-    time.sleep(1.0 if sys.stdin.readline() else float(linger_s))  # the others may be about to hang up
+    time.sleep(1.0 if sys.stdin.readline() else float(linger_s))  # other processes may still be disconnecting
     service.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks: requests shared out among groups of devices, each with slots and pages of its own."""
+"""Data-parallel ranks: groups of devices that divide the requests, each with its own request slots and pages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from models.engine.step.plan import RowTokens, StepPlan
 
 
 class DataRanks:
-    """Decides which rank runs a request; each rank has a scheduler. A single rank is an engine without such ranks.
+    """Assigns requests to ranks; each rank has a scheduler. An engine without data parallelism has one rank.
 
-    A new request goes to the rank with the fewest unfinished ones, of these to the one that has most of the prompt's
-    prefix cached, and of these to the first. It stays there, where its pages are. Nothing is drawn or measured, so that
-    the same calls give the same ranks.
+    A new request goes to the rank with the fewest unfinished requests; among equals, to the rank with the longest
+    cached prefix of the prompt; among equals, to the first rank. It stays on this rank, where its pages are. The
+    assignment uses no random numbers and no measurements, so equal calls give equal assignments in all processes.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
@@ -22,7 +22,7 @@ class DataRanks:
 
     @property
     def max_len(self) -> int:
-        """Longest possible sequence in tokens, on any rank."""
+        """Maximum sequence length in tokens, equal on all ranks."""
         return self.schedulers[0].max_len
 
     @property
@@ -31,33 +31,33 @@ class DataRanks:
 
     @property
     def num_preemptions(self) -> int:
-        """Number of times that a request lost its pages to an older one of its rank."""
+        """Number of preemptions on all ranks."""
         return sum(scheduler.num_preemptions for scheduler in self.schedulers)
 
     @property
     def looked_up_tokens(self) -> int:
-        """Prompt tokens that were looked up in a prefix cache."""
+        """Prompt tokens looked up in the prefix caches at first admission."""
         return sum(scheduler.looked_up_tokens for scheduler in self.schedulers)
 
     @property
     def found_tokens(self) -> int:
-        """Tokens of `looked_up_tokens` that were found."""
+        """Number of `looked_up_tokens` that the prefix caches had."""
         return sum(scheduler.found_tokens for scheduler in self.schedulers)
 
     def add(self, request: Request) -> None:
-        """Queues a new request on a rank; raises as `Scheduler.add`."""
+        """Queue a new request on a rank; raises as `Scheduler.add`."""
         fewest = min(scheduler.num_unfinished for scheduler in self.schedulers)
         idle = [scheduler for scheduler in self.schedulers if scheduler.num_unfinished == fewest]
         chosen = idle[0] if len(idle) == 1 else max(idle, key=lambda scheduler: scheduler.cached_pages(request))
         chosen.add(request)
 
     def schedule(self) -> tuple[StepPlan | None, ...] | None:
-        """Plans the next step: one plan for each rank, None for those without anything to do; None if all are."""
+        """Plan the next step. Return one plan per rank, None for ranks without rows; None if no rank has rows."""
         plans = tuple(scheduler.schedule() for scheduler in self.schedulers)
         return None if all(plan is None for plan in plans) else plans
 
     def retire(self, plans: Sequence[StepPlan | None], tokens: Sequence[RowTokens]) -> list[tuple[Request, int]]:
-        """Takes the sampled tokens of a step, rank by rank; arguments, result and errors as of `Scheduler.retire`."""
+        """Add the sampled tokens of a step, rank by rank; arguments, result and errors as in `Scheduler.retire`."""
         continued, begin = [], 0
         for scheduler, plan in zip(self.schedulers, plans, strict=True):
             if plan is not None:
@@ -67,8 +67,8 @@ class DataRanks:
         return continued
 
     def record_time(self, plans: Sequence[StepPlan | None], seconds: float) -> None:
-        """Takes note of how long a step took, for the number of drafts of later ones. All ranks run one program: with
-        prompts if one of them has some, and as many drafts as the most that one has."""
+        """Record the duration of a step, from which the number of drafts of later steps is chosen. All ranks run the
+        same program: it has prompts if any rank has prompts, and the largest number of drafts of any rank."""
         some = [plan for plan in plans if plan is not None]
         has_prompts, num_drafts = any(plan.prefill for plan in some), max(plan.num_drafts for plan in some)
         for scheduler, plan in zip(self.schedulers, plans, strict=True):
@@ -76,11 +76,11 @@ class DataRanks:
                 scheduler.record_time(len(plan.decode), num_drafts, seconds, has_prompts=has_prompts)
 
     def abort(self, request_id: int | str) -> bool:
-        """Ends a request wherever it is. Returns False if it is unknown or finished already."""
+        """End a waiting or running request. Return False if the request is unknown or has finished."""
         return any(scheduler.abort(request_id) for scheduler in self.schedulers)
 
     def requeue_all(self, requests: Iterable[Request]) -> None:
-        """Starts over as `Scheduler.requeue_all`. Requests are shared out in turn."""
+        """Start over as `Scheduler.requeue_all`. Requests are assigned to ranks round-robin."""
         in_order = list(requests)
         for rank, scheduler in enumerate(self.schedulers):
             scheduler.requeue_all(in_order[rank :: len(self.schedulers)])

@@ -1,17 +1,17 @@
-"""Several processes that run one engine, each with devices of one mesh: how they meet, agree, and end together.
+"""Several processes that run one engine, each with some devices of one mesh: start, agreement and termination.
 
-Every process has all requests, plans every step by itself and reads every token, so all make the same plans: a plan
-follows from requests and tokens alone. So nothing is sent before a step, and no step waits for process 0. Processes
-tell each other a digest of each plan, and tokens count only once all digests are equal.
+Every process has all requests, plans every step itself and reads every token. A plan depends only on requests and
+tokens, so all processes make equal plans. Therefore no data is sent before a step, and no step waits for process 0.
+Processes exchange a digest of each plan. Tokens are accepted once all digests are equal.
 
-Each process has an entry in the key-value store of jax's coordination service, which a thread writes and reads:
+Each process has an entry in the key-value store of jax's coordination service. A watch thread writes and reads it:
 
  main thread    publish(n)  launch(n)  read(n - 1)  confirm(n - 1)  publish(n + 1)  ...
- watch thread        ▼ entry: beat, newest points and their digests, reason to have ended
+ watch thread        ▼ own entry: heartbeat, newest points and their digests, reason of its end
                      ▲ entries of all processes  ->  agreed points, or a verdict
 
-The first verdict is that of all processes: a process that shows no sign of life, does not get on, plans something else
-or has ended for a reason of its own.
+A verdict names a process that has failed: it sends no heartbeat, does not progress, published a different plan, or
+reported its end. The first verdict ends all processes.
 """
 
 from __future__ import annotations
@@ -29,37 +29,38 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import distributed  # jax.distributed has no way to the key-value store, nor to a service of one's own
+from jax._src import distributed  # jax.distributed gives no access to the key-value store or to the service
 from jaxlib import _jax
 
 from models.engine.distributed.coordination_service import NEVER_S
 
 BEAT_S = 0.5
-"""Seconds between two signs of life."""
+"""Interval of heartbeats in seconds."""
 
 POLL_S = 0.002
-"""Seconds between two looks at what others published, while they are waited for."""
+"""Interval in seconds at which the entries of other processes are read while this process waits for them."""
 
 GRACE_S = 5.0
-"""Seconds that the main thread has to end by itself after a verdict."""
+"""Time in seconds that the main thread has to end after a verdict."""
 
-KEPT = 8
-"""Newest points of an entry. No process is more than two ahead of another, since each confirms them."""
+NUM_POINTS = 8
+"""Number of newest points in an entry. No process is more than two points ahead of another, because each confirms
+them."""
 
 _ENTRIES = "pallas_attn/process"
 
 
 class ProcessError(RuntimeError):
-    """A process has failed, and with it the run of all; the message names it."""
+    """A process has failed, which ends all processes; the message names it."""
 
 
 class _Point(NamedTuple):
-    """Something that all processes come to, in the same order.
+    """A point of the program that all processes reach, in the same order.
 
     Attributes:
-      name: for people.
-      digest: of this and all before it.
-      patient: whether a process may take as long as it wants until it is there.
+      name: name for error messages.
+      digest: digest of this point and all earlier points.
+      patient: whether there is no time limit for a process to reach the point.
     """
 
     name: str
@@ -71,12 +72,12 @@ class _Entry(NamedTuple):
     """Entry of a process in the key-value store.
 
     Attributes:
-      beat: sign of life: changes with every entry.
-      busy: whether it does something that takes long on it alone.
+      beat: heartbeat; changes with every entry.
+      busy: whether the process runs a long operation on its own, such as compilation.
       number: number of its newest point; -1 before the first.
-      digests: of its newest points, by number.
-      ended: reason why it ended by itself.
-      verdict: reason why all have to end.
+      digests: digests of its newest points, by number.
+      ended: reason for which the process ended on its own.
+      verdict: reason for which all processes must end.
     """
 
     beat: int = 0
@@ -88,10 +89,11 @@ class _Entry(NamedTuple):
 
 
 class Processes:
-    """This process among those that run one engine.
+    """This process and its connection to the other processes of an engine.
 
     Attributes:
-      index, count: the number of this process, and of all.
+      index: number of this process.
+      count: number of processes.
     """
 
     def __init__(
@@ -104,15 +106,15 @@ class Processes:
         join_timeout_s: float = 300.0,
         give_up: Callable[[str], None],
     ):
-        """Waits until all processes are there. Comes before anything else that jax does.
+        """Connect and wait until all processes have connected. Call this before any other use of jax.
 
         Args:
-          coordinator: host:port, at which process 0 starts the coordination service.
+          coordinator: host:port where process 0 starts the coordination service.
           count: number of processes.
-          index: number of this one, from 0.
-          timeout_s: seconds without a sign of life, or behind the others, after which a process counts as failed.
-          join_timeout_s: seconds to wait for the others to start.
-          give_up: ends this process, given the reason, where its main thread cannot: called on another thread.
+          index: number of this process, from 0.
+          timeout_s: time in seconds without a heartbeat or without progress after which a process counts as failed.
+          join_timeout_s: time in seconds to wait for other processes to start.
+          give_up: function (reason) that ends this process if its main thread does not; called on another thread.
 
         Raises:
           ProcessError: the service cannot be started.
@@ -124,30 +126,30 @@ class Processes:
             self._service = _start_service(coordinator, count, linger_s=timeout_s + GRACE_S)
         self._client = _connect(coordinator, count, index, join_timeout_s, give_up)
         self._changed = threading.Condition()
-        self._number = self._agreed = -1  # of the newest point, here and on all processes
+        self._number = self._agreed = -1  # number of the newest point of this process, and of all processes
         self._points: dict[int, _Point] = {}  # by number
         self._digest = b""
         self._busy = self._leaving = self._closed = False
         self._ended: str | None = None
         self._verdict: str | None = None
         self._contact = now = time.monotonic()
-        self._seen = [(0, now)] * count  # newest beat of each process, and when it came
-        self._behind: list[tuple[int | None, float]] = [(None, now)] * count  # point it is late with, and since when
+        self._seen = [(0, now)] * count  # newest heartbeat of each process, and its time
+        self._behind: list[tuple[int | None, float]] = [(None, now)] * count  # last point of a late process, since when
         self._thread = threading.Thread(target=self._watch, name="processes", daemon=True)
         self._thread.start()
 
     # --- main thread
 
     def publish(self, name: str, *contents: bytes, patient: bool = False) -> int:
-        """Tells the others what comes next, by a digest of this and of all that came before it.
+        """Publish the next point: a digest of `contents` and of all earlier points.
 
         Args:
-          name: for people.
-          contents: what has to be equal.
-          patient: whether others may take as long as they want until they are there.
+          name: name for error messages.
+          contents: data that must be equal in all processes.
+          patient: whether there is no time limit for other processes to reach the point.
 
         Returns:
-          Its number, for `confirm`.
+          Number of the point, for `confirm`.
         """
         digest = hashlib.blake2b(self._digest, digest_size=16)
         for part in (name.encode(), *contents):
@@ -155,15 +157,15 @@ class Processes:
         with self._changed:
             self._digest, self._number = digest.digest(), self._number + 1
             self._points[self._number] = _Point(name, digest.hexdigest(), patient)
-            self._points.pop(self._number - KEPT, None)
+            self._points.pop(self._number - NUM_POINTS, None)
             self._changed.notify_all()
             return self._number
 
     def confirm(self, number: int) -> None:
-        """Waits until all processes have published the same.
+        """Wait until all processes have published the point with equal contents.
 
         Raises:
-          ProcessError: one has published something else, or any has failed.
+          ProcessError: a process has published other contents or has failed.
         """
         with self._changed:
             while self._agreed < number:
@@ -171,11 +173,11 @@ class Processes:
                 self._changed.wait(BEAT_S)
 
     def agree(self, name: str, *contents: bytes) -> None:
-        """Waits for all processes, however long they take, and compares; raises as `confirm`."""
+        """Wait for all processes without a time limit, and compare contents; raises as `confirm`."""
         self.confirm(self.publish(name, *contents, patient=True))
 
     def announce(self, name: str, *contents: bytes) -> Callable[[jax.Array], np.ndarray]:
-        """Publishes a step; returns a function that reads its results, once all processes have announced the same."""
+        """Publish a step. Return a function that reads its results after all processes have published the same step."""
         number = self.publish(name, *contents)
 
         def read(array: jax.Array) -> np.ndarray:
@@ -186,11 +188,11 @@ class Processes:
         return read
 
     def read(self, array: jax.Array) -> np.ndarray:
-        """Waits for a replicated array, and copies it to the host.
+        """Wait for a replicated array and copy it to the host.
 
         Raises:
-          ProcessError: a process has failed, so that it may never come.
-          jax.errors.JaxRuntimeError: it could not be computed, and no process is to blame.
+          ProcessError: a process has failed, so the array may never be computed.
+          jax.errors.JaxRuntimeError: the computation failed although no process has failed.
         """
         with self.blamed():
             while not array.is_ready():  # pyrefly: ignore[missing-attribute]
@@ -201,7 +203,7 @@ class Processes:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Surrounds what fails if another process does: waits for the verdict, and raises that if there is one."""
+        """Context of operations that fail if another process fails: after an error, wait for a verdict and raise it."""
         try:
             yield
         except jax.errors.JaxRuntimeError:
@@ -214,7 +216,7 @@ class Processes:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Surrounds what may take long on this process alone, such as compiling."""
+        """Context of long operations of this process alone, such as compilation."""
         self._busy = True
         try:
             yield
@@ -222,7 +224,8 @@ class Processes:
             self._busy = False
 
     def leave(self, reason: str | None = None) -> None:
-        """Ends together with the others, for which all wait; or alone for a reason, which ends them, too.
+        """Disconnect. Without a reason, wait until all processes leave. With a reason, report it, which ends the other
+        processes, too.
 
         Raises:
           ProcessError: another process has failed.
@@ -232,7 +235,7 @@ class Processes:
             with self._changed:
                 self._ended = self._ended or reason
                 self._changed.notify_all()
-                while self._verdict is None and time.monotonic() < deadline:  # it is read back, so all can read it
+                while self._verdict is None and time.monotonic() < deadline:  # until this process reads its own entry
                     self._changed.wait(BEAT_S)
             self._close()
             return
@@ -240,7 +243,7 @@ class Processes:
             self._leaving = True
         self.agree("the end")
         self._close()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # all was agreed on
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # all processes have agreed on the end
             self._client.shutdown()
         distributed.global_state.client = None
         if self._service is not None and self._service.stdin is not None:
@@ -277,7 +280,7 @@ class Processes:
                 self._write(entry)
                 found = self._client.key_value_dir_get(_ENTRIES)
             except jax.errors.JaxRuntimeError:
-                time.sleep(BEAT_S)  # `_check` has a bound for it
+                time.sleep(BEAT_S)  # `_check` limits how long the service may be unreachable
                 continue
             entries = {int(key.rpartition("/")[2]): _Entry(*json.loads(value)) for key, value in found}
             with self._changed:
@@ -302,7 +305,7 @@ class Processes:
         return _Entry(beat, self._busy, self._number, digests, self._ended, self._verdict)
 
     def _judge(self, entries: Sequence[_Entry], now: float) -> str | None:
-        """Notes what all processes agree on; returns the verdict if one has failed."""
+        """Update the newest point of all processes. Return a verdict if a process has failed."""
         for entry in entries:
             if entry.verdict is not None:
                 return entry.verdict
@@ -311,16 +314,16 @@ class Processes:
                 return f"process {process} ended: {entry.ended}"
             for number, digest in entries[0].digests.items():
                 if entry.digests.get(number, digest) != digest:
-                    of = self._points.get(int(number), _Point("what comes next", "", False)).name
+                    of = self._points.get(int(number), _Point("the next step", "", False)).name
                     return f"process {process} disagrees with process 0 on {of}"
         self._agreed = max(self._agreed, min(entry.number for entry in entries))
         if self._leaving and self._agreed == self._number:
-            return None  # others may have left, and show no more signs of life
+            return None  # other processes may have left already and send no heartbeats
         for process, entry in enumerate(entries):
             if self._seen[process][0] != entry.beat:
                 self._seen[process] = entry.beat, now
             if now - self._seen[process][1] > self._timeout_s:
-                return f"process {process} shows no sign of life for {self._timeout_s:g} s"
+                return f"process {process} sent no heartbeat for {self._timeout_s:g} s"
         for process, entry in enumerate(entries):
             awaited = self._points.get(entry.number + 1)
             behind_at = None if awaited is None or awaited.patient or entry.busy else entry.number
@@ -331,7 +334,7 @@ class Processes:
         return None
 
     def _end(self, verdict: str) -> None:
-        """Ends this process if its main thread does not."""
+        """End this process if its main thread does not end it within GRACE_S."""
         deadline = time.monotonic() + GRACE_S
         while not self._closed and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -340,7 +343,7 @@ class Processes:
 
 
 def _start_service(coordinator: str, count: int, linger_s: float) -> subprocess.Popen[str]:
-    """Starts the coordination service as a process of its own, in a session that no Ctrl-C reaches."""
+    """Start the coordination service as a separate process, in a new session so that Ctrl-C does not reach it."""
     program = Path(__file__).with_name("coordination_service.py")
     address = f"[::]:{coordinator.rpartition(':')[2]}"
     service = subprocess.Popen(
@@ -358,19 +361,19 @@ def _start_service(coordinator: str, count: int, linger_s: float) -> subprocess.
 
 
 def _connect(coordinator: str, count: int, index: int, join_timeout_s: float, give_up: Callable[[str], None]) -> Any:
-    """Connects jax to the service, which waits for all processes. As `jax.distributed.initialize`, but that one starts
-    the service in process 0, and its clients end a program when they miss one another."""
+    """Connect jax to the service, which waits for all processes. `jax.distributed.initialize` is not suitable: it runs
+    the service in process 0, and its clients abort the program if another client disappears."""
     client = _jax.get_distributed_runtime_client(
         coordinator,
         index,
-        init_timeout=NEVER_S,  # it would end the program, too
+        init_timeout=NEVER_S,  # a timeout in the client would abort the program
         heartbeat_timeout=NEVER_S,
         shutdown_timeout=30,
         shutdown_on_destruction=False,
         use_compression=True,
     )
-    came = f"not all of {count} processes came to {coordinator} within {join_timeout_s:g} s"
-    timer = threading.Timer(join_timeout_s, give_up, [came])
+    reason = f"not all of {count} processes connected to {coordinator} within {join_timeout_s:g} s"
+    timer = threading.Timer(join_timeout_s, give_up, [reason])
     timer.daemon = True
     timer.start()
     client.connect()

@@ -1,4 +1,4 @@
-"""Pages that leave one engine's cache for another's: to a second engine, or to a file and back after a restart."""
+"""Exported cache pages: transferred to another engine, or stored in a file and imported after a restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from models.engine.group_sizes import GroupSizes
 from pallas_attn import PAGE_NONE
 
 FORMAT = 1
-"""Version of the bytes."""
+"""Version of the serialised format."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,10 @@ class CachedSequence:
     """Leading full pages of a token sequence.
 
     Attributes:
-      tokens: token ids, whole pages of them.
-      salt: of the request that computed them.
-      rows: for each cache group int32 [heads, pages], which of the group's rows a page is; PAGE_NONE where no token
-        after the sequence sees it.
+      tokens: token ids; their number is a multiple of the page size.
+      salt: salt of the request that computed the pages.
+      rows: int32 [heads, pages] for each cache group, index of each page in the group's page rows; PAGE_NONE for pages
+        that no later token attends to.
     """
 
     tokens: tuple[int, ...]
@@ -42,18 +42,18 @@ class CachedSequence:
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """Arrays that a row of a cache group consists of.
+    """Arrays in one page row of a cache group.
 
     Attributes:
-      num_heads: rows of a page.
-      arrays: shape and dtype of its share of every layer's arrays, by layer and array.
+      num_heads: page rows per page.
+      arrays: shape and dtype of the row in each array; keys are "layer.array".
     """
 
     num_heads: int
     arrays: Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
     def of_layers(self) -> dict[int, dict[str, tuple[tuple[int, ...], np.dtype]]]:
-        """Shapes and dtypes by array for each layer."""
+        """Return shapes and dtypes by layer, then by array."""
         layers: dict[int, dict[str, tuple[tuple[int, ...], np.dtype]]] = {}
         for name, array in self.arrays.items():
             layer, _, name = name.partition(".")
@@ -63,13 +63,13 @@ class RowFormat:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedPages:
-    """Contents of pages, and the sequences that they spell.
+    """Contents of pages, and their token sequences.
 
     Attributes:
-      made_for: what an engine must have in common with the one they are from: configuration and weights of its model,
-        sizes and dtypes of its caches, windows, static scales. JSON, by name.
-      sequences: those that the pages belong to. They may share pages.
-      groups: for each cache group the contents of its rows: by layer and array, [rows, ...].
+      made_for: `cache_format` of the exporting engine, JSON values by name: configuration and weights of its model,
+        sizes and dtypes of its caches, windows, static scales. An importing engine must have equal values.
+      sequences: token sequences of the pages. Sequences may share pages.
+      groups: contents of the page rows of each cache group, [rows, ...] by "layer.array".
     """
 
     made_for: Mapping[str, Any]
@@ -78,11 +78,11 @@ class CachedPages:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the contents."""
+        """Size of the contents in bytes."""
         return sum(array.nbytes for group in self.groups for array in group.values())
 
     def to_bytes(self) -> bytes:
-        """Encodes them as a safetensors file, with a digest of all that is in it."""
+        """Encode the pages as a safetensors file with a digest of its contents."""
         tokens = [np.array(sequence.tokens, np.int64) for sequence in self.sequences]
         tensors: dict[str, np.ndarray] = {"tokens": np.concatenate([np.zeros(0, np.int64), *tokens])}
         for i, sequence in enumerate(self.sequences):
@@ -104,10 +104,10 @@ class CachedPages:
         return safetensors.numpy.save(tensors)
 
     def check(self, page_size: int, vocab_size: int, groups: Sequence[RowFormat]) -> None:
-        """Checks that they are what `made_for` says: whole pages of sequences, and rows of these formats.
+        """Check that sequences consist of whole pages, and that rows have the given formats.
 
         Raises:
-          ValueError: they are not.
+          ValueError: a check failed.
         """
         if len(self.groups) != len(groups):
             raise ValueError(f"pages: expected {len(groups)} cache groups, got {len(self.groups)}")
@@ -128,10 +128,10 @@ class CachedPages:
 
     @staticmethod
     def from_bytes(data: bytes) -> CachedPages:
-        """Decodes what `to_bytes` made.
+        """Decode the result of `to_bytes`.
 
         Raises:
-          ValueError: other bytes, of another version, or damaged ones.
+          ValueError: the data has another format or version, or is damaged.
         """
         try:
             tensors = safetensors.numpy.load(data)
@@ -173,10 +173,10 @@ def _decoded(about: Any, tensors: Mapping[str, np.ndarray]) -> CachedPages:
 def numbered(
     sequences: Sequence[CachedSequence], num_groups: int
 ) -> tuple[tuple[CachedSequence, ...], tuple[Int32[np.ndarray, "n"], ...]]:
-    """Numbers the rows of an engine's pools that sequences hold.
+    """Number the page rows of the given sequences from 0.
 
     Returns:
-      The sequences with the numbers in place of the pools' rows; and for each group the pool's row of each number.
+      The sequences with these numbers instead of the pools' page rows; and for each group the page row of each number.
     """
     of_groups = [numbered_rows([s.rows[group] for s in sequences]) for group in range(num_groups)]
     renumbered = (
@@ -188,7 +188,8 @@ def numbered(
 def joined(
     parts: Sequence[tuple[Sequence[CachedSequence], Sequence[Mapping[str, np.ndarray]]]],
 ) -> tuple[tuple[CachedSequence, ...], tuple[Mapping[str, np.ndarray], ...]]:
-    """Joins sequences and contents of pages, whose rows are numbered in each part, to those of `CachedPages`."""
+    """Concatenate parts of (sequences, contents of page rows). Rows are numbered from 0 in each part and renumbered in
+    the result, whose fields are those of `CachedPages`."""
     sequences: list[CachedSequence] = []
     num_rows = [0] * len(parts[0][1])
     for of_part, groups in parts:
@@ -204,11 +205,10 @@ def joined(
 def numbered_rows(
     tables: Sequence[Int32[np.ndarray, "heads pages"]],
 ) -> tuple[Int32[np.ndarray, "n"], list[Int32[np.ndarray, "heads pages"]]]:
-    """Numbers the rows of one pool that tables hold.
+    """Number the page rows of one pool that appear in tables.
 
     Returns:
-      The rows in ascending order, each once; and the tables with the numbers in place of rows, PAGE_NONE where they
-      have none.
+      The distinct page rows in ascending order; and the tables with indices into them, PAGE_NONE unchanged.
     """
     held = np.unique(np.concatenate([np.zeros((0,), np.int32), *(table.ravel() for table in tables)]))
     held = held[held != PAGE_NONE].astype(np.int32)
@@ -217,7 +217,7 @@ def numbered_rows(
 
 
 def difference(made_for: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """Says in one line what of two `made_for` is unlike first; None if nothing is."""
+    """Describe the first difference of two `made_for` in one line; None if they are equal."""
     for name in dict.fromkeys([*wanted, *made_for]):
         if made_for.get(name) != wanted.get(name):
             return f"{name} of {made_for.get(name)}, this engine's is {wanted.get(name)}"
@@ -225,7 +225,7 @@ def difference(made_for: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | 
 
 
 def digest_of(arrays: Iterable[np.ndarray]) -> str:
-    """Digest of dtypes, shapes and contents."""
+    """SHA-256 digest of dtypes, shapes and contents."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape} ".encode())
@@ -238,23 +238,23 @@ def _digest(tensors: Mapping[str, np.ndarray]) -> str:
     return digest_of([names, *(tensors[name] for name in sorted(tensors))])
 
 
-# --- rows on their way from the device and to it
+# --- copies of page rows between device and host
 
 
-ROWS_AT_ONCE = 128
-"""Rows that one call copies, so that any number of them compiles once."""
+ROWS_PER_COPY = 128
+"""Number of page rows per copy. The size is fixed so that copies of any number of rows use one compiled program."""
 
 
 def read_rows(
     caches: Caches, layers: Sequence[int], head_wise: bool, rows: Int32[np.ndarray, "n"]
 ) -> dict[str, np.ndarray]:
-    """Copies rows of these layers to the host: [n, ...] by layer and array."""
+    """Copy page rows of some layers to the host: [n, ...] by "layer.array"."""
     arrays = paged(caches, layers)
-    parts = [_gather(arrays, part, head_wise) for part in in_parts(rows, 0)]  # all start before one is read
-    read = [jax.device_get(part) for part in parts] or [
+    chunks = [_gather(arrays, chunk, head_wise) for chunk in in_chunks(rows, 0)]  # start all copies before reading one
+    read = [jax.device_get(chunk) for chunk in chunks] or [
         {name: np.zeros((0, *a.shape[2 if head_wise else 1 :]), a.dtype) for name, a in arrays.items()}
     ]
-    return {name: np.concatenate([part[name] for part in read])[: len(rows)] for name in arrays}
+    return {name: np.concatenate([chunk[name] for chunk in read])[: len(rows)] for name in arrays}
 
 
 def write_rows(
@@ -264,22 +264,22 @@ def write_rows(
     rows: Int32[np.ndarray, "n"],
     contents: Mapping[str, np.ndarray],
 ) -> Caches:
-    """Writes rows of these layers in place; contents as `read_rows` returns them."""
+    """Write page rows of some layers in place; contents as returned by `read_rows`."""
     arrays = paged(caches, layers)
-    for start, part in zip(range(0, len(rows), ROWS_AT_ONCE), in_parts(rows, np.iinfo(np.int32).max), strict=True):
-        new = {name: padded(contents[name][start : start + ROWS_AT_ONCE]) for name in arrays}
-        arrays = _scatter(arrays, part, new, head_wise)
+    for start, chunk in zip(range(0, len(rows), ROWS_PER_COPY), in_chunks(rows, np.iinfo(np.int32).max), strict=True):
+        new = {name: padded(contents[name][start : start + ROWS_PER_COPY]) for name in arrays}
+        arrays = _scatter(arrays, chunk, new, head_wise)
     return with_paged(caches, layers, arrays)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CopiedRows:
-    """Rows of one array of a layer, on their way to the host with those of other layers.
+    """Page rows of one array of a layer, which are being copied to the host together with other layers.
 
     Attributes:
-      stacked: [layers, at least `count` rows, ...].
-      place: of the layer among these.
-      count: number of rows.
+      stacked: [layers, padded rows, ...].
+      place: index of the layer in `stacked`.
+      count: number of rows without padding.
     """
 
     stacked: jax.Array
@@ -288,42 +288,42 @@ class CopiedRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the layer's part."""
+        """Size of the layer's rows in bytes, including padding."""
         return self.stacked.nbytes // self.stacked.shape[0]
 
     def read(self) -> np.ndarray:
-        """Waits for the rows; returns them as a view of all layers'."""
+        """Wait for the copy and return the layer's rows, a view of `stacked`."""
         return np.asarray(self.stacked)[self.place, : self.count]
 
 
-type RowParts = list[dict[str, CopiedRows]]
-"""Copies of a layer's rows, in parts, by array."""
+type RowCopies = list[dict[str, CopiedRows]]
+"""Copies of a layer's page rows: for each chunk of rows, copies by array."""
 
 
 type DeviceRows = list[tuple[int, jax.Array]]
-"""Rows on the device, in parts: a number of rows, and int32 [at least so many]."""
+"""Page rows on the device, in chunks: number of rows, and int32 [padded rows]."""
 
 
 def rows_on_device(rows: Int32[np.ndarray, "n"]) -> DeviceRows:
-    """Sends rows to the device, for all layers of a cache group."""
-    parts = list(_by_size(rows, 0))
-    on_device = jax.device_put([part for _, part in parts])
-    return [(min(len(part), len(rows) - start), sent) for (start, part), sent in zip(parts, on_device, strict=True)]
+    """Send the page rows of a cache group to the device."""
+    chunks = list(_by_size(rows, 0))
+    on_device = jax.device_put([chunk for _, chunk in chunks])
+    return [(min(len(chunk), len(rows) - start), sent) for (start, chunk), sent in zip(chunks, on_device, strict=True)]
 
 
-def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[DeviceRows, bool]]) -> list[RowParts]:
-    """Starts copies of rows of some layers, which later steps do not change, and sends them to the host as they are
-    made: one array of all layers, since each costs the host as much as a launch.
+def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[DeviceRows, bool]]) -> list[RowCopies]:
+    """Copy page rows of some layers on the device and start their transfer to the host. Later steps do not affect the
+    copies. The layers of a group are stacked in one array, because each transfer costs the host as much as a launch.
 
     Args:
-      caches: of the layers.
-      of_layers: for each layer its cache group's rows, the same list for all layers of the group, and whether the group
-        is head-wise.
+      caches: caches of the layers.
+      of_layers: for each layer (page rows of its cache group, whether the group is head-wise). All layers of a group
+        have the same list object.
 
     Returns:
       Copies by layer.
     """
-    copies: list[RowParts] = [[{} for _ in rows] for rows, _ in of_layers]
+    copies: list[RowCopies] = [[{} for _ in rows] for rows, _ in of_layers]
     groups: dict[tuple[int, str], list[int]] = {}
     for place, ((rows, _), cache) in enumerate(zip(of_layers, caches, strict=True)):
         for name in _paged_arrays(cache):
@@ -339,8 +339,7 @@ def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[Device
 
 
 def _sent_to_host(array: jax.Array) -> jax.Array:
-    """Starts a copy to pinned memory of the host, which the device writes by itself and several times as fast as other
-    memory."""
+    """Start a copy to pinned host memory, which the device writes by DMA, several times as fast as pageable memory."""
     kinds = {memory.kind for device in array.devices() for memory in device.addressable_memories()}
     if "pinned_host" not in kinds:
         array.copy_to_host_async()
@@ -351,45 +350,45 @@ def _sent_to_host(array: jax.Array) -> jax.Array:
 def write_layer(
     cache: LayerCache, head_wise: bool, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
 ) -> LayerCache:
-    """Writes rows of one layer in place; contents [n, ...] by array."""
+    """Write page rows of one layer in place; contents [n, ...] by array."""
     arrays = _paged_arrays(cache)
-    for start, part in _by_size(rows, np.iinfo(np.int32).max):
-        new = {name: padded(contents[name][start : start + len(part)], len(part)) for name in arrays}
-        arrays = _scatter(arrays, part, new, head_wise)
+    for start, chunk in _by_size(rows, np.iinfo(np.int32).max):
+        new = {name: padded(contents[name][start : start + len(chunk)], len(chunk)) for name in arrays}
+        arrays = _scatter(arrays, chunk, new, head_wise)
     return with_arrays(cache, arrays)
 
 
-def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes], pieces: Sequence[range]) -> None:
-    """Compiles `gather_layers` for all numbers of rows, for layers that are copied together."""
-    for size in (2**n for n in range(ROWS_AT_ONCE.bit_length())):
+def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes], layer_ranges: Sequence[range]) -> None:
+    """Compile `gather_layers` for all padded numbers of rows and for all ranges of layers that are copied together."""
+    for size in (2**n for n in range(ROWS_PER_COPY.bit_length())):
         of_layers = {}
         for group in groups:
             rows = rows_on_device(np.zeros((size,), np.int32))
             of_layers |= dict.fromkeys(group.layers, (rows, group.head_wise))
-        for piece in pieces:
-            gather_layers(caches[piece.start : piece.stop], [of_layers[layer] for layer in piece])
+        for layers in layer_ranges:
+            gather_layers(caches[layers.start : layers.stop], [of_layers[layer] for layer in layers])
 
 
 def _by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, Int32[np.ndarray, "m"]]]:
-    """Cuts rows into parts of ROWS_AT_ONCE and a last one padded to a power of two; yields each with its start."""
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        part = rows[start : start + ROWS_AT_ONCE]
-        size = 1 << (len(part) - 1).bit_length()
-        yield start, np.pad(part, (0, size - len(part)), constant_values=padding).astype(np.int32)
+    """Split rows into chunks of ROWS_PER_COPY, the last one padded to a power of two. Yield (start, chunk)."""
+    for start in range(0, len(rows), ROWS_PER_COPY):
+        chunk = rows[start : start + ROWS_PER_COPY]
+        size = 1 << (len(chunk) - 1).bit_length()
+        yield start, np.pad(chunk, (0, size - len(chunk)), constant_values=padding).astype(np.int32)
 
 
 def _paged_arrays(cache: LayerCache) -> dict[str, jax.Array]:
-    """The arrays of a layer that have pages, by name; static scales have none."""
+    """Arrays of a layer that have pages, by name. Static scales have no pages."""
     return {name: array for name, array in cache_arrays(cache).items() if array.ndim > 2}
 
 
 def paged(caches: Caches, layers: Sequence[int]) -> dict[str, jax.Array]:
-    """The arrays of layers that have pages, by layer and name."""
+    """Arrays of some layers that have pages, by "layer.array"."""
     return {f"{layer}.{name}": a for layer in layers for name, a in _paged_arrays(caches[layer]).items()}
 
 
 def with_paged(caches: Caches, layers: Sequence[int], arrays: Mapping[str, jax.Array]) -> Caches:
-    """Caches with other arrays of these layers, as `paged` names them."""
+    """Replace arrays of some layers; `arrays` as returned by `paged`."""
     written = list(caches)
     for layer in layers:
         fields = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{layer}.")}
@@ -397,24 +396,24 @@ def with_paged(caches: Caches, layers: Sequence[int], arrays: Mapping[str, jax.A
     return tuple(written)
 
 
-def in_parts(rows: Int32[np.ndarray, "n"], padding: int) -> list[Int32[np.ndarray, "m"]]:
-    """Cuts rows into parts of ROWS_AT_ONCE, the last one padded."""
-    whole = np.pad(rows, (0, -len(rows) % ROWS_AT_ONCE), constant_values=padding)
-    return list(whole.reshape(-1, ROWS_AT_ONCE))
+def in_chunks(rows: Int32[np.ndarray, "n"], padding: int) -> list[Int32[np.ndarray, "m"]]:
+    """Split rows into chunks of ROWS_PER_COPY, the last one padded."""
+    whole = np.pad(rows, (0, -len(rows) % ROWS_PER_COPY), constant_values=padding)
+    return list(whole.reshape(-1, ROWS_PER_COPY))
 
 
-def padded(contents: np.ndarray, size: int = ROWS_AT_ONCE) -> np.ndarray:
-    """Contents of so many rows; zeros after those that there are."""
+def padded(contents: np.ndarray, size: int = ROWS_PER_COPY) -> np.ndarray:
+    """Pad contents with zeros to `size` rows."""
     return np.pad(contents, [(0, size - len(contents))] + [(0, 0)] * (contents.ndim - 1))
 
 
 def _rows_of(array: jax.Array, head_wise: bool) -> jax.Array:
-    """An array with a page, or with a page of one head, in each row."""
+    """Reshape an array so that its first axis is the page row: a page, or a page of one head."""
     return array.reshape(-1, *array.shape[2:]) if head_wise else array
 
 
 def gather_rows(arrays: dict[str, jax.Array], rows: jax.Array, head_wise: bool) -> dict[str, jax.Array]:
-    """Contents of rows, on the device that has them."""
+    """Read page rows on the device."""
     return {name: _rows_of(array, head_wise)[rows] for name, array in arrays.items()}
 
 
@@ -426,7 +425,7 @@ def _gather_stacked(arrays: Sequence[jax.Array], rows: jax.Array, head_wise: boo
 def scatter_rows(
     arrays: dict[str, jax.Array], rows: jax.Array, contents: dict[str, jax.Array], head_wise: bool
 ) -> dict[str, jax.Array]:
-    """Arrays with other contents of rows; rows past the end are dropped."""
+    """Write page rows on the device. Rows past the end of the arrays are ignored."""
 
     def written(array: jax.Array, new: jax.Array) -> jax.Array:
         return _rows_of(array, head_wise).at[rows].set(new, mode="drop").reshape(array.shape)

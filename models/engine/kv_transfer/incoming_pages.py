@@ -1,4 +1,4 @@
-"""Pages of a prompt that another engine computes, as they arrive layer by layer."""
+"""Receiver of a prompt's pages, which another engine computes and sends layer by layer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pallas_attn.cache import GroupPools, PrefixCache
 
 @dataclasses.dataclass(eq=False)
 class _Chunk:
-    """Pages that one step of the other engine completed, of which some layers have arrived.
+    """Pages that one step of the other engine completed, while their layers arrive.
 
     Attributes:
-      step: number of that step.
-      first_page, end_page: the pages.
-      rows: [heads, pages] of each cache group that they got here; None for groups of which no layer has arrived.
+      step: number of the other engine's step.
+      first_page, end_page: range of pages.
+      rows: for each cache group, page rows [heads, pages] allocated here; None before the group's first layer arrives.
       next_layer: number of layers that have arrived.
     """
 
@@ -34,12 +34,12 @@ class _Chunk:
 
 
 class IncomingPages:
-    """Leading pages of a prompt on their way into an engine's cache; `Engine.receive_pages` makes one.
+    """Receives the leading pages of a prompt into an engine's cache; made by `Engine.receive_pages`.
 
-    Rows are taken as pages arrive, and held until `close` or until no later token sees them: no request is given them,
-    and none finds them before all their layers are written. If no request could move otherwise, or the engine starts
-    over, all of them are given up: then `is_lost`, and what still arrives is ignored. A request computes whatever is
-    not there.
+    Page rows are allocated as pages arrive. They are held until `close`, or until no later token attends to them: held
+    rows are not given to requests. Requests can find pages once all layers of the pages are written. If requests could
+    not progress because of held rows, or the engine starts over, all rows are released. Then `is_lost` is True, and
+    further pages are ignored. A request computes all pages that are missing.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class IncomingPages:
         self._groups, self._pools, self._prefix_cache = tuple(groups), pools, prefix_cache
         self._runner, self._changing = runner, changing
         num_pages = len(tokens) // pools.page_size
-        self._last_page = (len(tokens) - 1) // pools.page_size  # the first that a request computes
+        self._last_page = (len(tokens) - 1) // pools.page_size  # a request always computes the last token's page
         self._tokens, self._salt = tuple(tokens[: num_pages * pools.page_size]), salt
         self._of_layer = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self._formats = {
@@ -68,17 +68,17 @@ class IncomingPages:
 
     @property
     def is_open(self) -> bool:
-        """Whether pages are still taken in."""
+        """Whether arriving pages are written."""
         return self._open
 
     @property
     def is_lost(self) -> bool:
-        """Whether the pages were given up."""
+        """Whether the held page rows were released before `close`."""
         return self._lost
 
     @property
     def num_tokens(self) -> int:
-        """Leading tokens whose pages have arrived whole."""
+        """Number of leading tokens whose pages have arrived completely."""
         return self._num_pages * self._pools.page_size
 
     def write(
@@ -89,20 +89,21 @@ class IncomingPages:
         rows: Int32[np.ndarray, "heads pages"],
         contents: Mapping[str, np.ndarray],
     ) -> None:
-        """Writes a layer of the pages that a step of the other engine completed.
+        """Write one layer of the pages that a step of the other engine completed.
 
-        A step whose last layer does not come before the next step is void. Pages that are there already are skipped.
+        If a new step begins before the last layer of the previous step has arrived, the previous step is discarded.
+        Pages that have already arrived are skipped.
 
         Args:
           step: number of the step.
-          layer: number of the layer; they come in order.
-          first_page: number of pages before them.
-          rows: which of the rows of `contents` they are; PAGE_NONE where none came.
+          layer: number of the layer; layers come in order.
+          first_page: index of the first page in the prompt.
+          rows: index of each page in the rows of `contents`; PAGE_NONE for pages that were not sent.
           contents: [rows, ...] by array.
 
         Raises:
-          ValueError: pages past the prompt's or not next to those before them, a layer that is not the next, or rows of
-            another format. Nothing is written.
+          ValueError: pages outside the prompt or with a gap before them, a layer out of order, or rows of another
+            format. Nothing is written.
         """
         if not self._open:
             return
@@ -110,7 +111,7 @@ class IncomingPages:
         self._check(chunk, layer, rows, contents)
         with self._changing():
             if not self._open:
-                return  # it was lost when the engine started over just now
+                return  # entering `_changing` made the engine start over, which released the rows
             if chunk is not self._chunk:
                 self._drop_chunk()
                 self._chunk = chunk
@@ -126,16 +127,16 @@ class IncomingPages:
                 self._publish(chunk)
 
     def close(self) -> None:
-        """Gives up the hold on the rows: pages that have arrived whole stay in the prefix cache while nothing takes
-        their place. Doing it again does nothing."""
+        """Release the held page rows. Complete pages stay in the prefix cache until they are evicted. Further calls do
+        nothing."""
         if self._open:
             with self._changing():
-                if self._open:  # the engine has not just started over
+                if self._open:  # False if entering `_changing` made the engine start over
                     self.lose()
                     self._lost = False
 
     def lose(self, *, dropping: bool = True) -> None:
-        """Gives the pages up, on the engine's side; with `dropping` False their rows were made free otherwise."""
+        """Release the page rows on behalf of the engine. With `dropping` False the pools have been reset already."""
         if self._open and dropping:
             self._drop_chunk()
             for pool, rows in zip(self._pools.pools, self._rows, strict=True):
@@ -143,27 +144,27 @@ class IncomingPages:
         self._open, self._lost, self._chunk = False, True, None
 
     def _chunk_of(self, step: int, layer: int, first_page: int, rows: np.ndarray) -> _Chunk:
-        """The chunk that a layer belongs to: the last one's, or a new one."""
+        """Return the chunk of a layer: the current chunk, or a new one if a new step begins."""
         chunk = self._chunk
         if chunk is None or step != chunk.step:
             chunk = _Chunk(step, first_page, first_page + rows.shape[-1], [None] * len(self._groups))
         if layer != chunk.next_layer:
             raise ValueError(f"layer: expected {chunk.next_layer} of step {step}, got {layer}")
         if rows.ndim != 2 or (first_page, first_page + rows.shape[1]) != (chunk.first_page, chunk.end_page):
-            raise ValueError(f"rows: expected those of pages {chunk.first_page} to {chunk.end_page} in every layer")
+            raise ValueError(f"rows: expected pages {chunk.first_page} to {chunk.end_page} in every layer of the step")
         if not 0 <= first_page <= self._num_pages or chunk.end_page > self._rows[0].shape[1]:
             wanted = f"at most {self._num_pages}, and pages up to {self._rows[0].shape[1]}"
             raise ValueError(f"first_page: expected {wanted}, got pages {first_page} to {chunk.end_page}")
         return chunk
 
     def _check(self, chunk: _Chunk, layer: int, rows: np.ndarray, contents: Mapping[str, np.ndarray]) -> None:
-        """Raises ValueError unless rows and contents have the format of a layer."""
+        """Raise ValueError unless rows and contents have the format of a layer."""
         if {name: (array.shape[1:], array.dtype) for name, array in contents.items()} != self._formats[layer]:
             raise ValueError(f"contents: layer {layer} has other shapes or dtypes than the cache's rows")
         counts = {len(array) for array in contents.values()}
         heads, most = self._groups[self._of_layer[layer]].num_heads, min(counts)
         if len(counts) != 1 or rows.dtype != np.int32 or len(rows) != heads:
-            raise ValueError(f"rows: expected int32 of {heads} heads, and contents of as many rows in every array")
+            raise ValueError(f"rows: expected int32 of {heads} heads, and the same number of rows in every array")
         if rows.size and not PAGE_NONE <= rows.min() <= rows.max() < most:
             raise ValueError(f"rows: expected numbers from {PAGE_NONE} to {most - 1}, got {rows.min()} to {rows.max()}")
         own = chunk.rows[self._of_layer[layer]]
@@ -171,7 +172,8 @@ class IncomingPages:
             raise ValueError(f"rows: layer {layer} lacks pages that other layers of its cache group have")
 
     def _take(self, chunk: _Chunk, layer: int, rows: np.ndarray) -> np.ndarray | None:
-        """Rows that the pages got in the layer's group, taken with its first layer; None if too few are free."""
+        """Return the page rows of a chunk in the layer's group. They are allocated when the group's first layer
+        arrives; None if too few are free."""
         group = self._of_layer[layer]
         own = chunk.rows[group]
         if own is None:
@@ -187,7 +189,7 @@ class IncomingPages:
         return own
 
     def _publish(self, chunk: _Chunk) -> None:
-        """Lets requests find the pages of a chunk that has arrived whole."""
+        """Publish the pages of a complete chunk in the prefix cache. Release rows that no later token attends to."""
         for held, own in zip(self._rows, chunk.rows, strict=True):
             if own is not None:
                 before = held[:, chunk.first_page : chunk.end_page]
@@ -199,14 +201,14 @@ class IncomingPages:
         for pool, held in zip(self._pools.pools, rows, strict=True):
             behind = pool.is_unseen(0, self._num_pages, self._next_query(self._num_pages)) & (held != PAGE_NONE)
             pool.drop(held[behind].tolist())
-            held[behind] = PAGE_NONE  # a view of those that are held
+            held[behind] = PAGE_NONE  # `held` is a view of `self._rows`
 
     def _next_query(self, num_pages: int) -> int:
-        """Position of the first token that a request computes after so many pages."""
+        """Position of the first token that a request computes if it finds `num_pages` pages."""
         return min(num_pages, self._last_page) * self._pools.page_size
 
     def _drop_chunk(self) -> None:
-        """Gives back the rows of a chunk that has not arrived whole."""
+        """Release the page rows of an incomplete chunk."""
         if self._chunk is not None:
             for pool, own in zip(self._pools.pools, self._chunk.rows, strict=True):
                 if own is not None:

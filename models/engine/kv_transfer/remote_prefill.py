@@ -1,12 +1,12 @@
-"""Disaggregated prefill: one engine computes prompts, another continues them, and pages travel layer by layer.
+"""Disaggregated prefill: one engine computes prompts, another decodes, and pages are sent layer by layer.
 
-prefill's process                                  decode's process
+prefill process                                    decode process
 serve_prefill(engine, transport)                   RemotePrefill(engine, transport)
                              <- prompt                 add_request
-  step: layer 0 written      -> layer                  poll: written to rows that are held
-        layer 1 written      -> layer                  poll: ..., after the last one matchable
-  prompt computed            -> done                   poll: request added, finds its pages
-                                                       step: the tokens after the last full page, then decoding
+  step: layer 0 written      -> layer                  poll: written to held page rows
+        layer 1 written      -> layer                  poll: written; published after the last layer
+  prompt computed            -> done                   poll: request added to the engine, finds its pages
+                                                       step: tokens after the last full page, then decoding
 """
 
 from __future__ import annotations
@@ -31,20 +31,24 @@ from models.engine.outputs import RequestId, RequestOutput
 from models.engine.request import Request, SamplingParams, as_integers
 
 VERSION = 1
-"""Version of the messages."""
+"""Version of the message format."""
 
 _INBOX = 256
-"""Messages that wait for an engine; with more, the other side's sending waits."""
+"""Maximum number of received messages that wait for the engine. When the queue is full, the sender blocks."""
 
 _PREFILL = SamplingParams(max_tokens=1)
 
 
-class HandOverError(RuntimeError):
-    """The process of the other engine ended, is silent, or sent something that does not fit."""
+class TransferError(RuntimeError):
+    """The other engine's process ended, does not answer, or sent an invalid message."""
+
+
+HandOverError = TransferError
+"""Former name of `TransferError`."""
 
 
 class _Inbox:
-    """Messages of a transport, read on a thread of its own, so that the other side need not wait for a step."""
+    """Messages of a transport, received on a separate thread, so that the sender does not wait for a step to end."""
 
     def __init__(self, transport: Transport):
         self._transport = transport
@@ -52,17 +56,17 @@ class _Inbox:
         threading.Thread(target=self._run, name="pages arriving", daemon=True).start()
 
     def next(self, timeout_s: float) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-        """The next message; None if none comes in time.
+        """Return the next message; None if none arrives within `timeout_s`.
 
         Raises:
-          HandOverError: there are no more.
+          TransferError: the connection is closed and all messages have been read.
         """
         try:
             message = self._messages.get(timeout=timeout_s) if timeout_s > 0 else self._messages.get_nowait()
         except queue.Empty:
             return None
         if isinstance(message, TransportError):
-            raise HandOverError(f"transport: {message}") from message
+            raise TransferError(f"transport: {message}") from message
         return message
 
     def _run(self) -> None:
@@ -74,16 +78,16 @@ class _Inbox:
 
 
 def _greet(engine: Engine, transport: Transport, inbox: _Inbox, timeout_s: float) -> None:
-    """Tells the other side for which engines pages are, and checks that its own is like it."""
+    """Exchange cache formats with the other process, and check that they are equal."""
     _send(transport, {"kind": "hello", "version": VERSION, "made_for": engine.cache_format})
     message = inbox.next(timeout_s)
     if message is None:
-        raise HandOverError(f"transport: nothing came within {timeout_s:g} s")
+        raise TransferError(f"transport: no message within {timeout_s:g} s")
     header, _ = message
     if (header.get("kind"), header.get("version")) != ("hello", VERSION):
-        raise HandOverError(f"transport: expected a greeting of version {VERSION}, got {str(header)[:100]}")
+        raise TransferError(f"transport: expected a greeting of version {VERSION}, got {str(header)[:100]}")
     if (unlike := difference(header.get("made_for") or {}, engine.cache_format)) is not None:
-        raise ValueError(f"engine: expected one like the other side's, which has {unlike}")
+        raise ValueError(f"engine: expected the cache format of the other process, which has {unlike}")
 
 
 _NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
@@ -93,39 +97,41 @@ def _send(transport: Transport, header: dict[str, Any], arrays: Mapping[str, np.
     try:
         transport.send(header, arrays)
     except TransportError as error:
-        raise HandOverError(f"transport: {error}") from error
+        raise TransferError(f"transport: {error}") from error
 
 
-# --- the process that computes prompts
+# --- prefill process
 
 
 def serve_prefill(engine: Engine, transport: Transport, *, timeout_s: float = 60.0, max_bytes: int = 2**30) -> int:
-    """Computes the prompts that a `RemotePrefill` asks for, and sends their pages layer by layer, until it is closed.
+    """Compute the prompts of a `RemotePrefill` and send their pages layer by layer, until the other process closes.
 
     Args:
-      engine: computes the prompts; nobody else uses it meanwhile. It has a prefix cache.
-      transport: to the other process; closed at the end.
-      timeout_s: for which pages may wait to be sent.
-      max_bytes: of pages that may wait; no step is launched before fewer do.
+      engine: engine with a prefix cache. Other threads must not use it during this call.
+      transport: connection to the other process; closed at the end.
+      timeout_s: maximum time in seconds that pages may wait to be sent.
+      max_bytes: backlog of unsent pages in bytes above which no step is launched.
 
     Returns:
-      Number of prompts that were computed.
+      Number of computed prompts.
 
     Raises:
-      HandOverError: the other process is gone or takes nothing. All its prompts have been aborted, so that no page is
-        held; what was computed stays in the prefix cache.
-      ValueError: the engines are unlike, or as `Engine.watch_written`.
+      TransferError: the other process ended or does not receive. All its prompts have been aborted, so no page is held.
+        Computed pages stay in the prefix cache.
+      ValueError: the engines have different cache formats; or as `Engine.watch_written`.
       NotImplementedError: as `Engine.watch_written`.
     """
     return _PrefillServer(engine, transport, timeout_s, max_bytes).serve()
 
 
 class _PrefillServer:
+    """Loop of `serve_prefill`."""
+
     def __init__(self, engine: Engine, transport: Transport, timeout_s: float, max_bytes: int):
         self._engine, self._transport = engine, transport
         self._timeout_s, self._max_bytes = timeout_s, max_bytes
-        self._numbers: dict[RequestId, int] = {}  # the other side's number of each unfinished prompt
-        self._names: dict[RequestId, int] = {}  # and of all whose layers may still be sent, read by the feed's thread
+        self._numbers: dict[RequestId, int] = {}  # the other process's number of each unfinished prompt
+        self._names: dict[RequestId, int] = {}  # and of prompts with layers left to send; read by the feed's thread
         self._ended = False
         self._served = 0
 
@@ -137,7 +143,7 @@ class _PrefillServer:
             try:
                 while not self._ended:
                     if not feed.wait_below(self._max_bytes, self._timeout_s):
-                        raise HandOverError(f"transport: no page was taken for {self._timeout_s:g} s")
+                        raise TransferError(f"transport: no page was received for {self._timeout_s:g} s")
                     if feed.error is not None:
                         raise feed.error
                     engine.step()
@@ -147,8 +153,8 @@ class _PrefillServer:
             except ConsumerError as error:
                 while not self._ended and (message := inbox.next(0)) is not None:
                     self._ended = message[0].get("kind") == "bye"
-                if not self._ended:  # else the other side has left in good order
-                    raise HandOverError(f"transport: {error}") from error
+                if not self._ended:  # otherwise the other process closed regularly
+                    raise TransferError(f"transport: {error}") from error
             finally:
                 feed.close()
                 for request_id in self._numbers:
@@ -158,7 +164,7 @@ class _PrefillServer:
         return self._served
 
     def _take(self, inbox: _Inbox) -> None:
-        """Takes what the other side asks for, and waits for it while there is nothing to do."""
+        """Handle messages of the other process. Wait for messages while no prompt is unfinished."""
         while not self._ended:
             message = inbox.next(0 if self._numbers else 1.0)
             if message is None:
@@ -172,7 +178,7 @@ class _PrefillServer:
                 case {"kind": "bye"}:
                     self._ended = True
                 case _:
-                    raise HandOverError(f"transport: expected a prompt, got {str(header)[:100]}")
+                    raise TransferError(f"transport: expected a prompt, got {str(header)[:100]}")
 
     def _add(self, number: int, tokens: list[int], salt: str) -> None:
         try:
@@ -198,7 +204,7 @@ class _PrefillServer:
         feed.afterwards(done)
 
     def _send_layer(self, written: WrittenLayer) -> None:
-        """Sends a layer, on the feed's thread."""
+        """Send a layer. Runs on the feed's thread."""
         chunks = [[self._names[chunk.request_id], chunk.first_page] for chunk in written.chunks]
         arrays = {f"rows.{i}": chunk.rows for i, chunk in enumerate(written.chunks)}
         arrays |= {f"pages.{name}": array for name, array in written.contents.items()}
@@ -206,12 +212,12 @@ class _PrefillServer:
         _send(self._transport, header, arrays)
 
 
-# --- the process that continues them
+# --- decode process
 
 
 @dataclasses.dataclass(eq=False)
 class _Prompt:
-    """A prompt that the other process computes."""
+    """A prompt that the prefill process computes."""
 
     tokens: tuple[int, ...]
     params: SamplingParams
@@ -222,10 +228,10 @@ class _Prompt:
 
 
 class RemotePrefill:
-    """Has prompts computed by another process, whose pages it writes into an engine's cache as they arrive.
+    """Sends prompts to a prefill process and writes their pages into an engine's cache as they arrive.
 
-    Calls of this and of the engine come from one thread. A prompt is a request of the engine once all its pages are
-    there. Pages that do not fit, or that the engine gave up in favour of requests, are computed here.
+    This object and the engine must be used from one thread. A prompt becomes a request of the engine once all its pages
+    have arrived. The engine itself computes pages that did not fit or that it released for other requests.
 
     Example:
       remote = RemotePrefill(engine, SocketTransport(connection))
@@ -237,32 +243,32 @@ class RemotePrefill:
     """
 
     def __init__(self, engine: Engine, transport: Transport, *, timeout_s: float = 60.0):
-        """Waits until the other process serves.
+        """Wait until the prefill process answers.
 
         Args:
-          engine: continues the prompts. It has a prefix cache.
-          transport: to a process in `serve_prefill`.
-          timeout_s: without a message, after which it counts as failed while prompts are with it.
+          engine: engine with a prefix cache, which continues the prompts.
+          transport: connection to a process in `serve_prefill`.
+          timeout_s: time in seconds without a message after which the process counts as failed, if prompts are pending.
 
         Raises:
-          HandOverError: the other process is gone or silent.
-          ValueError: its engine is unlike this one.
+          TransferError: the prefill process ended or does not answer.
+          ValueError: the engines have different cache formats.
         """
         self._engine, self._transport, self._timeout_s = engine, transport, timeout_s
         self._inbox = _Inbox(transport)
         self._prompts: dict[int, _Prompt] = {}
         self._next = 0
-        self._error: HandOverError | None = None
+        self._error: TransferError | None = None
         try:
             _greet(engine, transport, self._inbox, timeout_s)
         except BaseException:
             transport.close()
             raise
-        self._heard = time.monotonic()
+        self._last_message_s = time.monotonic()
 
     @property
     def pending(self) -> tuple[RequestId, ...]:
-        """Prompts that the other process has not finished."""
+        """Ids of prompts that the prefill process has not finished."""
         return tuple(prompt.request_id for prompt in self._prompts.values())
 
     def add_request(
@@ -274,11 +280,11 @@ class RemotePrefill:
         salt: str = "",
         on_token: OnToken | None = None,
     ) -> None:
-        """Sends a prompt to the other process; arguments as of `Engine.add_request`.
+        """Send a prompt to the prefill process; arguments as in `Engine.add_request`.
 
         Raises:
-          HandOverError: the other process is gone.
-          ValueError: ids outside the vocabulary, a prompt longer than the cache, or a request_id that is pending.
+          TransferError: the prefill process ended.
+          ValueError: ids outside the vocabulary, a prompt longer than the cache, or a request_id in use.
         """
         self._check()
         if request_id in self.pending or self._engine.knows(request_id):
@@ -287,39 +293,40 @@ class RemotePrefill:
         incoming = self._engine.receive_pages(ids, self._engine.cache_format, salt=salt)
         number, self._next = self._next, self._next + 1
         if not self._prompts:
-            self._heard = time.monotonic()
+            self._last_message_s = time.monotonic()
         self._prompts[number] = _Prompt(ids, params, request_id, salt, on_token, incoming)
         message = {"kind": "prompt", "number": number, "tokens": list(ids), "salt": salt}
         try:
             _send(self._transport, message)
-        except HandOverError as error:
+        except TransferError as error:
             self._fail(error)
             raise
 
     def poll(self, timeout_s: float = 0.0) -> list[RequestId]:
-        """Takes what has arrived.
+        """Process messages that have arrived.
 
         Args:
-          timeout_s: to wait for the first message.
+          timeout_s: maximum time to wait for the first message.
 
         Returns:
-          Requests that the engine was given, in order.
+          Ids of requests that were added to the engine, in order.
 
         Raises:
-          HandOverError: the other process is gone, silent, or sent something that does not fit. Pages that came whole
-            stay in the prefix cache, others are given back; `compute_here` gives the engine what is pending.
+          TransferError: the prefill process ended, does not answer, or sent an invalid message. Complete pages stay in
+            the prefix cache. `compute_here` adds the pending prompts to the engine; it and `close` release incomplete
+            pages.
         """
         self._check()
         given: list[RequestId] = []
         try:
             message = self._inbox.next(timeout_s)
             while message is not None:
-                self._heard = time.monotonic()
+                self._last_message_s = time.monotonic()
                 self._take(*message, given)
                 message = self._inbox.next(0)
-            if self._prompts and time.monotonic() - self._heard > self._timeout_s:
-                raise HandOverError(f"transport: nothing came for {self._timeout_s:g} s")
-        except HandOverError as error:
+            if self._prompts and time.monotonic() - self._last_message_s > self._timeout_s:
+                raise TransferError(f"transport: no message for {self._timeout_s:g} s")
+        except TransferError as error:
             self._fail(error)
             if given:
                 return given  # the next call raises
@@ -327,16 +334,16 @@ class RemotePrefill:
         return given
 
     def compute_here(self) -> list[RequestId]:
-        """Gives the engine all pending prompts, with the pages that have arrived; returns their ids."""
-        return [self._hand_over(number) for number in [*self._prompts]]
+        """Add all pending prompts to the engine, with the pages that have arrived. Return their ids."""
+        return [self._add_to_engine(number) for number in [*self._prompts]]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams = SamplingParams()
     ) -> list[RequestOutput]:
-        """Runs prompts to their ends; as `Engine.generate`.
+        """Run prompts to their ends, as `Engine.generate`.
 
         Raises:
-          HandOverError: as `poll`; the requests stay.
+          TransferError: as `poll`. The requests remain in the engine.
         """
         names = [f"remote {self._next + i}" for i in range(len(prompts))]
         for name, prompt in zip(names, prompts, strict=True):
@@ -350,10 +357,10 @@ class RemotePrefill:
         return outputs
 
     def close(self) -> None:
-        """Tells the other process that nothing more comes, and gives back pages of prompts that are pending."""
+        """Notify the prefill process, close the connection, and release the pages of pending prompts."""
         if self._error is None:
-            self._error = HandOverError("transport: closed")
-            with contextlib.suppress(TransportError):  # it is gone, and nothing was wanted of it any more
+            self._error = TransferError("transport: closed")
+            with contextlib.suppress(TransportError):  # the prefill process has ended already
                 self._transport.send({"kind": "bye"})
         for prompt in self._prompts.values():
             prompt.incoming.close()
@@ -362,11 +369,10 @@ class RemotePrefill:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise HandOverError(str(self._error)) from self._error
+            raise TransferError(str(self._error)) from self._error
 
-    def _fail(self, error: HandOverError) -> None:
-        """Notes that the other process is gone. Incomplete pages are given back; whole ones are held until their
-        prompts are computed here or this is closed."""
+    def _fail(self, error: TransferError) -> None:
+        """Record that the prefill process has failed. Pages are held until `compute_here` or `close`."""
         self._error = error
         self._transport.close()
 
@@ -379,15 +385,16 @@ class RemotePrefill:
                         incoming = self._prompts[number].incoming
                         incoming.write(step, layer, first_page, arrays[f"rows.{i}"], contents)
                 case {"kind": "done", "number": int(number)}:
-                    given.append(self._hand_over(number))
+                    given.append(self._add_to_engine(number))
                 case {"kind": "refused", "number": int(number), "reason": str()}:
-                    given.append(self._hand_over(number))  # this engine may take it, or refuses it in its own words
+                    given.append(self._add_to_engine(number))  # this engine accepts the prompt or reports a refusal
                 case _:
                     raise ValueError(f"a message of another kind: {str(header)[:100]}")
         except (ValueError, LookupError, TypeError) as error:
-            raise HandOverError(f"transport: {type(error).__name__}: {error}") from error
+            raise TransferError(f"transport: {type(error).__name__}: {error}") from error
 
-    def _hand_over(self, number: int) -> RequestId:
+    def _add_to_engine(self, number: int) -> RequestId:
+        """Add a prompt to the engine, with its pages."""
         prompt = self._prompts[number]
         self._engine.add_request(
             prompt.tokens,

@@ -1,13 +1,13 @@
-"""Rows of caches that are split over a mesh, in the form that they have on one device.
+"""Page rows of caches on a mesh, converted to and from the format of one device.
 
- device             row of its cache                              row on the host, for any engine
- along tensor       its KV heads of a page                        all KV heads, each once
- along context      its tokens of a page                          all tokens
- along data         pages of its own                              those of one rank
+ mesh axis          page row on a device                          page row on the host
+ tensor             the device's KV heads of a page               all KV heads, each once
+ context            the device's tokens of a page                 all tokens
+ data               pages of the device's rank                    pages of one rank
 
-So pages of an engine on a mesh are of use to one on other devices. Heads that have windows of their own are the
-exception: there a row is one head of a page, on each device another one, and the row on the host has those of all
-devices side by side.
+Therefore an engine on a mesh can exchange pages with an engine on other devices. The exception is a cache group whose
+heads have different windows. There a page row holds one head, a different head on each device, and the row on the host
+holds the heads of all devices. Engines can then exchange pages only if they have the same number of heads per device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from models.config import GQAConfig, ModelConfig
 from models.decoder import Caches, over_mesh, specs_of
 from models.decoder.mesh import AXES, CONTEXT, DATA, HEADS, num_devices
 from models.engine.kv_transfer.cached_pages import (
-    ROWS_AT_ONCE,
+    ROWS_PER_COPY,
     gather_rows,
-    in_parts,
+    in_chunks,
     padded,
     paged,
     scatter_rows,
@@ -37,12 +37,17 @@ from pallas_attn import parallel
 
 
 class SplitRows:
-    """Reads and writes rows of a model's caches on a mesh whose devices this process reaches."""
+    """Reads and writes page rows of a model's caches on a mesh. All devices must belong to this process."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh):
-        """Takes the whole model's configuration and the devices."""
+        """Prepare for a model and a mesh.
+
+        Args:
+          config: configuration of the whole model.
+          mesh: devices with the caches.
+        """
         self._mesh, self._ranks, self._contexts = mesh, mesh.shape[DATA], mesh.shape[CONTEXT]
-        self._heads = None  # latents are of all heads, and the same on all devices that share these
+        self._heads = None  # a latent serves all heads, and devices along `HEADS` have equal latents
         if isinstance(config, GQAConfig):
             devices = num_devices(mesh, HEADS)
             self._heads = parallel.head_split(config.num_attention_heads, config.num_key_value_heads, devices)
@@ -50,11 +55,11 @@ class SplitRows:
 
     @property
     def _owners(self) -> range:
-        """Numbers along `HEADS` of the devices that have all heads, each once."""
+        """Indices along `HEADS` of devices that together have every KV head once."""
         return range(1) if self._heads is None else range(0, self._heads.devices, self._heads.copies)
 
     def shape(self, of_device: Sequence[int], head_wise: bool) -> tuple[int, ...]:
-        """Shape of a row on the host, given that on a device."""
+        """Shape of a page row on the host, given its shape on a device."""
         shape = list(of_device)
         shape[self._token_axis(head_wise)] *= self._contexts
         if self._heads is None:
@@ -66,13 +71,13 @@ class SplitRows:
     def read(
         self, caches: Caches, layers: Sequence[int], head_wise: bool, rows: Int32[np.ndarray, "n"], rank: int
     ) -> dict[str, np.ndarray]:
-        """Copies rows of a data rank to the host, as `cached_pages.read_rows`."""
+        """Copy page rows of a data rank to the host, as `cached_pages.read_rows`."""
         arrays = paged(caches, layers)
-        parts = in_parts(rows, 0) or [np.zeros(ROWS_AT_ONCE, np.int32)]
+        chunks = in_chunks(rows, 0) or [np.zeros(ROWS_PER_COPY, np.int32)]
         gather = self._over_devices(gather_rows, arrays, head_wise)
-        gathered = [gather(arrays, part) for part in parts]  # all start before one is read
-        joined = [{name: self._joined(array, head_wise, rank) for name, array in part.items()} for part in gathered]
-        return {name: np.concatenate([part[name] for part in joined])[: len(rows)] for name in arrays}
+        gathered = [gather(arrays, chunk) for chunk in chunks]  # start all copies before reading one
+        joined = [{name: self._joined(array, head_wise, rank) for name, array in chunk.items()} for chunk in gathered]
+        return {name: np.concatenate([chunk[name] for chunk in joined])[: len(rows)] for name in arrays}
 
     def write(
         self,
@@ -83,14 +88,14 @@ class SplitRows:
         contents: Mapping[str, np.ndarray],
         rank: int,
     ) -> Caches:
-        """Writes rows of a data rank in place, as `cached_pages.write_rows`."""
+        """Write page rows of a data rank in place, as `cached_pages.write_rows`."""
         arrays, none = paged(caches, layers), np.iinfo(np.int32).max
         scatter = self._over_devices(scatter_rows, arrays, head_wise)
-        for number, part in enumerate(in_parts(rows, none)):
-            start = number * ROWS_AT_ONCE
-            of_ranks = np.full((self._ranks, ROWS_AT_ONCE), none, np.int32)
-            of_ranks[rank] = part
-            new = {name: padded(contents[name][start : start + ROWS_AT_ONCE]) for name in arrays}
+        for number, chunk in enumerate(in_chunks(rows, none)):
+            start = number * ROWS_PER_COPY
+            of_ranks = np.full((self._ranks, ROWS_PER_COPY), none, np.int32)
+            of_ranks[rank] = chunk
+            new = {name: padded(contents[name][start : start + ROWS_PER_COPY]) for name in arrays}
             cut = {name: self._cut(array, head_wise, rank) for name, array in new.items()}
             arrays = scatter(arrays, of_ranks.reshape(-1), cut)
         return with_paged(caches, layers, arrays)
@@ -98,8 +103,8 @@ class SplitRows:
     def _over_devices(
         self, function: Callable[..., Any], arrays: Mapping[str, jax.Array], head_wise: bool
     ) -> Callable[..., Any]:
-        """Makes a function of what every device does with its rows. Results of `gather_rows`, and contents for
-        `scatter_rows`, are those of all devices, one after the other."""
+        """Make a function that applies `gather_rows` or `scatter_rows` on every device. The contents of all devices are
+        concatenated along the first axis."""
         key = function, tuple(arrays), head_wise
         if key not in self._functions:
             specs = specs_of(arrays)
@@ -113,18 +118,18 @@ class SplitRows:
         return self._functions[key]
 
     def _token_axis(self, head_wise: bool) -> int:
-        """Axis of a device's row along which it has tokens."""
+        """Token axis of a page row on a device."""
         return 0 if head_wise or self._heads is None else 1
 
     def _number(self, rank: int, head: int, context: int) -> int:
-        """Number of a device of the mesh; `head` is that along `HEADS`."""
+        """Index of a device in the mesh, given its data rank and its indices along `HEADS` and `CONTEXT`."""
         experts = self._mesh.shape[HEADS[1]]
         return np.ravel_multi_index(
             (rank, head // experts, context, head % experts), [self._mesh.shape[axis] for axis in AXES]
         ).item()
 
     def _joined(self, of_devices: jax.Array, head_wise: bool, rank: int) -> np.ndarray:
-        """Rows on the host, of those of all devices."""
+        """Join the page rows of all devices on the host."""
         devices = [*self._mesh.devices.flat]
         shards = {devices.index(shard.device): shard.data for shard in of_devices.addressable_shards}
         wanted = [[shards[self._number(rank, head, c)] for c in range(self._contexts)] for head in self._owners]
@@ -137,7 +142,7 @@ class SplitRows:
         return np.stack(heads, axis=1) if head_wise else np.concatenate(heads, axis=1)
 
     def _cut(self, rows: np.ndarray, head_wise: bool, rank: int) -> jax.Array:
-        """Rows of all devices, of those on the host; other ranks than one get zeros."""
+        """Split page rows on the host into the rows of all devices. Devices of other data ranks get zeros."""
         owners, devices = len(self._owners), num_devices(self._mesh, HEADS)
         heads = np.split(rows, owners, axis=1) if owners > 1 else [rows]
         if head_wise and owners > 1:
@@ -145,8 +150,8 @@ class SplitRows:
         by_device: dict[int, np.ndarray] = {}
         for head in range(devices):
             of_head = heads[head * owners // devices]
-            pieces = np.split(of_head, self._contexts, axis=1 + self._token_axis(head_wise))
-            by_device |= {self._number(rank, head, context): piece for context, piece in enumerate(pieces)}
+            shards = np.split(of_head, self._contexts, axis=1 + self._token_axis(head_wise))
+            by_device |= {self._number(rank, head, context): shard for context, shard in enumerate(shards)}
         nothing = np.zeros_like(by_device[self._number(rank, 0, 0)])
         whole = np.concatenate([by_device.get(number, nothing) for number in range(self._mesh.size)])
         return jax.device_put(whole, NamedSharding(self._mesh, PartitionSpec(AXES)))

@@ -1,4 +1,4 @@
-"""Messages between two processes of one host or two: a header of JSON, arrays, and a checksum of both."""
+"""Messages between two processes, on one host or two: a JSON header, arrays, and a checksum of both."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_HEADER = 2**26
-"""Bytes of a header, at most."""
+"""Maximum size of a header in bytes."""
 
 _FRAME = struct.Struct(">4sIQI")
-"""Mark, bytes of the header, bytes of the arrays, CRC-32: a digest would take longer than the socket does."""
+"""Frame: magic number, header bytes, array bytes, CRC-32. A cryptographic digest would be slower than the socket."""
 
 _MARK = b"pgs1"
 
 
 class TransportError(RuntimeError):
-    """The other side is gone or silent, or sent something else than messages."""
+    """The other process closed the connection, does not respond, or sent invalid data."""
 
 
 class Transport(Protocol):
-    """Carries messages both ways, each whole and in order. One thread may send while another receives."""
+    """Sends and receives messages completely and in order. One thread may send while another receives."""
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = {}) -> None:
-        """Sends a message; several threads may.
+        """Send a message. Several threads may send.
 
         Raises:
-          TransportError: the other side is gone, or takes nothing for too long.
+          TransportError: the connection is closed, or the other process does not receive within the timeout.
         """
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Waits for the next message.
+        """Wait for the next message.
 
         Raises:
-          TransportError: the other side is gone or sent no message.
+          TransportError: the connection is closed, or the data is not a message.
         """
 
     def close(self) -> None:
-        """Ends both directions, and whoever waits in `receive`, here and there."""
+        """Close both directions. Threads that wait in `receive`, in either process, get a TransportError."""
 
 
 class SocketTransport:
-    """Messages through a stream socket, such as a Unix one of a host or a TCP connection."""
+    """Messages through a stream socket, for example a Unix socket or a TCP connection."""
 
     def __init__(self, connection: socket.socket, *, timeout_s: float = 60.0, max_bytes: int = 2**30):
-        """Takes a connected socket over.
+        """Take ownership of a connected socket.
 
         Args:
           connection: the socket.
-          timeout_s: after which a message that is not taken, or has come in part, counts as lost.
-          max_bytes: of a message's arrays.
+          timeout_s: time in seconds after which a send that does not progress, or a message received in part, fails.
+          max_bytes: maximum size of a message's arrays in bytes.
 
         Raises:
           ValueError: timeout_s or max_bytes is not positive.
@@ -71,7 +71,7 @@ class SocketTransport:
         self._sending, self._broken = threading.Lock(), False
         connection.setblocking(True)
         interval = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a timeout of Python's would be one of both
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # Python's settimeout would affect both directions
             connection.setsockopt(socket.SOL_SOCKET, option, interval)
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = {}) -> None:
@@ -85,15 +85,15 @@ class SocketTransport:
         frame = _FRAME.pack(_MARK, len(head), sum(map(len, body)), _checksum(head, *body))
         with self._sending:
             if self._broken:
-                raise TransportError("a message before this one was cut short")
+                raise TransportError("an earlier message was sent incompletely")
             self._broken = True
             try:
                 for part in (frame + head, *body):
                     self._socket.sendall(part)
             except BlockingIOError as error:
-                raise TransportError(f"the other side took nothing for {self._timeout_s:g} s") from error
+                raise TransportError(f"the other process received nothing for {self._timeout_s:g} s") from error
             except OSError as error:
-                raise TransportError(f"the other side is gone: {error}") from error
+                raise TransportError(f"the other process closed the connection: {error}") from error
             self._broken = False
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -101,10 +101,10 @@ class SocketTransport:
         mark, head_bytes, body_bytes, checksum = _FRAME.unpack(frame)
         if mark != _MARK or head_bytes > MAX_HEADER or body_bytes > self._max_bytes:
             sizes = f"{head_bytes} bytes with arrays of {body_bytes}"
-            raise TransportError(f"no message, or one that is too large: {sizes}, marked {mark!r}")
+            raise TransportError(f"not a message, or too large: {sizes}, magic number {mark!r}")
         head, body = self._read(head_bytes), self._read(body_bytes)
         if checksum != _checksum(head, body):
-            raise TransportError("a message is damaged, its checksum is another")
+            raise TransportError("a message is damaged: its checksum differs")
         try:
             header = json.loads(head)
             return header, _arrays(header.pop("arrays"), body)
@@ -112,12 +112,12 @@ class SocketTransport:
             raise TransportError(f"a message cannot be read: {str(error)[:200]}") from error
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed already, here or there
+        with contextlib.suppress(OSError):  # already closed by either process
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _read(self, count: int, *, begun: bool = True) -> bytearray:
-        """Reads so many bytes; within a message, the next ones have to come in time."""
+        """Read `count` bytes. The timeout applies only within a message: after its first byte, or if `begun`."""
         data = bytearray(count)
         view, read = memoryview(data), 0
         while read < count:
@@ -126,12 +126,12 @@ class SocketTransport:
             except BlockingIOError as error:
                 if not begun and not read:
                     continue
-                raise TransportError(f"the rest of a message did not come within {self._timeout_s:g} s") from error
+                raise TransportError(f"the rest of a message did not arrive within {self._timeout_s:g} s") from error
             except OSError as error:
                 raise TransportError(f"the connection is lost: {error}") from error
             if not got:
                 where = "in the middle of a message" if begun or read else "between messages"
-                raise TransportError(f"the other side is gone, {where}")
+                raise TransportError(f"the other process closed the connection {where}")
             read += got
         return data
 
@@ -153,5 +153,5 @@ def _arrays(listed: Any, body: bytearray) -> dict[str, np.ndarray]:
         arrays[str(name)] = np.frombuffer(memoryview(body)[start:end], dtype).reshape(shape)
         start = end
     if start != len(body):
-        raise ValueError(f"arrays of {start} bytes, {len(body)} came")
+        raise ValueError(f"arrays of {start} bytes, but the message has {len(body)}")
     return arrays

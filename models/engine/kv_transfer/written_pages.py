@@ -1,11 +1,12 @@
-"""Pages of prompts as they are written: a consumer is told of every layer while the layers after it compute.
+"""Report pages of prompts as they are written: a consumer gets each layer while later layers compute.
 
- engine's thread     piece 0, copy   piece 1, copy   piece 2 ...     starts the programs of a step, waits for none
- device              [ piece 0 ][c][ piece 1 ][c][ piece 2 ]...      a piece is some layers
- to the host                        [ pages 0 ]   [ pages 1 ]        copies go by an engine of their own
- feed's thread                                consumer(0)  consumer(1)...  once for each layer
+ engine's thread     launch 0, copy  launch 1, copy  launch 2 ...    launches the programs of a step, waits for none
+ device              [program 0][c][program 1][c][program 2]...      a program computes consecutive layers
+ DMA to the host                    [ pages 0 ]   [ pages 1 ]        overlaps with computation
+ feed's thread                                consumer(0)  consumer(1)...  one call per layer
 
-A copy holds the pages as the step left them, whatever happens to them afterwards: given back, handed out, overwritten.
+The copies hold the pages as the step wrote them. Later changes of the pages (release, reuse, overwriting) do not affect
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from models.engine.kv_transfer.cached_pages import RowParts, numbered_rows
+from models.engine.kv_transfer.cached_pages import RowCopies, numbered_rows
 from models.engine.outputs import RequestId
 from models.engine.request import Request
 from models.engine.step.plan import StepPlan
@@ -33,11 +34,12 @@ class WrittenChunk:
     """Pages of a request that a step completed.
 
     Attributes:
-      request_id: the request's.
-      salt: the request's.
-      first_page: number of pages before them.
+      request_id: id of the request.
+      salt: salt of the request.
+      first_page: index of the first page in the request.
       tokens: token ids in these pages.
-      rows: int32 [heads, pages], which rows of the layer's contents they are; PAGE_NONE where no later token sees them.
+      rows: int32 [heads, pages], index of each page in the rows of the layer's contents; PAGE_NONE for pages that no
+        later token attends to.
     """
 
     request_id: RequestId
@@ -51,15 +53,16 @@ class WrittenChunk:
 class WrittenLayer:
     """Pages of one layer that a step completed.
 
-    Layers come in order and each once. A step that fails ends early, and its requests are computed again: layers that
-    came of a step without its last one are void.
+    The layers of a step come in ascending order, each once. If a step fails, its later layers do not come, and its
+    requests are computed again: layers of a step without its last layer are invalid.
 
     Attributes:
-      step: number of the step; steps have ascending numbers.
+      step: number of the step; ascending.
       layer: number of the layer, from 0.
-      num_layers: of every step.
-      chunks: of the requests.
-      contents: [rows, ...] by array; views of what was copied for several layers, so copy a part that is kept.
+      num_layers: number of layers of every step.
+      chunks: pages of each request.
+      contents: [rows, ...] by array. These are views of a buffer of several layers; a consumer that stores them should
+        copy them.
     """
 
     step: int
@@ -74,18 +77,18 @@ class WrittenLayer:
 
 
 class ConsumerError(RuntimeError):
-    """A consumer of written pages raised, or fell too far behind, and is told of nothing more."""
+    """The consumer of written pages raised an exception or exceeded the backlog limit. The feed has ended."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenStep:
-    """Pages that a step is about to complete, and that a feed was not told of.
+    """Pages that a step will complete and that were not reported yet.
 
     Attributes:
-      number: of the step.
-      chunks: of each cache group.
-      rows: of each cache group: the rows to copy, by which `chunks` are numbered.
-      ends: pages of each request that are written after it.
+      number: number of the step.
+      chunks: for each cache group, the pages of each request.
+      rows: for each cache group, int32 page rows to copy. `WrittenChunk.rows` are indices into them.
+      ends: number of complete pages of each request after the step.
     """
 
     number: int
@@ -95,10 +98,10 @@ class WrittenStep:
 
 
 class WrittenFeed:
-    """Tells a consumer of written pages, on a thread of its own; `Engine.watch_written` makes one.
+    """Reports written pages to a consumer on a separate thread; made by `Engine.watch_written`.
 
-    No step waits for it. If the consumer raises, or is more than `max_bytes` behind, it is told of nothing more, the
-    engine's steps are those of an engine without a feed, and `error` says why.
+    No step waits for the consumer. If the consumer raises, or its backlog exceeds `max_bytes`, the feed ends: the
+    consumer is not called again, the engine runs steps as without a feed, and `error` has the reason.
     """
 
     def __init__(
@@ -115,39 +118,39 @@ class WrittenFeed:
         self._queue: deque[tuple[Callable[[], None], int]] = deque()  # calls, and the bytes of pages each has
         self._backlog, self._busy, self._closed = 0, False, False
         self._error: ConsumerError | None = None
-        self._broken = -1  # number of a step whose copies cannot be read
+        self._broken = -1  # number of a step whose copies could not be read
         self._num_steps = 0
-        self._told: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
+        self._reported: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()
         threading.Thread(target=self._run, name="written pages", daemon=True).start()
 
     @property
     def is_open(self) -> bool:
-        """Whether it goes on."""
+        """Whether the feed has neither failed nor been closed."""
         return not self._closed and self._error is None
 
     @property
     def error(self) -> ConsumerError | None:
-        """Why it ended, unless it was closed."""
+        """Reason of a failure; None if the feed is open or was closed."""
         return self._error
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes of pages that were copied or are about to be, and that the consumer has not taken."""
+        """Bytes of launched page copies that the consumer has not processed."""
         with self._changed:
             return self._backlog
 
     def close(self) -> None:
-        """Tells the consumer of nothing more; a call that is under way is not waited for."""
+        """End the feed. Does not wait for a running call of the consumer."""
         with self._changed:
             self._closed = True
             self._drop_all()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the consumer has taken all that was launched so far.
+        """Wait until the consumer has processed all pages launched so far.
 
         Raises:
-          ConsumerError: it ended.
-          TimeoutError: it takes longer.
+          ConsumerError: the feed has failed.
+          TimeoutError: the consumer needs longer than `timeout_s`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not (self.is_open and (self._queue or self._busy)), timeout_s):
@@ -156,24 +159,23 @@ class WrittenFeed:
                 raise self._error
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Calls a function on the feed's thread once the consumer was told of all that was launched so far; not at all
-        if the feed ends before. An exception ends the feed, as the consumer's do."""
+        """Call a function on the feed's thread after the consumer has got all pages launched so far. It is not called
+        if the feed ends before. An exception in it ends the feed."""
         with self._changed:
             if self.is_open:
                 self._queue.append((call, 0))
                 self._changed.notify_all()
 
     def wait_below(self, num_bytes: int, timeout_s: float) -> bool:
-        """Waits until no more than so many bytes wait for the consumer, or the feed has ended; False if it takes
-        longer."""
+        """Wait until the backlog is at most `num_bytes`, or the feed has ended. Return False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._backlog <= num_bytes or not self.is_open, timeout_s)
 
     # --- the engine's side
 
     def plan(self, plan: StepPlan | None) -> WrittenStep | None:
-        """Finds pages that a step completes, and those before them that were not told of; None if there are none, or
-        nobody is to be told."""
+        """Find pages that a step completes, and earlier pages of the same requests that were not reported. None if
+        there are none or the feed has ended."""
         if not self.is_open or plan is None:
             return None
         page_size = self._pools.page_size
@@ -181,7 +183,7 @@ class WrittenFeed:
         pages: list[tuple[int, int, int]] = []  # row of the plan, first page and end
         for i, row in enumerate(plan.prefill, len(plan.decode)):
             end = (row.start + row.num_tokens) // page_size
-            if end > (first := self._told.get(row.request, 0)):
+            if end > (first := self._reported.get(row.request, 0)):
                 ends[row.request] = end
                 pages.append((i, first, end))
         if not pages:
@@ -215,28 +217,28 @@ class WrittenFeed:
         self._num_steps += 1
         return WrittenStep(self._num_steps - 1, tuple(chunks), tuple(rows), ends)
 
-    def add(self, step: WrittenStep, layer: int, parts: RowParts) -> None:
-        """Takes the copies of a layer, which the device is about to make."""
-        num_bytes = sum(copied.num_bytes for arrays in parts for copied in arrays.values())
+    def add(self, step: WrittenStep, layer: int, copies: RowCopies) -> None:
+        """Queue the copies of a layer, which the device has not necessarily made yet."""
+        num_bytes = sum(copied.num_bytes for arrays in copies for copied in arrays.values())
         with self._changed:
             if self.is_open:
-                self._queue.append((functools.partial(self._tell, step, layer, parts), num_bytes))
+                self._queue.append((functools.partial(self._deliver, step, layer, copies), num_bytes))
                 self._backlog += num_bytes
                 self._changed.notify_all()
 
     def launched(self, step: WrittenStep) -> None:
-        """Notes that all layers of a step were started."""
-        self._told.update(step.ends)
+        """Record that all layers of a step were launched."""
+        self._reported.update(step.ends)
 
     def start_over(self) -> None:
-        """Notes that the caches were lost, so that all pages are computed again."""
-        self._told.clear()
+        """Record that the caches were lost, so that all pages will be computed and reported again."""
+        self._reported.clear()
 
     # --- the consumer's side, on the feed's thread
 
     def _run(self) -> None:
         try:
-            while self._tell_next():
+            while self._deliver_next():
                 pass
         except Exception as error:  # noqa: BLE001 - whatever the consumer raises ends the feed, and nothing else
             with self._changed:
@@ -246,8 +248,8 @@ class WrittenFeed:
                 if self.is_open:
                     self._fail("consumer: ended its thread")
 
-    def _tell_next(self) -> bool:
-        """Waits for a layer and tells the consumer of it; False if the feed has ended."""
+    def _deliver_next(self) -> bool:
+        """Wait for a queued layer and pass it to the consumer. Return False if the feed has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or not self.is_open)
             if not self.is_open:
@@ -255,19 +257,19 @@ class WrittenFeed:
             call, num_bytes = self._queue.popleft()
             self._busy = True
         call()
-        del call  # and the copies with it
+        del call  # releases the copies
         with self._changed:
             self._busy = False
             self._backlog -= num_bytes if self.is_open else 0
             self._changed.notify_all()
         return True
 
-    def _tell(self, step: WrittenStep, layer: int, parts: RowParts) -> None:
+    def _deliver(self, step: WrittenStep, layer: int, copies: RowCopies) -> None:
         if step.number == self._broken:
             return
         try:
-            contents = _joined(parts)
-        except RuntimeError:  # of the device: the engine's next call raises it
+            contents = _joined(copies)
+        except RuntimeError:  # the device failed; the engine's next call raises this error, too
             self._broken = step.number
             return
         chunks = step.chunks[self._layer_groups[layer]]
@@ -285,13 +287,14 @@ class WrittenFeed:
 
 
 def _next_query(request: Request, end: int, page_size: int) -> int:
-    """Position of the first token that is computed after `end` pages: at the latest the last one of the prompt's."""
+    """Position of the first token that is computed after `end` pages; at most the first position of the page with the
+    request's last known token."""
     return min(end, (len(request.token_ids) - 1) // page_size) * page_size
 
 
-def _joined(parts: RowParts) -> dict[str, np.ndarray]:
-    """Waits for copies and joins them."""
-    if len(parts) == 1:
-        return {name: copied.read() for name, copied in parts[0].items()}
-    names = parts[0] if parts else {}
-    return {name: np.concatenate([arrays[name].read() for arrays in parts]) for name in names}
+def _joined(copies: RowCopies) -> dict[str, np.ndarray]:
+    """Wait for the copies of a layer and concatenate their chunks."""
+    if len(copies) == 1:
+        return {name: copied.read() for name, copied in copies[0].items()}
+    names = copies[0] if copies else {}
+    return {name: np.concatenate([arrays[name].read() for arrays in copies]) for name in names}

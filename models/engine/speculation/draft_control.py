@@ -1,5 +1,4 @@
-"""Number of drafts that a step verifies: as many as measured acceptance pays for, down to none. It is
-plain Python, on the host."""
+"""Choice of the number of drafts per step from measured acceptance and step times. Plain Python on the host."""
 
 import dataclasses
 from collections import deque
@@ -8,39 +7,40 @@ from collections.abc import Callable, Sequence
 from models.engine.request import Request
 
 PROBE_STEPS = 32
-"""While drafts do not pay, one step in so many verifies some all the same, to see whether that has changed."""
+"""Initial probe interval in steps. While drafts are not worthwhile, one step per interval verifies drafts anyway, to
+detect a change."""
 
 RAREST_PROBE_STEPS = 256
-"""Each such step in vain doubles the number until the next, up to this; one whose drafts are accepted resets it."""
+"""Maximum probe interval in steps. A rejected probe doubles the interval; an accepted probe resets it."""
 
 DRAFTING_COST = 0.03
-"""Share of a step that drafts are taken to cost at least, as long as that is not measured."""
+"""Assumed minimum cost of drafts as a share of a step's time, until it is measured."""
 
 FORGOTTEN_STEPS = 128
-"""A step's time is forgotten after so many others. Otherwise a number of drafts that seemed slow once would never be
-tried again; contexts are longer by then, or shorter, too."""
+"""Number of steps after which a measured time expires. Otherwise a number of drafts that was slow once would never be
+tried again. Context lengths change, too."""
 
 SETTLING_STEPS = 4
-"""Steps after one with prompts whose time is not counted: after another program the first ones take longer."""
+"""Number of steps after a step with prompts whose times are ignored, because the first runs of a program are slower."""
 
 OPERATIONS_PER_BYTE = 200.0
-"""Operations that take as long as reading a byte of weights; about what 16-bit matrix products reach on Hopper."""
+"""Arithmetic operations that take as long as reading one byte of weights, for 16-bit matrix products on Hopper."""
 
-_REQUEST_MEMORY, _ENGINE_MEMORY = 0.95, 0.98  # what is left of older measurements after each step
-_FEWEST_TIMES, _NEWEST_TIMES = 3, 8  # of a kind of steps: until they count, and kept
+_REQUEST_MEMORY, _ENGINE_MEMORY = 0.95, 0.98  # decay factors of older measurements per step
+_FEWEST_TIMES, _NEWEST_TIMES = 3, 8  # measured times of a kind of step: required, and stored
 
 
 def step_cost(dense_bytes: float, routed_bytes: float, chosen_share: float, itemsize: int) -> Callable[[int], float]:
-    """Makes a function that estimates a decode step's time from its number of tokens, in bytes read.
+    """Make a function that estimates a decode step's time, in units of bytes read, from its number of tokens.
 
-    A step reads all weights but those of experts that no token chooses, and computes with each token. Caches are left
-    out: drafts share their row's reading of them.
+    A step reads all weights except weights of experts that no token selects, and computes with each token. The estimate
+    leaves out the caches, because drafts of a row share one read of the row's cache.
 
     Args:
-      dense_bytes: weights that every token uses.
-      routed_bytes: weights of all routed experts.
-      chosen_share: share of the experts that a token chooses.
-      itemsize: bytes of a weight.
+      dense_bytes: bytes of the weights that every token uses.
+      routed_bytes: bytes of the weights of all routed experts.
+      chosen_share: share of the experts that a token selects.
+      itemsize: bytes per weight.
     """
     operations = 2 * (dense_bytes + routed_bytes * chosen_share) / itemsize
 
@@ -52,16 +52,19 @@ def step_cost(dense_bytes: float, routed_bytes: float, chosen_share: float, item
 
 
 class DraftControl:
-    """Chooses the number of drafts that promises the most tokens in a step's time.
+    """Chooses the number of drafts that maximises the expected number of tokens per second.
 
-    With acceptance rate p, a row with drafts for n places gets 1 + p + ... + p^n tokens. Each request has its own p,
-    measured in its newest steps, and begins with that of the engine's newest requests.
+    Tokens. With acceptance rate p, a row with drafts for n positions gets 1 + p + ... + p^n tokens on average. The rate
+    is measured for each request in its newest steps. New requests start from the engine's average of recent steps.
 
-    A step's time is that of the newest ones with about as many rows and as many drafts: the second-shortest, since the
-    host makes steps seem long, and the one after a pause short. Before there are any, all are estimated by a function.
-    Then those that are missing are what would be best: next to nothing more than the nearest known one with fewer
-    drafts, or what the function says beside that with more, so that they are tried if that could pay. No step takes
-    longer than one with more drafts. Without times, as nothing else enters, the same traffic gives the same choices.
+    Time. The time of a step is measured for each number of drafts and each power of two of rows. Of the newest
+    measurements the second-shortest counts: delays of the host make some steps seem long, and a step after a pause
+    seems short. Until anything has been measured, all times are estimates of the cost function. Afterwards a missing
+    time is assumed to be as short as possible, so that the number of drafts is tried if it could be worthwhile: the
+    time of the nearest measured smaller number of drafts plus 3%, or the time of the nearest measured larger number
+    scaled by the cost function. A step is never assumed to take longer than a step with more drafts.
+
+    Without recorded times the choice depends only on the requests, so equal traffic gives equal choices.
     """
 
     def __init__(
@@ -71,16 +74,16 @@ class DraftControl:
         draft_cost: float = 0.0,
         depth: Callable[[int], int] = lambda num_drafts: num_drafts,
     ) -> None:
-        """Starts from even odds.
+        """Start with an acceptance rate of 1/2.
 
         Args:
             widths: Numbers of drafts to choose from, ascending.
-            cost: Time of a step by its number of tokens, in any unit.
-            draft_cost: Time that the proposer takes for a place of every row, in the same unit.
-            depth: Places in a sequence that a number of drafts is for.
+            cost: Function from the number of tokens to the time of a step, in any unit.
+            draft_cost: Time of the proposer for one position of every row, in the same unit.
+            depth: Function from the number of drafts to the number of positions they cover.
 
         Raises:
-            ValueError: no widths, or not ascending from 0 or more.
+            ValueError: widths are empty, negative, or not ascending.
         """
         if not widths or list(widths) != sorted(set(widths)) or widths[0] < 0:
             raise ValueError(f"widths must be ascending numbers from 0 or more, got {list(widths)}")
@@ -91,7 +94,7 @@ class DraftControl:
         self._num_steps, self._settled_after = 0, 0
 
     def num_drafts(self, requests: Sequence[Request]) -> int:
-        """Drafts of every row in a step that decodes these requests."""
+        """Choose the number of drafts per row for a step that decodes these requests."""
         if len(self._widths) == 1 or not requests:
             return self._widths[0]
         rates = [self.rate(request) for request in requests]
@@ -101,7 +104,7 @@ class DraftControl:
             places = self.depth(num_drafts)
             return sum(sum(rate**i for i in range(places + 1)) for rate in rates) / seconds[num_drafts]
 
-        best = max(self._widths, key=tokens_a_time)  # of equals the smallest
+        best = max(self._widths, key=tokens_a_time)  # among equals the smallest
         self._steps_without = 0 if best else self._steps_without + 1
         if self._steps_without >= self._probe_after:
             self._steps_without = 0
@@ -110,7 +113,7 @@ class DraftControl:
         return best
 
     def _step_times(self, num_rows: int) -> dict[int, float]:
-        """Time of a step with so many rows, by its number of drafts."""
+        """Time of a step with `num_rows` rows, for each number of drafts."""
         estimated = {n: self._estimate(num_rows, n) for n in self._widths}
         known = {n: time for n in self._widths if (time := self._measured(num_rows, n)) is not None}
         if not known:
@@ -137,12 +140,11 @@ class DraftControl:
         return sorted(times.newest)[1]
 
     def record_prompts(self) -> None:
-        """Takes note of a step that computed prompts, too."""
+        """Record a step that computed prompts."""
         self._settled_after = self._num_steps + SETTLING_STEPS
 
     def record_time(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Takes note of the time of a step that decoded so many rows and nothing else, of which some had as many drafts
-        as this and none had more."""
+        """Record the time of a step without prompts. `num_drafts` is the largest number of drafts of its rows."""
         self._num_steps += 1
         if self._num_steps <= self._settled_after:
             return
@@ -154,12 +156,12 @@ class DraftControl:
         times.step = self._num_steps
 
     def rate(self, request: Request) -> float:
-        """Estimates the probability that a draft of a request is accepted if those before it are."""
+        """Estimate the probability that a draft of a request is accepted if all drafts before it are accepted."""
         hits, trials = request.draft_trials
         return (hits + self._hits / self._trials) / (trials + 1)
 
     def record(self, request: Request, num_drafts: int, accepted: int) -> None:
-        """Takes note of a row with room for `num_drafts`; drafts that the proposer did not give count as rejected."""
+        """Record a row with room for `num_drafts`. Drafts that the proposer did not make count as rejected."""
         trials = min(accepted + 1, self.depth(num_drafts))
         hits, before = request.draft_trials
         if accepted:
@@ -171,18 +173,18 @@ class DraftControl:
 
 @dataclasses.dataclass
 class _Times:
-    """Seconds of the newest steps of one kind, and the number of the last of them among all steps."""
+    """Times of the newest steps of one kind in seconds, and the step number of the newest one."""
 
     newest: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=_NEWEST_TIMES))
     step: int = 0
 
 
 def _load(num_rows: int, num_drafts: int) -> tuple[int, int]:
-    """Steps with as many drafts, and rows up to the same power of two, take about as long."""
+    """Kind of a step: its number of drafts, and its number of rows rounded up to a power of two."""
     return (num_rows - 1).bit_length(), num_drafts
 
 
 def counted(counts: tuple[int, ...], first: int, places: int) -> tuple[int, ...]:
-    """Counts with one more in each of the first places, of at least so many places."""
+    """Pad counts to `places` entries and add 1 to the first `first` entries."""
     padded = counts + (0,) * (places - len(counts))
     return tuple(count + (i < first) for i, count in enumerate(padded))

@@ -17,27 +17,28 @@ from models.engine.speculation.proposer import DraftRows, ObservedStep, Proposer
 
 
 class DraftModelProposer(Proposer):
-    """Decodes with another model, one token of each row at a time.
+    """Proposes drafts by decoding with another model, one token of each row at a time.
 
-    A draft is chosen as the request's tokens are, with the noise that the target's draw in its place has, so that the
-    two agree the more often the more alike their distributions are. The model has caches of its own in the target's
-    pages, which therefore hold what it needs of prefixes that are found, too. It computes prompts when the target does,
-    and in steps without drafts every token, to be ready for steps with drafts.
+    A draft is sampled with the request's parameters and the noise of the target's draw at the same position. So draft
+    and target agree more often, the more similar their distributions are. The model has its own caches, which use the
+    target's page tables. Therefore a prefix found in the prefix cache is also in the draft model's cache. The model
+    computes prompts when the target does. In steps without drafts it computes every token, so that its cache is
+    complete for later steps with drafts.
 
     Raises:
-      NotImplementedError: a model whose heads have windows of their own.
+      NotImplementedError: the model's heads have different windows.
     """
 
     def __init__(self, model: Decoder):
-        """Uses the model's weights where they are."""
+        """Use the model's weights without a copy."""
         if any(isinstance(group.window, HeadWindows) for group in cache_groups(model.config)):
-            raise NotImplementedError("draft model: expected layers whose heads all see the same, got windows of heads")
+            raise NotImplementedError("draft model: expected heads with equal windows, got windows per head")
         self._model = model
         self._step, self.weights = split_model(model)
         self.draft_bytes = sum(map(bytes_on_device, self.weights))
 
     def check(self, target: ModelConfig, sizes: ProposerSizes) -> None:
-        """Raises ValueError unless both models have as many tokens, and the same devices."""
+        """Raise ValueError unless both models have the same vocabulary size and mesh."""
         wanted, got = target.vocab_size, self._model.config.vocab_size
         if got != wanted:
             raise ValueError(f"draft model: expected the target's vocabulary of {wanted} tokens, got {got}")
@@ -45,16 +46,16 @@ class DraftModelProposer(Proposer):
             raise ValueError("draft model: expected one loaded for the engine's mesh, got one on other devices")
 
     def allocate(self, sizes: ProposerSizes) -> Caches:
-        """Makes empty caches, with a page for each row of the target's cache group and head that keeps the most."""
+        """Allocate empty caches, with one page for each page row of the target's lane (see `ProposerSizes.lane`)."""
         group, _ = sizes.lane
         return self._model.allocate_caches(sizes.groups[group].num_rows, sizes.page_size)
 
     def propose(
         self, weights: Any, state: Caches, rows: DraftRows, num_drafts: int
     ) -> tuple[Int32[Array, "B num_drafts"], Caches]:
-        """Decodes ahead."""
+        """Decode `num_drafts` tokens of each row."""
         drafts: list[Array] = []
-        decode = jax.jit(self._decode)  # so that all steps but the first are lowered once
+        decode = jax.jit(self._decode)  # all iterations after the first share one lowered function
         for ahead in range(num_drafts):
             if drafts:
                 metadata = in_lane(rows.decode_step(ahead), rows.lane)
@@ -66,7 +67,8 @@ class DraftModelProposer(Proposer):
         return jnp.stack(drafts, axis=1), state
 
     def observe(self, weights: Any, state: Caches, step: ObservedStep) -> Caches:
-        """Computes the tokens that `propose` does not: those of prompts, and all where there were no drafts."""
+        """Compute the cache entries that `propose` did not: of prompt tokens, and of all tokens in a step without
+        drafts."""
         metadata = in_lane(step.metadata, step.lane)
         if metadata.num_decode and not step.num_drafts:
             _, state = self._newest(weights, state, step.rows)
@@ -77,8 +79,8 @@ class DraftModelProposer(Proposer):
         return self._decode(weights, tokens, state, metadata)[1]
 
     def _newest(self, weights: Any, caches: Caches, rows: DraftRows) -> tuple[Array, Caches]:
-        """Computes the newest token of each row, and again the one before it: if all drafts of the last step were
-        accepted, that was the last of them, which has been no step's input yet."""
+        """Compute the newest token of each row and the token before it. If all drafts of the last step were accepted,
+        the token before is the last draft, which the draft model has not had as input yet."""
         tokens = jnp.stack([rows.written_at(rows.lens - 2), rows.tokens], axis=1).reshape(-1)
         return self._decode(weights, tokens, caches, in_lane(rows.decode_step(queries=2), rows.lane))
 
@@ -89,7 +91,7 @@ class DraftModelProposer(Proposer):
 
 
 def in_lane(metadata: StepMetadata, lane: tuple[int, int]) -> StepMetadata:
-    """Metadata for caches whose pages are the rows of one head of one of the target's cache groups."""
+    """Make metadata for caches whose pages are the page rows of one lane (cache group, head) of the target."""
     group, head = lane
 
     def of_head(array: Array, rank: int) -> Array:
@@ -103,7 +105,7 @@ def in_lane(metadata: StepMetadata, lane: tuple[int, int]) -> StepMetadata:
 
 
 def _without_decode_rows(metadata: StepMetadata) -> StepMetadata:
-    """The prefill part of a step."""
+    """Make the metadata of a step's prefill tokens."""
     first = metadata.num_decode
     groups = tuple(
         dataclasses.replace(group, slots=group.slots[first:], decode_block_tables=group.decode_block_tables[:0])

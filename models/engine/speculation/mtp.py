@@ -1,4 +1,4 @@
-"""Drafts by a checkpoint's multi-token prediction module."""
+"""Drafts from a checkpoint's multi-token prediction (MTP) module."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from models.engine.speculation.proposer import DraftRows, DraftTree, ObservedSte
 from pallas_attn import PAGE_NONE
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
+@typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MTPState:
-    """Memory of an `MTPProposer`.
+    """State of an `MTPProposer`.
 
     Attributes:
-      caches: the module's, in the pages of the target's layers.
-      hidden: [slots, D], by batch slot the module's hidden state before the newest token, from which the first draft
-        follows.
+      caches: the module's caches, which use the page tables of the target's layers.
+      hidden: [request slots, D], the module's hidden state for the input before the newest token; the first draft is
+        computed from it.
     """
 
     caches: MTPCaches
@@ -36,66 +36,69 @@ class MTPState:
 
 
 class MTPProposer(Proposer):
-    """Proposes tokens of the module that was trained with the model, applied to its own results for every draft but the
-    first. They are chosen as the request's tokens are: the likeliest, or drawn, with the same noise that the model's
-    draw in that place has, which makes the two agree the more often the more alike their distributions are.
+    """Proposes drafts with the MTP module that was trained with the model. Each draft after the first is computed from
+    the module's own hidden state and the previous draft.
 
-    With several alternatives drafts are a tree: at each place that many of the likeliest, after the likeliest at the
-    place before. So n drafts are n / alternatives places deep, and the module runs once a place.
+    Drafts are sampled with the request's parameters and the noise of the target's draw at the same position. So draft
+    and target agree more often, the more similar their distributions are.
 
-    The module's cache is filled as the target's is, by every step and for every token that counts, so pages of a prefix
-    that is found have it, too. A page's last entry knows the token that came next where the page was filled; where
-    another comes next, the drafts after it may be a little worse.
+    With several alternatives the drafts form a tree: each position has `alternatives` drafts, all of which follow the
+    first draft of the previous position. So n drafts cover n / alternatives positions, and the module runs once per
+    position.
+
+    Every step fills the module's cache for all accepted tokens, so a prefix found in the prefix cache has the module's
+    entries, too. An entry depends on the next token. Therefore the last entry of a shared page may belong to another
+    continuation; drafts after it may then be slightly worse.
 
     Raises:
-      NotImplementedError: several modules.
-      ValueError: alternatives out of range.
+      NotImplementedError: the checkpoint has several modules.
+      ValueError: alternatives is out of range.
     """
 
     needs_hidden = True
 
     def __init__(self, mtp: MTP, alternatives: int = 1):
-        """Uses the module's weights where they are.
+        """Use the module's weights without a copy.
 
         Args:
-          mtp: of the engine's model.
-          alternatives: drafts for each place, from 1 to 8.
+          mtp: MTP module of the engine's model.
+          alternatives: number of drafts per position, from 1 to 8.
         """
         if isinstance(alternatives, bool) or not isinstance(alternatives, int) or not 1 <= alternatives <= 8:
             raise ValueError(f"alternatives: expected an integer from 1 to 8, got {alternatives!r}")
         if len(mtp.depths) > 1:
             raise NotImplementedError(
-                f"mtp: expected one module, as published checkpoints have, got {len(mtp.depths)}: the second would need"
-                " the first one's hidden states of steps past"
+                f"mtp: expected one module, as in published checkpoints, got {len(mtp.depths)}; the second module would"
+                " need hidden states of the first one from earlier steps"
             )
         self._mtp, self._alternatives, self.makes_trees = mtp, alternatives, alternatives > 1
         self._rebuild, self.weights = split_module(mtp)
         self.draft_bytes = _draft_bytes(mtp)
 
     def check(self, target: ModelConfig, sizes: ProposerSizes) -> None:
-        """Raises ValueError unless the module is the model's own."""
+        """Raise ValueError unless the module belongs to the target model."""
         if target != self._mtp.config:
-            raise ValueError("mtp: expected the module of the engine's model, got that of another configuration")
+            raise ValueError("mtp: expected the module of the engine's model, got a module of another configuration")
         if self._mtp.mesh != sizes.mesh:
-            raise ValueError("mtp: expected the module of the engine's model, got that of a model on other devices")
+            raise ValueError("mtp: expected the module of the engine's model, got a module on another mesh")
 
     def allocate(self, sizes: ProposerSizes) -> MTPState:
-        """Makes an empty cache."""
+        """Allocate empty caches and hidden states."""
         caches = self._mtp.allocate_caches(sizes.groups[0].num_pages, sizes.page_size, sizes.cache_dtype)
         embedding = self._mtp.embed_tokens[...]
         return MTPState(caches, jnp.zeros((sizes.max_num_seqs, embedding.shape[1]), embedding.dtype))
 
     def depth(self, num_drafts: int) -> int:
-        """Places that so many drafts are for."""
+        """Number of positions that `num_drafts` drafts cover."""
         return -(-num_drafts // self._alternatives)
 
     def propose(
         self, weights: Any, state: MTPState, rows: DraftRows, num_drafts: int
     ) -> tuple[Int32[Array, "B num_drafts"] | DraftTree, MTPState]:
-        """Chains the module; entries of drafts that are not accepted are overwritten once the truth is known."""
+        """Run the module once per position. `observe` later overwrites the cache entries of these runs."""
         hidden, caches = state.hidden[jnp.maximum(rows.slots, 0)], state.caches
         drafts = [self._choose(weights, hidden, rows, 0)]
-        link = jax.jit(self._link)  # so that all links are lowered once
+        link = jax.jit(self._link)  # all runs share one lowered function
         for ahead in range(1, self.depth(num_drafts)):
             hidden, caches = link(weights, drafts[-1][:, 0], hidden, caches, rows.decode_step(ahead - 1))
             drafts.append(self._choose(weights, hidden, rows, ahead))
@@ -107,7 +110,7 @@ class MTPProposer(Proposer):
         return DraftTree(tokens, jnp.broadcast_to(parents, tokens.shape)), state
 
     def observe(self, weights: Any, state: MTPState, step: ObservedStep) -> MTPState:
-        """Computes the entries of a step's tokens, from the target's hidden states and the tokens that follow."""
+        """Compute the cache entries of a step's tokens from the target's hidden states and the next tokens."""
         if step.hidden is None:
             raise ValueError("hidden: expected the target's hidden states, got None")
         tables = step.metadata.of_group(0)
@@ -121,7 +124,7 @@ class MTPProposer(Proposer):
     def _link(
         self, weights: Any, next_tokens: Array, hidden: Array, caches: MTPCaches, metadata: StepMetadata
     ) -> tuple[Array, MTPCaches]:
-        """Runs the module; padding, and what was no number, has negative tokens."""
+        """Run the module. Negative tokens (padding, or NONFINITE) are replaced by 0."""
         return self._rebuild(weights)(jnp.maximum(next_tokens, 0), hidden, caches, metadata)
 
     def _choose(
@@ -132,8 +135,8 @@ class MTPProposer(Proposer):
 
 
 def _draft_bytes(mtp: MTP) -> int:
-    """Bytes of weights that a device reads for a draft: those of the module, but for its share of the experts that a
-    token does not choose, and of the head."""
+    """Bytes of weights that a device reads per draft: the head, and the module without the experts that a token does
+    not select."""
     config, (module,) = mtp.part, mtp.depths
     head = mtp.embed_tokens[...] if mtp.lm_head is None else mtp.lm_head.weight[...]
     unread = 0 if config.is_dense(config.num_hidden_layers) else config.n_routed_experts - config.num_experts_per_tok

@@ -1,4 +1,4 @@
-"""Drafts by looking up a request's newest tokens in what came before them."""
+"""Drafts from a request's own tokens: look up its newest tokens earlier in the sequence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from models.engine.speculation.proposer import NO_DRAFT, DraftRows, Proposer
 
 @dataclasses.dataclass(frozen=True)
 class NGramProposer(Proposer):
-    """Finds the newest n tokens of a request earlier in its own prompt and output, and proposes what followed there;
-    for any model (prompt look-up decoding, Saxena 2023).
+    """Finds an earlier occurrence of a request's newest n tokens in its prompt and output, and proposes the tokens that
+    followed it. It works with any model (prompt look-up decoding, Saxena 2023).
 
-    The longest match counts, and the latest of those that are as long. Where the match reaches up to the end, as in a
-    text that repeats itself, the repetition is continued.
+    The longest match is used; among matches of equal length, the latest. If the proposed tokens reach the end of the
+    sequence, they continue with the tokens after the match again, as in a text that repeats itself.
 
     Attributes:
-      longest, shortest: n, at most and at least.
+      longest, shortest: maximum and minimum of n.
 
     Raises:
       ValueError: not 1 <= shortest <= longest <= 16.
@@ -43,11 +43,11 @@ class NGramProposer(Proposer):
 def continue_ngrams(
     tokens: Int32[Array, "B N"], lens: Int32[Array, "B"], num_drafts: int, longest: int, shortest: int
 ) -> Int32[Array, "B num_drafts"]:
-    """Continues each sequence of `lens` tokens as `NGramProposer` does; tokens below 0 are unknown."""
+    """Propose a continuation of each sequence of `lens` tokens, as `NGramProposer`. Negative tokens are unknown."""
     batch, length = tokens.shape
     position = jnp.arange(length, dtype=jnp.int32)[None]
     before = jnp.pad(tokens, ((0, 0), (longest, 0)), constant_values=-1)
-    matched = jnp.zeros((batch, length), jnp.int32)  # tokens before each position that equal the newest ones
+    matched = jnp.zeros((batch, length), jnp.int32)  # [B, N], length of the match that ends before each position
     matches = (position > 0) & (position < lens[:, None])
     for back in range(1, longest + 1):
         newest = jnp.take_along_axis(tokens, jnp.maximum(lens - back, 0)[:, None], axis=1)

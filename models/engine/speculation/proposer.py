@@ -1,16 +1,17 @@
-"""Speculation as a user sees it: which object proposes drafts, how many, and the interface of such objects.
+"""Interface of speculative decoding: proposers of drafts, and the policy `Speculation`.
 
-A proposer guesses the next tokens of each decoding request, its drafts. One step of the model then computes the newest
-token and all drafts of a row side by side, and samples after each of them. A draft is accepted if it is the very token
-that is sampled in its place, with the draw that plain decoding would make there; what is sampled after the last
-accepted draft is a token, too. So the output is that of plain decoding, whatever was proposed. In distribution this is
-rejection sampling (Leviathan et al., arXiv:2211.17192) for a proposal that is a single token: the draft x is accepted
-with its probability p(x) under the model, and otherwise the token comes from p without x, renormalised.
+A proposer guesses the next tokens of each decoding request; the guesses are called drafts. One step of the model
+computes the newest token and all drafts of a row together, and samples after each of them. A draft is accepted if it
+equals the token sampled at its position with the draw of plain decoding. The token sampled after the last accepted
+draft is added, too. So the output equals plain decoding, whatever was proposed. In distribution this is rejection
+sampling (Leviathan et al., arXiv:2211.17192) for a proposal of a single token: draft x is accepted with its probability
+p(x) under the model; otherwise the token is drawn from p without x, renormalised.
 
-Drafts may also be a tree: several guesses at a place, and at those that follow each. All are computed side by side,
-each seeing those before it on its own branch, and the branch is accepted whose tokens are sampled.
+Drafts may form a tree: several guesses for a position, and several guesses after each of them. All are computed
+together, each attending to the drafts before it on its branch. The branch whose tokens are sampled is accepted.
 
-All of it runs on the device, within the step, so that the next step can be launched before a step's tokens are read.
+Proposing, verifying and accepting run on the device within the step, so the next step can be launched before a step's
+tokens are read.
 """
 
 from __future__ import annotations
@@ -32,48 +33,50 @@ from models.engine.sampler import SamplingRows
 from pallas_attn import PAGE_NONE, slot_mapping
 
 NO_DRAFT = -1
-"""In place of a draft, from the first one on that a proposer does not give."""
+"""Padding after the last draft of a row."""
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
+@typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftTree:
-    """Drafts of which several may follow the same token.
+    """Drafts that form a tree: several drafts may follow the same token.
 
     Attributes:
-      tokens: int32 [B, d]; NO_DRAFT from the first one on that is not given.
-      parents: int32 [B, d], which draft each one follows, one of those before it in the row; -1 for the newest token.
+      tokens: int32 [B, d], padded with NO_DRAFT.
+      parents: int32 [B, d], index of the draft that each draft follows, smaller than its own index; -1 for the newest
+        token.
     """
 
     tokens: Int32[Array, "B d"]
     parents: Int32[Array, "B d"]
 
     def reach(self) -> Bool[Array, "B Q Q"]:
-        """Whether input j is on the way to input i, or i itself: the newest token is input 0, draft j input j + 1."""
+        """Return a mask [B, i, j]: whether input j is an ancestor of input i or equals i. Input 0 is the newest token,
+        input j + 1 is draft j."""
         batch, count = self.parents.shape
         parents = jnp.clip(self.parents, -1, jnp.arange(count, dtype=jnp.int32)[None] - 1) + 1
         inputs = jnp.arange(count + 1, dtype=jnp.int32)
         of_newest = jnp.zeros((batch, 1), jnp.int32)
         step = jnp.concatenate([of_newest, parents], axis=1)[:, :, None] == inputs[None, None]
         reach = step | (inputs[:, None] == inputs[None])[None]
-        for _ in range(count.bit_length()):  # ways twice as long each time
+        for _ in range(count.bit_length()):  # doubles the path length in each iteration
             reach = jnp.any(reach[:, :, :, None] & reach[:, None], axis=2)
         return reach
 
 
 @dataclasses.dataclass(frozen=True)
 class ProposerSizes:
-    """Sizes of an engine, for the arrays that a proposer keeps.
+    """Sizes of an engine, for the arrays of a proposer.
 
     Attributes:
-      max_num_seqs: batch slots.
-      page_size, table_pages: tokens of a page, and pages of a sequence.
-      groups: the target's cache groups with the pages and windows of each.
-      max_drafts: drafts of a row at most.
-      cache_dtype: that of the engine's caches; None for the model's.
-      mesh: devices of the engine; None for one. Other sizes are those of each rank along `data`, and pages those of
-        each device.
+      max_num_seqs: number of request slots.
+      page_size: tokens per page.
+      table_pages: maximum number of pages per sequence.
+      groups: the target's cache groups, with their pages and windows.
+      max_drafts: maximum number of drafts per row.
+      cache_dtype: dtype of the engine's caches; None for the model's dtype.
+      mesh: devices of the engine; None for one device. The other sizes apply to each data rank, pages to each device.
     """
 
     max_num_seqs: int
@@ -86,28 +89,28 @@ class ProposerSizes:
 
     @property
     def lane(self) -> tuple[int, int]:
-        """The cache group, and the head in it, whose rows keep the most of a sequence."""
+        """(cache group, head) with the longest window, whose page rows hold the most tokens of a sequence."""
         lanes = [(group, head) for group, sizes in enumerate(self.groups) for head in range(sizes.num_heads)]
         return max(lanes, key=lambda lane: self.groups[lane[0]].heads.window[lane[1]])
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
+@typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftRows:
-    """The B decode rows of a step, before it runs. All arrays int32.
+    """The B decode rows of a step before it runs. All arrays are int32.
 
     Attributes:
-      slots: [B], batch slot of each request; -1 for an idle row.
-      tokens: [B], its newest token, at position lens - 1, which is not computed yet.
-      lens: [B], number of its tokens, the newest included; 0 for an idle row.
-      max_drafts: [B], drafts that the row has room for; any more are dropped.
+      slots: [B], request slot of each row; -1 for an idle row.
+      tokens: [B], newest token of each row, at position lens - 1, whose K/V is not computed yet.
+      lens: [B], number of tokens of each row, including the newest; 0 for an idle row.
+      max_drafts: [B], number of drafts that the row has room for. Further drafts are dropped.
       tables: block tables of each cache group, [B, P] or [B, Hkv, P], with pages for the newest token and max_drafts.
-      sampling: sampling parameters of the first draft's place.
-      written: [rows, ps], the computed tokens by row and offset, for `history`.
-      token_tables: [B, P], the rows of `written`.
+      sampling: sampling parameters at the position of the first draft.
+      written: [page rows, ps], computed token ids by page row and offset, for `history`.
+      token_tables: [B, P], page rows of `written`.
       page_size: ps.
-      lane: that of `ProposerSizes`, whose rows `written` has.
+      lane: `ProposerSizes.lane`, the cache group and head of `written`.
     """
 
     slots: Int32[Array, "B"]
@@ -122,13 +125,13 @@ class DraftRows:
     lane: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
     def written_at(self, positions: Int32[Array, "B"]) -> Int32[Array, "B"]:
-        """The computed token at one position of each request; any token where there is none."""
+        """Return the computed token at one position of each row; an arbitrary token if the position has none."""
         entry, offset = jnp.divmod(jnp.maximum(positions, 0), self.page_size)
         rows = jnp.take_along_axis(self.token_tables, entry[:, None], axis=1)[:, 0]
         return self.written[jnp.maximum(rows, 0), offset]
 
     def history(self) -> Int32[Array, "B N"]:
-        """Tokens of each request by position, N = P·ps; -1 past its end and where its pages were recycled."""
+        """Return the tokens of each row by position, N = P · ps; -1 after its end and in recycled pages."""
         pages = self.written[jnp.maximum(self.token_tables, 0)]
         tokens = jnp.where(self.token_tables[:, :, None] >= 0, pages, -1).reshape(self.token_tables.shape[0], -1)
         position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -137,8 +140,9 @@ class DraftRows:
         return jnp.where(position == newest, self.tokens[:, None], tokens)
 
     def decode_step(self, ahead: int = 0, queries: int = 1) -> StepMetadata:
-        """Metadata of a step over `queries` tokens of each row, the last of them `ahead` after the newest, for a model
-        whose cache lies in the same pages. Rows without room for it are idle; logits are of each row's last token."""
+        """Return metadata of a step for a model whose cache uses the same pages. Each row has `queries` tokens, the
+        last of them `ahead` positions after the newest token. Rows without room are idle. Logits are computed for each
+        row's last token."""
         rows = self.lens.shape[0]
         is_real = (self.lens > 0) & (ahead <= self.max_drafts)
         kv_lens = jnp.where(is_real, self.lens + ahead, 0)
@@ -162,16 +166,17 @@ def decode_metadata(
     logit_rows: Int32[Array, "n"],
     reach: Bool[Array, "B Q Q"] | None = None,
 ) -> StepMetadata:
-    """Metadata of a step of decode rows alone.
+    """Make the metadata of a step that has only decode rows.
 
     Args:
-      tables: of each cache group.
-      kv_lens: tokens of each row, the new ones included; 0 for an idle row.
-      q_lens: new tokens of each row, at most `queries`.
-      queries: tokens that every row is padded to.
-      page_size: tokens of a page.
-      logit_rows: as `StepMetadata` has them.
-      reach: as `DraftTree.reach`, of rows whose drafts are trees: they lie in the slots that drafts in a line would.
+      tables: block tables of each cache group.
+      kv_lens: number of tokens of each row, including new tokens; 0 for an idle row.
+      q_lens: number of new tokens of each row, at most `queries`.
+      queries: number of tokens to which every row is padded.
+      page_size: tokens per page.
+      logit_rows: as in `StepMetadata`.
+      reach: `DraftTree.reach` if the drafts form trees. The drafts of a tree use the same consecutive cache slots as
+        drafts in a line.
     """
     ends = query_lens(kv_lens, q_lens, queries)
     depths = None if reach is None else tree_lens(kv_lens, q_lens, reach)
@@ -195,13 +200,13 @@ def decode_metadata(
 
 
 def tree_lens(kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"], reach: Bool[Array, "B Q Q"]) -> Int32[Array, "BQ"]:
-    """Number of tokens that each query sees in a tree; see `query_lens`."""
+    """Number of tokens that each query attends to in a tree; see `query_lens`."""
     seen = (kv_lens - q_lens)[:, None] + jnp.sum(reach, axis=2, dtype=jnp.int32)
     return jnp.where(jnp.arange(reach.shape[1], dtype=jnp.int32)[None] < q_lens[:, None], seen, 0).reshape(-1)
 
 
 def query_lens(kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"], queries: int) -> Int32[Array, "BQ"]:
-    """Tokens that each query of decode rows sees, itself included; 0 for padding."""
+    """Number of tokens that each query of decode rows attends to, including itself; 0 for padding."""
     query = jnp.arange(queries, dtype=jnp.int32)[None]
     ends = jnp.where(query < q_lens[:, None], (kv_lens - q_lens)[:, None] + query + 1, 0)
     return ends.reshape(-1)
@@ -211,23 +216,23 @@ def query_lens(kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"], queries: i
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ObservedStep:
-    """A step of T packed tokens, after it ran: decode rows of 1 + num_drafts tokens, then the prefill tokens.
+    """A step of T packed tokens after it ran: decode rows of 1 + num_drafts tokens each, then the prefill tokens.
 
     Attributes:
-      metadata: the target's.
-      tokens: int32 [T], its input.
-      next_tokens: int32 [T], the token that follows each one in its sequence; -1 for padding and rejected drafts.
-      counts: bool [T], whether a token is one of its sequence: no padding, no rejected draft.
-      hidden: [T, D] hidden states of the target, if the proposer needs them.
-      row_slots: int32 [R], batch slots of the decode rows, then of the prefill rows; -1 for rows that are idle or whose
-        prompt goes on.
-      last: int32 [R], index among the T tokens of the last one that counts in each row.
-      lens: int32 [R], tokens of each sequence now, those sampled by this step included.
-      rows: the decode rows as `propose` gets them, before the step ran.
-      num_drafts: drafts that rows are padded to.
-      lane: that of `ProposerSizes`.
-      places: of a step whose drafts are trees, slots [T] where what the step wrote for each token belongs in each cache
-        group, -1 for what does not count; else None, and it belongs where it was written.
+      metadata: the target's metadata.
+      tokens: int32 [T], input tokens.
+      next_tokens: int32 [T], token that follows each input in its sequence; -1 for padding and rejected drafts.
+      counts: bool [T], whether an input belongs to its sequence: it is neither padding nor a rejected draft.
+      hidden: [T, D] hidden states of the target, if the proposer needs them; else None.
+      row_slots: int32 [R], request slots of the decode rows, then of the prefill rows; -1 for idle rows and for prompts
+        that continue in a later step.
+      last: int32 [R], index of the last input of each row that counts.
+      lens: int32 [R], number of tokens of each sequence, including tokens sampled by this step.
+      rows: the decode rows before the step, as passed to `propose`.
+      num_drafts: number of drafts to which rows are padded.
+      lane: `ProposerSizes.lane`.
+      places: for trees of drafts, cache slots [T] in each cache group that correspond to the inputs' positions; -1 for
+        inputs that do not count. None for drafts in a line, whose slots already correspond to positions.
     """
 
     metadata: StepMetadata
@@ -244,8 +249,12 @@ class ObservedStep:
     places: tuple[Int32[Array, "T"], ...] | None = None
 
     def moved(self, caches: tuple[LayerCache, ...], group: int = 0) -> tuple[LayerCache, ...]:
-        """Caches of layers of one cache group in whose slots of `metadata` a tree's tokens were written, with accepted
-        ones where those of plain decoding are."""
+        """Move accepted tokens of a tree to the cache slots that plain decoding uses.
+
+        Args:
+          caches: caches of layers of one cache group, written at the slots of `metadata`.
+          group: the cache group.
+        """
         if self.places is None:
             return caches
         written, places = self.metadata.of_group(group).slots, self.places[group]
@@ -253,27 +262,27 @@ class ObservedStep:
         return tuple(move_tokens(cache, written, places) for cache in caches)
 
     def kept(self, slots: Array) -> Array:
-        """Slots in a cache group, -1 where a token does not count: for a cache that only holds accepted tokens."""
+        """Replace the slots of inputs that do not count by -1, for a cache that holds only accepted tokens."""
         counts = self.counts if slots.ndim == 1 else self.counts[:, None]
         return jnp.where(counts, slots, PAGE_NONE)
 
 
 class Proposer:
-    """Base of all proposers. One that needs no memory of its own defines `propose` and nothing else.
+    """Base class of proposers. A proposer without state only defines `propose`.
 
-    Its methods are traced into the engine's step, so they are jax functions of static shapes. Whatever they return
-    changes how many steps a request takes, and never its tokens.
+    The methods are traced into the engine's step, so they are jax functions with static shapes. Their results affect
+    the number of steps of a request, but never its tokens.
 
-    On a mesh the step is what each device does, inside `jax.shard_map`. Devices that share a request have the same
-    rows, hidden states and tokens, and must propose the same drafts for them. Weights lie on the mesh as those of a
-    model that was loaded for it, or anywhere if they are the same for all; each device has a state of its own.
+    On a mesh the methods run on each device inside `jax.shard_map`. Devices that share a request have equal rows,
+    hidden states and tokens, and must propose equal drafts. Weights are sharded as those of a model loaded for the
+    mesh, or are equal on all devices. Each device has its own state.
 
     Attributes:
-      needs_hidden: whether `observe` wants the target's hidden states.
+      needs_hidden: whether `observe` needs the target's hidden states.
       makes_trees: whether `propose` returns a `DraftTree`.
-      weights: pytree of arrays that every call gets, and that no step changes; the proposer may exchange them between
-        steps for others of the same shapes.
-      draft_bytes: bytes of them that are read for each draft, from which its cost is estimated.
+      weights: pytree of arrays passed to every call. Steps do not change them. The proposer may replace them between
+        steps by arrays of the same shapes.
+      draft_bytes: bytes of the weights that are read per draft, from which the cost of a draft is estimated.
     """
 
     needs_hidden: bool = False
@@ -282,50 +291,50 @@ class Proposer:
     draft_bytes: int = 0
 
     def check(self, target: ModelConfig, sizes: ProposerSizes) -> None:
-        """Raises ValueError or NotImplementedError if it cannot serve this model in these sizes."""
+        """Raise ValueError or NotImplementedError if the proposer does not support the model or the sizes."""
 
     def allocate(self, sizes: ProposerSizes) -> Any:
-        """Makes its state, a pytree of arrays on the device, as before any token. It is donated to every step. On a
-        mesh it is called for each device, and every array has at least one axis."""
+        """Allocate the initial state, a pytree of arrays on the device. The state is donated to every step. On a mesh
+        this method runs on each device, and every array needs at least one axis."""
         return ()
 
     def propose(
         self, weights: Any, state: Any, rows: DraftRows, num_drafts: int
     ) -> tuple[Int32[Array, "B num_drafts"] | DraftTree, Any]:
-        """Proposes the tokens after each row's newest one, at the start of a step that verifies them.
+        """Propose tokens after each row's newest token, at the start of the step that verifies them.
 
         Args:
-          weights: as `weights` has them.
-          state: as `allocate` made it or the last call returned it.
-          rows: the requests. Idle rows may get anything.
-          num_drafts: drafts of each row, at least 1.
+          weights: the attribute `weights`.
+          state: the state from `allocate` or the last call.
+          rows: the decode rows. Drafts of idle rows are ignored.
+          num_drafts: number of drafts per row, at least 1.
 
         Returns:
-          Drafts in a line, NO_DRAFT from the first one on that it does not give, or a tree of them; and the state.
+          Drafts in a line, padded with NO_DRAFT, or a tree of drafts; and the new state.
         """
         raise NotImplementedError(f"{type(self).__name__}.propose: a proposer has to define it")
 
     def depth(self, num_drafts: int) -> int:
-        """Drafts of the longest branch of so many: all of them in a line."""
+        """Length of the longest branch of `num_drafts` drafts; `num_drafts` for drafts in a line."""
         return num_drafts
 
     def observe(self, weights: Any, state: Any, step: ObservedStep) -> Any:
-        """Takes note of a step after it ran, also of steps without drafts or without decode rows; returns the state."""
+        """Update the state after a step, also after steps without drafts or without decode rows. Return the state."""
         return state
 
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """Policy of speculative decoding, as `EngineConfig.speculate` takes it.
+    """Policy of speculative decoding, for `EngineConfig.speculate`.
 
     Attributes:
-      proposer: what proposes drafts.
-      num_drafts: drafts of a request in one step at most.
-      adaptive: whether fewer are verified, down to none, where their measured acceptance does not pay for the larger
-        step; if not, always `num_drafts` as far as pages and the request's end allow.
+      proposer: proposer of drafts.
+      num_drafts: maximum number of drafts per request and step.
+      adaptive: whether to verify fewer drafts, down to none, if the measured acceptance does not justify the cost of a
+        larger step. If False, `num_drafts` drafts are verified unless pages or the request's end limit them.
 
     Raises:
-      ValueError: another kind of proposer, or num_drafts out of range.
+      ValueError: proposer is not a `Proposer`, or num_drafts is out of range.
     """
 
     proposer: Proposer
@@ -340,7 +349,7 @@ class Speculation:
 
     @property
     def draft_buckets(self) -> tuple[int, ...]:
-        """Numbers of drafts that rows are padded to, ascending."""
+        """Numbers of drafts to which rows are padded, ascending."""
         if not self.adaptive:
             return (self.num_drafts,)
         return (0, *(1 << i for i in range(self.num_drafts.bit_length()) if 1 << i < self.num_drafts), self.num_drafts)

@@ -1,7 +1,14 @@
-"""A step whose decode rows carry drafts: proposed, verified and accepted on the device.
+"""A step with drafts: drafts are proposed, verified and accepted on the device.
 
-How far a row has come is known there alone until its tokens are read back, so lengths, newest tokens and drafts never
-leave the device: the host gives pages, limits and sampling parameters.
+    drafts = proposer.propose(state, decode rows)
+    logits = model(newest token and drafts of each decode row, prompt tokens)
+    chosen = sample(logits)                     # after the newest token and after each draft
+    accepted = leading drafts (or the branch of a tree) that equal the tokens chosen at their positions
+    tokens = chosen[: accepted + 1]
+    proposer.observe(step); move accepted tokens of a tree to their cache slots; store lengths and newest tokens
+
+Until tokens are read, only the device knows the length of a row. So lengths, newest tokens and drafts stay on the
+device. The host provides pages, length limits and sampling parameters.
 """
 
 from __future__ import annotations
@@ -37,20 +44,20 @@ from models.engine.step.plan import RowTokens
 from pallas_attn import FULL, slot_mapping
 
 _NOTHING = -2
-"""In place of a token, after the last one that a row got."""
+"""Padding after the last token of a row."""
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings in place of its arrays
+@typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeculativeState:
-    """State of the running requests on the device, by batch slot, beside their caches.
+    """State of the running requests on the device, in addition to their caches.
 
     Attributes:
-      newest: int32 [slots], the newest token of each, not computed yet.
-      lens: int32 [slots], number of its tokens, the newest included.
-      written: int32 [rows, ps], the computed tokens in the rows of one head of one cache group: that with the longest
-        window. Pages that several requests share hold their tokens, too.
+      newest: int32 [request slots], newest token of each request, whose K/V is not computed yet.
+      lens: int32 [request slots], number of tokens of each request, including the newest.
+      written: int32 [page rows, ps], computed token ids by page row and offset, for the head and cache group with the
+        longest window. Requests that share pages share these entries.
       proposer: state of the proposer.
     """
 
@@ -61,14 +68,14 @@ class SpeculativeState:
 
 
 def state_partition() -> SpeculativeState:
-    """`PartitionSpec` of the state on a mesh: devices that share requests have the same of it, but for what the
-    proposer keeps, of which every device has its own."""
+    """`PartitionSpec` of the state on a mesh. Devices of a data rank have equal values, except for the proposer's
+    state, which may differ on each device."""
     of_ranks: Any = PartitionSpec(DATA)
     return SpeculativeState(of_ranks, of_ranks, of_ranks, proposer=PartitionSpec(AXES))
 
 
 def proposer_sizes(config: RunnerConfig, num_layers: int, mesh: Mesh | None = None) -> ProposerSizes:
-    """Sizes of the runner in the form that proposers take."""
+    """Convert the runner's sizes to the sizes that proposers take."""
     whole = GroupSizes(tuple(range(num_layers)), HeadWindows((FULL,), (0,)), False, config.num_pages)
     return ProposerSizes(
         max_num_seqs=config.max_num_seqs,
@@ -82,7 +89,7 @@ def proposer_sizes(config: RunnerConfig, num_layers: int, mesh: Mesh | None = No
 
 
 def allocate_state(proposer: Proposer, sizes: ProposerSizes) -> SpeculativeState:
-    """Makes the state before any step."""
+    """Allocate the state before the first step."""
     group, _ = sizes.lane
     slots = jnp.zeros((sizes.max_num_seqs,), jnp.int32)
     written = jnp.zeros((sizes.groups[group].num_rows, sizes.page_size), jnp.int32)
@@ -90,31 +97,36 @@ def allocate_state(proposer: Proposer, sizes: ProposerSizes) -> SpeculativeState
 
 
 def check_trees(config: ModelConfig, settings: AttentionSettings, contexts: int = 1) -> None:
-    """Raises NotImplementedError for a model whose attention goes by slots, which in a tree are not positions;
-    `contexts` is the number of devices that contexts are split over."""
+    """Raise NotImplementedError if a model's attention does not support trees of drafts. The drafts of a tree are
+    stored in consecutive cache slots, so slots do not correspond to positions.
+
+    Args:
+      config, settings: the model's.
+      contexts: number of devices that contexts are split over.
+    """
     reason = None
     if any(group.window is not None for group in cache_groups(config)):
-        reason = "windows count slots"
+        reason = "windows are computed from slots"
     elif settings.batch_invariant:
-        reason = "batch_invariant computes each token as a row of its own"
+        reason = "batch_invariant computes each token in a separate row"
     elif contexts > 1:
-        reason = "devices that share contexts compute each token as a row of its own"
+        reason = "with split contexts each token is computed in a separate row"
     elif settings.mla == "expand":
-        reason = "expanded decode rows take one token each"
+        reason = "expanded decode rows have one token each"
     if reason is not None:
-        raise NotImplementedError(f"speculate: drafts that are a tree lie side by side; {reason}")
+        raise NotImplementedError(f"speculate: a tree of drafts needs decode rows of several tokens; {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Verified:
-    """Result of a step for its decode rows.
+    """Result of a step for its decode rows. Input 0 of a row is the newest token, input j + 1 is draft j.
 
     Attributes:
-      tokens: int32 [Bd, 1 + d], sampled along the accepted branch, then _NOTHING.
-      accepted: int32 [Bd], drafts that are accepted.
-      lens: int32 [Bd], tokens of each row now; 0 for an idle one.
-      last: int32 [Bd], the input that is the last accepted draft; 0, the newest token, if none is.
-      next_tokens: int32 [Bd, 1 + d], sampled after each input on the accepted branch; _NOTHING after the others.
+      tokens: int32 [Bd, 1 + d], tokens sampled along the accepted branch, padded with _NOTHING.
+      accepted: int32 [Bd], number of accepted drafts.
+      lens: int32 [Bd], new number of tokens of each row; 0 for idle rows.
+      last: int32 [Bd], input of the last accepted draft; 0 if no draft is accepted.
+      next_tokens: int32 [Bd, 1 + d], tokens sampled after each input on the accepted branch; _NOTHING for other inputs.
     """
 
     tokens: Int32[Array, "Bd Q"]
@@ -127,12 +139,12 @@ class _Verified:
 def accept(
     chosen: Int32[Array, "B Q"], drafts: Int32[Array, "B d"], num_drafts: Int32[Array, "B"]
 ) -> Int32[Array, "B"]:
-    """Number of drafts that are accepted: the leading ones that equal the tokens sampled in their places.
+    """Count accepted drafts: leading drafts that equal the tokens sampled at their positions.
 
     Args:
       chosen: tokens sampled after the newest token and after each draft, Q = 1 + d.
       drafts: proposed tokens.
-      num_drafts: how many of them each row has.
+      num_drafts: number of drafts of each row.
     """
     return jnp.minimum(_leading(chosen[:, :-1] == drafts), num_drafts)
 
@@ -144,17 +156,17 @@ def accept_branch(
     num_drafts: Int32[Array, "B"],
     depth: int,
 ) -> tuple[Int32[Array, "B Q"], Int32[Array, "B"]]:
-    """The branch of a tree whose drafts are the tokens sampled in their places.
+    """Find the branch of a tree whose drafts equal the tokens sampled at their positions.
 
     Args:
-      chosen: tokens sampled after the newest token, which is input 0, and after draft j, which is input j + 1.
+      chosen: tokens sampled after input 0 (the newest token) and after input j + 1 (draft j).
       drafts: proposed tokens.
-      parents: the input that each of them follows.
-      num_drafts: how many of them each row has.
-      depth: of the longest branch.
+      parents: for each draft, the input that it follows.
+      num_drafts: number of drafts of each row.
+      depth: number of drafts of the longest branch.
 
     Returns:
-      Inputs along the branch, from 0 on, the last one repeated to the end; and the number of drafts among them.
+      Inputs along the branch, starting with 0, padded with the last input; and the number of drafts on the branch.
     """
     rows, index = jnp.arange(chosen.shape[0], dtype=jnp.int32), jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
     given = index < num_drafts[:, None]
@@ -171,7 +183,7 @@ def accept_branch(
 
 
 def _leading(holds: Bool[Array, "B d"]) -> Int32[Array, "B"]:
-    """Number of leading places of each row that all hold."""
+    """Number of leading True entries of each row."""
     index = jnp.arange(holds.shape[1], dtype=jnp.int32)[None]
     return jnp.min(jnp.where(holds, holds.shape[1], index), axis=1, initial=holds.shape[1])
 
@@ -185,28 +197,18 @@ def run_speculative_step(
     state: SpeculativeState,
     packed: Int32[Array, "n"],
 ) -> tuple[Int32[Array, "n"], Float[Array, "tokens V"] | None, Caches, SpeculativeState]:
-    """Runs one step on the device, as `plain_step.run_step` does without drafts.
+    """Run one step on the device; arguments as in `step.plain.run_step`.
 
     Returns:
-      What the rows got, for `read_tokens`; logits of the prefill tokens if the bucket has them; caches and state.
+      Tokens of the rows, for `read_tokens`; logits of the prefill tokens if the bucket has all_logits; caches; state.
     """
     if config.speculate is None:
         raise ValueError("speculate: expected a Speculation, got None")
     proposer, (of_target, of_proposer) = config.speculate.proposer, weights
     step, num_rows, queries = PackedStep.of(config, bucket, packed), bucket.decode_rows, 1 + bucket.num_drafts
-    group, head = lane = proposer_sizes(config, 0).lane
+    lane = proposer_sizes(config, 0).lane
     rows = _draft_rows(config, step, state, lane)
-    memory, drafts = state.proposer, jnp.zeros((num_rows, 0), jnp.int32)
-    tree: DraftTree | None = None
-    if num_rows and bucket.num_drafts:
-        drafts, memory = proposer.propose(of_proposer, memory, rows, bucket.num_drafts)
-        if isinstance(drafts, DraftTree) != proposer.makes_trees:
-            raise ValueError(f"propose: expected a DraftTree or not as makes_trees says, {proposer.makes_trees}")
-        if isinstance(drafts, DraftTree):
-            tree, drafts = drafts, drafts.tokens
-        if drafts.shape != (num_rows, bucket.num_drafts) or drafts.dtype != jnp.int32:
-            wanted = f"int32 {[num_rows, bucket.num_drafts]}"
-            raise ValueError(f"propose: expected {wanted}, got {drafts.dtype.name} {list(drafts.shape)}")
+    tree, drafts, memory = _propose(proposer, of_proposer, state.proposer, rows, bucket)
     # Ids beyond the vocabulary are never sampled, so never accepted.
     num_drafts = jnp.where(rows.lens > 0, jnp.minimum(_leading(drafts >= 0), rows.max_drafts), 0)
     drafts = jnp.where(jnp.arange(bucket.num_drafts, dtype=jnp.int32)[None] < num_drafts[:, None], drafts, 0)
@@ -239,22 +241,58 @@ def run_speculative_step(
     memory = proposer.observe(of_proposer, memory, observed)
     caches = observed.moved(caches)
 
-    newest = jnp.take_along_axis(verified.tokens, verified.accepted[:, None], axis=1)[:, 0]
-    newest = jnp.maximum(jnp.concatenate([newest, of_prefill]), 0)  # where logits are not finite, some token
-    slots = jnp.where(observed.row_slots < 0, state.lens.shape[0], observed.row_slots)
-    state = SpeculativeState(
-        newest=state.newest.at[slots].set(newest, mode="drop"),
-        lens=state.lens.at[slots].set(observed.lens, mode="drop"),
-        written=_write(state.written, (observed.places or [g.slots for g in metadata.groups])[group], head, tokens),
-        proposer=memory,
-    )
+    state = _next_state(state, observed, verified, of_prefill, memory)
     result = jnp.concatenate([verified.tokens, depth[:, None]], axis=1).reshape(-1)
     result = jnp.concatenate([result, of_prefill])
     return result, logits[num_rows * queries :] if bucket.all_logits else None, caches, state
 
 
+def _propose(
+    proposer: Proposer, weights: Any, memory: Any, rows: DraftRows, bucket: Bucket
+) -> tuple[DraftTree | None, Int32[Array, "Bd d"], Any]:
+    """Call the proposer and check its result.
+
+    Returns:
+      The tree, None for drafts in a line; the drafts; and the proposer's state.
+    """
+    num_rows = bucket.decode_rows
+    if not num_rows or not bucket.num_drafts:
+        return None, jnp.zeros((num_rows, 0), jnp.int32), memory
+    tree: DraftTree | None = None
+    drafts, memory = proposer.propose(weights, memory, rows, bucket.num_drafts)
+    if isinstance(drafts, DraftTree) != proposer.makes_trees:
+        raise ValueError(f"propose: expected a DraftTree if and only if makes_trees, which is {proposer.makes_trees}")
+    if isinstance(drafts, DraftTree):
+        tree, drafts = drafts, drafts.tokens
+    if drafts.shape != (num_rows, bucket.num_drafts) or drafts.dtype != jnp.int32:
+        wanted = f"int32 {[num_rows, bucket.num_drafts]}"
+        raise ValueError(f"propose: expected {wanted}, got {drafts.dtype.name} {list(drafts.shape)}")
+    return tree, drafts, memory
+
+
+def _next_state(
+    state: SpeculativeState,
+    observed: ObservedStep,
+    verified: _Verified,
+    of_prefill: Int32[Array, "S"],
+    memory: Any,
+) -> SpeculativeState:
+    """Store the newest tokens, lengths and computed tokens of a step."""
+    group, head = observed.lane
+    newest = jnp.take_along_axis(verified.tokens, verified.accepted[:, None], axis=1)[:, 0]
+    newest = jnp.maximum(jnp.concatenate([newest, of_prefill]), 0)  # a valid id where logits are not finite
+    slots = jnp.where(observed.row_slots < 0, state.lens.shape[0], observed.row_slots)
+    of_groups = observed.places or [g.slots for g in observed.metadata.groups]
+    return SpeculativeState(
+        newest=state.newest.at[slots].set(newest, mode="drop"),
+        lens=state.lens.at[slots].set(observed.lens, mode="drop"),
+        written=_write(state.written, of_groups[group], head, observed.tokens),
+        proposer=memory,
+    )
+
+
 def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[list[RowTokens], list[RowTokens]]:
-    """Takes a step's result apart, on the host: what the decode rows got, and every prefill row."""
+    """Decode a step's result on the host. Return the tokens of the decode rows, and of all prefill rows."""
     width = 2 + bucket.num_drafts
     decode, prefill = np.split(result, [bucket.decode_rows * width])
     rows = [
@@ -265,16 +303,16 @@ def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[li
 
 
 def _draft_rows(config: RunnerConfig, step: PackedStep, state: SpeculativeState, lane: tuple[int, int]) -> DraftRows:
-    """The decode rows as the device knows them. A row that reached its end in a step that the host had not read when it
-    planned this one is idle."""
-    slots = jnp.maximum(step.decode_slots, 0)
-    lens = jnp.where((step.decode_slots >= 0) & (state.lens[slots] < step.decode_limits), state.lens[slots], 0)
+    """Make the decode rows from the state on the device. A row is idle if it reached its end in a step that the host
+    had not read when it planned this step."""
+    slots = jnp.maximum(step.decode_request_slots, 0)
+    lens = jnp.where((step.decode_request_slots >= 0) & (state.lens[slots] < step.decode_limits), state.lens[slots], 0)
     sampling = step.sampling_rows()
     of_decode = jax.tree.map(lambda values: values[: lens.shape[0]], sampling)
     group, head = lane
     table = step.decode_tables[group]
     return DraftRows(
-        slots=step.decode_slots,
+        slots=step.decode_request_slots,
         tokens=state.newest[slots],
         lens=lens,
         max_drafts=jnp.maximum(jnp.minimum(step.decode_drafts, step.decode_limits - lens - 1), 0),
@@ -296,8 +334,8 @@ def _metadata(
     logit_rows: Int32[Array, "n"],
     reach: Bool[Array, "Bd Q Q"] | None = None,
 ) -> StepMetadata:
-    """Joins the metadata of the decode rows with that of the prefill rows."""
-    if not step.decode_slots.shape[0]:
+    """Join the metadata of the decode rows and of the prefill rows."""
+    if not step.decode_request_slots.shape[0]:
         return step.metadata(config.page_size, logit_rows)
     decode = decode_metadata(
         step.decode_tables, kv_lens, q_lens, queries, page_size=config.page_size, logit_rows=logit_rows, reach=reach
@@ -306,8 +344,8 @@ def _metadata(
 
 
 def _sampling_rows(step: PackedStep, places: Int32[Array, "BdQ"], queries: int) -> SamplingRows:
-    """Sampling parameters after every query of the decode rows, then of the prefill rows."""
-    given, num_rows = step.sampling_rows(), step.decode_slots.shape[0]
+    """Sampling parameters for each query of the decode rows, then for the prefill rows."""
+    given, num_rows = step.sampling_rows(), step.decode_request_slots.shape[0]
 
     def each(values: Array) -> Array:
         return jnp.concatenate([jnp.repeat(values[:num_rows], queries), values[num_rows:]])
@@ -321,6 +359,7 @@ def _verify(
     num_drafts: Int32[Array, "Bd"],
     lens: Int32[Array, "Bd"],
 ) -> _Verified:
+    """Verify drafts in a line."""
     accepted = accept(chosen, drafts, num_drafts)
     query = jnp.arange(chosen.shape[1], dtype=jnp.int32)[None]
     is_got = (query <= accepted[:, None]) & (lens > 0)[:, None]
@@ -335,6 +374,7 @@ def _verify_tree(
     lens: Int32[Array, "Bd"],
     depth: int,
 ) -> _Verified:
+    """Verify a tree of drafts."""
     branch, accepted = accept_branch(chosen, tree.tokens, tree.parents + 1, num_drafts, depth)
     got = _first(chosen, jnp.where(lens > 0, accepted + 1, 0))
     tokens = jnp.where(got, jnp.take_along_axis(chosen, branch, axis=1), _NOTHING)
@@ -350,7 +390,7 @@ def _verify_tree(
 
 
 def _first(x: Array, counts: Int32[Array, "B"]) -> Bool[Array, "B n"]:
-    """Whether each entry of an array's second axis is among the first so many."""
+    """Mask of the first `counts[b]` entries along the second axis of `x`."""
     return jnp.arange(x.shape[1], dtype=jnp.int32)[None] < counts[:, None]
 
 
@@ -363,7 +403,7 @@ def _observe(
     hidden: Float[Array, "T D"] | None,
     rows: DraftRows,
 ) -> ObservedStep:
-    """Result of a step, for the proposer."""
+    """Make the proposer's view of a step after it ran."""
     num_decode, num_prefill = verified.tokens.size, step.prefill_ids.shape[0]
     index, ends = jnp.arange(num_prefill, dtype=jnp.int32), step.cu_q_lens[1:]
     after_end = jnp.where(step.prefill_next < 0, jnp.maximum(of_prefill, 0), step.prefill_next)
@@ -374,14 +414,14 @@ def _observe(
     counts = verified.next_tokens != _NOTHING
     got = jnp.where(counts, jnp.maximum(verified.next_tokens, 0), -1).reshape(-1)
     firsts = jnp.arange(verified.tokens.shape[0], dtype=jnp.int32) * verified.tokens.shape[1]
-    decode_slots = jnp.where(verified.lens > 0, step.decode_slots, -1)
+    decode_request_slots = jnp.where(verified.lens > 0, step.decode_request_slots, -1)
     return ObservedStep(
         metadata=metadata,
         tokens=tokens,
         next_tokens=jnp.concatenate([got, jnp.where(is_prompt, following, -1)]),
         counts=jnp.concatenate([counts.reshape(-1), is_prompt]),
         hidden=hidden,
-        row_slots=jnp.concatenate([decode_slots, step.prefill_slots]),
+        row_slots=jnp.concatenate([decode_request_slots, step.prefill_request_slots]),
         last=jnp.concatenate([firsts + verified.last, num_decode + jnp.maximum(ends - 1, 0)]),
         lens=jnp.concatenate([verified.lens, step.prefill_kv_lens + 1]),
         rows=rows,
@@ -394,7 +434,7 @@ def _observe(
 def _places(
     step: PackedStep, metadata: StepMetadata, counts: Bool[Array, "Bd Q"], page_size: int
 ) -> tuple[Int32[Array, "T"], ...]:
-    """Slots by position of the tokens that count, those of drafts that are a tree included, in each cache group."""
+    """Cache slots, for each cache group, that correspond to the positions of accepted tokens of a tree."""
     num_rows, queries = counts.shape
     num_decode = num_rows * queries
     ends = jnp.where(counts.reshape(-1), metadata.positions[:num_decode] + 1, 0)
@@ -408,7 +448,7 @@ def _places(
 
 
 def _write(written: Int32[Array, "rows ps"], slots: Array, head: int, tokens: Int32[Array, "T"]) -> Array:
-    """Writes a step's tokens where their keys go; rejected ones are overwritten like those."""
+    """Write a step's token ids at the slots of their keys. Later steps overwrite rejected tokens, like their keys."""
     slots = slots if slots.ndim == 1 else slots[:, head]
     slots = jnp.where(slots < 0, written.size, slots)
     return written.reshape(-1).at[slots].set(tokens, mode="drop").reshape(written.shape)

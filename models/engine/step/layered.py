@@ -1,8 +1,8 @@
-"""A step as several programs in a row: what all layers take, some layers at a time, and samples of the last one.
+"""A step as a sequence of programs: inputs of all layers, then consecutive ranges of layers, then sampling.
 
-Layers that are alike are compiled once, however many of these programs they make up, and pages of some layers can be
-copied while the layers after them compute: all outputs of a program become ready at its end, and a callback within it
-makes the device wait for the host (benchmarks/log/064-pages-layer-by-layer.md).
+Two uses. Ranges of equal layers are compiled once, which shortens the compilation of long steps. And page rows of
+finished layers can be copied to the host while later layers compute. A single program could not do the latter: all its
+outputs become ready at its end, and a host callback in it would stall the device.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from jaxtyping import Array, Float, Int32
 from models.decoder import Caches, Decoder, apply_layers, split_module
 from models.engine.config import Bucket, RunnerConfig
 from models.engine.group_sizes import GroupSizes
-from models.engine.kv_transfer.cached_pages import RowParts, gather_layers, rows_on_device
+from models.engine.kv_transfer.cached_pages import RowCopies, gather_layers, rows_on_device
 from models.engine.step.packed import PackedStep
 from models.engine.step.plain import read_step, sample_rows
 
-type OnLayer = Callable[[int, RowParts], None]
-"""Takes the number of a layer that was started, and copies of its rows that the device makes after it."""
+type OnLayer = Callable[[int, RowCopies], None]
+"""Function (layer, copies), called after the layer has been launched. The device makes the copies of the layer's page
+rows after the layer has run."""
 
 type LayerKind = tuple[Any, Any, int]
-"""Graph that `nnx.merge` makes a layer of, together with its weights; structure of these; and its cache group."""
+"""Graph definition of a layer for `nnx.merge`, tree structure of its weights, and its cache group."""
 
-type OnPiece = Callable[[range, Caches], None]
-"""Takes layers that were started, and the caches that they leave."""
+type OnProgram = Callable[[range, Caches], None]
+"""Function (layer_range, caches), called after a program has been launched, with the caches that it returns."""
 
 
 class LayeredStep:
-    """Cuts a model's steps into programs, which compute what whole steps do, up to rounding.
+    """Splits a model's steps into programs. The results equal those of single programs up to rounding.
 
     Attributes:
-      layers: of the model.
-      num_pieces: number of pieces that was asked for.
-      pieces: layers of each program that has some.
-      compiled: steps that are compiled.
+      layers: the model's layers.
+      num_programs: requested number of programs with layers.
+      layer_ranges: the layers of each program with layers.
+      compiled: the compiled steps.
     """
 
-    def __init__(self, model: Decoder, config: RunnerConfig, num_pieces: int):
+    def __init__(self, model: Decoder, config: RunnerConfig, num_programs: int):
         self._config = config
         self._rebuild, weights = split_module(model)
         places = self._rebuild([*range(len(weights))])
         self.layers = [Layer.of(layer, places.layer_groups[n]) for n, layer in enumerate(places.layers)]
-        self.num_pieces = num_pieces
-        self.pieces = pieces_of(len(self.layers), num_pieces, _period([layer.kind for layer in self.layers]))
-        self.compiled: dict[Bucket, StepInPieces] = {}
+        self.num_programs = num_programs
+        self.layer_ranges = split_layers(len(self.layers), num_programs, _period([layer.kind for layer in self.layers]))
+        self.compiled: dict[Bucket, StepPrograms] = {}
 
     def compile(
         self,
@@ -62,21 +63,21 @@ class LayeredStep:
         caches: Caches,
         last_tokens: Any,
         start: Callable[[jax.stages.Lowered], Future[Any]],
-    ) -> Callable[[], StepInPieces]:
-        """Lowers a bucket's programs.
+    ) -> Callable[[], StepPrograms]:
+        """Lower a bucket's programs and start their compilation.
 
         Args:
-          bucket: the step's.
-          weights, caches, last_tokens: as `run_step` takes them.
-          start: starts to compile a program as soon as it is lowered.
+          bucket: bucket of the step.
+          weights, caches, last_tokens: as in `run_step`.
+          start: function that starts to compile a lowered program.
 
         Returns:
-          A function that waits for all programs, and keeps them.
+          A function that waits for all programs, stores the step in `compiled`, and returns it.
         """
         packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
 
         def program(function: Callable[..., Any], donated: tuple[int, ...], *arguments: Any) -> tuple[Future[Any], Any]:
-            """Starts to compile the function for these arguments; returns that, and shapes of the results."""
+            """Start to compile the function for these arguments. Return the future and the shapes of the results."""
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
             return start(lowered), jax.tree.map(
                 lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info
@@ -86,22 +87,22 @@ class LayeredStep:
             functools.partial(self.begin, bucket), (), weights, caches[0], packed, last_tokens
         )
         known: dict[Any, tuple[Future[Any], Any]] = {}
-        of_pieces, choice = [], None
-        for piece in self.pieces:
-            layers = self.layers[piece.start : piece.stop]
+        futures, choice = [], None
+        for layer_range in self.layer_ranges:
+            layers = self.layers[layer_range.start : layer_range.stop]
             kinds, own = tuple(layer.kind for layer in layers), [layer.weights(weights) for layer in layers]
-            arguments = own, caches[piece.start : piece.stop], x, choice, *shared
+            arguments = own, caches[layer_range.start : layer_range.stop], x, choice, *shared
             leaves, structure = jax.tree.flatten(arguments)
             key = kinds, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if key not in known:
-                known[key] = program(functools.partial(apply_piece, kinds), (1, 2), *arguments)
-            of_piece, (_, x, choice) = known[key]
-            of_pieces.append(of_piece)
+                known[key] = program(functools.partial(apply_layer_range, kinds), (1, 2), *arguments)
+            of_layers, (_, x, choice) = known[key]
+            futures.append(of_layers)
         finish, _ = program(functools.partial(self._finish, bucket), (2,), weights, x, last_tokens, packed)
 
-        def finished() -> StepInPieces:
-            programs = [of.result() for of in of_pieces]
-            step = StepInPieces(self.pieces, self.layers, begin.result(), programs, finish.result())
+        def finished() -> StepPrograms:
+            programs = [future.result() for future in futures]
+            step = StepPrograms(self.layer_ranges, self.layers, begin.result(), programs, finish.result())
             return self.compiled.setdefault(bucket, step)
 
         return finished
@@ -109,27 +110,35 @@ class LayeredStep:
     def begin(
         self, bucket: Bucket, weights: Sequence[Array], cache: Any, packed: Array, last_tokens: Array
     ) -> tuple[Array, Any, Any]:
-        """Computes what layers take; of the first one there is also its cache, of which nothing but shapes is used."""
+        """Compute the inputs of all layers. Of the first layer's `cache` only the shapes are used."""
         step, tokens, _, logit_rows = read_step(self._config, bucket, packed, last_tokens)
         return self._rebuild(weights).begin(tokens, cache, step.metadata(self._config.page_size, logit_rows))
 
     def _finish(
         self, bucket: Bucket, weights: Sequence[Array], x: Array, last_tokens: Array, packed: Array
     ) -> tuple[Array, Array | None, Array]:
-        """Samples from what the last layer returned; results as those of `sample_rows`."""
+        """Sample from the last layer's output; results as in `sample_rows`."""
         step, _, sampling, logit_rows = read_step(self._config, bucket, packed, last_tokens)
         logits = self._rebuild(weights).finish(x, logit_rows)
         return sample_rows(bucket, step, logits, sampling, last_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
-class StepInPieces:
-    """A compiled step of several programs, which is called as one of a single program is."""
+class StepPrograms:
+    """A compiled step of several programs, with the call signature of a single program.
 
-    pieces: Sequence[range]
+    Attributes:
+      layer_ranges: the layers of each program with layers.
+      layers: the model's layers.
+      begin: program that computes the inputs of all layers.
+      programs_of_layers: one program per layer range.
+      finish: program that samples.
+    """
+
+    layer_ranges: Sequence[range]
     layers: Sequence[Layer]
     begin: Callable[..., Any]
-    of_pieces: Sequence[Callable[..., Any]]
+    programs_of_layers: Sequence[Callable[..., Any]]
     finish: Callable[..., Any]
 
     def __call__(
@@ -138,13 +147,14 @@ class StepInPieces:
         caches: Caches,
         last_tokens: Int32[Array, "slots"],
         packed: Int32[Array, "n"],
-        on_piece: OnPiece | None = None,
+        on_program: OnProgram | None = None,
     ) -> tuple[Array, Array | None, Caches, Array]:
-        """Starts all programs; caches and last tokens are donated.
+        """Start all programs. Caches and last tokens are donated.
 
         Args:
-          weights, caches, last_tokens, packed: as `run_step` takes them, all on the device.
-          on_piece: called after each piece was started, for the last one after all programs were.
+          weights, caches, last_tokens, packed: as in `run_step`, all on the device.
+          on_program: called after each program with layers has been launched; for the last one, after `finish` has
+            been launched, too.
 
         Returns:
           As `run_step`.
@@ -153,15 +163,15 @@ class StepInPieces:
         written: list[Any] = []
         choice: Any = None
         results: Any = None
-        for piece, program in zip(self.pieces, self.of_pieces, strict=True):
-            of_layers = [layer.weights(weights) for layer in self.layers[piece.start : piece.stop]]
-            own, x, choice = program(of_layers, caches[piece.start : piece.stop], x, choice, *shared)
+        for layer_range, program in zip(self.layer_ranges, self.programs_of_layers, strict=True):
+            of_layers = [layer.weights(weights) for layer in self.layers[layer_range.start : layer_range.stop]]
+            own, x, choice = program(of_layers, caches[layer_range.start : layer_range.stop], x, choice, *shared)
             written += own
-            if piece.stop == len(self.layers):
+            if layer_range.stop == len(self.layers):
                 results = self.finish(weights, x, last_tokens, packed)
-                results[0].copy_to_host_async()  # before copies of rows, which are not to delay it
-            if on_piece is not None:
-                on_piece(piece, own)
+                results[0].copy_to_host_async()  # before the copies of page rows, which would delay it
+            if on_program is not None:
+                on_program(layer_range, own)
         tokens, logits, last_tokens = results
         return tokens, logits, tuple(written), last_tokens
 
@@ -171,8 +181,8 @@ class Layer:
     """A layer of a model, without its weights.
 
     Attributes:
-      kind: equal for layers that are alike.
-      places: of its weights, in the flat list of all weights of the model.
+      kind: equal for layers that can share a program.
+      places: indices of its weights in the flat list of the model's weights.
     """
 
     kind: LayerKind
@@ -180,17 +190,17 @@ class Layer:
 
     @staticmethod
     def of(layer: nnx.Module, group: int) -> Layer:
-        """Takes apart a layer of a cache group that has places of weights in place of these."""
+        """Split a layer of a cache group, whose weights have been replaced by their indices."""
         graph, state = nnx.split(layer)
         places, structure = jax.tree.flatten(state)
         return Layer((graph, structure, group), places)
 
     def weights(self, weights: Sequence[Array]) -> list[Array]:
-        """Its weights of all, as a flat list, since a tree takes the host longer at each call."""
+        """Select the layer's weights. They are a flat list, because a tree costs the host more time at each call."""
         return [weights[place] for place in self.places]
 
 
-def apply_piece(
+def apply_layer_range(
     kinds: Sequence[LayerKind],
     weights: Sequence[Sequence[Array]],
     caches: Caches,
@@ -199,10 +209,10 @@ def apply_piece(
     rope: Any,
     groups: Sequence[Any],
 ) -> tuple[Caches, Float[Array, "T D"], Any]:
-    """Applies layers of these kinds.
+    """Apply consecutive layers of the given kinds.
 
     Returns:
-      The caches they leave, and x and choice for the layers after them.
+      The layers' caches; x and choice for the next layer.
     """
     layers = [
         nnx.merge(graph, jax.tree.unflatten(structure, of_layer))
@@ -212,34 +222,40 @@ def apply_piece(
     return caches, x, choice
 
 
-def copying_rows(rows: Sequence[Int32[np.ndarray, "n"]], groups: Sequence[GroupSizes], on_layer: OnLayer) -> OnPiece:
-    """Makes a function that starts copies of rows of each cache group as soon as layers are started, and hands them on
-    layer by layer."""
+def copying_rows(rows: Sequence[Int32[np.ndarray, "n"]], groups: Sequence[GroupSizes], on_layer: OnLayer) -> OnProgram:
+    """Make a function that starts copies of page rows after each program and passes them to `on_layer`.
+
+    Args:
+      rows: int32 page rows of each cache group.
+      groups: the cache groups.
+      on_layer: receives the copies of each layer.
+    """
     of_layers = {
         layer: (on_device, group.head_wise)
         for on_device, group in zip(map(rows_on_device, rows), groups, strict=True)
         for layer in group.layers
     }
 
-    def on_piece(piece: range, caches: Caches) -> None:
-        copies = gather_layers(caches, [of_layers[layer] for layer in piece])
-        for layer, parts in zip(piece, copies, strict=True):
-            on_layer(layer, parts)
+    def on_program(layer_range: range, caches: Caches) -> None:
+        copies = gather_layers(caches, [of_layers[layer] for layer in layer_range])
+        for layer, of_layer in zip(layer_range, copies, strict=True):
+            on_layer(layer, of_layer)
 
-    return on_piece
+    return on_program
 
 
-def pieces_of(num_layers: int, num_pieces: int, period: int = 1) -> list[range]:
-    """Cuts layers into at most so many pieces: all are of the same number of layers, which is a multiple of `period`
-    if there are several, but for the first, which has what is left, since the first layers may be unlike the others."""
-    length = -(-num_layers // num_pieces)
+def split_layers(num_layers: int, num_programs: int, period: int = 1) -> list[range]:
+    """Split layers into at most `num_programs` ranges of equal length. If there are several ranges, the length is a
+    multiple of `period`. The first range has the remaining layers, because the first layers of a model may differ from
+    the others."""
+    length = -(-num_layers // num_programs)
     length = min(-(-length // period) * period, num_layers)
     starts = [0, *range(num_layers % length or length, num_layers, length)]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], num_layers], strict=True)]
 
 
 def _period(kinds: Sequence[Any]) -> int:
-    """After how many layers their kinds come again at the end of a model, where first layers may be of others: the
-    least number that holds for the last half of them, or 1."""
+    """Smallest period with which layer kinds repeat in the last half of the model; 1 if they do not repeat. The first
+    layers may be of other kinds."""
     last = kinds[len(kinds) // 2 :]
     return next((n for n in range(1, len(last) // 2 + 1) if last[n:] == last[:-n]), 1)

@@ -1,4 +1,4 @@
-"""Metadata of a planned step as one array: packed on the host, taken apart on the device."""
+"""Metadata of a planned step in one array: packed on the host, unpacked on the device."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ from pallas_attn import PAGE_NONE, slot_mapping, token_positions
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedStep:
-    """A step's metadata. It travels to the device as one int32 array, because every transfer has its own latency.
+    """A step's metadata. It is sent to the device as one int32 array, because each transfer has a latency.
 
     Attributes:
-      decode_slots, decode_kv_lens, decode_tables: of Bd rows; slot -1 and length 0 for idle ones. Tables here and below
-        are one for each cache group.
-      decode_limits, decode_drafts: tokens that each sequence can have in the end, and drafts that there are pages for.
-        These two and `prefill_next` are empty without speculation; with it, the device knows the length of a decode
-        row, and `decode_kv_lens` has the least that it can be.
-      prefill_ids, cu_q_lens, prefill_kv_lens, prefill_tables: tokens and their sequences.
-      prefill_slots: where to keep the token sampled at the end of each prefill row; -1 if none is.
-      prefill_next: the prompt's token after each prefill row; -1 if it is sampled.
-      temperature, top_k, top_p, seed: of decode rows, then of prefill rows; floats and seeds by their bits.
+      decode_request_slots, decode_kv_lens: [Bd] of the decode rows; slot -1 and length 0 for idle rows. With
+        speculation `decode_kv_lens` are lower bounds, because only the device knows the lengths.
+      decode_tables: page tables of the decode rows, one array for each cache group.
+      decode_limits, decode_drafts: [Bd], maximum length of each sequence, and maximum number of its drafts. Empty
+        without speculation.
+      prefill_ids: [prefill tokens], token ids.
+      cu_q_lens, prefill_kv_lens: prefix sums of new tokens [rows + 1], and lengths [rows], of the prefill rows.
+      prefill_tables: page tables of the prefill rows, one array for each cache group.
+      prefill_request_slots: [rows], request slot that stores the token sampled at the end of the row; -1 if none is
+        sampled.
+      prefill_next: [rows], the prompt's token after the row; -1 if it is sampled. Empty without speculation.
+      temperature, top_k, top_p, seed: [Bd + rows], of decode rows, then of prefill rows. Floats and seeds are stored
+        as int32 bits.
     """
 
-    decode_slots: Any
+    decode_request_slots: Any
     decode_kv_lens: Any
     decode_tables: Any
     decode_limits: Any
@@ -47,7 +51,7 @@ class PackedStep:
     cu_q_lens: Any
     prefill_kv_lens: Any
     prefill_tables: Any
-    prefill_slots: Any
+    prefill_request_slots: Any
     prefill_next: Any
     temperature: Any
     top_k: Any
@@ -56,11 +60,11 @@ class PackedStep:
 
     @staticmethod
     def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
-        """Shape of each field; a tuple of shapes for fields that every cache group has one of."""
+        """Shape of each field; a tuple of shapes for fields with one array per cache group."""
         decode, prefill = bucket.decode_rows, config.max_prefill_seqs if bucket.prefill_tokens else 0
         rows, speculates = (decode + prefill,), config.speculate is not None
         return {
-            "decode_slots": (decode,),
+            "decode_request_slots": (decode,),
             "decode_kv_lens": (decode,),
             "decode_tables": config.table_shapes(decode),
             "decode_limits": (decode if speculates else 0,),
@@ -69,7 +73,7 @@ class PackedStep:
             "cu_q_lens": (prefill + 1,),
             "prefill_kv_lens": (prefill,),
             "prefill_tables": config.table_shapes(prefill),
-            "prefill_slots": (prefill,),
+            "prefill_request_slots": (prefill,),
             "prefill_next": (prefill if speculates else 0,),
             "temperature": rows,
             "top_k": rows,
@@ -83,7 +87,7 @@ class PackedStep:
 
     @classmethod
     def of(cls, config: RunnerConfig, bucket: Bucket, packed: Any) -> PackedStep:
-        """Unpacks an array into its fields, as views of it (numpy) or slices (jax)."""
+        """Unpack an array into its fields: views (numpy) or slices (jax)."""
         shapes = cls._shapes(config, bucket)
         each = list(_each(shapes.values()))
         ends = itertools.accumulate(map(math.prod, each))
@@ -99,14 +103,14 @@ class PackedStep:
     def pack(cls, config: RunnerConfig, bucket: Bucket, plan: StepPlan) -> np.ndarray:
         packed = np.zeros((cls.size(config, bucket),), np.int32)
         step = cls.of(config, bucket, packed)
-        for ids in (step.decode_slots, *step.decode_tables, *step.prefill_tables, step.prefill_slots):
+        for ids in (step.decode_request_slots, *step.decode_tables, *step.prefill_tables, step.prefill_request_slots):
             ids.fill(PAGE_NONE)
         num_decode = len(plan.decode)
         for of_decode, of_prefill, tables in zip(step.decode_tables, step.prefill_tables, plan.tables, strict=True):
             of_decode[:num_decode] = tables[:num_decode].reshape(-1, *of_decode.shape[1:])
             of_prefill[: len(plan.prefill)] = tables[num_decode:].reshape(-1, *of_prefill.shape[1:])
         for i, row in enumerate(plan.decode):
-            step.decode_slots[i], step.decode_kv_lens[i] = row.slot, row.start + 1
+            step.decode_request_slots[i], step.decode_kv_lens[i] = row.request_slot, row.start + 1
             if config.speculate is not None:
                 step.decode_limits[i], step.decode_drafts[i] = row.limit, row.num_drafts
             step._set_sampling(i, row)
@@ -116,7 +120,7 @@ class PackedStep:
             end += row.num_tokens
             step.cu_q_lens[i + 1 :] = end
             step.prefill_kv_lens[i] = row.start + row.num_tokens
-            step.prefill_slots[i] = row.slot if row.samples else PAGE_NONE
+            step.prefill_request_slots[i] = row.request_slot if row.samples else PAGE_NONE
             if config.speculate is not None:
                 step.prefill_next[i] = -1 if row.samples else row.request.token_ids[row.start + row.num_tokens]
             step._set_sampling(bucket.decode_rows + i, row)
@@ -130,7 +134,7 @@ class PackedStep:
         self.top_k[i] = min(params.top_k, np.iinfo(np.int32).max)
 
     def sampling_rows(self) -> SamplingRows:
-        """Sampling parameters of each row; a sampled token's position is the number of tokens its sequence holds."""
+        """Return the sampling parameters of each row. The position of a sampled token is its sequence's length."""
         bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
         return SamplingRows(
             temperature=bits(self.temperature),
@@ -143,12 +147,12 @@ class PackedStep:
     def metadata(
         self, page_size: int, logit_rows: Int32[Array, "n"], drafting: StepMetadata | None = None
     ) -> StepMetadata:
-        """Computes positions, and slots in every cache group, of all tokens on the device.
+        """Compute positions and cache slots of all tokens, on the device.
 
         Args:
-          page_size: tokens of a page.
-          logit_rows: as `StepMetadata` has them.
-          drafting: metadata of the decode rows with drafts, in place of rows of one token.
+          page_size: tokens per page.
+          logit_rows: as in `StepMetadata`.
+          drafting: metadata of decode rows with drafts; None if decode rows have one token.
         """
         parts, begun = self._parts(), () if drafting is None else (drafting.positions,)
         if drafting is not None:
@@ -176,8 +180,8 @@ class PackedStep:
         )
 
     def _parts(self) -> dict[str, tuple[Any, Any, int]]:
-        """Prefix sums of new tokens, lengths of sequences and number of tokens, for the parts that are not empty."""
-        num_decode, num_prefill = self.decode_slots.shape[0], self.prefill_ids.shape[0]
+        """Return (prefix sums of new tokens, sequence lengths, number of tokens) of the nonempty parts of the step."""
+        num_decode, num_prefill = self.decode_request_slots.shape[0], self.prefill_ids.shape[0]
         decode_cu = jnp.arange(num_decode + 1, dtype=jnp.int32)
         parts = {
             "decode": (decode_cu, self.decode_kv_lens, num_decode),
@@ -187,6 +191,6 @@ class PackedStep:
 
 
 def _each(shapes: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yields shapes, and the shapes in tuples of shapes."""
+    """Yield all shapes, including shapes in tuples of shapes."""
     for shape in shapes:
         yield from _each(shape) if isinstance(shape[0], tuple) else (shape,)

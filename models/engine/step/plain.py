@@ -1,4 +1,4 @@
-"""A step without drafts on the device: tokens in from the last step's samples and the host, samples out."""
+"""A step without drafts on the device. Decode tokens come from the last step's samples, prompt tokens from the host."""
 
 from __future__ import annotations
 
@@ -23,10 +23,18 @@ def run_step(
     last_tokens: Int32[Array, "slots"],
     packed: Int32[Array, "n"],
 ) -> tuple[Int32[Array, "rows"], Float[Array, "tokens V"] | None, Caches, Int32[Array, "slots"]]:
-    """Runs one step on the device.
+    """Run one step on the device.
+
+    Args:
+      model_step: the model, as `split_model` returns it.
+      config, bucket: static sizes.
+      weights: the model's weights.
+      caches: caches of all layers.
+      last_tokens: int32 [request slots], the last sampled token of each running request.
+      packed: a `PackedStep`.
 
     Returns:
-      Sampled tokens, logits of the prefill tokens if the bucket has them, the caches, and the last sampled tokens.
+      Sampled tokens, logits of the prefill tokens if the bucket has all_logits, caches, and last sampled tokens.
     """
     step, tokens, sampling, logit_rows = read_step(config, bucket, packed, last_tokens)
     logits, caches = model_step(weights, tokens, caches, step.metadata(config.page_size, logit_rows))
@@ -37,13 +45,13 @@ def run_step(
 def read_step(
     config: RunnerConfig, bucket: Bucket, packed: Int32[Array, "n"], last_tokens: Int32[Array, "slots"]
 ) -> tuple[PackedStep, Int32[Array, "T"], Int32[Array, "rows"], Int32[Array, "n"]]:
-    """Unpacks a step.
+    """Unpack a step.
 
     Returns:
-      The step, its tokens, the rows of them that sample, and those whose logits are wanted.
+      The step, its tokens [T], indices of tokens after which a token is sampled, and indices of tokens with logits.
     """
     step = PackedStep.of(config, bucket, packed)
-    decode_ids = last_tokens[jnp.maximum(step.decode_slots, 0)]
+    decode_ids = last_tokens[jnp.maximum(step.decode_request_slots, 0)]
     tokens = jnp.concatenate([decode_ids, step.prefill_ids])
     decode_rows = jnp.arange(bucket.decode_rows, dtype=jnp.int32)
     prefill_ends = bucket.decode_rows + jnp.maximum(step.cu_q_lens[1:] - 1, 0)
@@ -59,14 +67,14 @@ def sample_rows(
     sampling: Int32[Array, "rows"],
     last_tokens: Int32[Array, "slots"],
 ) -> tuple[Int32[Array, "rows"], Float[Array, "tokens V"] | None, Int32[Array, "slots"]]:
-    """Samples from the logits of a step.
+    """Sample from the logits of a step.
 
     Returns:
-      Sampled tokens, logits of the prefill tokens if the bucket has them, and the last sampled tokens.
+      Sampled tokens, logits of the prefill tokens if the bucket has all_logits, and last sampled tokens.
     """
     chosen = draw(logits[sampling] if bucket.all_logits else logits, step.sampling_rows())
-    slots = jnp.concatenate([step.decode_slots, step.prefill_slots])
+    slots = jnp.concatenate([step.decode_request_slots, step.prefill_request_slots])
     slots = jnp.where(slots < 0, last_tokens.shape[0], slots)  # .at[-1] would wrap; one past the end is dropped
-    # A request without finite logits ends, but may have a step more under way, which needs some token.
+    # A request without finite logits ends, but its next step may be in flight already and needs a valid token id.
     last_tokens = last_tokens.at[slots].set(jnp.maximum(chosen, 0), mode="drop")
     return chosen, logits[bucket.decode_rows :] if bucket.all_logits else None, last_tokens

@@ -1,4 +1,4 @@
-"""Plan of one step of the engine, which the scheduler makes and the runner carries out."""
+"""Plan of one step of the engine: made by the scheduler, executed by the runner."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ class ScheduledRow:
     """New tokens of one request in one step.
 
     Attributes:
-      request: Owner of the tokens; it keeps its pages until the step has been launched.
-      slot: The request's batch slot, and its place in device arrays with one entry per running request.
-      start: Position of the first new token, which is the number of tokens before it in the cache.
+      request: Owner of the tokens. Its pages are not released before the step has been launched.
+      request_slot: Index of the request in the pools and in device arrays with one entry per running request.
+      start: Position of the first new token, equal to the number of tokens before it in the cache. With drafts it is a
+        lower bound, because only the device knows the number of accepted drafts in flight.
       num_tokens: New tokens, without drafts.
-      samples: Whether the token after the last new one is sampled: not within a prompt.
-      num_drafts: Drafts after the newest token, at most: all that there are pages for. With drafts `start` is the least
-        that it can be, since it is known on the device alone how many of those in flight are accepted.
-      limit: Tokens that the sequence can have in the end; decode rows alone.
+      samples: Whether a token is sampled after the last new token; False if the prompt continues.
+      num_drafts: Maximum number of drafts after the newest token. Pages for them are allocated.
+      limit: Maximum length of the sequence in tokens; decode rows only.
     """
 
     request: Request
-    slot: int
+    request_slot: int
     start: int
     num_tokens: int
     samples: bool
@@ -35,12 +35,12 @@ class ScheduledRow:
 
 
 class RowTokens(NamedTuple):
-    """Tokens that a row of a step got.
+    """Tokens sampled for a row of a step.
 
     Attributes:
-      tokens: Sampled ids in order: one, and one more for each accepted draft. NONFINITE, as the last, where there was
-        nothing to sample.
-      drafted: Drafts that were verified.
+      tokens: Sampled ids in order: one, plus one per accepted draft. The last id is NONFINITE if the logits were not
+        finite.
+      drafted: Number of verified drafts.
     """
 
     tokens: Sequence[int]
@@ -49,15 +49,15 @@ class RowTokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One step of the engine: `decode` rows before `prefill` rows in the packed arrays.
+    """One step of the engine. In the packed arrays `decode` rows come before `prefill` rows.
 
-    A decode row has one token, the last one sampled at its slot, perhaps not read back yet. A prefill row's tokens are
-    `request.token_ids[start : start + num_tokens]`.
+    A decode row has one token: the last token sampled at its request slot, which the host may not have read yet. A
+    prefill row's tokens are `request.token_ids[start : start + num_tokens]`.
 
     Attributes:
       decode, prefill: The rows.
-      tables: Row ids of all `rows` by page, [rows, heads, P] for each cache group. A group has one head, whose rows are
-        page ids, unless its heads have windows of their own.
+      tables: Page rows of all `rows` by page, int32 [rows, heads, P] for each cache group. If the heads of a group have
+        windows of their own, each head has page rows of its own. Otherwise heads is 1 and a page row is a page id.
     """
 
     decode: tuple[ScheduledRow, ...]
@@ -74,7 +74,7 @@ class StepPlan:
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of any row."""
+        """Largest number of drafts of a row."""
         return max((row.num_drafts for row in self.decode), default=0)
 
     @property

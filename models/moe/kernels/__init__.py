@@ -1,1 +1,1 @@
-"""Grouped GEMM kernels of the routed experts, for Hopper."""
+"""Expert GEMM kernels for Hopper. `pipeline` has the structure that all four kernels share."""

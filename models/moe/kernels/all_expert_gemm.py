@@ -1,24 +1,31 @@
-"""Products of few rows with every expert of a mixture, shared ones among them, on Hopper: decode steps in which nearly
-every routed expert has a row.
+"""All-expert GEMM on Hopper, for decode steps in which nearly every routed expert has a row.
 
-    hidden[expert, row] = silu(X[row] @ gate columns) · (X[row] @ up columns)        every row, whoever chose the expert
-    Y[pair]             = hidden[expert of pair, row of pair] @ W[expert]            and of shared experts every row
+    GEMM1: hidden[expert, row] = silu(X[row] @ gate columns) · (X[row] @ up columns)    for all experts and all rows
+    GEMM2: Y[pair]             = hidden[expert of pair, row of pair] @ W[expert]        for each selected pair
+           Y[shared, row]      = hidden[shared, row] @ W[shared]                        for shared experts and all rows
 
-The first product does not know who chose whom, so it need not wait for the router: that and the choice run beside it.
-Weights are what takes time, and they are read once for all rows; what the first product makes of rows that did not
-choose an expert nobody looks at. A shared expert as wide as several routed ones is so many more. Weights are the left
-operand, so that rows may be few, and a program takes two times 64 columns of one expert at a time:
+GEMM1 does not depend on the router, so the router runs concurrently with it. Reading weights takes most of the time;
+the kernel reads them once for all rows. GEMM1 computes all (expert, row) pairs; pairs that the router did not select
+are ignored. A shared expert that is S times as wide as a routed expert is computed as S more experts.
 
-    (W[:, columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows]
+Operands are swapped, so that few rows suffice: weight columns fill the 64 rows of a wgmma.
 
-    warpgroup 0, computes        W0·X0  W1·X1  W2·X2  ···        64 of K each
-    warpgroup 1, copies      W0 X0  W1 X1  W2 X2  ···            into slots, as they become free
+    (W[:, 64 columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows]
 
-    barrier         arrivals                    who waits
-    landed[slot]    the copies                  warpgroup 0
-    free[slot]      warpgroup 0                 warpgroup 1, from the second use of a slot on
+A work item is one expert and two blocks of 64 weight columns; in GEMM1 a gate block and an up block:
 
-Neither waits for what comes later: both go through the same tiles in the same order.
+    for (expert, columns) in the work items of this CTA:
+        for k in range(K / DEPTH):
+            producer: x[rows, k], W[expert, k, block] for each block  ->  stage
+            consumer: accumulator[block] += W[expert, k, block]ᵀ @ x[rows, k]ᵀ
+        consumer:     GEMM1, shared experts: store the transposed tile by TMA
+                      GEMM2: for each pair of the expert: store its column of each accumulator as a row of Y
+
+    barrier         arrives                        waits                                       arrivals per phase
+    full[stage]     the TMA copies of the stage    consumer                                    1 + BLOCKS
+    empty[stage]    consumer                       producer, from the second use of a stage    1
+
+Deadlock freedom: as for every kernel of `pipeline.py`.
 """
 
 from __future__ import annotations
@@ -33,23 +40,36 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from models.moe.kernels.grouped_gemm import PROGRAMS, Slots, operand_type, silu
+from models.moe.kernels.pipeline import (
+    DEPTH,
+    ROW_ALIGNMENT,
+    Items,
+    Ring,
+    Scratch,
+    column_indices,
+    persistent_kernel,
+    round_up,
+    run_warpgroups,
+    silu,
+    take_column,
+    wgmma_swap_ab,
+    write_out_tile,
+)
 
-COLUMNS, DEPTH, PARTS = 64, 64, 2
-ROWS = 8
-"""Rows are multiplied in multiples of this many."""
+COLUMNS, BLOCKS = 64, 2
+"""Weight columns of a block, and blocks of a work item."""
 
 STAGES = 4
-"""Slots of shared memory. Their 64 KB of weights on each multiprocessor are as much as memory needs to be asked for. A
-step of 64 rows takes 1% longer with six and 5% with three (H100; benchmarks/log/117)."""
+"""Pipeline stages. Their 64 KB of weights per multiprocessor saturate the memory: on an H100, a step of 64 rows takes
+1% longer with six stages and 5% longer with three."""
 
 
 class Chains(NamedTuple):
-    """Pairs of a row and an expert, those of an expert in a chain. Pairs with an expert one past the last are in none.
+    """(row, expert) pairs as one linked list per expert. Pairs whose expert is E, one past the last, are in no list.
 
     Attributes:
-      first: first pair of each expert; the number of pairs for one that has none.
-      next: for each pair the next one with its expert; the number of pairs for the last.
+      first: first pair of each expert; P, the number of pairs, for an expert without pairs.
+      next: next pair with the same expert; P at the end of a list.
     """
 
     first: Int32[Array, "E"]
@@ -57,25 +77,25 @@ class Chains(NamedTuple):
 
     @staticmethod
     def of(expert: Int32[Array, "P"], num_experts: int) -> Chains:
-        """Finds pairs that share an expert by comparing all with all: there are few."""
+        """Link pairs with the same expert. All pairs are compared with all pairs, which is fast for few pairs."""
         pair = jnp.arange(expert.shape[0], dtype=jnp.int32)
-        is_own = expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
-        is_later = (expert[:, None] == expert[None]) & (pair[None] > pair[:, None])
+        is_own = expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]  # [E, P]
+        is_later = (expert[:, None] == expert[None]) & (pair[None] > pair[:, None])  # [P, P]
         return Chains(*(jnp.min(jnp.where(own, pair[None], len(pair)), axis=1) for own in (is_own, is_later)))
 
 
-class FullProduct(NamedTuple):
-    """A call of `full_product`, the first product of a step's rows with all experts or, of its results, the second one.
+class AllExpertGemm(NamedTuple):
+    """Arguments of `all_expert_gemm`: GEMM1 of the rows of a step, or GEMM2 of the results of GEMM1.
 
     Attributes:
-      x: 16 bits. Of the first product the rows, `padded_rows(...)` of them; of the second what the first returned.
-      weights: of each routed expert, gates in the first half of the columns of the first ones. K and the columns are
-        multiples of 64 and 128.
-      shared: those of the shared experts joined: the first ones side by side, all gates in the first half of the
-        columns, the second ones one below the other. None if there are none.
-      num_rows: rows of each expert, `padded_rows(...)`.
-      chains: of the second product; None of the first.
-      copies: pairs of each row, in the second product.
+      x: 16-bit dtype. GEMM1: the rows of the step, padded to `num_rows`. GEMM2: the output of GEMM1.
+      weights: weights of each routed expert. In GEMM1 the gates are the first half of the columns. K is a multiple of
+        64, the columns are a multiple of 128.
+      shared: joined weights of the shared experts; None if the layer has none. GEMM1: experts side by side, all gates
+        in the first half of the columns. GEMM2: experts one below the other.
+      num_rows: rows of each expert, a multiple of 8.
+      chains: pairs of each expert in GEMM2; None in GEMM1.
+      pairs_per_row: number of pairs of each row, used in GEMM2.
     """
 
     x: Float[Array, "rows K"]
@@ -83,170 +103,145 @@ class FullProduct(NamedTuple):
     shared: Float[Array, "shared_K shared_N"] | None
     num_rows: int
     chains: Chains | None = None
-    copies: int = 1
+    pairs_per_row: int = 1
 
     @property
     def num_experts(self) -> int:
-        """Routed and shared ones, each as wide as a routed one."""
+        """Number of routed and shared experts. Shared experts are counted in widths of a routed expert."""
         routed = self.weights.shape[0]
         return routed if self.shared is None else routed + self.shared.size * routed // self.weights.size
 
 
-def padded_rows(num_rows: int) -> int:
-    """Rows that operands and results have for so many."""
-    return -(-num_rows // ROWS) * ROWS
+def supports(gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"]) -> bool:
+    """Return whether the columns of both weights are a multiple of a work item's 128."""
+    return gate_up.shape[2] % (BLOCKS * COLUMNS) == 0 and down.shape[2] % (BLOCKS * COLUMNS) == 0
 
 
-def takes(gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"]) -> bool:
-    """Whether programs' columns divide those of these weights."""
-    return gate_up.shape[2] % (PARTS * COLUMNS) == 0 and down.shape[2] % (PARTS * COLUMNS) == 0
-
-
-def full_product(call: FullProduct) -> Float[Array, "results N_out"]:
-    """Multiplies rows with the weights of all experts, in float32.
+def all_expert_gemm(call: AllExpertGemm) -> Float[Array, "results N_out"]:
+    """Multiply rows with the weights of all experts, accumulating in float32.
 
     Returns:
-      Of `call.x`'s dtype. The first product: all rows of each routed expert, then of each shared one. The second one:
-      the pairs, padded to a multiple of 8, then all rows of each shared expert, whose sum is meant. Those of pairs
-      without an expert, and of padding, hold anything.
+      Results in the dtype of `call.x`. GEMM1: all rows of each routed expert, then all rows of each shared expert.
+      GEMM2: one row per pair, padded to a multiple of 8 rows, then all rows of each shared expert, which the caller
+      adds up. Padding rows, and rows of pairs without an expert, are undefined.
     """
     x, weights, columns, second = call.x, call.weights, call.weights.shape[2], call.chains is not None
     num_shared = call.num_experts - weights.shape[0]
     results = call.num_experts * call.num_rows
     if call.chains is not None:
-        results = padded_rows(call.chains.next.shape[0]) + num_shared * call.num_rows
-    operand = functools.partial(operand_type, dtype=x.dtype)
-    scratch = FullScratch(
-        x=operand((STAGES, call.num_rows, DEPTH)),
-        weights=operand((STAGES, PARTS, DEPTH, COLUMNS)),
-        out=operand((call.num_rows, COLUMNS)),
-        landed=plgpu.Barrier(num_arrivals=1 + PARTS, num_barriers=STAGES),
-        free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        results = round_up(call.chains.next.shape[0]) + num_shared * call.num_rows
+    scratch = Scratch.types(
+        x.dtype,
+        num_stages=STAGES,
+        num_consumers=1,
+        rows=call.num_rows,
+        weight_tiles=(BLOCKS,),
+        columns=COLUMNS,
+        out=(call.num_rows, COLUMNS),
     )
-    return plgpu.kernel(
-        functools.partial(_kernel, call.num_experts, call.copies),
-        out_type=jax.ShapeDtypeStruct((results, columns if second else columns // 2), x.dtype),
-        grid=(PROGRAMS,),
-        grid_names=("program",),
-        num_threads=2,
-        thread_name="warpgroup",
-        scratch_types=(scratch,),
-        kernel_name="full_product",
+    return persistent_kernel(
+        functools.partial(_kernel, call.num_experts, call.pairs_per_row),
+        jax.ShapeDtypeStruct((results, columns if second else columns // 2), x.dtype),
+        scratch,
+        num_consumers=1,
+        name="all_expert_gemm",
     )(x, weights, call.shared, call.chains)
-
-
-class FullScratch(NamedTuple):
-    """Shared memory and barriers of a program."""
-
-    x: Any
-    weights: Any
-    out: Any
-    landed: Any
-    free: Any
 
 
 def _kernel(
     num_experts: int,
-    copies: int,
+    pairs_per_row: int,
     x: Any,
     weights: Any,
     shared: Any,
     chains: Chains | None,
     out: Any,
-    scratch: FullScratch,
+    scratch: Scratch,
 ) -> None:
-    program, num_rows = lax.axis_index("program"), scratch.x.shape[1]
+    num_rows = scratch.x.shape[1]
     (num_routed, depth, _), width = weights.shape, out.shape[1]
-    steps, stride = depth // DEPTH, COLUMNS if chains is None else PARTS * COLUMNS
-    tiles = width // stride
-    own_items = lax.div(jnp.maximum(num_experts * tiles - program + (PROGRAMS - 1), 0), PROGRAMS)
-    slots = Slots(scratch.landed, scratch.free, STAGES, steps)
+    item_width = COLUMNS if chains is None else BLOCKS * COLUMNS  # output columns of a work item
+    column_tiles = width // item_width
+    items = Items.of_cta(num_experts * column_tiles)
+    ring = Ring(scratch.full, scratch.empty, STAGES, depth // DEPTH)
 
-    def item(number: Any) -> tuple[Any, Any]:
-        """Its expert, and the first column of the result."""
-        index = program + number * PROGRAMS
-        return lax.div(index, tiles), lax.rem(index, tiles) * stride
+    def tile_of(number: Any) -> tuple[Any, Any]:
+        """Expert of a work item, and first column of the output."""
+        index = items.index(number)
+        return lax.div(index, column_tiles), lax.rem(index, column_tiles) * item_width
 
     def rows_of(expert: Any) -> Any:
-        """Rows of the first product's results that an expert has."""
-        return pl.ds(pl.multiple_of(expert * num_rows, ROWS), num_rows)
+        """Rows of an expert in the results of GEMM1."""
+        return pl.ds(pl.multiple_of(expert * num_rows, ROW_ALIGNMENT), num_rows)
 
-    def copy_all() -> None:
-        def copy_item(number: Any, _: None) -> None:
-            expert, column = item(number)
-            rows = pl.ds(0, num_rows) if chains is None else rows_of(expert)
+    def copies(number: Any) -> Any:
+        expert, column = tile_of(number)
+        rows = pl.ds(0, num_rows) if chains is None else rows_of(expert)
 
-            def copy(slot: Any, step: Any) -> None:
-                landed, own_depth = scratch.landed.at[slot], pl.ds(step * DEPTH, DEPTH)
-                plgpu.copy_gmem_to_smem(x.at[rows, own_depth], scratch.x.at[slot], landed)
+        def copy(stage: Any, step: Any) -> None:
+            full, own_depth = scratch.full.at[stage], pl.ds(step * DEPTH, DEPTH)
+            plgpu.copy_gmem_to_smem(x.at[rows, own_depth], scratch.x.at[stage], full)
 
-                def copy_weights(source: Any, depth: Any, first: Any, between: int) -> None:
-                    for part in range(PARTS):
-                        columns = pl.ds(first + part * between, COLUMNS)
-                        plgpu.copy_gmem_to_smem(source.at[depth, columns], scratch.weights.at[slot, part], landed)
+            def copy_weights(source: Any, depth: Any, first: Any, between: int) -> None:
+                """Copy blocks of `source` [K, N]. The first columns of two blocks are `between` columns apart."""
+                for block in range(BLOCKS):
+                    columns = pl.ds(first + block * between, COLUMNS)
+                    plgpu.copy_gmem_to_smem(source.at[depth, columns], scratch.weights.at[stage, block], full)
 
-                def copy_routed() -> None:
-                    copy_weights(weights.at[expert], own_depth, column, width if chains is None else COLUMNS)
+            def copy_routed() -> None:
+                copy_weights(weights.at[expert], own_depth, column, width if chains is None else COLUMNS)
 
-                def copy_shared() -> None:
-                    before = expert - num_routed
-                    if chains is None:
-                        copy_weights(shared, own_depth, before * width + column, shared.shape[1] // 2)
-                    else:
-                        copy_weights(shared, pl.ds(before * depth + step * DEPTH, DEPTH), column, COLUMNS)
+            def copy_shared() -> None:
+                index = expert - num_routed
+                if chains is None:
+                    copy_weights(shared, own_depth, index * width + column, shared.shape[1] // 2)
+                else:
+                    copy_weights(shared, pl.ds(index * depth + step * DEPTH, DEPTH), column, COLUMNS)
 
-                copy_routed() if shared is None else lax.cond(expert < num_routed, copy_routed, copy_shared)
+            copy_routed() if shared is None else lax.cond(expert < num_routed, copy_routed, copy_shared)
 
-            slots.fill(number, copy)
+        return copy
 
-        lax.fori_loop(0, own_items, copy_item, None)
-        slots.await_last(own_items)
-
-    def store_rows(result: Any, rows: Any, column: Any) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        scratch.out.transpose((1, 0))[...] = result.astype(out.dtype)
-        plgpu.commit_smem()
+    def store_tile(result: Any, rows: Any, column: Any) -> None:
+        """Store a result [COLUMNS, num_rows] as its transpose."""
+        write_out_tile(scratch.out.transpose((1, 0)), result.astype(out.dtype))
         plgpu.copy_smem_to_gmem(scratch.out, out.at[rows, pl.ds(column, COLUMNS)])
 
     def store_pairs(chains: Chains, expert: Any, column: Any, results: list[Any]) -> None:
-        row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, num_rows), 1), plgpu.Layout.WGMMA)
+        columns = column_indices((COLUMNS, num_rows))
 
         def store(pair: Any) -> Any:
-            following = chains.next[pair]  # arrives while this one is stored
-            for part, result in enumerate(results):
-                own = jnp.where(row == lax.div(pair, copies), result, jnp.zeros_like(result))
-                out[pair, pl.ds(column + part * COLUMNS, COLUMNS)] = jnp.sum(own, axis=1).astype(out.dtype)
+            following = chains.next[pair]  # loaded before the stores, which hide its latency
+            for block, result in enumerate(results):
+                values = take_column(result, columns, lax.div(pair, pairs_per_row))  # [COLUMNS]
+                out[pair, pl.ds(column + block * COLUMNS, COLUMNS)] = values.astype(out.dtype)
             return following
 
         lax.while_loop(lambda pair: pair < chains.next.shape[0], store, chains.first[expert])
 
     def store_shared(chains: Chains, expert: Any, column: Any, results: list[Any]) -> None:
-        begin = padded_rows(chains.next.shape[0]) + (expert - num_routed) * num_rows
-        for part, result in enumerate(results):
-            rows = pl.ds(pl.multiple_of(begin, ROWS), num_rows)
-            store_rows(result, rows, column + part * COLUMNS)
+        start = round_up(chains.next.shape[0]) + (expert - num_routed) * num_rows
+        for block, result in enumerate(results):
+            rows = pl.ds(pl.multiple_of(start, ROW_ALIGNMENT), num_rows)
+            store_tile(result, rows, column + block * COLUMNS)
 
     def store(expert: Any, column: Any, results: list[Any]) -> None:
         if chains is None:
             gate, up = results
-            store_rows(silu(gate) * up, rows_of(expert), column)
+            store_tile(silu(gate) * up, rows_of(expert), column)
         elif shared is None:
             store_pairs(chains, expert, column, results)
         else:
-            ways = (functools.partial(way, chains, expert, column, results) for way in (store_pairs, store_shared))
-            lax.cond(expert < num_routed, *ways)
+            stores = (functools.partial(f, chains, expert, column, results) for f in (store_pairs, store_shared))
+            lax.cond(expert < num_routed, *stores)
 
-    def start_product(total: Any, slot: Any, part: int) -> None:
-        own = scratch.weights.at[slot, part].transpose((1, 0))
-        plgpu.wgmma(total, own, scratch.x.at[slot].transpose((1, 0)))
+    def start_wgmma(accumulator: Any, stage: Any, block: int) -> None:
+        wgmma_swap_ab(accumulator, scratch.weights.at[stage, block], scratch.x.at[stage])
 
-    def compute_all() -> None:
-        def multiply_item(number: Any, _: None) -> None:
-            results = slots.multiply(number, (COLUMNS, num_rows), PARTS, start_product)
-            slots.free_last(number)
-            store(*item(number), results)
+    def compute(number: Any) -> None:
+        results = ring.multiply(number, (COLUMNS, num_rows), BLOCKS, start_wgmma)  # each [COLUMNS, num_rows]
+        ring.release_last(number)
+        store(*tile_of(number), results)
 
-        lax.fori_loop(0, own_items, multiply_item, None)
-        plgpu.wait_smem_to_gmem(0)
-
-    lax.cond(lax.axis_index("warpgroup") == 0, compute_all, copy_all)
+    is_consumer = lax.axis_index("warpgroup") == 0
+    run_warpgroups(ring, items, copies, compute, is_consumer=is_consumer, num_consumers=1, stores_by_tma=True)

@@ -1,24 +1,33 @@
-"""Products of few rows with their experts' weights, on Hopper: a mixture's decode steps, where reading weights is all.
+"""Gather GEMM on Hopper, for decode steps with few rows: each (row, expert) pair without sorting pairs by expert.
 
-    Y[pair] = X[row of pair] @ W[expert of pair]        or silu(· @ gate columns) · (· @ up columns)
+    Y[pair] = X[row of pair] @ W[expert of pair]                                        plain
+    Y[pair] = silu(X[row] @ gate columns of W[expert]) · (X[row] @ up columns)          gated
 
-An expert that several pairs have is read once, and one that none has is not read. A program takes the columns of one
-expert, 64 or two times 64, and multiplies them with all rows, since on the tensor cores eight rows cost what one does,
-and 64 rows less than reading the weights; each pair then takes its own row of the result. The first product's rows are
-those of the step. The second's are the first's results: all pairs where they are few, else the part that every expert
-has for all rows of the step, most of which nobody wrote, and nobody looks at. Weights are the left operand, so that
-rows may be few:
+Reading weights takes most of the time. The kernel reads the weights of each selected expert once and does not read the
+other experts. It multiplies the weights of an expert with all rows of the step, because tensor cores compute eight rows
+in the time of one, and 64 rows in less time than reading the weights takes. Each pair then stores its own row.
 
-    (W[:, columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows], of which pair p takes column `row of p`
+A layer calls the kernel twice. GEMM1 (gate and up) multiplies the rows of the step. GEMM2 (down) multiplies the results
+of GEMM1. These are stored per pair [P, N] if pairs are few, so that GEMM2 multiplies all pairs at once. Otherwise they
+are stored per expert [E, rows, N]; GEMM2 multiplies the rows of one expert, and ignores rows that GEMM1 did not write.
 
-    warpgroup 0, computes        W0·X0  W1·X1  W2·X2  ···        64 of K each
-    warpgroup 1, copies      W0 X0  W1 X1  W2 X2  ···            into slots, as they become free
+Operands are swapped, so that few rows suffice: weight columns fill the 64 rows of a wgmma.
 
-    barrier         arrivals                    who waits
-    landed[slot]    the copies                  warpgroup 0
-    free[slot]      warpgroup 0                 warpgroup 1, from the second use of a slot on
+    (W[:, 64 columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows], of which a pair stores one column
 
-Neither waits for what comes later: both go through the same tiles in the same order.
+A work item is one expert and one or two blocks of 64 columns, or with split-K one block and half of K:
+
+    for (expert, columns, part of K) in the work items of this CTA:
+        for k in range(steps):
+            producer: x[rows, k], W[expert, k, block] for each block  ->  stage
+            consumer: accumulator[block] += W[expert, k, block]ᵀ @ x[rows, k]ᵀ
+        consumer:     activate; for each pair of the expert: store its column of each accumulator as a row of Y
+
+    barrier         arrives                        waits                                       arrivals per phase
+    full[stage]     the TMA copies of the stage    consumer                                    1 + number of blocks
+    empty[stage]    consumer                       producer, from the second use of a stage    1
+
+Deadlock freedom: as for every kernel of `pipeline.py`.
 """
 
 from __future__ import annotations
@@ -33,29 +42,42 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from models.moe.kernels.grouped_gemm import PROGRAMS, Slots, operand_type, silu
+from models.moe.kernels.pipeline import (
+    DEPTH,
+    ROW_ALIGNMENT,
+    Items,
+    Ring,
+    Scratch,
+    activate,
+    column_indices,
+    num_ctas,
+    persistent_kernel,
+    round_up,
+    run_warpgroups,
+    take_column,
+    wgmma_swap_ab,
+)
 
-COLUMNS, DEPTH = 64, 64
-ROWS = 8
-"""Rows are multiplied in multiples of this many."""
+COLUMNS = 64
+"""Weight columns of a block: the rows of a wgmma."""
 
-MOST_ROWS = 128
-"""Rows up to which the kernel is meant: their products are as many registers as a thread has for sums."""
+MAX_ROWS = 128
+"""Maximum rows of x in a work item: the accumulators of two blocks then take 128 registers per thread."""
 
-MOST_STAGES, OPERAND_BYTES = 8, 200 * 1024
-"""Slots of shared memory, and what all of them may take."""
+MAX_STAGES, OPERAND_BYTES = 8, 200 * 1024
+"""Maximum number of pipeline stages, and maximum shared memory of all of them."""
 
 
 class Pairs(NamedTuple):
-    """Pairs of a row and an expert, and what they share. Pairs with an expert one past the last have none.
+    """(row, expert) pairs as one linked list per expert. Pairs whose expert is E, one past the last, are in no list.
+
+    `next`, `first` and `count` are None if no two pairs have the same expert.
 
     Attributes:
-      expert: of each pair.
-      next: for each pair the next one with its expert; the number of pairs for the last.
-      first: the first pair of each expert that has any, in the order of the pairs.
-      count: number of experts that have any, in an array of one.
-
-    All but `expert` are None where every pair has an expert of its own.
+      expert: expert of each pair.
+      next: next pair with the same expert; P, the number of pairs, at the end of a list.
+      first: first pair of each expert that has pairs, in the order of the pairs.
+      count: number of experts that have pairs, in an array of one element.
     """
 
     expert: Int32[Array, "P"]
@@ -65,9 +87,9 @@ class Pairs(NamedTuple):
 
     @staticmethod
     def of(expert: Int32[Array, "P"], num_experts: int) -> Pairs:
-        """Finds pairs that share an expert by comparing all with all: there are few."""
+        """Link pairs with the same expert. All pairs are compared with all pairs, which is fast for few pairs."""
         pair = jnp.arange(expert.shape[0], dtype=jnp.int32)
-        same = expert[:, None] == expert[None]
+        same = expert[:, None] == expert[None]  # [P, P]
         following = jnp.min(jnp.where(same & (pair[None] > pair[:, None]), pair[None], len(pair)), axis=1)
         is_first = ~jnp.any(same & (pair[None] < pair[:, None]), axis=1) & (expert < num_experts)
         place = jnp.sum(is_first[None] & (pair[None] < pair[:, None]), axis=1, dtype=jnp.int32)
@@ -75,193 +97,179 @@ class Pairs(NamedTuple):
         return Pairs(expert, following, first, jnp.sum(is_first, dtype=jnp.int32)[None])
 
 
-class RowProduct(NamedTuple):
-    """A call of `row_product`, the first product of pairs of rows and experts or, of its results, the second one.
+class GatherGemm(NamedTuple):
+    """Arguments of `gather_gemm`: GEMM1 of (row, expert) pairs, or GEMM2 of the results of GEMM1.
 
     Attributes:
-      x: 16 bits. Of the first product the rows, padded to `padded_rows(num_rows)` of them, of which pair p takes row
-        p // copies; of the second what the first returned. Rows of no pair may hold anything.
-      weights: of each expert; K and the columns that a program takes divide it, see `column_parts`.
-      pairs: `Pairs.of(...)`.
-      num_rows: number of rows. No expert has one of them twice.
-      copies: pairs of each row.
-      second: whether it is the second product.
-      spread: whether the first product's results lie as rows of each expert, though most have few of them, so that the
-        second has no more rows at a time than the first. Otherwise they lie in the order of the pairs.
-      gated: silu(left half of the columns) · right half is wanted, N / 2 columns; else all N columns.
-      halved: a program takes 64 columns and half of K, for a better balance where all pairs are few. Both halves'
-        products are returned, to be added up.
+      x: 16-bit dtype. GEMM1: the rows of the step, padded to `round_up(num_rows)`; pair p has row
+        p // pairs_per_row. GEMM2: the output of GEMM1, in which rows of no pair may be undefined.
+      weights: weights of each expert. K is a multiple of 64, the columns as `column_blocks` requires.
+      pairs: `Pairs.of(...)`, or `Pairs(expert)` if no two pairs have the same expert.
+      num_rows: number of rows of the step. A row has each expert at most once.
+      pairs_per_row: number of pairs of each row.
+      second: whether this is GEMM2.
+      per_expert: whether the results of GEMM1 are stored per expert [E, rows, N] instead of per pair.
+      gated: compute silu(left half of the columns) · right half, N / 2 columns. Otherwise compute all N columns.
+      split_k: split K in two halves, so that few pairs give more work items. The halves are returned separately.
     """
 
     x: Float[Array, "M K"]
     weights: Float[Array, "E K N"]
     pairs: Pairs
     num_rows: int
-    copies: int
+    pairs_per_row: int
     second: bool = False
-    spread: bool = False
+    per_expert: bool = False
     gated: bool = False
-    halved: bool = False
+    split_k: bool = False
 
     @property
     def num_results(self) -> int:
-        """Rows of the results."""
-        if self.spread and not self.second:
-            return self.weights.shape[0] * padded_rows(self.num_rows)
-        return padded_rows(self.pairs.expert.shape[0])
+        """Number of rows of the output."""
+        if self.per_expert and not self.second:
+            return self.weights.shape[0] * round_up(self.num_rows)
+        return round_up(self.pairs.expert.shape[0])
 
 
-def padded_rows(num_rows: int) -> int:
-    """Rows that operands and results have for so many."""
-    return -(-num_rows // ROWS) * ROWS
-
-
-def column_parts(columns: int, *, gated: bool) -> int:
-    """Number of parts of 64 columns that a program takes.
+def column_blocks(columns: int, *, gated: bool) -> int:
+    """Number of blocks of 64 columns in a work item.
 
     Raises:
-      NotImplementedError: they do not divide the columns.
+      NotImplementedError: the columns are not a multiple of a work item's.
     """
     if columns % (2 * COLUMNS) == 0:
         return 2
     if not gated and columns % COLUMNS == 0:
         return 1
-    raise NotImplementedError(f"takes columns that are a multiple of {128 if gated else 64}, got {columns}")
+    raise NotImplementedError(f"expected a number of columns divisible by {128 if gated else 64}, got {columns}")
 
 
-def row_product(call: RowProduct) -> Float[Array, "*halves P_padded N_out"]:
-    """Multiplies each pair's row with its expert's weights, in float32.
+def split_k_helps(num_pairs: int, shape: tuple[int, ...], are_distinct: bool) -> bool:
+    """Return whether GEMM2 finishes earlier if work items take half of K and 64 columns instead of K and 128 columns.
+
+    The busiest CTA decides: its number of work items, times the size of an item.
+
+    Args:
+      num_pairs: number of pairs.
+      shape: (K, N) of the weights.
+      are_distinct: whether no two pairs have the same expert.
+    """
+    depth, columns = shape
+    if not are_distinct or depth % (2 * DEPTH) or columns % (2 * COLUMNS):
+        return False
+    items, ctas = num_pairs * (columns // (2 * COLUMNS)), num_ctas()
+    return -(-4 * items // ctas) < 4 * -(-items // ctas)
+
+
+def gather_gemm(call: GatherGemm) -> Float[Array, "*halves results N_out"]:
+    """Multiply the row of each pair with the weights of its expert, accumulating in float32.
 
     Returns:
-      Products, of `call.x`'s dtype: the first ones for the second call, the second ones in the order of the pairs; if
-      halved, [2, P_padded, N_out] of float32. Those of pairs without an expert, and of padding, hold anything.
+      Results in the dtype of `call.x`. GEMM1: the input of GEMM2. GEMM2: one row per pair, padded to a multiple of 8
+      rows; with split-K [2, results, N_out] in float32, to be added up. Rows without a pair, and rows of pairs without
+      an expert, are undefined.
 
     Raises:
-      NotImplementedError: columns that a program's do not divide, or more than `MOST_ROWS` rows.
+      NotImplementedError: unsupported number of columns, more than `MAX_ROWS` rows, or unsupported split-K.
     """
     x, weights, columns = call.x, call.weights, call.weights.shape[2]
-    num_rows = padded_rows(call.num_rows) if call.spread else x.shape[0]
-    if num_rows > MOST_ROWS:
-        raise NotImplementedError(f"takes {MOST_ROWS} rows at most, got {num_rows}")
-    if call.halved and (call.gated or weights.shape[1] % (2 * DEPTH)):
-        raise NotImplementedError(f"halved: takes no gates and a K that is a multiple of 128, got {weights.shape[1]}")
-    parts = 1 if call.halved else column_parts(columns, gated=call.gated)
-    stages = min(MOST_STAGES, OPERAND_BYTES // ((parts * COLUMNS + num_rows) * DEPTH * x.dtype.itemsize))
-
-    operand = functools.partial(operand_type, dtype=x.dtype)
-    scratch = RowScratch(
-        x=operand((stages, num_rows, DEPTH)),
-        weights=operand((stages, parts, DEPTH, COLUMNS)),
-        landed=plgpu.Barrier(num_arrivals=1 + parts, num_barriers=stages),
-        free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+    num_rows = round_up(call.num_rows) if call.per_expert else x.shape[0]
+    if num_rows > MAX_ROWS:
+        raise NotImplementedError(f"expected at most {MAX_ROWS} rows, got {num_rows}")
+    if call.split_k and (call.gated or weights.shape[1] % (2 * DEPTH)):
+        raise NotImplementedError(f"split_k: expected gated=False and K divisible by 128, got K={weights.shape[1]}")
+    blocks = 1 if call.split_k else column_blocks(columns, gated=call.gated)
+    scratch = Scratch.types(
+        x.dtype,
+        num_stages=min(MAX_STAGES, OPERAND_BYTES // ((blocks * COLUMNS + num_rows) * DEPTH * x.dtype.itemsize)),
+        num_consumers=1,
+        rows=num_rows,
+        weight_tiles=(blocks,),
+        columns=COLUMNS,
+        out=None,
     )
     shape = call.num_results, columns // 2 if call.gated else columns
-    out_type = jax.ShapeDtypeStruct((2, *shape), jnp.float32) if call.halved else jax.ShapeDtypeStruct(shape, x.dtype)
-    return plgpu.kernel(
-        functools.partial(_kernel, padded_rows(call.num_rows), call.copies, call.second, call.spread, call.gated),
-        out_type=out_type,
-        grid=(PROGRAMS,),
-        grid_names=("program",),
-        num_threads=2,
-        thread_name="warpgroup",
-        scratch_types=(scratch,),
-        kernel_name="row_product",
+    out_type = jax.ShapeDtypeStruct((2, *shape), jnp.float32) if call.split_k else jax.ShapeDtypeStruct(shape, x.dtype)
+    static = round_up(call.num_rows), call.pairs_per_row, call.second, call.per_expert, call.gated
+    return persistent_kernel(
+        functools.partial(_kernel, *static), out_type, scratch, num_consumers=1, name="gather_gemm"
     )(x, weights, call.pairs)
 
 
-class RowScratch(NamedTuple):
-    """Shared memory and barriers of a program."""
-
-    x: Any
-    weights: Any
-    landed: Any
-    free: Any
-
-
 def _kernel(
-    stride: int,
-    copies: int,
+    expert_rows: int,
+    pairs_per_row: int,
     second: bool,
-    spread: bool,
+    per_expert: bool,
     gated: bool,
     x: Any,
     weights: Any,
     pairs: Pairs,
     out: Any,
-    scratch: RowScratch,
+    scratch: Scratch,
 ) -> None:
-    program, (stages, parts) = lax.axis_index("program"), scratch.weights.shape[:2]
-    halves, tile_rows, num_pairs = len(out.shape) - 1, scratch.x.shape[1], pairs.expert.shape[0]
-    steps = weights.shape[1] // DEPTH // halves
-    tiles = out.shape[-1] // (COLUMNS if gated else parts * COLUMNS)
-    count = num_pairs if pairs.count is None else pairs.count[0]
-    own_items = lax.div(jnp.maximum(count * tiles * halves - program + (PROGRAMS - 1), 0), PROGRAMS)
+    num_stages, blocks = scratch.weights.shape[:2]
+    k_parts, tile_rows, num_pairs = len(out.shape) - 1, scratch.x.shape[1], pairs.expert.shape[0]
+    steps = weights.shape[1] // DEPTH // k_parts
+    column_tiles = out.shape[-1] // (COLUMNS if gated else blocks * COLUMNS)
+    num_experts = num_pairs if pairs.count is None else pairs.count[0]
+    items = Items.of_cta(num_experts * column_tiles * k_parts)
+    ring = Ring(scratch.full, scratch.empty, num_stages, steps)
 
-    def half_of(number: Any) -> Any:
-        """Which part of K an item is of."""
-        return lax.rem(program + number * PROGRAMS, halves)
+    def k_part_of(number: Any) -> Any:
+        """Part of K of a work item: 0, or 1 with split-K."""
+        return lax.rem(items.index(number), k_parts)
 
-    def item(number: Any) -> tuple[Any, Any, Any]:
-        """Its expert, the first pair of that, and the first column of the result."""
-        index = lax.div(program + number * PROGRAMS, halves)
-        place, width = lax.div(index, tiles), COLUMNS if gated else parts * COLUMNS
+    def tile_of(number: Any) -> tuple[Any, Any, Any]:
+        """Expert of a work item, first pair of the expert, and first column of the output."""
+        index = lax.div(items.index(number), k_parts)
+        place, width = lax.div(index, column_tiles), COLUMNS if gated else blocks * COLUMNS
         first = place if pairs.first is None else pairs.first[place]
-        return pairs.expert[first], first, lax.rem(index, tiles) * width
+        return pairs.expert[first], first, lax.rem(index, column_tiles) * width
 
-    def begin_of(expert: Any) -> Any:
-        """First row of the first product's results that an expert has."""
-        return pl.multiple_of(expert * stride, ROWS) if spread else 0
+    def first_row_of(expert: Any) -> Any:
+        """First row of an expert in the results of GEMM1."""
+        return pl.multiple_of(expert * expert_rows, ROW_ALIGNMENT) if per_expert else 0
 
-    slots = Slots(scratch.landed, scratch.free, stages, steps)
+    def copies(number: Any) -> Any:
+        expert, _, column = tile_of(number)
+        rows = pl.ds(first_row_of(expert) if second else 0, tile_rows)
+        firsts = [column + block * (out.shape[-1] if gated else COLUMNS) for block in range(blocks)]
 
-    def copy_all() -> None:
-        def copy_item(number: Any, _: None) -> None:
-            expert, _, column = item(number)
-            rows = pl.ds(begin_of(expert) if second else 0, tile_rows)
-            firsts = [column + part * (out.shape[-1] if gated else COLUMNS) for part in range(parts)]
+        def copy(stage: Any, step: Any) -> None:
+            full, depth = scratch.full.at[stage], pl.ds((k_part_of(number) * steps + step) * DEPTH, DEPTH)
+            plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[stage], full)
+            for block, first in enumerate(firsts):
+                source = weights.at[expert, depth, pl.ds(first, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, scratch.weights.at[stage, block], full)
 
-            def copy(slot: Any, step: Any) -> None:
-                landed, depth = scratch.landed.at[slot], pl.ds((half_of(number) * steps + step) * DEPTH, DEPTH)
-                plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[slot], landed)
+        return copy
 
-                for part, first in enumerate(firsts):
-                    source = weights.at[expert, depth, pl.ds(first, COLUMNS)]
-                    plgpu.copy_gmem_to_smem(source, scratch.weights.at[slot, part], landed)
+    def start_wgmma(accumulator: Any, stage: Any, block: int) -> None:
+        wgmma_swap_ab(accumulator, scratch.weights.at[stage, block], scratch.x.at[stage])
 
-            slots.fill(number, copy)
+    def compute(number: Any) -> None:
+        expert, first, column = tile_of(number)
+        target = out.at[k_part_of(number)] if k_parts == 2 else out  # [results, N_out]
+        accumulators = ring.multiply(number, (COLUMNS, tile_rows), blocks, start_wgmma)
+        ring.release_last(number)
+        results = activate(accumulators, gated=gated)  # each [COLUMNS, tile_rows]
+        columns = column_indices((COLUMNS, tile_rows))
+        first_row = first_row_of(expert)
 
-        lax.fori_loop(0, own_items, copy_item, None)
-        slots.await_last(own_items)
+        def store(pair: Any) -> Any:
+            """Store the results of a pair, and return the next pair of the expert."""
+            row = lax.div(pair, pairs_per_row) if per_expert or not second else pair
+            out_row = first_row + lax.div(pair, pairs_per_row) if per_expert and not second else pair
+            for block, result in enumerate(results):
+                values = take_column(result, columns, row)  # [COLUMNS]
+                target[out_row, pl.ds(column + block * COLUMNS, COLUMNS)] = values.astype(out.dtype)
+            return None if pairs.next is None else pairs.next[pair]
 
-    def start_product(total: Any, slot: Any, part: int) -> None:
-        own = scratch.weights.at[slot, part].transpose((1, 0))
-        plgpu.wgmma(total, own, scratch.x.at[slot].transpose((1, 0)))
+        if pairs.next is None:
+            store(first)
+        else:
+            lax.while_loop(lambda pair: pair < num_pairs, store, first)
 
-    def compute_all() -> None:
-        def multiply_item(number: Any, _: None) -> None:
-            expert, first, column = item(number)
-            target = out.at[half_of(number)] if halves == 2 else out
-            results = slots.multiply(number, (COLUMNS, tile_rows), parts, start_product)
-            slots.free_last(number)
-            if gated:
-                gate, up = results
-                results = [silu(gate) * up]
-            row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (COLUMNS, tile_rows), 1), plgpu.Layout.WGMMA)
-            begin = begin_of(expert)
-
-            def store(pair: Any) -> Any:
-                own = row == (lax.div(pair, copies) if spread or not second else pair)
-                to = begin + lax.div(pair, copies) if spread and not second else pair
-                for part, result in enumerate(results):
-                    values = jnp.sum(jnp.where(own, result, jnp.zeros_like(result)), axis=1)
-                    target[to, pl.ds(column + part * COLUMNS, COLUMNS)] = values.astype(out.dtype)
-                return None if pairs.next is None else pairs.next[pair]
-
-            if pairs.next is None:
-                store(first)
-            else:
-                lax.while_loop(lambda pair: pair < num_pairs, store, first)
-
-        lax.fori_loop(0, own_items, multiply_item, None)
-
-    lax.cond(lax.axis_index("warpgroup") == 0, compute_all, copy_all)
+    is_consumer = lax.axis_index("warpgroup") == 0
+    run_warpgroups(ring, items, copies, compute, is_consumer=is_consumer, num_consumers=1, stores_by_tma=False)

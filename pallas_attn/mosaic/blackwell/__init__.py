@@ -1,1 +1,1 @@
-"""Experimental: Mosaic GPU kernels for Blackwell (compute capability 10.0). They have never run on a card."""
+"""Experimental: has never run on a card. Mosaic GPU kernels for Blackwell (compute capability 10.0)."""

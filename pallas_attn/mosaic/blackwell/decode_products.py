@@ -1,19 +1,30 @@
-"""Products of decode by tcgen05: operands in shared memory, results in TMEM, from where they come to registers.
+"""Experimental: has never run on a card. Decode products with tcgen05.
 
-    S [tokens, columns] = K qᵀ          O [channels, columns] = Vᵀ P
+Operands are in shared memory. Results are in TMEM and are loaded to registers:
 
-Tokens, and then channels, are the 128 rows of the tensor core (64 for heads of that width, and for tiles of so few
-tokens); V is read transposed. Every product is a fresh one and is added up in registers, where it is a few columns
-wide: nothing in TMEM has to be rescaled. Of 8-bit caches K, and then V, are converted to float16 in a buffer that both
-take in turn; but fp8 queries are multiplied with K as it is cached.
+    S [tokens, query_rows] = K qᵀ          O [channels, query_rows] = Vᵀ P
 
-Barriers, each with a phase for every product, two a tile:
+M of the tensor core is 128 tokens, then 128 channels. It is 64 for heads of width 64 and for tiles of 64 tokens. V is
+read transposed. Every product starts from zero and is added to the accumulator in registers, which is a few columns
+wide, so nothing in TMEM is rescaled. For 8-bit caches, K and then V are converted to float16 in a buffer that they
+share. fp8 queries are instead multiplied with K as cached.
 
-- ready: the warpgroup arrives when its threads have committed what the product reads, and have loaded from TMEM what it
-  overwrites. The first warp waits for it, and issues the product.
-- done: the tensor core arrives when the product is in TMEM, and with it its operands have been read. All threads wait.
+Per tile (the caller's loop is in `mosaic.decode`):
 
-No wait can last: whatever a product reads was waited for, by all threads, before they arrive at `ready`.
+    scores:      convert K if 8-bit; arrive ready; first warp: wait ready, issue S = K qᵀ, commit to done; wait done
+    store_probs: write P to shared memory, commit
+    load_values: convert V if 8-bit
+    add_values:  arrive ready; first warp: wait ready, issue O = Vᵀ P, commit to done; wait done; acc += O
+
+Barriers:
+
+    barrier   one phase per   arrivals                             arrivals per phase   waits
+    ready     product         the warpgroup: operands committed,   1                    the first warp
+                              earlier results loaded from TMEM
+    done      product         the tensor core (commit)             1                    all threads
+
+Deadlock freedom: before the threads arrive at `ready`, they have waited for everything that the product reads. `done`
+then follows from the product that the first warp has issued.
 """
 
 from __future__ import annotations
@@ -36,16 +47,18 @@ from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, BY_128, RegisterLayout
 
 NARROW_ROW_BYTES = 32
-"""Bytes of a swizzled row of right operands that are no wider, or that a product with 64 rows takes in halves."""
+"""Bytes of a swizzled row of right operands that are at most this wide, or that a product with 64 rows reads
+in halves.
+"""
 
 
 def layout_of(rows: int) -> RegisterLayout:
-    """Registers of a product with so many rows."""
+    """Register layout of a product with `rows` rows."""
     return BY_64 if rows % 128 else BY_128
 
 
 def column_step(tokens: int, value_dim: int) -> int:
-    """Divisor of the number of columns of a tile: 16, or 32 where a product has 64 rows."""
+    """Divisor of the number of columns of a tile: 16, or 32 if a product has 64 rows."""
     return 32 if tokens % 128 or value_dim % 128 else 16
 
 
@@ -54,9 +67,9 @@ class Tcgen05Scratch(NamedTuple):
 
     Attributes:
       scores: TMEM [tokens, width].
-      values: TMEM [128 or 64, width] for each so many channels.
-      staged: float16 [tokens, D], K or V of an 8-bit cache; else None.
-      ready, done: see above.
+      values: TMEM [128 or 64, width] for each 128 or 64 channels.
+      staged: float16 [tokens, D], K or V of an 8-bit cache; otherwise None.
+      ready, done: barriers, see the module's docstring.
     """
 
     scores: Any
@@ -70,7 +83,7 @@ class Tcgen05Scratch(NamedTuple):
 class Tcgen05Products:
     """`DecodeProducts` on data-center Blackwell."""
 
-    most_ahead: ClassVar[int] = 2**14
+    max_lookahead: ClassVar[int] = 2**14
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         return layout_of(tile.tokens)
@@ -107,10 +120,10 @@ class Tcgen05Products:
         scales: tuple[jax.Array, ...],
     ) -> jax.Array:
         if own.staged is not None and not _is_8_bit(tile.q_dtype):
-            dequantize.dequantise_tile(keys[0], own.staged)
+            dequantize.dequantize_tile(keys[0], own.staged)
             plgpu.commit_smem()
             keys = [own.staged]
-        pairs = [(k, term.transpose((1, 0))) for k, terms in zip(keys, queries, strict=True) for term in terms]
+        pairs = [(k, q.transpose((1, 0))) for k, parts in zip(keys, queries, strict=True) for q in parts]
         _multiply(own, [(own.scores, k, q, i > 0) for i, (k, q) in enumerate(pairs)])
         return _load(own.scores, self.scores_layout(tile))
 
@@ -121,7 +134,7 @@ class Tcgen05Products:
     def load_values(self, tile: DecodeTile, own: Tcgen05Scratch, v: Ref) -> Any:
         if own.staged is None:
             return v
-        dequantize.dequantise_tile(v, own.staged)
+        dequantize.dequantize_tile(v, own.staged)
         return own.staged
 
     def add_values(
@@ -131,7 +144,7 @@ class Tcgen05Products:
         slices = [(i * layout.rows, o) for i, o in enumerate(own.values)]
         channels = [values.at[:, pl.ds(first, layout.rows)] for first, _ in slices]
         _multiply(own, [(o, v.transpose((1, 0)), p, False) for (_, o), v in zip(slices, channels, strict=True)])
-        # One after the other, since there are no registers for all products beside the accumulator.
+        # Load one product after the other: registers do not suffice for all products and the accumulator.
         sums = [acc[first : first + layout.rows] + _load(o, layout) for first, o in slices]
         return sums[0] if len(sums) == 1 else jnp.concatenate(sums)
 
@@ -139,7 +152,7 @@ class Tcgen05Products:
         return acc
 
     def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
-        # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits, and the exact function takes too many registers.
+        # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits, and the exact tanh takes too many registers.
         return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E / soft_cap)), layout_of(s.shape[0]))
 
 
@@ -148,7 +161,9 @@ def _is_8_bit(dtype: Any) -> bool:
 
 
 def _multiply(own: Tcgen05Scratch, products: list[tuple[Ref, Ref, Ref, bool]]) -> None:
-    """Compute a @ b, added to what is there if so said, for (accumulator, a, b, accumulate), and wait for it."""
+    """Compute and wait for products (accumulator, a, b, accumulate): a @ b, added to the accumulator if
+    `accumulate`.
+    """
     plgpu.barrier_arrive(own.ready)
 
     @basics.first_warp
@@ -162,14 +177,16 @@ def _multiply(own: Tcgen05Scratch, products: list[tuple[Ref, Ref, Ref, bool]]) -
 
 
 def _load(accumulator: Ref, layout: RegisterLayout) -> jax.Array:
-    """Read a finished product."""
+    """Load a finished product from TMEM."""
     result = plgpu.async_load_tmem(accumulator, layout=layout.tile)
     plgpu.wait_load_tmem()
     return result
 
 
 def _reciprocal(x: jax.Array, layout: RegisterLayout) -> jax.Array:
-    """Compute 1 / x, or 0 where that is subnormal, in one instruction; a division takes three more for subnormals."""
+    """Compute 1 / x in one instruction, with 0 for subnormal results. A division takes three more instructions for
+    subnormals.
+    """
     if basics.interpreted():
         return 1 / x
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout.tile)

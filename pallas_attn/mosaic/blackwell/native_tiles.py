@@ -1,7 +1,7 @@
-"""Tiles [128, n] of which each thread of a warpgroup holds a row, the layout of TMEM: to global memory and back.
+"""Experimental: has never run on a card. Moves of tiles [128, n] between registers and global memory.
 
-Partial states lie in global memory as threads hold them, in fragments of four columns: a thread moves 16 bytes and a
-warp 512 consecutive ones.
+Each thread of a warpgroup holds a row of the tile, which is the layout of TMEM. Partial states in global memory have
+the threads' register order, in fragments of four columns: a thread moves 16 bytes and a warp 512 consecutive bytes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 
 PER_ROW, PER_COLUMN = ROW_A_THREAD.reduce(1), ROW_A_THREAD.reduce(0)
-"""Layouts of a value for each row, and for each column, of such a tile."""
+"""Layouts of a value for each row, and for each column, of a tile."""
 
 FRAGMENT = (ROWS, 4)
-"""Shape in global memory of a fragment: four columns of each thread."""
+"""Shape of a fragment in global memory: four columns of each thread."""
 
 ACCESS_BYTES = 16
 
 
 def num_fragments(columns: int) -> int:
-    """Number of fragments that hold so many columns."""
+    """Number of fragments that hold `columns` columns."""
     return columns // FRAGMENT[1]
 
 
@@ -79,7 +79,7 @@ def load_fragments(fragments: Ref) -> jax.Array:
 
 
 def store_rows(tile: jax.Array, to: Ref) -> None:
-    """Write a tile [128, n] to rows of global memory that are contiguous each, and begin at multiples of 16 bytes."""
+    """Write a tile [128, n] to rows of global memory. Each row is contiguous and starts at a multiple of 16 bytes."""
     if interpreted():
         to[...] = tile
         return
@@ -98,7 +98,7 @@ def store_rows(tile: jax.Array, to: Ref) -> None:
 
 
 def store_columns(tile: jax.Array, to: Ref, first: int) -> None:
-    """Write a tile [128, n], transposed, to [m, 128] of global memory: its first m columns, without the first rows."""
+    """Write a tile [128, n], transposed, to global memory [m, 128]: its first m columns, except rows before `first`."""
     if interpreted():
         to.at[:, first:][...] = tile[first:, : to.shape[0]].T
         return
@@ -122,7 +122,7 @@ def _columns(tile: Any) -> list[ir.Value]:
 
 
 def _thread() -> ir.Value:
-    """Index in its warpgroup."""
+    """Index of the thread in its warpgroup."""
     i32 = ir.IntegerType.get_signless(32)
     return arith.remui(mgpu.utils.thread_idx(), mgpu.c(ROWS, i32))
 

@@ -1,38 +1,51 @@
-"""The prefill kernel on Blackwell: attention of many queries, with the tensor core's results in TMEM.
+"""Experimental: has never run on a card. The prefill kernel: attention of many queries, with results of products in
+TMEM.
 
-After FlashAttention-4 (Dao et al.). A program takes work tiles (`flash.schedule`): a block of neighbouring queries of
-one head, 128 rows for each consumer, against the keys that the block sees, tile by tile. Warpgroups:
+The design follows FlashAttention-4 (Dao et al.). A CTA processes work tiles (`mosaic.prefill.schedule`). A work tile is
+a block of adjacent queries of one head, 128 query rows per consumer, and the key tiles that the block sees. Warpgroups:
 
-    0, or 0 and 1   consumers: softmax of 128 rows each, a row a thread; rescale O in TMEM, and write it out
-    next            the producer, which fills the rings of `flash.pipeline`
-    last            one of its threads starts all products, S = Q Kᵀ and O += P V
+    0, or 0 and 1   consumers: softmax of 128 query rows each, a row per thread; rescale O in TMEM, and write it
+    next            producer: fills the rings of `mosaic.prefill.pipeline`
+    last            issuer: one thread issues all products, S = Q Kᵀ and O += P V
 
-TMEM holds, in its 512 columns of 32 bits, the output O of each consumer and two buffers for scores. A consumer reads S,
-and writes the 16-bit probabilities P over it, from where P is the left operand of its product. Of two consumers each
-has a buffer: while the softmax of one runs, the tensor core works for the other. One consumer has both, and finds the
-next scores finished when it is done with a tile:
+TMEM holds, in its 512 columns of 32 bits, the output O of each consumer and two buffers for scores. A consumer reads S
+and overwrites it with the 16-bit probabilities P, the left operand of the second product. With two consumers, each has
+a buffer: while the softmax of one runs, the tensor core works for the other. One consumer has both buffers, so the next
+scores are finished when its softmax of a tile is:
 
     two consumers                                           one consumer
     tensor core   S₀   S₁  ···  PV₀  S₀'  PV₁  S₁' ···      S  S'   PV   S''  PV'  ···
     consumer 0    ····softmax₀·······softmax₀'              ···softmax···softmax'···softmax''
     consumer 1    ·········softmax₁·······softmax₁'
 
-Barriers, beside those of the rings, which the tensor core frees. All of them, and those of the rings at which no copy
-arrives, order the tensor core.
+Loops over the key tiles t of a work tile (two consumers c; one consumer alternates the buffers instead):
 
-    barrier                 arrivals              who waits
-    s_full[buffer]          S is finished         its consumer, before it reads S
-    p_full[buffer]          its consumer, once P  the issuing thread, before P V; S has been read by then, and O of the
-                            and O are ready       block before written out
-    o_done[consumer]        P V is finished       the consumer, before it rescales or reads O; the issuing thread,
-                                                  before it starts an S over that P
-    fetched                 the producer          itself, before it looks up a work tile (`TileQueue`)
-    next_tile_landed[slot]  the producer          all, before their next work tile
+    issuer       wait q_full; wait k_full; S(0) of each c
+                 for each t:  wait v_full
+                              for each c:  wait p_full[c]; O += P V, commit o_done[c]; wait o_done[c];
+                                           wait k_full; S(t + 1), commit s_full[c]
+                              the last c frees V of t, and K of t + 1 (and Q after the last tile)
+    consumer c   for each t:  wait s_full[c]; load S; mask; m, P = exp(S - m); store P;
+                              wait o_done[c] of tile t - 1; rescale O if m grew by more than the threshold;
+                              arrive p_full[c]
+                 wait o_done[c]; write output, or a partial state
 
-The kernel cannot deadlock: all warpgroups go through the same work tiles and tiles of keys, in this order. The issuing
-thread waits for tiles that the producer brings in the order in which they are used, for P of a tile whose S it has
-started before, and for products that it has started before. A consumer waits for such products alone. The producer
-waits for slots, and for the buffer of the queries, that products free which wait for no later tile.
+Barriers, in addition to the barriers of the rings, whose slots the tensor core frees by commits. All of them are
+ordered barriers, and so are the ring barriers at which no copy arrives:
+
+    barrier                 arrivals (one per phase)   waits
+    s_full[buffer]          commit of S                its consumer, before it reads S
+    p_full[buffer]          its consumer, after P and  the issuer, before P V; S was then read, and O of the previous
+                            O are ready                block was written
+    o_done[consumer]        commit of P V              the consumer, before it rescales or reads O; the issuer,
+                                                       before it overwrites P with the next S
+    fetched                 the producer               the producer, before it looks up a work tile (`TileQueue`)
+    next_tile_full[slot]  the producer               all warpgroups, before their next work tile
+
+Deadlock freedom: all warpgroups process the same work tiles and key tiles in the same order. The issuer waits for key
+tiles in the order in which the producer loads them, for P of a tile whose S it has issued before, and for products that
+it has issued before. A consumer waits only for such products. The producer waits for ring slots, and for the buffer of
+the queries, until products free them that do not depend on a later tile.
 """
 
 from __future__ import annotations
@@ -58,7 +71,7 @@ from pallas_attn.mosaic.blackwell.tmem import OrderedBarrier
 from pallas_attn.mosaic.prefill.pipeline import (
     FlashKernel,
     FlashStatic,
-    FrontEnd,
+    OperandLoader,
     Results,
     Rings,
     RowOptions,
@@ -86,20 +99,21 @@ CHUNK = 32
 """Columns that a thread loads from TMEM at a time."""
 
 RESCALE_THRESHOLD_LOG2 = 8.0
-"""Maxima may grow by so much, times log2 e, before the output is rescaled: probabilities are at most 2**8 then."""
+"""Growth of the maximum (times log2 e) up to which the output is not rescaled. Probabilities are then at most 2**8."""
 
 BUFFERS = 2
 """Buffers of scores in TMEM."""
 
 REGISTERS = {1: (248, 80, 40), 2: (208, 64, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 160, 40), 2: (192, 96, 32)}
-"""Registers of a consumer's thread, one of the producer, and one of the warpgroup that starts products, by the number
-of consumers: together no more than all threads begin with. A producer that dequantizes what it copies takes more.
+"""Registers per thread of a consumer, of the producer and of the issuer, by number of consumers.
+
+The sum over all threads is at most the initial allocation. A producer that dequantizes its copies needs more registers.
 """
 
 
 class ThreadRows(RowLayout):
-    """Rows that are whole in a thread each, as TMEM has them."""
+    """Row layout with one thread per row, the layout of TMEM."""
 
     @property
     def tile(self) -> Any:
@@ -139,10 +153,10 @@ ROWS = ThreadRows(threads=1, vector=2)
 
 
 class TensorScratch(NamedTuple):
-    """Shared memory, TMEM and barriers of a program; the module's docstring lists the barriers.
+    """Shared memory, TMEM and barriers of a CTA. The module's docstring lists the barriers.
 
     Attributes:
-      scores: buffers, each a pair of references to the same columns: S [128, tile_keys] float32, and P of 16 bits.
+      scores: buffers, each a pair of references to the same columns: S [128, tile_keys] float32, and P with 16 bits.
       outputs: O [128, Dv] float32 of each consumer.
     """
 
@@ -171,18 +185,18 @@ class TensorScratch(NamedTuple):
 
 
 def flash_attention(
-    front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
+    loader: OperandLoader, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
-    """Output and LSE; see `flash.pipeline.launch`."""
-    static = front.static
+    """Output and LSE; see `mosaic.prefill.pipeline.launch`."""
+    static = loader.static
     _require_tmem(static)
     scratch = TensorScratch.types(static, jax.tree.leaves(inputs.q)[0].dtype)
     kernel = FlashKernel(_kernel, scratch, static.consumers + 2, static.stages + 1, orders_tensor_core=True)
-    return launch(kernel, front, inputs, work, splits, **rest)
+    return launch(kernel, loader, inputs, work, splits, **rest)
 
 
 def _require_tmem(static: FlashStatic) -> None:
-    """Raises NotImplementedError for sizes that there are no registers for, or too few columns of TMEM."""
+    """Raise NotImplementedError for sizes that exceed the registers, or the columns of TMEM."""
     if static.consumers not in REGISTERS:
         raise NotImplementedError(f"takes one or two consumers, got {static.consumers}")
     columns = BUFFERS * static.tile_keys + static.consumers * static.value_dim
@@ -194,31 +208,33 @@ def _require_tmem(static: FlashStatic) -> None:
 
 
 def _kernel(
-    front: FrontEnd,
+    loader: OperandLoader,
     x: Any,
     work_tiles: Callable[[], WorkTiles],
     result: Results,
     scratch: TensorScratch,
-    front_scratch: Any,
+    loader_scratch: Any,
 ) -> None:
-    static, warpgroup = front.static, lax.axis_index("warpgroup")
-    of_consumer, of_producer, of_issuer = (DEQUANTIZE_REGISTERS if static.dequantizes else REGISTERS)[static.consumers]
+    static, warpgroup = loader.static, lax.axis_index("warpgroup")
+    consumer_registers, producer_registers, issuer_registers = (
+        DEQUANTIZE_REGISTERS if static.dequantizes else REGISTERS
+    )[static.consumers]
 
     def attend(index: int) -> None:
-        plgpu.set_max_registers(of_consumer, action="increase")
+        plgpu.set_max_registers(consumer_registers, action="increase")
         consumer = SoftmaxConsumer(static, scratch, index, basics.opaque_zero() + index)
-        consume(front, x, work_tiles(), consumer, result, front_scratch)
+        consume(loader, x, work_tiles(), consumer, result, loader_scratch)
 
     def load() -> None:
-        plgpu.set_max_registers(of_producer, action="decrease")
-        produce(front, x, work_tiles(), scratch.rings, front_scratch)
+        plgpu.set_max_registers(producer_registers, action="decrease")
+        produce(loader, x, work_tiles(), scratch.rings, loader_scratch)
 
     def multiply() -> None:
-        plgpu.set_max_registers(of_issuer, action="decrease")
+        plgpu.set_max_registers(issuer_registers, action="decrease")
         issuer = Issuer(static, scratch)
 
         def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
-            kv_tiles = front.tile(x, front_scratch, work).kv_tiles
+            kv_tiles = loader.tile(x, loader_scratch, work).kv_tiles
             issuer.attend(kv_tile, kv_tiles)
             return kv_tiles
 
@@ -233,18 +249,20 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Issuer:
-    """Starts the products of a block. One thread of the warpgroup does; the others wait for the same barriers."""
+    """Issues the products of a block, from one thread of its warpgroup. The other threads wait for the same
+    barriers.
+    """
 
     static: FlashStatic
     scratch: TensorScratch
 
     def attend(self, begin: Any, kv_tiles: Any) -> None:
-        """Products with some tiles, at least one, from the program's tile number `begin` on."""
+        """Issue the products with `kv_tiles` tiles, at least one, from the CTA's tile number `begin` on."""
         for consumer in range(self.static.consumers):
-            plgpu.barrier_wait(self.scratch.rings.q_landed.at[consumer])
-        (self._by_turns if self.static.consumers == 1 else self._side_by_side)(begin, kv_tiles)
+            plgpu.barrier_wait(self.scratch.rings.q_full.at[consumer])
+        (self._one_consumer if self.static.consumers == 1 else self._two_consumers)(begin, kv_tiles)
 
-    def _side_by_side(self, begin: Any, kv_tiles: Any) -> None:
+    def _two_consumers(self, begin: Any, kv_tiles: Any) -> None:
         """Products of two consumers, with a buffer of scores each."""
         scratch, last = self.scratch, self.static.consumers - 1
 
@@ -261,15 +279,15 @@ class Issuer:
                 self._multiply_values(begin + i, consumer, consumer, i > 0)
                 if consumer == last:
                     self._release_values(begin + i)
-                plgpu.barrier_wait(scratch.o_done.at[consumer])  # the next S goes where P was
+                plgpu.barrier_wait(scratch.o_done.at[consumer])  # the next S overwrites P
                 pl.when(i + 1 < kv_tiles)(functools.partial(scores, i + 1, consumer))
 
         for consumer in range(self.static.consumers):
             scores(jnp.int32(0), consumer)
         lax.fori_loop(0, kv_tiles, step, None)
 
-    def _by_turns(self, begin: Any, kv_tiles: Any) -> None:
-        """Products of one consumer, whose tiles have the buffers of scores in turn."""
+    def _one_consumer(self, begin: Any, kv_tiles: Any) -> None:
+        """Products of one consumer, whose tiles alternate between the buffers of scores."""
 
         def scores(i: Any, buffer: int) -> None:
             self._await_keys(begin + i)
@@ -277,7 +295,7 @@ class Issuer:
             self._release_keys(begin + i, i + 1 == kv_tiles)
 
         def step(i: Any, buffer: int) -> None:
-            wait_if(i > 0, self.scratch.o_done.at[0])  # the next S goes where the P of the tile before was
+            wait_if(i > 0, self.scratch.o_done.at[0])  # the next S overwrites the P of the previous tile
             pl.when(i + 1 < kv_tiles)(functools.partial(scores, i + 1, 1 - buffer))
             self._await_values(begin + i)
             self._multiply_values(begin + i, 0, buffer, i > 0)
@@ -292,18 +310,18 @@ class Issuer:
         plgpu.barrier_wait(self.scratch.o_done.at[0])
 
     def _await_keys(self, kv_tile: Any) -> None:
-        plgpu.barrier_wait(self.scratch.rings.k_landed.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.barrier_wait(self.scratch.rings.k_full.at[ring_slot(kv_tile, self.static.stages)])
 
     def _await_values(self, kv_tile: Any) -> None:
-        plgpu.barrier_wait(self.scratch.rings.v_landed.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.barrier_wait(self.scratch.rings.v_full.at[ring_slot(kv_tile, self.static.stages)])
 
     def _multiply_keys(self, kv_tile: Any, consumer: int, buffer: int) -> None:
-        """S = Q Kᵀ, with all terms of the queries."""
-        rings, terms = self.scratch.rings, self.static.query_terms
+        """S = Q Kᵀ, summed over all split-fp16 parts of the queries."""
+        rings, parts = self.scratch.rings, self.static.query_parts
         s, _ = self.scratch.scores[buffer]
         k = rings.k.at[ring_slot(kv_tile, self.static.stages)].transpose((1, 0))
-        for term in range(terms):
-            plgpu.tcgen05_mma(s, rings.q.at[consumer * terms + term], k, accumulate=term > 0)
+        for part in range(parts):
+            plgpu.tcgen05_mma(s, rings.q.at[consumer * parts + part], k, accumulate=part > 0)
         plgpu.tcgen05_commit_arrive(self.scratch.s_full.at[buffer])
 
     def _multiply_values(self, kv_tile: Any, consumer: int, buffer: int, accumulate: Any) -> None:
@@ -316,28 +334,28 @@ class Issuer:
         plgpu.tcgen05_commit_arrive(scratch.o_done.at[consumer])
 
     def _release_keys(self, kv_tile: Any, is_last: Any) -> None:
-        """Frees keys after their products; the queries, too, if these were the block's last."""
+        """Free keys after their products, and the queries after the last products of the block."""
         rings = self.scratch.rings
-        plgpu.tcgen05_commit_arrive(rings.k_free.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.tcgen05_commit_arrive(rings.k_empty.at[ring_slot(kv_tile, self.static.stages)])
 
         @pl.when(is_last)
         def _release_queries() -> None:
             for consumer in range(self.static.consumers):
-                plgpu.tcgen05_commit_arrive(rings.q_free.at[consumer])
+                plgpu.tcgen05_commit_arrive(rings.q_empty.at[consumer])
 
     def _release_values(self, kv_tile: Any) -> None:
-        plgpu.tcgen05_commit_arrive(self.scratch.rings.v_free.at[ring_slot(kv_tile, self.static.stages)])
+        plgpu.tcgen05_commit_arrive(self.scratch.rings.v_empty.at[ring_slot(kv_tile, self.static.stages)])
 
 
 # --- a consumer
 
 
 class RowStats(NamedTuple):
-    """Softmax of a consumer's rows over the tiles that were scored.
+    """Softmax statistics of a consumer's rows over the tiles scored.
 
     Attributes:
-      m: [128] float32, what scores are relative to, times log2 e: the largest score of all tiles, or less than that by
-        at most the threshold below which nothing is rescaled.
+      m: [128] float32, reference exponent of the scores, times log2 e. It is the largest score of all tiles, or smaller
+        by at most the threshold below which nothing is rescaled.
       l: [128] float32, sums of 2**(score - m).
     """
 
@@ -347,11 +365,11 @@ class RowStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxConsumer:
-    """Attention of 128 rows over the tiles of a block, whose products `Issuer` starts.
+    """Attention of 128 rows over the tiles of a block, whose products `Issuer` issues.
 
     Attributes:
-      index: index among the consumers, as a constant.
-      number: the same as a variable: what is made of a constant is computed, and kept, before the loop over blocks.
+      index: index among the consumers, as a Python constant.
+      number: the index as a traced value. Values computed from a constant would be hoisted out of the loop over blocks.
     """
 
     static: FlashStatic
@@ -360,9 +378,11 @@ class SoftmaxConsumer:
     number: Any
 
     def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowStats:
-        """Softmax over some tiles, at least one, from the program's tile number `begin` on; O is in TMEM then."""
-        del begin  # buffers of scores are taken in the order of a block's tiles
-        del has_rows  # products are started for all
+        """Softmax over `kv_tiles` tiles, at least one, from the CTA's tile number `begin` on. Afterwards O is
+        in TMEM.
+        """
+        del begin  # a block's tiles alternate between the buffers of scores
+        del has_rows  # products are issued for all consumers
         state = RowStats(ROWS.filled(jnp.float32(-jnp.inf), QUERIES), ROWS.filled(jnp.float32(0.0), QUERIES))
         if self.static.consumers > 1:
             step = functools.partial(self._step, transform, self.index)
@@ -379,7 +399,9 @@ class SoftmaxConsumer:
         return state
 
     def _step(self, transform: ScoreTransform, buffer: int, i: Any, state: RowStats) -> RowStats:
-        """Makes probabilities of the scores of the i-th tile, and rescales O where maxima have grown."""
+        """Compute the probabilities of the i-th tile, and rescale O where maxima have grown by more than the
+        threshold.
+        """
         scratch = self.scratch
         s_ref, p_ref = scratch.scores[buffer]
         if transform.await_tile is not None:
@@ -387,20 +409,20 @@ class SoftmaxConsumer:
         plgpu.barrier_wait(scratch.s_full.at[buffer])
         s = [plgpu.async_load_tmem(s_ref.at[:, columns], layout=TILE) for columns in self._chunks()]
         plgpu.wait_load_tmem()
-        s, scale = self._scores(transform, i, s)
+        s, scale = self._scores(transform, i, s)  # s: list of [query_rows, CHUNK]
         highest = functools.reduce(jnp.maximum, (part.max(axis=1) for part in s)) * scale
-        m = jnp.where(highest > state.m + RESCALE_THRESHOLD_LOG2, highest, state.m)
+        m = jnp.where(highest > state.m + RESCALE_THRESHOLD_LOG2, highest, state.m)  # [query_rows]
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         factor = jnp.where(m == state.m, 1.0, jnp.exp2(state.m - m))
         l = state.l * factor  # noqa: E741
         for columns, part in zip(self._chunks(), s, strict=True):
-            p = jnp.exp2(part * scale - over_rows(shift, part.shape))
+            p = jnp.exp2(part * scale - over_rows(shift, part.shape))  # [query_rows, CHUNK]
             plgpu.async_store_tmem(p_ref.at[:, columns], p.astype(p_ref.dtype))
             if transform.token_scales is not None:
                 p = p * over_columns(basics.load(transform.token_scales(i).at[2, columns], PER_COLUMN), p.shape)
             l = l + p.sum(axis=1)  # noqa: E741
 
-        # Only now: P in registers would be too much beside O.
+        # Rescale after P was stored: P and O together would take too many registers.
         @pl.when(i > 0)
         def _after_first() -> None:
             plgpu.barrier_wait(scratch.o_done.at[self.index])
@@ -411,7 +433,7 @@ class SoftmaxConsumer:
         return RowStats(m, l)
 
     def _rescale(self, factor: jax.Array) -> None:
-        """Multiplies the rows of O in TMEM."""
+        """Multiply the rows of O in TMEM."""
         o_ref = self.scratch.outputs[self.index]
         for first in range(0, self.static.value_dim, CHUNK):
             part = o_ref.at[:, pl.ds(first, CHUNK)]
@@ -420,14 +442,15 @@ class SoftmaxConsumer:
             plgpu.async_store_tmem(part, o * over_rows(factor, o.shape))
 
     def _chunks(self) -> list[Any]:
-        """The columns of a tile of scores, in parts."""
+        """Column slices of a tile of scores."""
         return [pl.ds(first, CHUNK) for first in range(0, self.static.tile_keys, CHUNK)]
 
     def _scores(self, transform: ScoreTransform, i: Any, s: list[Any]) -> tuple[list[Any], float]:
-        """Masked scores of the i-th tile from its products q kᵀ, part by part, and what makes them exponents of 2.
+        """Masked scores of the i-th tile from its products q kᵀ, chunk by chunk, and the factor that makes them
+        exponents of 2.
 
-        Scales that values have by token are in the exponents: probabilities are no larger with them when they become 16
-        bits.
+        Value scales per token are added to the exponents, so that scaled probabilities are no larger than unscaled ones
+        when they are rounded to 16 bits.
         """
         static, token_scales = self.static, transform.token_scales
         if transform.key_scale is not None:
@@ -447,11 +470,11 @@ class SoftmaxConsumer:
         return zip(self._chunks(), s, strict=True)
 
     def _of_columns(self, ref: Ref, columns: Any, part: jax.Array) -> jax.Array:
-        """Values [tile_keys] in shared memory, over all rows of a part."""
+        """Values [tile_keys] in shared memory, broadcast over all rows of a chunk."""
         return over_columns(basics.load(ref.at[columns], PER_COLUMN), part.shape)
 
     def store(self, result: Results, row: jax.Array, state: RowStats, options: RowOptions) -> None:
-        """Write 128 rows to rows `row` of the result where that is not negative: finished, or as is to be merged."""
+        """Write 128 rows to result rows `row`, except negative ones: finished rows, or partial states."""
         o_ref = self.scratch.outputs[self.index]
         for first in range(0, self.static.value_dim, CHUNK):
             o = plgpu.async_load_tmem(o_ref.at[:, pl.ds(first, CHUNK)], layout=TILE)
@@ -492,9 +515,9 @@ def over_columns(per_column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def hide(s: list[jax.Array], limits: Limits) -> list[jax.Array]:
-    """Set scores to -inf in columns that their rows do not see; parts of `CHUNK` columns, one after the other.
+    """Set scores to -inf in columns that their rows do not see, chunk by chunk (`CHUNK` columns).
 
-    A thread has whole rows: it compares their limits with constants.
+    A thread has whole rows, so it compares its row's limits with constants.
     """
     hidden = []
     for number, part in enumerate(s):
@@ -512,12 +535,14 @@ def hide(s: list[jax.Array], limits: Limits) -> list[jax.Array]:
 
 def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
     """Compute soft_cap * tanh(scale * s / soft_cap)."""
-    # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits.
+    # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits of precision.
     return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    """Compute 1 / x, or 0 where that is subnormal, in one instruction; a division takes three more for subnormals."""
+    """Compute 1 / x in one instruction, with 0 for subnormal results. A division takes three more instructions for
+    subnormals.
+    """
     if interpreted():
         return 1 / x
 
@@ -536,8 +561,8 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 def any_of_warp(condition: jax.Array) -> Any:
     """Whether a condition [128] holds for one of a warp's rows.
 
-    Warps may differ: what depends on it must not make the warps of a warpgroup wait for one another. A reduction of
-    Pallas's would, and by way of shared memory that all warpgroups have in common.
+    The result may differ between warps, so code that depends on it must not synchronize the warps of a warpgroup. A
+    Pallas reduction would synchronize them, and it uses shared memory that all warpgroups share.
     """
     if interpreted():
         return jnp.any(condition)

@@ -1,6 +1,7 @@
-"""Barriers of what threads copy asynchronously (`cp.async`), which Pallas has not; they lie in plain shared memory.
+"""Barriers for asynchronous copies by threads (`cp.async`), which Pallas does not support. They are stored in plain
+shared memory.
 
-The interpreter copies at once: there they are Pallas's barriers.
+The interpreter copies synchronously and uses Pallas barriers.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ THREADS, WARPS = 128, 4
 
 @dataclasses.dataclass(frozen=True)
 class CopyBarriers:
-    """Barriers of parts that are there once the asynchronous copies of a warpgroup's threads are done.
+    """Barriers that complete when the asynchronous copies of a warpgroup's threads have completed.
 
     Attributes:
-      ref: of `types`.
+      ref: scratch of type `types`.
     """
 
     ref: Any
 
     @staticmethod
     def types(count: int) -> Any:
-        """Scratch type of so many barriers."""
+        """Scratch type of `count` barriers."""
         return plgpu.Barrier(num_barriers=count) if interpreted() else plgpu.SMEM((2 * count,), jnp.int32)
 
     def begin(self) -> None:
-        """Make the barriers; all threads of the kernel call it before they part."""
+        """Initialize the barriers. All threads of the kernel call it before warpgroup roles diverge."""
         if interpreted():
             return
 
@@ -54,7 +55,9 @@ class CopyBarriers:
         begin(self.ref)
 
     def arrive(self, index: Any) -> None:
-        """Tell that the calling warpgroup's threads have started all copies of a part, and stored what goes with it."""
+        """Arrive at a barrier after the calling warpgroup's threads have started all copies of a part and stored its
+        metadata.
+        """
         if interpreted():
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.ref.at[index])
@@ -68,10 +71,10 @@ class CopyBarriers:
         arrive(self._at(index))
 
     def wait(self, index: Any, use: Any) -> None:
-        """Wait until a part is there.
+        """Wait until a part has arrived.
 
         Args:
-          use: how often it was before.
+          use: number of earlier phases of the barrier.
         """
         if interpreted():
             plgpu.barrier_wait(self.ref.at[index])
@@ -91,8 +94,8 @@ class CopyBarriers:
 
 
 def see_copies() -> None:
-    """Order what threads, or their asynchronous copies, have done with shared memory before what tensor cores and the
-    copy engine do next.
+    """Order the shared-memory accesses of threads and of their asynchronous copies before later accesses by tensor
+    cores and TMA.
     """
     if interpreted():
         return

@@ -1,4 +1,10 @@
-"""Products of decode by wgmma: K and V are multiplied where they landed, or from registers for 8-bit caches."""
+"""Decode products with wgmma.
+
+K and V of 16-bit caches are multiplied in the shared-memory stage that TMA wrote. K and V of 8-bit caches are converted
+to float16 registers, from which wgmma reads its left operand.
+
+These products use no memory or barriers. A function returns after its wgmma instructions have finished.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +26,9 @@ from pallas_attn.mosaic.primitives.register_tiles import BY_64, RegisterLayout
 
 @dataclasses.dataclass(frozen=True)
 class WgmmaProducts:
-    """`DecodeProducts` on Hopper. Results are in registers, and no memory or barrier is needed besides."""
+    """`DecodeProducts` on Hopper. Results are in registers."""
 
-    most_ahead: ClassVar[int] = 2**15
+    max_lookahead: ClassVar[int] = 2**15
 
     def scores_layout(self, tile: DecodeTile) -> RegisterLayout:
         return BY_64
@@ -55,11 +61,11 @@ class WgmmaProducts:
             rotated = wgmma.start_scores([(rope, q_rope)], None, tile.key_row_bytes[1])
             return latent_products.add_group_scores(rotated, latent, q_latent, scales)
         if tile.scales is None:
-            return multiply([(k, term) for k, terms in zip(keys, queries, strict=True) for term in terms])
-        return dequantize.multiply_dequantised(keys[0], queries[0])
+            return multiply([(k, q) for k, parts in zip(keys, queries, strict=True) for q in parts])
+        return dequantize.multiply_dequantized(keys[0], queries[0])
 
     def load_values(self, tile: DecodeTile, own: Any, v: Ref) -> Any:
-        if tile.latent_groups:  # too many for registers
+        if tile.latent_groups:  # values would take too many registers
             return v
         return v.transpose((1, 0)) if tile.scales is None else dequantize.load_transposed(v, tile.value_dim)
 
@@ -81,7 +87,7 @@ class WgmmaProducts:
 
 
 def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
-    """Add up a @ bᵀ over pairs of a [M, K] and b [N, K] in shared memory, in float32."""
+    """Compute the sum of a @ bᵀ over pairs of a [M, K] and b [N, K] in shared memory, in float32."""
 
     def accumulate(total: Ref) -> jax.Array:
         for a, b in pairs:
@@ -93,10 +99,14 @@ def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
 
 
 def add_product(total: jax.Array, a: Ref | jax.Array, b: Ref) -> jax.Array:
-    """Add a @ b to `total`, float32 in registers, for a [M, K] in shared memory or registers and b [K, N] in shared
-    memory.
+    """Compute total + a @ b.
 
-    The interpreter has no accumulators with an initial value, and no wgmma with a left operand in registers.
+    The interpreter supports neither accumulators with an initial value nor wgmma with a left operand in registers.
+
+    Args:
+      total: float32 [M, N] in registers.
+      a: [M, K] in shared memory or registers.
+      b: [K, N] in shared memory.
     """
     if not interpreted():
         added: Any = pl.run_state(lambda result: plgpu.wgmma(result, a, b))(plgpu.ACC.init(total))

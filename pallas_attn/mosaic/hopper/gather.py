@@ -1,7 +1,7 @@
-"""Rows of a pool, gathered by a warpgroup into tiles that tensor cores read.
+"""Gather rows of a pool into swizzled tiles in shared memory, with asynchronous copies of a warpgroup's threads.
 
-Hopper's copy engine takes no list of rows. So threads copy rows asynchronously, swizzled, 16 bytes an access: eight
-threads share a row, 128 bytes at a time, so that they touch all banks.
+TMA on Hopper cannot gather a list of rows. Each `cp.async` copies 16 bytes. Eight threads copy 128 bytes of a row at a
+time, so that they access all shared-memory banks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 from pallas_attn.mosaic.primitives.dequantize import (
-    QUANTISED_REF,
+    QUANTIZED_REF,
     ChunkPointers,
     i32,
     masked,
@@ -31,25 +31,25 @@ from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, operand_ref
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 
 WARPGROUP, WARP, WARPS = 128, 32, 4
-"""Threads of a warpgroup and of a warp, and warps of a warpgroup."""
+"""Threads per warpgroup, threads per warp, warps per warpgroup."""
 
 THREADS = 8
-"""Threads that share a row."""
+"""Threads that copy one row together."""
 
 ROWS, WARP_ROWS = WARPGROUP // THREADS, WARP // THREADS
-"""Rows that a warpgroup, and a warp, copies at a time."""
+"""Rows that a warpgroup, and a warp, copies at the same time."""
 
 TOKENS = 64
 """Rows of a tile."""
 
 PER_THREAD = RowLayout(1, 1).per_row
-"""Layout of a value for each thread of a warpgroup."""
+"""Register layout of one value per thread of a warpgroup."""
 
 
 def tile_row() -> jax.Array:
-    """Row of a tile whose place in the pool each thread looks up, int32 [WARPGROUP] in layout `PER_THREAD`.
+    """Return the tile row whose pool row each thread looks up, int32 [WARPGROUP] in layout `PER_THREAD`.
 
-    A warp has 16 rows of a tile, and a register holds all of their places: two threads know the same.
+    A warp copies 16 rows of a tile. The lanes' registers hold their 16 pool rows, each in two lanes.
     """
     thread = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD)
     warp, which = lax.shift_right_logical(thread, 5), thread & 15
@@ -58,14 +58,14 @@ def tile_row() -> jax.Array:
 
 
 def _by_row(per_thread: jax.Array) -> jax.Array:
-    """Values [TOKENS] of the rows of a tile, of values in the order of `tile_row`, in the interpreter."""
+    """Reorder values from the order of `tile_row` to tile rows [TOKENS], in the interpreter."""
     row = jnp.arange(TOKENS, dtype=jnp.int32)
     warp, within = row % ROWS // WARP_ROWS, row // ROWS * WARP_ROWS + row % WARP_ROWS
     return per_thread[warp * WARP + within]
 
 
 def _of_rows(values: Any) -> list[ir.Value]:
-    """Values of the rows that a thread has a share of, of values in the order of `tile_row`."""
+    """Return the values of the rows that this thread copies, read by shuffles from the order of `tile_row`."""
     _, lane = warp_and_lane()
     (register,) = values.registers.flat
     number, first = vector.extract(register, [], [0]), shifted(lane, THREADS.bit_length() - 1)
@@ -73,16 +73,16 @@ def _of_rows(values: Any) -> list[ir.Value]:
 
 
 def copy_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
-    """Start copies of ref[row[i], column : column + columns of `to`] to a tile in shared memory, as tensor cores read
-    it; of zeros, without an access, where row[i] is negative.
+    """Start asynchronous copies of ref[row[i], column : column + to.shape[1]] to row i of a swizzled tile.
 
-    They are done once `CopyBarriers.arrive` says so, and seen by tensor cores after `see_copies` (`copy_barriers`).
+    Where row[i] is negative, the tile row is filled with zeros without a read from global memory. The barrier of
+    `CopyBarriers.arrive` completes when the copies are done. Tensor cores see the data after `see_copies`.
 
     Args:
-      ref: in global memory, numbers of 16 or 8 bits.
+      ref: [pool rows, columns] in global memory, 16-bit or 8-bit elements.
       row: int32 [WARPGROUP] in the order of `tile_row`.
-      column: at a multiple of 16 bytes.
-      to: `tiles.operand` [rows, columns].
+      column: first column, at a multiple of 16 bytes.
+      to: `register_tiles.operand` [TOKENS, columns].
     """
     columns, number_bytes = to.shape[1], jnp.dtype(to.dtype).itemsize
     if interpreted():
@@ -91,7 +91,7 @@ def copy_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
         to[...] = jnp.where(row[:, None] >= 0, rows, jnp.zeros((), to.dtype))
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref() if number_bytes == 2 else QUANTISED_REF))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD, operand_ref() if number_bytes == 2 else QUANTIZED_REF))
     def copy(_: Any, ref: ir.Value, row: Any, to: ir.Value) -> None:
         warp, lane = warp_and_lane()
         first, in_row = plus(times(warp, WARP_ROWS), shifted(lane, THREADS.bit_length() - 1)), ROW_BYTES // number_bytes
@@ -110,12 +110,13 @@ def copy_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
 
 
 def copy_scales(ref: Ref, row: jax.Array, to: Ref) -> None:
-    """Start copies of the scales of rows, ref[row[i]], to a row of shared memory; of zeros, without an access, where
-    row[i] is negative. As `copy_rows` otherwise.
+    """Start asynchronous copies of scale factors, ref[row[i]], to consecutive places in shared memory.
+
+    Negative rows and completion are handled as in `copy_rows`.
 
     Args:
-      row: as in `copy_rows`.
-      ref: float32 [rows of the pool, groups] in global memory.
+      ref: float32 [pool rows, groups] in global memory.
+      row: int32 [WARPGROUP] in the order of `tile_row`.
       to: float32 [TOKENS · groups].
     """
     groups = ref.shape[1]
@@ -145,12 +146,14 @@ def copy_scales(ref: Ref, row: jax.Array, to: Ref) -> None:
 def _copy_16_bytes(
     place: ir.Value, ref: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value, steps: list[tuple[int, int]]
 ) -> None:
-    """Start copies of chunks of a row, or of zeros if it is negative.
+    """Start copies of 16-byte chunks of a row; store zeros if the row is negative.
 
     Args:
       place: pointer to shared memory.
-      chunk: of the row, the first.
-      steps: distances in bytes of each copy from the place, and from the chunk.
+      ref, row: array in global memory, and index of its row.
+      row_bytes: bytes of a row.
+      chunk: index of the first chunk in the row.
+      steps: for each copy, the offsets in bytes from `place` and from the first chunk.
     """
     none: Any = mgpu.c(0, i32())
     address, place = _address(ref, arith.maxsi(row, none), row_bytes, chunk), llvm.ptrtoint(i32(), place)
@@ -162,12 +165,12 @@ def _copy_16_bytes(
 
 
 def store_none(row: jax.Array, is_none: Ref, all_given: Ref) -> None:
-    """Store to shared memory which rows are negative. Threads do not wait for each other.
+    """Store to shared memory which rows are negative, without synchronisation of the threads.
 
     Args:
-      row: as in `copy_rows`.
-      is_none: int32 [TOKENS], 1 where a row is negative, else 0.
-      all_given: int32 [4], for each warp 1 if none of its rows is, else 0.
+      row: int32 [WARPGROUP] in the order of `tile_row`.
+      is_none: int32 [TOKENS], receives 1 where a row is negative, else 0.
+      all_given: int32 [4], receives 1 for each warp whose rows are all non-negative, else 0.
     """
     if interpreted():
         is_none[...] = jnp.where(_by_row(row) < 0, 1, 0)
@@ -200,16 +203,14 @@ COPY_16_BYTES = "cp.async.cg.shared.global.L2::128B [$0 + {to}], [$1 + {offset}]
 
 
 def shuffled(number: ir.Value, lane: ir.Value) -> ir.Value:
-    """Read a number of another lane of the warp."""
+    """Return the number that another lane of the warp holds."""
     all_lanes: Any = mgpu.c(0xFFFFFFFF, i32())
     clamp: Any = mgpu.c(31, i32())
     return nvvm.shfl_sync(all_lanes, number, lane, clamp, nvvm.ShflKind.idx)
 
 
 def _address(ref: ir.Value, row: ir.Value, row_bytes: int, chunk: ir.Value | None = None) -> ir.Value:
-    """Address of a row of an array in global memory, or of a chunk of it. It has 64 bits, and may be anywhere if the
-    row is negative.
-    """
+    """Return the 64-bit address of a row of an array in global memory, or of one of its 16-byte chunks."""
     i64 = ir.IntegerType.get_signless(64)
     begin = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
     if chunk is not None:

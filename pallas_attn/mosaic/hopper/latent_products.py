@@ -1,10 +1,11 @@
-"""Products of decode with latents in 8 bits, which are converted to float16 in registers, wgmma's left operand.
+"""Matrix products of the swap-AB decode kernel with fp8 latents, for few query rows.
 
-A token has a scale for each group of `LATENT_GROUP` channels. In K qᵀ it multiplies the sum over a group's channels. In
-Vᵀ P it is multiplied into the probabilities, of which there is a tile for each group. So no latent is rounded.
+Threads convert latents to float16 in registers, the left operand of wgmma. A token has one scale factor for each group
+of `LATENT_GROUP` channels. In K qᵀ, the scale multiplies the sum over the group's channels. In Vᵀ P, the scale is
+multiplied into the probabilities, with one tile of probabilities for each group. Hence no latent is rounded.
 
-A block is 64 channels. While one is multiplied, threads convert the next; the orders of channels are those of
-`hopper.dequantize`.
+A block is 64 channels. Threads convert the next block while tensor cores multiply the current one. The order of
+channels is defined by `as_keys` and `as_values` of `hopper.dequantize`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pallas_attn.mosaic.hopper.dequantize import as_keys, as_values, load_matric
 from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 from pallas_attn.mosaic.primitives.dequantize import (
-    QUANTISED_REF,
+    QUANTIZED_REF,
     ChunkPointers,
     conversion,
     converted,
@@ -39,23 +40,23 @@ from pallas_attn.mosaic.primitives.register_tiles import operand_ref, over_token
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 
 TOKENS = 64
-"""Tokens of a tile: M of K qᵀ."""
+"""Tokens of a tile (M of the product K qᵀ)."""
 
 BLOCK = 64
-"""Channels of a block: M of Vᵀ P."""
+"""Channels of a block (M of the product Vᵀ P)."""
 
 MOST_AHEAD = 512 * 16
-"""Values of the accumulator, at most, beside which threads have registers for two blocks."""
+"""Maximum size of an accumulator [channels, N] next to which registers suffice for two converted blocks."""
 
 
 def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax.Array]) -> jax.Array:
-    """Compute total + the sum over groups of scale · (latent of the group) @ qᵀ of the group, in float32.
+    """Return total + sum over groups g of scale_g · latent_g @ q_gᵀ, float32 [TOKENS, N].
 
     Args:
-      total: [TOKENS, N], a product that may be in flight, in layout `wgmma.UNPAIRED`.
+      total: [TOKENS, N], a product possibly in flight, in layout `wgmma.UNPAIRED`.
       latent: e4m3 tile [TOKENS, K].
       q: float16 [N, K], columns in the order of `as_keys`.
-      scales: float32 [TOKENS] for each group.
+      scales: float32 [TOKENS], one array for each group.
     """
     channels = latent.shape[1]
     if interpreted():
@@ -67,7 +68,7 @@ def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax
     result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
 
     @plgpu.inline_mgpu(
-        arg_types=(wgmma.UNPAIRED, QUANTISED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result
+        arg_types=(wgmma.UNPAIRED, QUANTIZED_REF, operand_ref(), *[PER_TOKEN] * len(scales)), return_type=result
     )
     def add(_: Any, total: Any, latent: ir.Value, q: ir.Value, *scales: Any) -> Any:
         warp, lane = warp_and_lane()
@@ -98,14 +99,14 @@ def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax
 
 
 def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
-    """Compute total + latentᵀ @ p of each channel's group, in float32, rows in the order of `as_values`.
+    """Return total + latentᵀ @ p, float32 [K, N], where p is the array of each channel's group.
 
-    All threads wait for each other at the end, and have read what they read.
+    The threads synchronise at the end, after all of them have read the latents.
 
     Args:
-      total: [K, N].
+      total: [K, N], rows in the order of `as_values`.
       latent: e4m3 tile [TOKENS, K].
-      ps: float16 [TOKENS, N] for each group; in shared memory each is [N, TOKENS].
+      ps: float16 [TOKENS, N], one array for each group, stored in shared memory as [N, TOKENS].
     """
     channels, columns = total.shape
     if interpreted():
@@ -115,7 +116,7 @@ def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
         return total + jnp.concatenate(products)
     result = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE)
 
-    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, TILE, *[operand_ref()] * len(ps)), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(QUANTIZED_REF, TILE, *[operand_ref()] * len(ps)), return_type=result)
     def add(_: Any, latent: ir.Value, total: Any, *ps: ir.Value) -> Any:
         warp, lane = warp_and_lane()
         chunks = ChunkPointers(latent, channels, lane, warp)
@@ -141,9 +142,10 @@ def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
 
 
 def store_probs(ps: Sequence[jax.Array], to: Sequence[Ref]) -> None:
-    """Write probabilities [TOKENS, N] to shared memory, where tensor cores see them.
+    """Store probabilities [TOKENS, N] to shared memory and make them visible to tensor cores.
 
-    Nothing reads what was there any more. Pallas would have all threads wait for each other before and after each.
+    The caller ensures that the previous contents have been read. Pallas's own stores would synchronise the threads
+    before and after each array.
     """
     if interpreted():
         for p, ref in zip(ps, to, strict=True):
@@ -161,9 +163,12 @@ def store_probs(ps: Sequence[jax.Array], to: Sequence[Ref]) -> None:
 
 
 def _keys(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
-    """Registers of each instruction's left operand: 64 tokens, 16 channels of a block from `first` on.
+    """Return the left-operand registers of the wgmma instructions of a block, each 64 tokens by 16 channels.
 
-    One `ldmatrix` loads four matrices of 8 tokens and a chunk each: 16 tokens of two neighbouring chunks.
+    One `ldmatrix` loads four matrices of 8 tokens by one 16-byte chunk: 16 tokens of two adjacent chunks.
+
+    Args:
+      first: first channel of the block.
     """
     assembly = conversion(LATENT_8BIT, (0, 1, 2, 3))
     steps = []
@@ -174,9 +179,12 @@ def _keys(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
 
 
 def _values(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
-    """Registers of each instruction's left operand: the channels of a block from `first` on, 16 tokens.
+    """Return the left-operand registers of the wgmma instructions of a block, each 64 channels by 16 tokens.
 
-    One `ldmatrix` loads four matrices of 8 tokens and a chunk each, transposed: 32 tokens of one chunk.
+    One transposed `ldmatrix` loads four matrices of 8 tokens by one 16-byte chunk: 32 tokens of one chunk.
+
+    Args:
+      first: first channel of the block.
     """
     assembly = conversion(LATENT_8BIT, (0, 2, 1, 3))
     steps = []

@@ -1,33 +1,58 @@
-"""The prefill kernel on Hopper: attention of many queries, one warpgroup that copies and up to three that compute.
+"""The prefill kernel on Hopper: attention of many queries to packed or paged keys and values.
 
-After FlashAttention-3 (Shah et al., arXiv 2407.08608). A program takes work tiles (`flash.schedule`): a block of
-neighbouring queries of one head, 64 rows for each consumer, against the keys that the block sees, tile by tile. The
-producer copies keys and values into the rings of `flash.pipeline`. A consumer holds its scores S, probabilities P and
-output O in registers, and starts two products at once: S of a tile, and O += P V of the tile before, during which it
-finds the maxima of S. Its exponentials wait for both products, because the 16-bit P that they make takes the registers
-of the P that is multiplied. Consumers start their products in turn, so that the softmax of one overlaps the products of
-the others:
+The schedule is FlashAttention-3's (Shah et al., arXiv:2407.08608). A CTA has one producer warpgroup, which copies, and
+one to three consumer warpgroups, which compute. It processes work tiles (`mosaic.prefill.schedule`). A work tile is a
+block of query rows, 64 for each consumer, and the keys that these rows see, in tiles of `tile_keys` keys.
+
+    producer:                                   consumer, for each work tile:
+      for each work tile:                         wait q_full[consumer]
+        for tile i of its keys:                   S = Q Kᵀ of tile 0;  P = softmax(S)             # _first
+          wait k_empty, start copies of K[i]      for tile i = 1, 2, ...:                         # _step
+          wait v_empty, start copies of V[i-1]      wait k_full[i], v_full[i-1]
+          if i == 1:                                wait schedule_barrier[consumer]
+            wait q_empty, start copies of Q         start S = Q K[i]ᵀ and O += P V[i-1]
+                                                    arrive schedule_barrier[next consumer]
+                                                    wait for S; arrive k_empty[i]
+                                                    mask S; m = running maximum
+                                                    wait for O; rescale O, l; arrive v_empty[i-1]
+                                                    P = exp2(S · scale - m); l += row sums of P
+                                                  O += P V of the last tile                       # _last
+                                                  store O / l and LSE, or O, m, l                 # store
+
+Each consumer keeps S [64, tile_keys], P [64, tile_keys] and O [64, Dv] in registers. The exponentials wait for P V,
+because the new P takes the registers of the old one. Consumers start their products one after the other, so that the
+softmax of one consumer overlaps the products of the others:
 
     consumer 0   S0 ·softmax· S1 PV0 ·softmax· S2 PV1 ·softmax·
     consumer 1      ········ S0 ·softmax· S1 PV0 ·softmax· S2 PV1
-    producer     Q K0 K1 V0 K2 V1 ······ as slots become free; of the next block K0 K1 V0 Q K2 V1 ······
+    producer     Q K0 K1 V0 K2 V1 ······ as stages become empty; for the next block K0 K1 V0 Q K2 V1 ······
 
-This file is read downward: roles, consumer, output.
+Barriers, for n consumers. `slot` is a pipeline stage. One group of TMA copies is one arrival.
 
-Barriers, beside those of the rings, which n consumers free:
+    barrier                    arrivals per phase           waits
+    q_full[consumer]           copies of Q, 1 per part      consumer, before its first product of a block
+    q_empty[consumer]          the consumer, 1              producer, before it copies the next Q
+    k_full[slot]               copies of K, 1               consumers, before S
+    k_empty[slot]              each consumer, n             producer, before it fills the slot again
+    v_full[slot]               copies of V, 1               consumers, before P V
+    v_empty[slot]              each consumer, n             producer, before it fills the slot again
+    v_full[stages]             copies of V, 1               producer, before it zeroes masked values of the slot;
+                                                            it then arrives at v_full[slot] itself
+    schedule_barrier[consumer] previous consumer, 1         consumer, before it starts products
+    fetched                    producer, 1                  producer, before it reads a work tile (`TileQueue`)
+    next_tile_full[slot]       producer, 1                  producer and consumers, before their next work tile
 
-    barrier                    arrivals           who waits
-    schedule_barrier[consumer] the consumer       consumer, before it starts its products
-                               before it
-    fetched                    the producer       itself, before it looks up a work tile (`TileQueue`)
-    next_tile_landed[slot]     the producer       consumers, before their next work tile
+If the producer dequantizes a cache, it arrives at k_full and v_full itself (`mosaic_dequantize.py`).
 
-The kernel cannot deadlock. All warpgroups go through the same work tiles and tiles of keys. The producer waits for
-slots that every consumer frees one product after it used them, and for the buffer of the queries, which is free after
-the last product of the block before, for which it has brought everything. A consumer waits for tiles that the producer
-brings in the order in which they are used, keys of a tile before values of the tile before. The consumer whose turn it
-is waits for nothing before it arrives at the next one's `schedule_barrier`, and does so once a tile, as all do; the
-last consumer begins the round, and the first one ends it.
+Deadlock freedom. All warpgroups process the same work tiles and the same tiles of keys in the same order.
+
+- The producer waits for slots. Every consumer empties a slot at most one product after the product that reads it. By
+  then the producer has brought the operands of both products, because it brings K[i] before V[i-1], and consumers wait
+  for them in this order.
+- The producer waits for q_empty after it has brought all tiles of the previous block, so consumers can finish it.
+- The consumer whose turn it is waits for nothing else before it arrives at the schedule_barrier of the next consumer.
+  Every consumer does this once per tile. The last consumer arrives once before the first work tile (`begin_round`), and
+  the first consumer waits once after the last work tile (`end_round`), so every phase of a barrier has one wait.
 """
 
 from __future__ import annotations
@@ -49,7 +74,7 @@ from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
 from pallas_attn.mosaic.prefill.pipeline import (
     FlashKernel,
     FlashStatic,
-    FrontEnd,
+    OperandLoader,
     Results,
     Rings,
     RowOptions,
@@ -67,18 +92,19 @@ from pallas_attn.mosaic.primitives.register_tiles import PER_COLUMN, over_column
 from pallas_attn.mosaic.primitives.row_io import RowLayout, store_results
 
 QUERIES = 64
-"""Query rows of a consumer: wgmma's M."""
+"""Query rows of a consumer: M of a wgmma instruction."""
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}
-"""Registers of a consumer's thread and of one of the producer, by the number of consumers: together no more than all
-threads begin with, the most that are a multiple of 8 and fit a multiprocessor. A producer that dequantizes what it
-copies takes more; beside one consumer there are enough for both.
+"""Registers per thread of a consumer and of the producer, by the number of consumers.
+
+All warpgroups together take at most the registers with which the kernel starts: the largest multiple of 8 per thread
+that fits a multiprocessor. A producer that dequantizes takes more registers than a producer that copies.
 """
 
 
 class ResultRows(RowLayout):
-    """The rows of wgmma's results."""
+    """Rows of a result of wgmma in registers."""
 
     @property
     def tile(self) -> Any:
@@ -95,47 +121,48 @@ ROWS = ResultRows(threads=4, vector=2)
 
 
 class FlashScratch(NamedTuple):
-    """Shared memory and barriers of a program; the module's docstring lists the barriers."""
+    """Shared memory and barriers of a CTA. The docstring of the module lists the barriers."""
 
     rings: Rings
     schedule_barrier: Any
 
 
 def flash_attention(
-    front: FrontEnd, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
+    loader: OperandLoader, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
-    """Output and LSE; see `flash.pipeline.launch`."""
-    static = front.static
+    """Run the kernel and return output and LSE. See `mosaic.prefill.pipeline.launch`."""
+    static = loader.static
     scratch = FlashScratch(
         Rings.types(static, jax.tree.leaves(inputs.q)[0].dtype, readers=static.consumers),
         plgpu.Barrier(num_barriers=static.consumers),
     )
-    return launch(FlashKernel(_kernel, scratch, static.consumers + 1), front, inputs, work, splits, **rest)
+    return launch(FlashKernel(_kernel, scratch, static.consumers + 1), loader, inputs, work, splits, **rest)
 
 
 def _kernel(
-    front: FrontEnd,
+    loader: OperandLoader,
     x: Any,
     work_tiles: Callable[[], WorkTiles],
     result: Results,
     scratch: FlashScratch,
-    front_scratch: Any,
+    loader_scratch: Any,
 ) -> None:
-    static, warpgroup = front.static, lax.axis_index("warpgroup")
-    of_consumer, of_producer = (DEQUANTIZE_REGISTERS if static.dequantizes else REGISTERS)[static.consumers]
+    static, warpgroup = loader.static, lax.axis_index("warpgroup")
+    registers = DEQUANTIZE_REGISTERS if static.dequantizes else REGISTERS
+    of_consumer, of_producer = registers[static.consumers]
 
     def load() -> None:
         plgpu.set_max_registers(of_producer, action="decrease")
-        produce(front, x, work_tiles(), scratch.rings, front_scratch)
+        produce(loader, x, work_tiles(), scratch.rings, loader_scratch)
 
     def attend() -> None:
         plgpu.set_max_registers(of_consumer, action="increase")
         consumer = Consumer(static, scratch.rings, scratch.schedule_barrier, warpgroup)
         consumer.begin_round()
-        consume(front, x, work_tiles(), consumer, result, front_scratch)
+        consume(loader, x, work_tiles(), consumer, result, loader_scratch)
         consumer.end_round()
 
-    # One branch, not a `pl.when` for each role: values of one role would stay alive through the other.
+    # With a `pl.when` for each role, the compiler would keep values of one role alive during the other.
     lax.cond(warpgroup < static.consumers, attend, load)
 
 
@@ -143,14 +170,16 @@ def _kernel(
 
 
 class SoftmaxState(NamedTuple):
-    """Attention of a consumer's rows over the tiles before the last one that was scored, and that tile's probabilities.
+    """Online softmax of the 64 query rows of a consumer.
+
+    `m` and `l` cover all tiles so far, `p` is the newest tile, and `o` covers the tiles before it.
 
     Attributes:
-      o: [64, Dv] float32, values weighted with 2**(score - m).
-      m: [64] float32, what scores are relative to, times log2 e: the largest score of all tiles, or less than that by
-        at most the threshold below which nothing is rescaled.
-      l: [64, 8] float32, sums of 2**(score - m) over columns that are a multiple of 8 apart.
-      p: [64, tile_keys], 2**(score - m) of the last tile, which is not in o yet.
+      o: [64, Dv] float32, sum of values weighted with 2**(score - m).
+      m: [64] float32, reference of the exponents, in units of log2: the largest score times log2(e), or up to
+        `RESCALE_THRESHOLD_LOG2` less than that.
+      l: [64, 8] float32, sums of 2**(score - m) over columns whose indices differ by multiples of 8.
+      p: [64, tile_keys] 16-bit, 2**(score - m) of the newest tile.
     """
 
     o: Any
@@ -161,10 +190,10 @@ class SoftmaxState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """Attention of 64 rows over the tiles of a block.
+    """One consumer warpgroup: attention of 64 query rows.
 
     Attributes:
-      number: index among the consumers.
+      number: index of the warpgroup among the consumers.
     """
 
     static: FlashStatic
@@ -173,29 +202,29 @@ class Consumer:
     number: Any
 
     def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowState:
-        """Attention over some tiles, at least one, from the program's tile number `begin` on.
+        """Attend to `kv_tiles` tiles, at least one. The first is tile number `begin` of the CTA.
 
-        Without rows only the first tile is multiplied, which leaves the tensor core to the other consumers. That is a
-        matter of how often the loop runs, and no branch around it: of one that is not known to be uniform the assembler
-        makes descriptors of products in ordinary registers.
+        A consumer without query rows multiplies the first tile only, which leaves the tensor cores to the other
+        consumers. The count of loop iterations depends on `has_rows` and no branch does: inside a branch that ptxas
+        cannot prove uniform, it puts the descriptors of wgmma into ordinary registers.
         """
-        multiplied = jnp.where(has_rows, kv_tiles, 1)
+        multiplied = jnp.where(has_rows, kv_tiles, 1)  # tiles
 
         def step(i: Any, state: SoftmaxState) -> SoftmaxState:
             return self._step(begin + i, state, i + 1 < multiplied, functools.partial(self._scores, transform, i))
 
-        plgpu.barrier_wait(self._of_own(self.rings.q_landed))
+        plgpu.barrier_wait(self._of_own(self.rings.q_full))
         state = self._first(begin, kv_tiles > 1, functools.partial(self._scores, transform, jnp.int32(0)))
         state = lax.fori_loop(1, multiplied, step, state)
         lax.fori_loop(multiplied, kv_tiles, lambda i, _: self._skip(begin + i, i + 1 < kv_tiles), None)
         return RowState(self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1))
 
     def _first(self, kv_tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
-        """Takes the first tile, and waits for the keys of the one after it."""
+        """Multiply the keys of the first tile, and wait for the keys of the next tile."""
         rings, slot = self.rings, ring_slot(kv_tile, self.static.stages)
-        plgpu.barrier_wait(rings.k_landed.at[slot])
-        self._await_turn()
-        s = wgmma.multiply(self._query_terms(), rings.k.at[slot], self._pass_turn)
+        plgpu.barrier_wait(rings.k_full.at[slot])
+        self._wait_for_turn()
+        s = wgmma.multiply(self._query_parts(), rings.k.at[slot], self._signal_next)  # [64, tile_keys]
         self._release_keys(slot, more)
         scores = scores_of(s)
         m = scores.update_max(register_tiles.filled(-jnp.inf, (QUERIES,), PER_TOKEN))
@@ -205,87 +234,94 @@ class Consumer:
         return SoftmaxState(o, m, l, p.astype(rings.q.dtype))
 
     def _step(self, kv_tile: Any, state: SoftmaxState, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
-        """Takes a tile whose keys have landed, and meanwhile adds the values of the tile before to the output."""
+        """Multiply the keys of a tile, which are in shared memory, and the values of the tile before it."""
         rings = self.rings
         slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)
         k, v = rings.k.at[slot], rings.v.at[previous]
-        plgpu.barrier_wait(rings.v_landed.at[previous])
-        self._await_turn()
-        s, o = wgmma.start(self._query_terms(), k, state.p, v, state.o)
-        self._pass_turn()
-        s = wgmma.finish(s, TILE, TILE, under_way=1)
+        plgpu.barrier_wait(rings.v_full.at[previous])
+        self._wait_for_turn()
+        s, o = wgmma.start(self._query_parts(), k, state.p, v, state.o)  # [64, tile_keys], [64, Dv]
+        self._signal_next()
+        s = wgmma.finish(s, TILE, TILE, under_way=1)  # P V continues
         self._release_keys(slot, more)
         scores = scores_of(s)
-        m = scores.update_max(state.m)
+        m = scores.update_max(state.m)  # [64]
+        # Waits for P V.
         o, l = wgmma.rescale_accumulator((o, state.l), (TILE, TILE), state.m, m, finished=False)  # noqa: E741
-        plgpu.barrier_arrive(rings.v_free.at[previous])
-        # Only now: the product that is finished read the registers of the last probabilities.
-        p, more_l = scores.probabilities(m)
+        plgpu.barrier_arrive(rings.v_empty.at[previous])
+        # P V is finished: `p` may take the registers of `state.p`.
+        p, more_l = scores.probabilities(m)  # [64, tile_keys], [64, 8]
         p, l = lax.optimization_barrier((p.astype(rings.q.dtype), l + more_l))  # noqa: E741
         self._await_keys(kv_tile + 1, more)
         return SoftmaxState(o, m, l, p)
 
     def _skip(self, kv_tile: Any, more: Any) -> None:
-        """Waits and arrives as `_step` does, without products."""
+        """Wait and arrive like `_step`, without products."""
         slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)
-        plgpu.barrier_wait(self.rings.v_landed.at[previous])
-        self._await_turn()
-        self._pass_turn()
+        plgpu.barrier_wait(self.rings.v_full.at[previous])
+        self._wait_for_turn()
+        self._signal_next()
         self._release_keys(slot, more)
-        plgpu.barrier_arrive(self.rings.v_free.at[previous])
+        plgpu.barrier_arrive(self.rings.v_empty.at[previous])
         self._await_keys(kv_tile + 1, more)
 
     def _last(self, kv_tile: Any, state: SoftmaxState) -> jax.Array:
-        """Adds the values of the last tile to the output."""
+        """Add the values of the last tile to the output."""
         slot = ring_slot(kv_tile, self.static.stages)
-        plgpu.barrier_wait(self.rings.v_landed.at[slot])
+        plgpu.barrier_wait(self.rings.v_full.at[slot])
         o = wgmma.accumulate(state.p, self.rings.v.at[slot], state.o)
-        plgpu.barrier_arrive(self.rings.v_free.at[slot])
+        plgpu.barrier_arrive(self.rings.v_empty.at[slot])
         return o
 
-    def _query_terms(self) -> list[Ref]:
-        """The terms of the queries. The compiler is kept from knowing where they are if there are several: what is the
-        same for every tile it computes ahead, such as their addresses, which take many registers.
+    def _query_parts(self) -> list[Ref]:
+        """Return the split-fp16 parts of the queries in shared memory.
+
+        With several parts their indices are opaque to the compiler. It would otherwise compute the addresses once,
+        before the loop, and keep them in registers.
         """
-        terms = self.static.query_terms
-        unknown = basics.opaque_zero() if terms > 1 else 0
-        return [self.rings.q.at[self.number * terms + unknown + i] for i in range(terms)]
+        parts = self.static.query_parts
+        opaque = basics.opaque_zero() if parts > 1 else 0
+        return [self.rings.q.at[self.number * parts + opaque + i] for i in range(parts)]
 
     def _release_keys(self, slot: Any, more: Any) -> None:
-        """Frees keys after their products; the consumer's queries, too, if these were the block's last."""
-        plgpu.barrier_arrive(self.rings.k_free.at[slot])
-        pl.when(~more)(lambda: plgpu.barrier_arrive(self._of_own(self.rings.q_free)))
+        """Arrive at k_empty after a product; after the last product of a block, also at q_empty."""
+        plgpu.barrier_arrive(self.rings.k_empty.at[slot])
+        pl.when(~more)(lambda: plgpu.barrier_arrive(self._of_own(self.rings.q_empty)))
 
     def _of_own(self, barriers: Any) -> Any:
-        """The consumer's own barrier, of those of all, whose address is not kept in a register."""
+        """Return the barrier of this consumer. Its index is opaque to the compiler, which saves a register."""
         return barriers.at[self.number + basics.opaque_zero()]
 
     def _await_keys(self, kv_tile: Any, more: Any) -> None:
-        wait_if(more, self.rings.k_landed.at[ring_slot(kv_tile, self.static.stages)])
+        wait_if(more, self.rings.k_full.at[ring_slot(kv_tile, self.static.stages)])
 
-    # Turns
+    # Order of products
 
     def begin_round(self) -> None:
-        """Gives the first consumer its turn, before the first work tile."""
+        """Let the first consumer start its products. Called before the first work tile."""
         if self.static.consumers > 1:
-            pl.when(self.number == self.static.consumers - 1)(self._pass_turn)
+            pl.when(self.number == self.static.consumers - 1)(self._signal_next)
 
     def end_round(self) -> None:
-        """Takes back the turn, after the last work tile."""
+        """Wait for the last arrival at the schedule barrier. Called after the last work tile."""
         if self.static.consumers > 1:
-            pl.when(self.number == 0)(self._await_turn)
+            pl.when(self.number == 0)(self._wait_for_turn)
 
-    def _await_turn(self) -> None:
+    def _wait_for_turn(self) -> None:
         if self.static.consumers > 1:
             plgpu.barrier_wait(self.schedule_barrier.at[self.number])
 
-    def _pass_turn(self) -> None:
+    def _signal_next(self) -> None:
         if self.static.consumers > 1:
             following = ring_slot(self.number + 1, self.static.consumers)
             plgpu.barrier_arrive(self.schedule_barrier.at[following])
 
     def store(self, result: Results, row: jax.Array, state: RowState, options: RowOptions) -> None:
-        """Write 64 rows to rows `row` of the result where that is not negative: finished, or as is to be merged."""
+        """Store the rows: output and LSE, or the partial state if the keys are split.
+
+        Args:
+          row: int32 [64], row of the result for each query row; negative for rows that are not stored.
+        """
         if options.scale is not None:
             state = state._replace(o=options.scale(state.o, 0, PER_COLUMN))
 
@@ -306,7 +342,7 @@ class Consumer:
     # Scores
 
     def _scores(self, transform: ScoreTransform, i: Any, s: Any) -> Scores:
-        """Scores of the i-th tile, from its products q kᵀ."""
+        """Scale, cap and mask the products q kᵀ of the i-th tile, `s` [64, tile_keys]."""
         static, token_scales = self.static, transform.token_scales
         if transform.key_scale is not None:
             s = s * transform.key_scale
@@ -326,10 +362,11 @@ class Scores(NamedTuple):
     """Masked scores of a tile.
 
     Attributes:
-      s: [64, tile_keys].
-      scale: makes them exponents of 2.
-      inverse: [tile_keys], inverses of the scales that values have by token, or None. The scales themselves are in the
-        probabilities, by way of the exponent: so these are no larger with them when they become 16 bits.
+      s: [64, tile_keys] float32, -inf where a row does not see the key.
+      scale: makes `s` exponents of 2: the probabilities are 2**(s · scale - m).
+      inverse: [tile_keys], inverses of the scales of the values if values have a scale per token, else None. `s` then
+        includes log2 of these scales, so P is at most 2**8 with the scales in it. The inverses remove the scales from
+        the row sums.
     """
 
     s: Any
@@ -337,12 +374,16 @@ class Scores(NamedTuple):
     inverse: Any = None
 
     def update_max(self, m: Any) -> Any:
-        """The m of `SoftmaxState` from this tile on, given that of earlier tiles."""
+        """Return the reference `m` [64] from this tile on, given the reference of the earlier tiles."""
         highest = self.s.max(axis=1) * self.scale
         return jnp.where(highest > m + wgmma.RESCALE_THRESHOLD_LOG2, highest, m)
 
     def probabilities(self, m: Any) -> tuple[Any, Any]:
-        """2**(score - m), and their sums as in `SoftmaxState`."""
+        """Compute P = 2**(s · scale - m) and the partial row sums [64, 8].
+
+        `m` is a rounded product s · scale. Here the compiler fuses product and subtraction and rounds only their
+        result. The rounding of `m` cancels in the output: P, the row sums, partial states and LSE use the same `m`.
+        """
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         p = jnp.exp2(self.s * self.scale - over_tokens(shift, self.s.shape))
         unscaled = p if self.inverse is None else p * over_columns(self.inverse, p.shape)

@@ -1,4 +1,4 @@
-"""Layouts of wgmma's tiles in registers."""
+"""Register layouts of wgmma tiles."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Asynchronous wgmma products, and register-level operations on their tiles that Pallas cannot express.
 
-Each product that a function starts is a commit group of its own; `finish` says how many of the later ones may still be
-in flight.
+Each product that a function starts is a separate commit group. `finish` has an argument for the number of later
+products that may still be in flight.
 
-Pallas fences the registers of a left operand right before it is multiplied. If another product is in flight by then,
-the assembler takes the fence for a change of what that product reads, and makes every product wait for the one before.
-Here registers are fenced only while no product that uses them is in flight. The interpreter has no products in flight.
+Pallas fences the registers of a left operand right before the product. If another product is in flight at this point,
+the assembler treats the fence as a write to that product's operand, and serializes all products. This module fences
+registers only while no product in flight uses them. The interpreter has no products in flight.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ DEPTH = 16
 """K of a wgmma instruction on 16-bit operands."""
 
 ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
-"""Layout like `TILE`, with one number in each register instead of pairs."""
+"""Layout like `TILE`, with one number per register instead of a pair."""
 
 UNPAIRED = plgpu.Layout.TILED(ACCUMULATOR.tiling, ACCUMULATOR.warp_dims, ACCUMULATOR.lane_dims, ACCUMULATOR.vector_dim)
-"""`ACCUMULATOR` as Pallas's layout: of sums to which one product after the other is added. To take pairs apart and put
-them together again for each would be several operations a register for jax, and none in machine code.
+"""`ACCUMULATOR` as a Pallas layout, for sums that several products are added to. Splitting and joining pairs for each
+product would be several jax operations per register, and no machine code.
 """
 
 
 def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Start (qs[0] + ...) @ kᵀ, and after it o + p @ v, for qs [64, D], k [N, D], v [N, Dv] in shared memory, all of
-    16 bits.
+    """Start (qs[0] + ...) @ kᵀ and then o + p @ v, for 16-bit qs [64, D], k [N, D], v [N, Dv] in shared memory.
 
-    Nothing may touch the results before `finish`, nor change p and o before that of the second.
+    Do not access the results before `finish`. Do not change p and o before the second product has finished.
     """
     if interpreted():
         return multiply(qs, k, lambda: None), accumulate(p, v, o)
@@ -68,7 +67,7 @@ def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tupl
 
 
 def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Array:
-    """Compute (qs[0] + ...) @ kᵀ in float32; call `meanwhile` while the product is in flight."""
+    """Compute (qs[0] + ...) @ kᵀ in float32. Call `meanwhile` while the product is in flight."""
 
     def product(s: Ref) -> jax.Array:
         for q in qs:
@@ -90,9 +89,9 @@ def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
 
 
 def start_scores(parts: Sequence[tuple[Ref, Ref]], total: jax.Array | None, row_bytes: int) -> jax.Array:
-    """Start total + the sum of q @ kᵀ over parts, q [64, n] and k [N, n] in shared memory; a total of None is 0.
+    """Start total + the sum of q @ kᵀ over parts, for q [64, n] and k [N, n] in shared memory. A total of None is 0.
 
-    The total may itself be in flight. Nothing may touch the result, in layout `UNPAIRED`, before `finish`.
+    The total may be in flight. Do not access the result, which has layout `UNPAIRED`, before `finish`.
     """
     if interpreted():
         for q, k in parts:
@@ -118,10 +117,9 @@ def start_scores(parts: Sequence[tuple[Ref, Ref]], total: jax.Array | None, row_
 
 
 def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -> jax.Array:
-    """Start total + p @ v, for p [64, N] in registers or shared memory, v [N, columns] in shared memory, and a total in
-    layout `UNPAIRED`.
+    """Start total + p @ v, for p [64, N] in registers or shared memory, v [N, columns] in shared memory.
 
-    Nothing may touch the result, in the same layout, nor change p, before `finish`.
+    The total and the result have layout `UNPAIRED`. Do not access the result or change p before `finish`.
     """
     in_registers = isinstance(p, jax.Array)
     if interpreted():
@@ -150,8 +148,8 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
 def publish_probs(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: int) -> None:
     """Write p [64, N] and m [64] to shared memory, for tensor cores and for another warpgroup.
 
-    Pallas would have all threads wait for each other before and after each of the two stores. Nothing reads what was
-    there any more, so one wait is enough.
+    Pallas would synchronize all threads before and after each of the two stores. The old contents have no more readers,
+    so one synchronization after the stores suffices.
     """
     if interpreted():
         to[...], stats[...] = p, m
@@ -168,10 +166,10 @@ def publish_probs(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: in
 
 
 def finish(product: jax.Array, layout: Any, result_layout: Any, *, under_way: int) -> jax.Array:
-    """Wait for a product, until at most `under_way` of those started after it are in flight.
+    """Wait for a product, until at most `under_way` later products are in flight.
 
     Args:
-      layout, result_layout: `UNPAIRED` or `TILE`, of the product and of the result.
+      layout, result_layout: `UNPAIRED` or `TILE`, layouts of the product and of the result.
     """
     if interpreted():
         return product
@@ -187,7 +185,7 @@ def finish(product: jax.Array, layout: Any, result_layout: Any, *, under_way: in
 
 
 def as_tile(sums: jax.Array) -> jax.Array:
-    """Bring sums [64, n] from layout `UNPAIRED` to layout `TILE`."""
+    """Convert sums [64, n] from layout `UNPAIRED` to layout `TILE`."""
     if interpreted():
         return sums
 
@@ -199,20 +197,21 @@ def as_tile(sums: jax.Array) -> jax.Array:
 
 
 RESCALE_THRESHOLD_LOG2 = 8
-"""log2 of the largest unnormalised probability that leaves the running maximum, and so the accumulator, as it is. A
-float is as precise at 2**8 as at 1, so rescaling may wait until a maximum exceeds the old one by more.
+"""log2 of the largest unnormalised probability for which the running maximum, and so the accumulator, stays unchanged.
+A float is as precise at 2**8 as at 1, so rescaling can wait until a new maximum exceeds the old one by more than this.
 """
 
 
 def rescale_accumulator(
     totals: Sequence[jax.Array], layouts: Sequence[Any], before: jax.Array, after: jax.Array, *, finished: bool = True
 ) -> list[jax.Array]:
-    """Multiply totals [64, n] with 2**(before - after) [64]; a warp none of whose rows change skips it.
+    """Multiply totals [64, n] by 2**(before - after) [64]. A warp in which no row changes skips the multiplication.
 
     Args:
-      layouts: `UNPAIRED` or `TILE`, of each total and its result.
-      finished: whether the totals are finished. If not, all products in flight are waited for after the branch on
-        whether to skip. The assembler moves no arithmetic past a branch: what precedes overlaps the products.
+      layouts: `UNPAIRED` or `TILE`, layout of each total and of its result.
+      finished: whether the totals are finished. Otherwise all products in flight are waited for after the branch that
+        decides whether to skip. The assembler moves no arithmetic past a branch, so code before the branch overlaps the
+        products.
     """
     if interpreted():
         factor = jnp.where(before == after, 1.0, jnp.exp2(before - after))
@@ -240,10 +239,10 @@ def rescale_accumulator(
 
 
 def _rescale_assembly(count: int, wait: str) -> str:
-    """PTX for so many accumulator registers, pairs of which belong to a thread's two rows in turn.
+    """PTX for `count` accumulator registers. Consecutive pairs of registers alternate between a thread's two rows.
 
     Args:
-      wait: PTX that waits for the totals, or nothing.
+      wait: PTX that waits for the totals, or an empty string.
     """
     before, after = ([f"${2 * count + 2 * i + row}" for row in range(2)] for i in range(2))
     factors = "".join(
@@ -261,9 +260,9 @@ def _rescale_assembly(count: int, wait: str) -> str:
 
 
 def zero_rows(o: jax.Array, sums: jax.Array) -> jax.Array:
-    """Set rows of o [64, n] to 0 whose sum [64] is 0; a warp that has none skips it.
+    """Set rows of o [64, n] to 0 whose sum [64] is 0. A warp without such rows skips it.
 
-    Of a selection for each value the assembler makes four instructions for each pair, if it is rounded afterwards.
+    For a selection per value, the assembler emits four instructions per pair if the value is rounded afterwards.
     """
     if interpreted():
         return jnp.where(over_tokens(sums != 0, o.shape), o, 0.0)
@@ -289,7 +288,7 @@ def zero_rows(o: jax.Array, sums: jax.Array) -> jax.Array:
 
 
 def partial_sums(p: jax.Array) -> jax.Array:
-    """Add up columns of p [64, n] that are a multiple of 8 apart, [64, 8]: each thread adds only its own numbers."""
+    """Sum the columns of p [64, n] that are a multiple of 8 apart, [64, 8]: each thread adds only its own numbers."""
     if interpreted():
         return p.reshape(p.shape[0], -1, 8).sum(axis=1)
 
@@ -302,12 +301,14 @@ def partial_sums(p: jax.Array) -> jax.Array:
 
 def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
     """Compute soft_cap * tanh(scale * s / soft_cap), for s [64 n, N]."""
-    # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits, and the exact function takes too many registers.
+    # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits of precision, and the exact tanh takes too many registers.
     return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    """Compute 1 / x, or 0 where that is subnormal, in one instruction; a division takes three more for subnormals."""
+    """Compute 1 / x in one instruction, with 0 for subnormal results. A division takes three more instructions for
+    subnormals.
+    """
     if interpreted():
         return 1 / x
 
@@ -327,9 +328,9 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 def hide(s: jax.Array, limits: Limits) -> jax.Array:
     """Set scores [64, N] to -inf in columns that their rows do not see.
 
-    Each thread makes a bit for each of its columns from the limits. Of tests of constant bits the assembler makes moves
-    of seven to predicates. To compare columns with each limit takes three times as many instructions, and an iota of
-    columns as many registers as the tile.
+    Each thread computes a bit per column from the limits. For tests of constant bits, the assembler moves seven bits at
+    a time to predicates. Comparing columns with each limit takes three times the instructions, and an iota of columns
+    takes the registers of another tile.
     """
     if interpreted():
         return jnp.where(limits.sees(jnp.arange(s.shape[1], dtype=jnp.int32)[None]), s, -jnp.inf)
@@ -362,11 +363,11 @@ def hide(s: jax.Array, limits: Limits) -> jax.Array:
 
 
 EIGHTS = 16
-"""Groups of 8 columns whose bits, two of each for a thread, fill a register."""
+"""Groups of 8 columns whose bits, two per group for a thread, fill a register."""
 
 
 class _Row(NamedTuple):
-    """`Limits` of one row, minus a thread's first column."""
+    """`Limits` of one row, relative to a thread's first column."""
 
     low: ir.Value
     high: ir.Value
@@ -381,7 +382,9 @@ class _Row(NamedTuple):
         return _Row(low, high, sink, pages, page_tokens)  # pyrefly: ignore[bad-argument-type]
 
     def seen(self, first: int) -> ir.Value:
-        """Bits of the thread's columns, two of each 8, from column `first` of the tile on: 1 where the row sees it."""
+        """Visibility bits of the thread's columns, two of each 8, from tile column `first` on: 1 if the row sees the
+        column.
+        """
         hidden = _columns_below(self.low, first)
         if self.sink is not None:
             hidden = arith.andi(hidden, _inverse(_columns_below(self.sink, first)))
@@ -397,7 +400,7 @@ class _Row(NamedTuple):
 
 
 def _signed(bits: int) -> int:
-    """The int32 with these bits, of which those above the 32nd are left out."""
+    """The int32 with the low 32 bits of `bits`."""
     return ((bits + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
@@ -406,7 +409,9 @@ def _inverse(bits: ir.Value) -> ir.Value:
 
 
 def _columns_below(limit: Any, first: int) -> Any:
-    """Bits of a thread's columns from `first` on: 1 below a limit, which is minus the thread's first column."""
+    """Bits of a thread's columns from `first` on: 1 for columns below a limit that is relative to the thread's first
+    column.
+    """
     inside = arith.minsi(arith.maxsi(limit, _number(first)), _number(first + 8 * EIGHTS))
     inside = arith.subi(inside, _number(first)) if first else inside
     in_eight = arith.minsi(arith.andi(inside, _number(7)), _number(2))
@@ -416,7 +421,7 @@ def _columns_below(limit: Any, first: int) -> Any:
 
 
 def _select_pair(seen: ir.Value, bit: int, pair: ir.Value) -> ir.Value:
-    """Mask the scores of two neighbouring columns, given bits of which theirs are `bit` and the next."""
+    """Mask the scores of two adjacent columns whose visibility bits are `bit` and `bit` + 1."""
     masked, minus_inf = [], mgpu.c(-np.inf, ir.F32Type.get())
     for i in range(2):
         is_seen = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(seen, _number(_signed(1 << bit + i))), _number(0))
@@ -446,7 +451,7 @@ def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
 def _weighted(
     lefts: Sequence[Sequence[ir.Value]], v: ir.Value, total: Sequence[ir.Value], shape: tuple[int, ...]
 ) -> Any:
-    """Start total + p @ v as a commit group, p in the registers of each instruction's left operand."""
+    """Start total + p @ v as a commit group. `lefts` has the registers of p for each instruction."""
     (keys, values), dtype = mma_utils.tiled_memref_shape(v)
     rights = _steps(*_right(v, values, ROW_BYTES), keys, ROW_BYTES)
     total = _one_by_one(total, lefts, rights, columns=values, dtype=dtype, transposed=True)
@@ -455,34 +460,34 @@ def _weighted(
 
 
 def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
-    """Start total + q @ kᵀ, or q @ kᵀ where the total has no registers; return the result's registers."""
+    """Start total + q @ kᵀ, or q @ kᵀ if the total has no registers. Return the result's registers."""
     (_, depth), _ = mma_utils.tiled_memref_shape(q)
     return RightOperand(k, row_bytes).add(total, left_steps(q, depth, row_bytes))
 
 
 class Descriptors(NamedTuple):
-    """Descriptors of an operand in shared memory, one for each instruction.
+    """Descriptors of an operand in shared memory, one per instruction.
 
     Attributes:
-      first: of the first instruction.
-      offsets: what is added to it for each.
+      first: descriptor of the first instruction.
+      offsets: difference of each instruction's descriptor from the first.
     """
 
     first: ir.Value
     offsets: Sequence[int]
 
     def each(self) -> Iterator[ir.Value]:
-        """Yield them, each made when it is asked for."""
+        """Yield the descriptors. Each is computed when it is requested."""
         for offset in self.offsets:
             yield arith.addi(self.first, mgpu.c(offset, self.first.type))
 
 
 class RightOperand:
-    """Right operand [N, K] in shared memory, K contiguous, of which products take `DEPTH` of K after each other."""
+    """Right operand [N, K] in shared memory with contiguous K. Successive products consume `DEPTH` of K each."""
 
     def __init__(self, ref: ir.Value, row_bytes: int = ROW_BYTES, *, dtype: Any = None) -> None:
         """Args:
-        dtype: of the numbers, as PTX names it, where the reference has another one of as many bits.
+        dtype: PTX name of the element type, if it differs from the reference's type of the same size.
         """
         (self._columns, depth), own_dtype = mma_utils.tiled_memref_shape(ref)
         self._dtype = dtype or own_dtype
@@ -491,7 +496,8 @@ class RightOperand:
         self._offsets = iter(offsets)
 
     def add(self, total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
-        """Start total + the product of left operands [M, DEPTH] and the next of this; return the result's registers.
+        """Start total + the product of left operands [M, DEPTH] and the next part of this operand. Return the result's
+        registers.
 
         Args:
           total: overwritten if it has no registers.
@@ -499,7 +505,7 @@ class RightOperand:
         """
         count = len(lefts.offsets if isinstance(lefts, Descriptors) else lefts)
         rights: Any = Descriptors(self._first, list(itertools.islice(self._offsets, count)))
-        if not isinstance(lefts, Descriptors):  # LLVM makes each descriptor once for all products with it
+        if not isinstance(lefts, Descriptors):  # LLVM computes each descriptor once for all products that use it
             rights = list(rights.each())
         return _products(total, lefts, rights, columns=self._columns, dtype=self._dtype, transposed=False)
 
@@ -510,7 +516,7 @@ def add_values(
     v: ir.Value,
     row_bytes: int = ROW_BYTES,
 ) -> list[ir.Value]:
-    """Start total + p @ v; return the result's registers.
+    """Start total + p @ v. Return the result's registers.
 
     Args:
       lefts: left operand of each instruction: registers from `words`, or the descriptors of `left_steps`.
@@ -538,8 +544,8 @@ def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Descrip
 
 
 def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
-    """Descriptor of a right operand, and distances [bytes] to the next instruction's within a swizzle tile and to the
-    next tile.
+    """Descriptor of a right operand, and the distances [bytes] to the next instruction's operand within a swizzle tile
+    and to the next tile.
     """
     depth = row_bytes // 2
     (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
@@ -549,7 +555,9 @@ def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
 
 
 def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Descriptors:
-    """Descriptors of the operand of each instruction, which sums over `DEPTH` of `depth`."""
+    """Descriptors of an operand, one per instruction. An instruction sums over `DEPTH` of the operand's
+    `depth` values.
+    """
     places = np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH)
     return Descriptors(base, [mma_utils.encode_addr(i * chunk + j * step) for i, j in places])
 
@@ -563,18 +571,18 @@ def _products(
     dtype: Any,
     transposed: bool,
 ) -> list[ir.Value]:
-    """Issue a wgmma for each left and right operand, which add to a total, or overwrite if that has no registers;
-    return the result's registers.
+    """Issue a wgmma for each pair of left and right operands. Return the result's registers.
 
-    All are one piece of assembly: each of its own would be as many operations for jax as it has registers. It makes
-    `Descriptors` right before their instructions. LLVM would make all of them first, in registers that accumulators
-    need.
+    All instructions are one piece of inline assembly, because each piece costs jax one operation per register. The
+    assembly computes `Descriptors` right before their instructions. LLVM would compute all of them first, in registers
+    that accumulators need.
 
     Args:
-      lefts: registers that hold each left operand, or its descriptor; or descriptors of all.
+      total: registers to add to; an empty total is overwritten.
+      lefts: registers that hold each left operand, or its descriptor; or `Descriptors` of all.
       rights: descriptors of the right operands.
       columns: N of the instructions.
-      transposed: whether the right operand [K, N] has its N contiguous in memory; else its K.
+      transposed: whether the right operand [K, N] has contiguous N in memory; otherwise contiguous K.
     """
     count = columns // 2
     in_registers = not isinstance(lefts, Descriptors) and len(lefts[0]) > 1
@@ -586,7 +594,7 @@ def _products(
         return f"${count + len(operands) - 1}"
 
     def made(name: str, descriptors: Descriptors) -> list[tuple[str, str]]:
-        """PTX that makes the descriptor of each instruction, and its name."""
+        """PTX that computes the descriptor of each instruction, and its name."""
         first = place(descriptors.first, "l")
         return [(f"add.s64 {name}, {first}, {offset}; ", name) for offset in descriptors.offsets]
 
@@ -617,7 +625,7 @@ def _products(
 def _one_by_one(
     total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]], rights: Descriptors, **facts: Any
 ) -> list[ir.Value]:
-    """`_products` as a piece of assembly for each: where there are registers for them, LLVM makes descriptors once for
+    """`_products` with a piece of assembly per instruction. If registers suffice, LLVM then shares descriptors between
     several products.
     """
     each_left = ([left] for left in lefts.each()) if isinstance(lefts, Descriptors) else lefts
@@ -627,7 +635,7 @@ def _one_by_one(
 
 
 def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence[ir.Value]) -> list[ir.Value]:
-    """Issue inline assembly with so many float32 results."""
+    """Issue inline assembly with `count` float32 results."""
     number = ir.VectorType.get((1,), ir.F32Type.get())
     results: Any = llvm.inline_asm(
         llvm.StructType.get_literal([number] * count),
@@ -641,9 +649,9 @@ def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence
 
 
 def fenced(registers: Sequence[ir.Value]) -> list[ir.Value]:
-    """The same registers, float32 or words of 32 bits, computed before any side effect that follows is had.
+    """Return the registers (float32 or 32-bit words) such that they are computed before any later side effect.
 
-    `fragmented_array.optimization_barrier` does the same in four times as many operations.
+    `fragmented_array.optimization_barrier` has the same effect with four times the operations.
     """
     count = len(registers)
     kinds = ["r" if isinstance(register.type, ir.IntegerType) else "f" for register in registers]
@@ -656,7 +664,7 @@ def fenced(registers: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def _elements(struct: ir.Value, types: Sequence[ir.Type]) -> list[ir.Value]:
-    """All elements of a struct, `llvm.extractvalue` of each in less than half the time."""
+    """All elements of a struct. Takes less than half the time of `llvm.extractvalue` per element."""
     places = (ir.DenseI64ArrayAttr.get([i]) for i in range(len(types)))
     return [
         ir.Operation.create("llvm.extractvalue", [kind], [struct], {"position": place}).result
@@ -665,13 +673,13 @@ def _elements(struct: ir.Value, types: Sequence[ir.Type]) -> list[ir.Value]:
 
 
 def fenced_product(lefts: Sequence[Sequence[ir.Value]], total: Any) -> tuple[list[list[ir.Value]], list[ir.Value]]:
-    """Left operands in registers and the registers of a total in layout `ACCUMULATOR`, `fenced` together."""
+    """Left operands in registers and the registers of a total with layout `ACCUMULATOR`, `fenced` together."""
     registers = iter(fenced([*itertools.chain(*lefts), *total.registers.flat]))
     return [[next(registers) for _ in left] for left in lefts], list(registers)
 
 
 def fragments(registers: Sequence[ir.Value], shape: tuple[int, ...]) -> Any:
-    """Array in layout `ACCUMULATOR` from its registers."""
+    """Array with layout `ACCUMULATOR` from its registers."""
     array = np.empty(ACCUMULATOR.registers_shape(shape), dtype=object)
     array.reshape(-1)[:] = registers
     return mgpu.FragmentedArray(_registers=array, _layout=ACCUMULATOR, _is_signed=None)

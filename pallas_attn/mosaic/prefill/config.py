@@ -1,21 +1,21 @@
-"""Settings of the prefill kernel, and the rows that copies begin at multiples of."""
+"""Settings of the prefill kernel."""
 
 from __future__ import annotations
 
 import dataclasses
 
 ALIGNMENT = 8
-"""Rows that a swizzled tile repeats after: copies of rows begin at multiples of it."""
+"""Period of the swizzle pattern in rows. TMA copies of rows start at multiples of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashConfig:
-    """Sizes that a program works with.
+    """Sizes of a CTA.
 
     Attributes:
       tile_keys: keys of a tile.
-      stages: tiles of keys, and as many of values, in shared memory.
-      consumers: warpgroups that compute, each with the query rows of a product: 64 on Hopper, 128 on Blackwell.
+      stages: pipeline stages. A stage holds one tile of keys and one of values in shared memory.
+      consumers: consumer warpgroups. Each has 64 query rows on Hopper, 128 on Blackwell.
     """
 
     tile_keys: int
@@ -24,8 +24,8 @@ class FlashConfig:
 
     def __post_init__(self) -> None:
         if self.tile_keys not in (64, 128, 192, 256):
-            raise ValueError(f"{self.tile_keys=} must be a multiple of 64, which a swizzled row holds, up to 256")
+            raise ValueError(f"{self.tile_keys=} must be 64, 128, 192 or 256")
         if self.stages < 2:
-            raise ValueError(f"{self.stages=} must be at least 2, one to read and one on its way")
+            raise ValueError(f"{self.stages=} must be at least 2")
         if self.consumers not in (1, 2, 3):
-            raise ValueError(f"{self.consumers=} must be from 1 to 3, for which there are registers")
+            raise ValueError(f"{self.consumers=} must be from 1 to 3")

@@ -1,19 +1,23 @@
-"""The prefill kernel as far as it is the same on every architecture: launch, rings, producer, and what front ends are.
+"""The architecture-independent part of the prefill kernel: launch, operand loaders, rings, and the producer.
 
-A kernel has one warpgroup that copies (`Producer`), some that compute, its consumers, and where the tensor core works
-by itself one that starts its products. All go through the same work tiles (`flash.schedule`). The producer fills rings
-of `stages` slots with tiles of keys and values. `ragged_attention` and `paged_prefill` are front ends: a `FrontEnd`
-turns a work tile into a `FrontTile`, which knows where the queries, keys and values are and what each row sees.
+The kernel of an architecture (`hopper/prefill.py`, `blackwell/prefill.py`) has a producer warpgroup, consumer
+warpgroups, and on Blackwell a warpgroup that issues products. All of them process the same work tiles (`schedule.py`).
 
-Barriers of the rings:
+- `launch` starts the kernel and, if keys are split, the merge (`split.py`).
+- An `OperandLoader` belongs to an operation (`ops/paged_prefill`, `ops/ragged_attention`). For each work tile it makes
+  an `OperandTile`, which knows where queries, keys and values are and which keys each query row sees.
+- `Rings` are the buffers in shared memory: Q, and `stages` slots each for tiles of K and V.
+- The `Producer` fills the rings.
 
-    barrier                    arrivals           who waits
-    q_landed[consumer]         the copies         before the first product of a consumer's rows of a block
-    q_free[consumer]           their reader       producer, before the queries of its next block go to the same buffer
-    k_landed[slot]             the copies         before S
-    k_free[slot]               readers            producer, before it fills the slot again
-    v_landed, v_free           as for keys        as for keys
-    v_landed[-1]               the copies         producer, where masked values are to be zeroed before they count
+Barriers of the rings (the file of each architecture has the complete table):
+
+    barrier            arrivals                            waits
+    q_full[consumer]   copies of Q                         consumer, before its first product of a block
+    q_empty[consumer]  reader of Q                         producer, before it copies the Q of the next block
+    k_full[slot]       copies of K, or the producer        readers, before S = Q Kᵀ
+    k_empty[slot]      readers                             producer, before it fills the slot again
+    v_full, v_empty    as for K                            as for K
+    v_full[stages]     copies of V, if values are masked   producer, before it zeroes masked values
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from pallas_attn.mosaic.primitives.tma import arrivals, copy_row_groups, copy_ro
 
 
 class TokenRows(RowLayout):
-    """Rows of tiles of keys or values, in the registers of the producer."""
+    """Tokens of a tile of keys or values, in registers of the producer."""
 
     @property
     def tile(self) -> Any:
@@ -55,18 +59,21 @@ TOKENS = TokenRows(threads=4, vector=2)
 
 @dataclasses.dataclass(frozen=True)
 class FlashStatic:
-    """Compile-time facts of the kernel, beside dtypes and the front end.
+    """Compile-time constants of the kernel.
 
     Attributes:
+      key_dim, value_dim: Dk and Dv.
       tile_keys: keys of a tile.
-      stages: tiles of keys, and as many of values, in shared memory.
-      copies: number of copies that bring a tile of keys, or one of values, started together.
-      score_scale: multiplies q kᵀ.
-      tile_rows: query rows of a consumer, M of a product.
-      rows: layout of a consumer's rows in registers.
-      query_terms: 16-bit numbers whose sum a query is.
-      block_heads: heads of a group that share blocks (`BlockRows`).
-      dequantizes: whether keys and values come as 8 bits, of which the producer makes 16.
+      stages: slots of the ring of K, and of the ring of V.
+      consumers: consumer warpgroups.
+      copies: TMA copies of a tile of K or of V; a group of copies is one arrival.
+      score_scale: factor of q kᵀ.
+      tile_rows: query rows of a consumer, M of its products.
+      rows: layout of the query rows of a consumer in registers.
+      soft_cap: cap of the scores, or None.
+      query_parts: number of 16-bit operands whose sum is Q (split-fp16).
+      block_heads: query heads that share a block (`BlockRows`).
+      dequantizes: whether the producer converts an int8 or fp8 cache to float16.
     """
 
     key_dim: int
@@ -79,7 +86,7 @@ class FlashStatic:
     tile_rows: int
     rows: RowLayout
     soft_cap: float | None = None
-    query_terms: int = 1
+    query_parts: int = 1
     block_heads: int = 1
     dequantizes: bool = False
 
@@ -89,63 +96,63 @@ class FlashStatic:
 
     @property
     def query_copies(self) -> int:
-        """Number of copies that bring a term of a consumer's queries, started together."""
+        """TMA copies of one part of Q for one consumer."""
         return 1 if self.block_heads == 1 else self.tile_rows // ALIGNMENT
 
     @property
     def rows_of_a_tile(self) -> int:
-        """Rows whose partial states are written and read in the time of a tile of keys."""
+        """Rows whose partial states are written and read in the time that a tile of keys takes."""
         multiply_adds = self.block_rows * self.tile_keys * (self.key_dim + self.value_dim)
         return max(1, int(BYTES_OF_A_TILE * multiply_adds) // (8 * self.value_dim))
 
     def most_tiles(self, most_keys: int, window: int | None) -> int:
-        """Most tiles that a block sees of a sequence that can have so many keys."""
+        """Return the maximum number of tiles that a block sees if a sequence has at most `most_keys` keys."""
         if window is not None:
             most_keys = min(most_keys, window + self.block_rows)
         return -(-most_keys // self.tile_keys)
 
 
 class Rings(NamedTuple):
-    """Queries, keys and values in shared memory, and their barriers; the module's docstring lists those.
+    """Queries, keys and values in shared memory, and their barriers (see the docstring of the module).
 
     Attributes:
-      q: [consumers · query_terms, tile_rows, Dk].
+      q: [consumers · query_parts, tile_rows, Dk].
       k, v: [stages, tile_keys, Dk or Dv].
     """
 
     q: Any
     k: Any
     v: Any
-    q_landed: Any
-    q_free: Any
-    k_landed: Any
-    k_free: Any
-    v_landed: Any
-    v_free: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
 
     @staticmethod
     def types(static: FlashStatic, dtype: Any, *, readers: int, orders_tensor_core: bool = False) -> Rings:
-        """Scratch types.
+        """Return the scratch types.
 
         Args:
-          readers: arrivals that free a slot of keys or values.
-          orders_tensor_core: of barriers that no copy arrives at.
+          readers: arrivals at k_empty and v_empty per phase.
+          orders_tensor_core: whether barriers without TMA arrivals order tensor-core operations.
         """
-        stages, keys, consumers, terms = static.stages, static.tile_keys, static.consumers, static.query_terms
+        stages, keys, consumers, parts = static.stages, static.tile_keys, static.consumers, static.query_parts
         copies = 1 if static.dequantizes else arrivals(static.copies)
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
-        landed = signal if static.dequantizes else plgpu.Barrier
-        free = signal(num_barriers=stages, num_arrivals=readers)
+        full = signal if static.dequantizes else plgpu.Barrier
+        empty = signal(num_barriers=stages, num_arrivals=readers)
         return Rings(
-            q=register_tiles.operand((consumers * terms, static.tile_rows, static.key_dim), dtype),
+            q=register_tiles.operand((consumers * parts, static.tile_rows, static.key_dim), dtype),
             k=register_tiles.operand((stages, keys, static.key_dim), dtype),
             v=register_tiles.operand((stages, keys, static.value_dim), dtype),
-            q_landed=plgpu.Barrier(num_barriers=consumers, num_arrivals=terms * arrivals(static.query_copies)),
-            q_free=signal(num_barriers=consumers),
-            k_landed=landed(num_barriers=stages, num_arrivals=copies),
-            k_free=free,
-            v_landed=landed(num_barriers=stages + 1, num_arrivals=copies),
-            v_free=free,
+            q_full=plgpu.Barrier(num_barriers=consumers, num_arrivals=parts * arrivals(static.query_copies)),
+            q_empty=signal(num_barriers=consumers),
+            k_full=full(num_barriers=stages, num_arrivals=copies),
+            k_empty=empty,
+            v_full=full(num_barriers=stages + 1, num_arrivals=copies),
+            v_empty=empty,
         )
 
 
@@ -153,22 +160,27 @@ class Rings(NamedTuple):
 
 
 def shared_heads(group: int, tile_rows: int) -> int:
-    """Number of heads, of the `group` of a KV head, that share blocks: as many as divide the group and leave room for 8
-    queries of each in a consumer's `tile_rows` rows.
+    """Return the number of query heads that share a block.
+
+    The result is the largest divisor of `group` for which `tile_rows` holds at least 8 queries of each head.
+
+    Args:
+      group: query heads per KV head.
+      tile_rows: query rows of a consumer.
     """
     return max(heads for heads in range(1, tile_rows // ALIGNMENT + 1) if group % heads == 0)
 
 
 class BlockRows(NamedTuple):
-    """Rows of a work tile's block.
+    """Query rows of the block of a work tile.
 
-    The rows of a sequence that heads share are those of 8 neighbouring queries of the first head, the same 8 queries of
-    the next, and after the last head the next 8 queries. Blocks are cut from these rows wherever they are full, so a
-    sequence has one block at most that is not, and keys are read once for all heads in a block. Each group of 8 rows is
-    brought by a copy of its own from where the queries lie.
+    A set of `block_heads` heads of one KV head shares the block. The rows of a sequence are ordered in groups of 8:
+    queries 0 to 7 of the first head, queries 0 to 7 of the second head, and so on, then queries 8 to 15 of the first
+    head. Blocks are cut from this order, so a sequence has at most one block that is not full, and each tile of keys is
+    read once for all heads of a block. A TMA copy brings one group of 8 rows.
 
     Attributes:
-      work: the work tile, whose `head` counts sets of heads that share blocks.
+      work: the work tile. Its `head` is the index of a set of `block_heads` heads.
       num_tokens, num_q_heads: T and Hq.
     """
 
@@ -183,21 +195,21 @@ class BlockRows(NamedTuple):
 
     @property
     def first_head(self) -> Any:
-        """The first of the heads that share blocks."""
+        """First head of the set."""
         return self.work.head * self.heads
 
     @property
     def end_query(self) -> Any:
-        """One past the last query that the block has rows of, which may be of the next sequence."""
+        """One past the last query of the block. This query may belong to the next sequence."""
         last_group = self.work.block.skipped_heads + self.static.block_rows // ALIGNMENT - 1
         return self.work.block.start + (lax.div(last_group, jnp.int32(self.heads)) + 1) * ALIGNMENT
 
     def filled(self, value: Any) -> jax.Array:
-        """[tile_rows]: one value for each row of a consumer."""
+        """Return `value` for each row of a consumer, [tile_rows]."""
         return self.static.rows.filled(value, self.static.tile_rows)
 
     def queries(self, number: Any) -> jax.Array:
-        """[tile_rows]: the query that each row of consumer `number` is of."""
+        """Return the query of each row of consumer `number`, int32 [tile_rows]."""
         row, start = self.static.rows.iota(self.static.tile_rows), self.work.block.start
         if self.heads == 1:
             return start + (number * self.static.tile_rows + row)
@@ -205,8 +217,9 @@ class BlockRows(NamedTuple):
         return start + eight * ALIGNMENT + (row & (ALIGNMENT - 1))
 
     def _groups(self, number: Any, row: jax.Array) -> jax.Array:
-        """[tile_rows]: the group of 8 rows of each row of a consumer, counted from that of the first head at the
-        block's first query.
+        """Return the group of 8 of each row of a consumer, int32 [tile_rows].
+
+        Group 0 is the group of the first head at the first query of the block.
         """
         return self._first_group(number) + lax.div(row, jnp.int32(ALIGNMENT))
 
@@ -214,26 +227,34 @@ class BlockRows(NamedTuple):
         return self.work.block.skipped_heads + number * (self.static.tile_rows // ALIGNMENT)
 
     def first_query(self, number: Any) -> Any:
-        """The first query that a consumer has rows of; no other is `tile_rows` after it or more."""
+        """Return the first query of a consumer. All its queries are less than `tile_rows` after it."""
         if self.heads == 1:
             return self.work.block.start + number * self.static.tile_rows
         return self.work.block.start + lax.div(self._first_group(number), jnp.int32(self.heads)) * ALIGNMENT
 
     def any_of(self, number: Any) -> Any:
-        """Whether a consumer has rows of the block's sequence."""
+        """Return whether a consumer has query rows of the sequence."""
         return self.first_query(number) < self.work.block.end_row
 
     def output_row(self, query: jax.Array, number: Any) -> jax.Array:
-        """[tile_rows]: row of the output [T · Hq, Dv] for each row of a consumer, given its query; -1 for none."""
+        """Return the row of the output [T · Hq, Dv] of each row of a consumer, int32 [tile_rows].
+
+        Rows of another sequence get -1.
+        """
         block = self.work.block
-        ours = (query >= block.first_row) & (query < block.end_row)
+        in_sequence = (query >= block.first_row) & (query < block.end_row)
         head = self.filled(self.first_head)
         if self.heads > 1:
             head += lax.rem(self._groups(number, self.static.rows.iota(self.static.tile_rows)), jnp.int32(self.heads))
-        return jnp.where(ours, self.work.output_row(query, self.num_tokens) * self.num_q_heads + head, -1)
+        return jnp.where(in_sequence, self.work.output_row(query, self.num_tokens) * self.num_q_heads + head, -1)
 
     def sinks(self, sinks: Ref | None, output_row: jax.Array) -> jax.Array | None:
-        """[tile_rows]: learned logits [Hq] of the heads of such rows of the output."""
+        """Return the sink logit of each row, [tile_rows].
+
+        Args:
+          sinks: [Hq], or None.
+          output_row: from `output_row`.
+        """
         if sinks is None:
             return None
         if self.heads == 1:
@@ -241,52 +262,53 @@ class BlockRows(NamedTuple):
         head = lax.rem(jnp.maximum(output_row, 0), jnp.int32(self.num_q_heads))
         return self.static.rows.take(sinks, head)
 
-    def copy(self, q: Ref, number: int, tile: Ref, landed: Ref) -> None:
-        """Start the copies of the queries of consumer `number`.
+    def copy(self, q: Ref, number: int, tile: Ref, full: Ref) -> None:
+        """Start the TMA copies of the queries of consumer `number`.
 
         Args:
-          q: [T, Hq, Dk] in global memory, of `zero_rows_past_end`.
-          tile: `tiles.operand` [tile_rows, Dk].
-          landed: barrier, with `arrivals(static.query_copies)` for these copies.
+          q: [T, Hq, Dk] in global memory, from `zero_rows_past_end`.
+          tile: [tile_rows, Dk] in shared memory.
+          full: barrier with `arrivals(static.query_copies)` arrivals for these copies.
         """
         start = self.work.block.start
         if self.heads == 1:
-            copy_rows(q, start + number * self.static.tile_rows, self.first_head, tile, landed)
+            copy_rows(q, start + number * self.static.tile_rows, self.first_head, tile, full)
         else:
-            copy_row_groups(q, start, self.first_head, self.heads, self._first_group(number), tile, landed)
+            copy_row_groups(q, start, self.first_head, self.heads, self._first_group(number), tile, full)
 
 
-# --- front ends
+# --- interfaces: operand loaders, and consumers of an architecture
 
 
 @runtime_checkable
-class FrontTile(Protocol):
-    """A work tile as an operation sees it."""
+class OperandTile(Protocol):
+    """Operands of one work tile."""
 
     @property
     def kv_tiles(self) -> Any:
         """Number of tiles of keys, at least 1."""
 
     def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
-        """Brings the queries, and the keys and values to the rings from tile number `kv_tile` on.
+        """Copy queries, keys and values to the rings. Runs in the producer.
 
         Args:
-          again: whether the program had a work tile before.
+          again: whether the CTA has processed a work tile before.
+          kv_tile: number of the first tile of keys, counted over all work tiles of the CTA.
         """
 
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
-        """Attention of a consumer's rows over the tiles of the rings from number `kv_tile` on, written to `result`."""
+        """Attend with the query rows of a consumer and store the result. Runs in each consumer."""
 
 
 @runtime_checkable
-class FrontEnd(Protocol):
-    """Part of the kernel that is an operation's own.
+class OperandLoader(Protocol):
+    """Operand loading and masking of an operation.
 
     Attributes:
-      static: compile-time facts of the kernel.
-      kernel_name: shown by profilers.
-      num_heads: heads, or groups of heads that share a block, that blocks are done for.
-      compiler_params: of the kernel.
+      static: compile-time constants of the kernel.
+      kernel_name: name in profiles.
+      num_heads: number of heads, or of sets of heads that share a block.
+      compiler_params: compiler parameters of the kernel.
     """
 
     @property
@@ -299,15 +321,20 @@ class FrontEnd(Protocol):
     def compiler_params(self) -> plgpu.CompilerParams: ...
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> Any:
-        """Shared memory and barriers of its own, as `Rings.types`; None for none."""
+        """Return scratch types of the loader, or None. See `Rings.types`."""
 
-    def tile(self, x: Any, scratch: Any, work: FlashWorkTile) -> FrontTile:
-        """Turn a work tile into the operation's, given references to the operands and to its own scratch."""
+    def tile(self, x: Any, scratch: Any, work: FlashWorkTile) -> OperandTile:
+        """Return the operands of a work tile.
+
+        Args:
+          x: operands of the kernel in global memory.
+          scratch: from `scratch_types`.
+        """
 
 
 @runtime_checkable
 class BlockConsumer(Protocol):
-    """Attention of some of a block's rows.
+    """A consumer warpgroup, with `tile_rows` query rows of a block.
 
     Attributes:
       number: index among the consumers.
@@ -317,27 +344,30 @@ class BlockConsumer(Protocol):
     def number(self) -> Any: ...
 
     def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> Any:
-        """Attention over some tiles, at least one, from the program's tile number `begin` on.
+        """Attend to `kv_tiles` tiles, at least one. The first is tile number `begin` of the CTA.
 
         Args:
-          has_rows: whether the consumer has rows of the block's sequence; what is returned is arbitrary if not.
+          has_rows: whether the consumer has query rows of the sequence. The result is arbitrary if not.
         """
 
     def store(self, result: Results, row: jax.Array, state: Any, options: RowOptions) -> None:
-        """Write what `attend` returned to rows `row` of the result where that is not negative: finished, or as it is to
-        be merged.
+        """Store the state that `attend` returned: output and LSE, or the partial state if the keys are split.
+
+        Args:
+          row: row of the result for each query row; negative for rows that are not stored.
         """
 
 
 class ScoreTransform(NamedTuple):
-    """Mask and scales for the scores of a block's i-th tile.
+    """Mask and scales of the scores of a work tile.
 
     Attributes:
-      limits: limits(i) tells whether every row sees all of a tile, and has a function that makes the `Limits` if not.
-      key_scale: multiplies q kᵀ, or None.
-      token_scales: token_scales(i) is [3, tile_keys] in shared memory, for each token the scale of its key, and log2
-        and inverse of the scale of its value; or None.
-      await_tile: await_tile(i) waits for what the producer published of a tile; None where its keys tell.
+      limits: limits(i) returns whether all rows see all keys of the i-th tile, and a function that computes the
+        `Limits` of the tile if not.
+      key_scale: factor of q kᵀ, or None.
+      token_scales: token_scales(i) is [3, tile_keys] in shared memory: the scale of each key, and log2 and inverse of
+        the scale of each value. None if scales are not per token.
+      await_tile: await_tile(i) waits for the metadata of the i-th tile. None if the wait for its keys is enough.
     """
 
     limits: Callable[[Any], tuple[Any, Callable[[], Limits]]]
@@ -347,12 +377,12 @@ class ScoreTransform(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Treatment of finished rows.
+    """Options of storing query rows.
 
     Attributes:
-      sink: [rows] learned logits, or None; of rows that are merged they enter after that.
-      is_whole: whether rows are finished, and not to be merged; None where keys are never cut.
-      scale: scale(o, first column, layout of a value for each column) multiplies sums of values as cached; or None.
+      sink: sink logits [rows], or None. If keys are split, the merge adds the sinks instead.
+      is_whole: whether the work tile has all keys of its rows; None if keys are never split.
+      scale: scale(o, first_column, layout of a value per column) applies the scales of the values to `o`; or None.
     """
 
     sink: Any = None
@@ -364,18 +394,18 @@ class RowOptions(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Output of the kernel: finished rows where keys are not cut, else partial states; arrays or references.
+    """Outputs of the kernel; arrays, or references to them.
 
     Attributes:
-      finished: of n rows.
-      partial: of n rows for each split that there is room for; None where keys are never cut.
+      finished: output and LSE of n rows.
+      partial: partial states of n rows for each possible split, or None if keys are never split.
     """
 
     finished: OutputRows
     partial: RowState | None
 
     def store(self, is_whole: Any, finished: Callable[[OutputRows], None], partial: Callable[[RowState], None]) -> None:
-        """Call one of two functions that write rows.
+        """Call `finished` if the work tile has all keys of its rows, else `partial`.
 
         Args:
           is_whole: see `RowOptions`.
@@ -391,12 +421,12 @@ class FlashKernel(NamedTuple):
     """The kernel of an architecture.
 
     Attributes:
-      body: body(front end, operands, work tiles, result, scratch, scratch of the front end), where calling work_tiles()
-        gives the `WorkTiles`.
-      scratch: scratch types of its own.
-      warpgroups: number of them.
+      body: body(loader, operands, work_tiles, result, scratch, scratch of the loader). work_tiles() returns the
+        `WorkTiles`; each warpgroup calls it.
+      scratch: scratch types of the kernel.
+      warpgroups: number of warpgroups.
       queue_slots: see `TileQueue`.
-      orders_tensor_core: of barriers that no copy arrives at.
+      orders_tensor_core: whether barriers without TMA arrivals order tensor-core operations.
     """
 
     body: Callable[..., None]
@@ -408,7 +438,7 @@ class FlashKernel(NamedTuple):
 
 def launch(
     kernel: FlashKernel,
-    front: FrontEnd,
+    loader: OperandLoader,
     inputs: Any,
     work: WorkList,
     splits: KvSplits,
@@ -418,46 +448,51 @@ def launch(
     out_dtype: jax.typing.DTypeLike,
     return_lse: bool,
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
-    """Output of `shape` [T, Hq] queries, and their LSE, or None if it is not to be returned: single numbers in memory
-    take longer to write than their bytes tell.
+    """Run the kernel, and the merge if keys are split.
 
     Args:
-      inputs: operands of the front end; `q` is among them, and `blocks` and `counts` of the work list.
-      sinks: learned logits, which are among the inputs, too.
+      inputs: operands of the loader, among them `q`, `sinks`, and `blocks` and `counts` of `work`.
+      work: from `list_blocks`.
+      shape: T and Hq.
+      sinks: sink logits [Hq], or None.
+      return_lse: whether to store the LSE. Storing one float per row takes longer than its size suggests.
+
+    Returns:
+      Output [T, Hq, Dv], and LSE [T, Hq] or None.
     """
-    static, work_tiles = front.static, work.blocks.shape[0] * front.num_heads * splits.most
-    programs = min(work_tiles, basics.multiprocessors())
-    tile_counter = TileQueue.counter(work.zero, programs, work_tiles)
+    static, work_tiles = loader.static, work.blocks.shape[0] * loader.num_heads * splits.most
+    num_ctas = min(work_tiles, basics.multiprocessors())
+    tile_counter = TileQueue.counter(work.zero, num_ctas, work_tiles)
     scratch_types = (
         kernel.scratch,
         TileQueue.scratch_types(tile_counter, kernel.queue_slots, orders_tensor_core=kernel.orders_tensor_core),
-        front.scratch_types(orders_tensor_core=kernel.orders_tensor_core),
+        loader.scratch_types(orders_tensor_core=kernel.orders_tensor_core),
     )
-    _require_shared_memory(front, scratch_types)
+    _require_shared_memory(loader, scratch_types)
     rows, is_cut = math.prod(shape), splits.most > 1
     (result,) = plgpu.kernel(
-        functools.partial(_kernel, kernel, front, programs),
+        functools.partial(_kernel, kernel, loader, num_ctas),
         out_type=(
             Results(
                 OutputRows.types(rows, static.value_dim, out_dtype, lse=return_lse),
                 RowState.types(splits.most * rows, static.value_dim) if is_cut else None,
             ),
         ),
-        grid=(programs,),
-        grid_names=("program",),
+        grid=(num_ctas,),
+        grid_names=("cta",),
         num_threads=kernel.warpgroups,
         thread_name="warpgroup",
         scratch_types=scratch_types,
-        compiler_params=front.compiler_params,
-        kernel_name=front.kernel_name,
+        compiler_params=loader.compiler_params,
+        kernel_name=loader.kernel_name,
     )(basics.materialize(inputs), tile_counter)
     out, lse = merge_splits(result.partial, result.finished, work.counts, sinks) if is_cut else result.finished
     return out.reshape(*shape, -1), None if lse is None else lse.reshape(shape)
 
 
-def _require_shared_memory(front: FrontEnd, scratch_types: Any) -> None:
-    """Raises NotImplementedError if a multiprocessor has too little shared memory for a program."""
-    static, reductions = front.static, front.compiler_params.reduction_scratch_bytes
+def _require_shared_memory(loader: OperandLoader, scratch_types: Any) -> None:
+    """Raise NotImplementedError if a CTA needs more shared memory than a multiprocessor has."""
+    static, reductions = loader.static, loader.compiler_params.reduction_scratch_bytes
     if not shared_memory.fits(scratch_types, 1, reduction_bytes=reductions):
         needed = shared_memory.block_bytes(scratch_types, reduction_bytes=reductions)
         raise NotImplementedError(
@@ -468,23 +503,24 @@ def _require_shared_memory(front: FrontEnd, scratch_types: Any) -> None:
 
 def _kernel(
     kernel: FlashKernel,
-    front: FrontEnd,
-    programs: int,
+    loader: OperandLoader,
+    num_ctas: int,
     x: Any,
     tile_counter: Ref | None,
     result: Results,
     scratch: Any,
     queue_scratch: Any,
-    front_scratch: Any,
+    loader_scratch: Any,
 ) -> None:
     def work_tiles() -> WorkTiles:
-        queue = None if tile_counter is None else TileQueue(programs, tile_counter, *queue_scratch)
-        return WorkTiles.of(x.blocks, x.counts, front.num_heads, queue)
+        queue = None if tile_counter is None else TileQueue(num_ctas, tile_counter, *queue_scratch)
+        return WorkTiles.of(x.blocks, x.counts, loader.num_heads, queue)
 
-    kernel.body(front, x, work_tiles, result, scratch, front_scratch)
+    kernel.body(loader, x, work_tiles, result, scratch, loader_scratch)
 
 
 def wait_if(condition: Any, barrier: Ref) -> None:
+    """Wait for a barrier if a condition holds."""
     pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
 
 
@@ -493,78 +529,87 @@ def wait_if(condition: Any, barrier: Ref) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """Fills the rings. Tiles are counted from a program's first to its last, over all of its work tiles."""
+    """The producer warpgroup, which fills the rings. `kv_tile` counts tiles of keys over all work tiles of the CTA."""
 
     static: FlashStatic
     rings: Rings
 
     def load_keys(self, kv_tile: Any, copy: Callable[[Ref, Ref], None]) -> None:
-        """Brings a tile of keys; copy(slot, barrier) starts its copies."""
+        """Load a tile of keys. copy(slot, barrier) starts its TMA copies."""
         slot = ring_slot(kv_tile, self.static.stages)
-        wait_if(kv_tile >= self.static.stages, self.rings.k_free.at[slot])
-        copy(self.rings.k.at[slot], self.rings.k_landed.at[slot])
+        wait_if(kv_tile >= self.static.stages, self.rings.k_empty.at[slot])
+        copy(self.rings.k.at[slot], self.rings.k_full.at[slot])
 
     def load_values(
         self, kv_tile: Any, copy: Callable[[Ref, Ref], None], whole: Any, live_mask: Callable[[jax.Array], jax.Array]
     ) -> None:
-        """Brings a tile of values. Unless `whole`, rows outside live_mask(row numbers) are zeroed: they may hold NaN,
-        which a probability of 0 would not keep out of the output.
+        """Load a tile of values, and zero masked values.
+
+        Masked values may be NaN, and a probability of 0 would not keep NaN out of the output.
+
+        Args:
+          copy: copy(slot, barrier) starts the TMA copies.
+          whole: whether no value of the tile is masked.
+          live_mask: live_mask(tokens of the tile [n]) returns which values are not masked, bool [n].
         """
         rings, stages = self.rings, self.static.stages
         slot = ring_slot(kv_tile, stages)
-        wait_if(kv_tile >= stages, rings.v_free.at[slot])
-        copy(rings.v.at[slot], rings.v_landed.at[jnp.where(whole, slot, stages)])
+        wait_if(kv_tile >= stages, rings.v_empty.at[slot])
+        copy(rings.v.at[slot], rings.v_full.at[jnp.where(whole, slot, stages)])
 
         @pl.when(~whole)
         def _clear() -> None:
-            plgpu.barrier_wait(rings.v_landed.at[stages])
+            plgpu.barrier_wait(rings.v_full.at[stages])
             for first in range(0, self.static.tile_keys, 64):
                 clear_rows(
                     rings.v.at[slot, pl.ds(first, 64)], live_mask(register_tiles.row_iota(64, BY_64) + first), BY_64
                 )
             plgpu.commit_smem()
             for _ in range(arrivals(self.static.copies)):
-                plgpu.barrier_arrive(rings.v_landed.at[slot])
+                plgpu.barrier_arrive(rings.v_full.at[slot])
 
     def load_queries(self, again: Any, copy: Callable[[int, Ref], None]) -> Callable[[Any], None]:
-        """Starts the copies of a block's queries: at once for the program's first block. Later ones go where the
-        queries before them are, which are needed longer than the slots that the block's first tiles of keys go to.
+        """Load the queries of a block.
+
+        There is one buffer for Q. The queries of the first block of a CTA are copied at once. The queries of a later
+        block are copied after its first tiles of K and V, because consumers empty the slots of K and V earlier than Q.
 
         Args:
-          copy: copy(consumer, barrier) starts those of a consumer's queries.
+          again: whether the CTA has processed a work tile before.
+          copy: copy(consumer, barrier) starts the TMA copies for a consumer.
 
         Returns:
-          a function to be called after the copies of each tile of values, with the tile's number in the block.
+          A function to call with i, the index of a tile in the block, after the copies of the values of the tile.
         """
 
-        def load(*, await_free: bool) -> None:
+        def load(*, await_empty: bool) -> None:
             for consumer in range(self.static.consumers):
-                if await_free:
-                    plgpu.barrier_wait(self.rings.q_free.at[consumer])
-                copy(consumer, self.rings.q_landed.at[consumer])
+                if await_empty:
+                    plgpu.barrier_wait(self.rings.q_empty.at[consumer])
+                copy(consumer, self.rings.q_full.at[consumer])
 
-        pl.when(~again)(lambda: load(await_free=False))
-        return lambda i: pl.when(again & (i == 0))(lambda: load(await_free=True))
+        pl.when(~again)(lambda: load(await_empty=False))
+        return lambda i: pl.when(again & (i == 0))(lambda: load(await_empty=True))
 
     def drain(self, kv_tiles: Any, any_work: Any) -> None:
-        """Waits for the last phases of all barriers, after this number of tiles."""
+        """Wait for the last phase of each barrier after the last of `kv_tiles` tiles."""
 
         def wait(i: Any, _: None) -> None:
             slot = ring_slot(kv_tiles - 1 - i, self.static.stages)
-            plgpu.barrier_wait(self.rings.k_free.at[slot])
-            plgpu.barrier_wait(self.rings.v_free.at[slot])
+            plgpu.barrier_wait(self.rings.k_empty.at[slot])
+            plgpu.barrier_wait(self.rings.v_empty.at[slot])
 
         lax.fori_loop(0, jnp.minimum(kv_tiles, self.static.stages), wait, None)
         for consumer in range(self.static.consumers):
-            wait_if(any_work, self.rings.q_free.at[consumer])
+            wait_if(any_work, self.rings.q_empty.at[consumer])
 
 
-def produce(front: FrontEnd, x: Any, work_tiles: WorkTiles, rings: Rings, front_scratch: Any) -> None:
-    """Loads all of a program's work tiles."""
-    producer = Producer(front.static, rings)
+def produce(loader: OperandLoader, x: Any, work_tiles: WorkTiles, rings: Rings, loader_scratch: Any) -> None:
+    """Run the producer: load the operands of all work tiles of the CTA."""
+    producer = Producer(loader.static, rings)
 
     def load(again: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
-        tile = front.tile(x, front_scratch, work)
+        tile = loader.tile(x, loader_scratch, work)
         tile.load(producer, again, kv_tile)
         return tile.kv_tiles
 
@@ -573,17 +618,17 @@ def produce(front: FrontEnd, x: Any, work_tiles: WorkTiles, rings: Rings, front_
 
 
 def consume(
-    front: FrontEnd,
+    loader: OperandLoader,
     x: Any,
     work_tiles: WorkTiles,
     consumer: BlockConsumer,
     result: Results,
-    front_scratch: Any,
+    loader_scratch: Any,
 ) -> None:
-    """Attends to a consumer's rows of all of a program's work tiles."""
+    """Run a consumer: attend with its query rows in all work tiles of the CTA."""
 
     def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
-        tile = front.tile(x, front_scratch, work)
+        tile = loader.tile(x, loader_scratch, work)
         tile.attend(consumer, kv_tile, result)
         return tile.kv_tiles
 

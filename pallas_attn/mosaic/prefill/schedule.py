@@ -1,24 +1,24 @@
-"""Scheduling of the prefill kernel: blocks of queries are listed on the device, and programs fetch them from a queue.
+"""Scheduling of the prefill kernel: a kernel lists the query blocks, and CTAs fetch work tiles from a queue.
 
-A sequence's queries are cut into blocks of neighbouring ones; rows after the last sequence and before the first are two
-segments more, which see no keys. A work tile is a block for one head (or for a few heads that share blocks), against
-all keys that the block sees or against one of several splits of them (`flash.split`).
+The queries of a sequence are cut into blocks of consecutive query rows. Rows before the first sequence and rows after
+the last one form two more segments, which see no keys. A work tile is one block, for one head or a set of heads that
+share blocks, with all keys that the block sees or with one split of them (`split.py`).
 
-1. `list_blocks`, a short kernel before attention, lists the blocks, those that see the most tiles of keys first: the
-   last ones to run are short, and those that run at a time find their keys and values in the L2 cache. XLA would start
-   up to eight kernels for that. This one gives a thread to each segment, and then to each block:
+1. `list_blocks` is a short kernel that runs before attention. It lists the blocks, sorted by decreasing number of tiles
+   of keys. The last blocks to run are then short, and blocks that run at the same time share keys in the L2 cache.
+   XLA would launch up to eight kernels for this. In this kernel each thread handles one segment, then one block:
 
-       segments   number of blocks    -> where the blocks of each end (prefix sums)
-       blocks     segment, tiles      -> sort key
-       blocks     rank of sort key    -> row of the list
-       heads      longest block, sum  -> number that take turns
-       splits     time that they take -> number of splits, where keys may be cut
+       segments   number of blocks              -> index of the last block of each segment (prefix sums)
+       blocks     segment, tiles of keys        -> sort key
+       blocks     rank of the sort key          -> row of the list
+       heads      longest block, total cost     -> heads that alternate (`WorkTiles`)
+       splits     estimated time                -> number of splits
 
-   Calls with the same lengths, such as the layers of a step make, share one list: it is traced once for all of them,
-   so that XLA finds the same kernel given the same arrays.
+   All layers of a model call it with the same lengths. The `jax.jit` around it is traced once, so XLA sees identical
+   calls and runs one of them.
 
-2. In the prefill kernel there is a program for each multiprocessor. `WorkTiles` numbers the work tiles, and each
-   program takes them from a `TileQueue` until none is left.
+2. The prefill kernel has one CTA per multiprocessor. `WorkTiles` numbers the work tiles. Each CTA fetches numbers from
+   a `TileQueue` until all work tiles are taken.
 """
 
 from __future__ import annotations
@@ -55,20 +55,19 @@ from pallas_attn.portable.schedule import order_key, ratio
 from pallas_attn.types import HeadWindow
 
 MOST_LISTED = 48 * 1024
-"""Largest number of sequences and blocks together: 4 bytes of shared memory for each."""
+"""Maximum of sequences and blocks together. Each takes 4 bytes of shared memory in the listing kernel."""
 
 
 class QueryBlock(NamedTuple):
-    """A row of the list: neighbouring queries of one sequence, and the keys of that sequence.
+    """One row of the list: consecutive query rows of one sequence, and the keys of this sequence.
 
     Attributes:
-      sequence: index of the sequence; the last one for rows of none.
+      sequence: index of the sequence; the last sequence for rows that belong to none.
       start: first query of the block, a multiple of 8.
-      skipped_heads: of the heads that share blocks, those whose 8 queries from `start` on end the block before.
-      first_row, end_row: rows of the sequence.
-      first_key, end_key: keys of the sequence; none for rows of no sequence.
-      kv_tiles: tiles of keys that the block sees at most, counted from the row where copies of `first_key` begin; at
-        least 1.
+      skipped_heads: heads of the set whose queries `start` to `start` + 7 belong to the block before.
+      first_row, end_row: queries of the sequence.
+      first_key, end_key: keys of the sequence; empty for rows that belong to no sequence.
+      kv_tiles: tiles of keys that the block sees, at least 1, counted from `first_key` rounded down to a multiple of 8.
     """
 
     sequence: Any
@@ -82,11 +81,11 @@ class QueryBlock(NamedTuple):
 
 
 class FlashWorkTile(NamedTuple):
-    """A block for one head, against all keys that it sees or one split of them.
+    """A block of one head, or of a set of heads, with all keys that the block sees or one split of them.
 
     Attributes:
-      head: index among the heads, or groups of heads, that blocks are done for.
-      split, num_splits: which split of the keys, of how many; None if keys are not cut.
+      head: index of the head or of the set.
+      split, num_splits: index of the split and number of splits; None if keys are never split.
     """
 
     block: QueryBlock
@@ -95,9 +94,12 @@ class FlashWorkTile(NamedTuple):
     num_splits: Any = None
 
     def kv_range(self, kv_tiles: Any) -> tuple[Any, Any]:
-        """First one and number of the tiles of keys that are this work tile's, out of all that its block sees.
+        """Return the first tile and the number of tiles of this work tile.
 
-        The number is at least 1: a split without a tile gets the one after the last, of which nothing is seen.
+        The number is at least 1. A split without tiles gets the tile after the last, which is fully masked.
+
+        Args:
+          kv_tiles: number of tiles that the block sees.
         """
         if self.num_splits is None:
             return 0, kv_tiles
@@ -106,25 +108,25 @@ class FlashWorkTile(NamedTuple):
 
     @property
     def is_whole(self) -> Any:
-        """Whether the work tile has all keys of its block; None where keys are never cut."""
+        """Whether the work tile has all keys of its block; None if keys are never split."""
         return None if self.num_splits is None else self.num_splits == 1
 
     def output_row(self, row: Any, num_rows: int) -> Any:
-        """Row of the output for a query row: the outputs of all splits, `num_rows` each, follow one another."""
+        """Return the row of the result for a query row. Each split has `num_rows` rows in the result."""
         return row if self.split is None else self.split * num_rows + row
 
 
-# --- before the prefill kernel: the list of blocks
+# --- the listing kernel
 
 
 class SequenceLengths(NamedTuple):
-    """Lengths of the sequences, as the operation is given them.
+    """Lengths of the sequences.
 
     Attributes:
       cu_q_lens: int32 [S + 1].
-      cu_kv_lens: int32 [S + 1] for packed keys, or None and
-      kv_lens: int32 [S] for keys in pages.
-      window: windows of the heads, which limit what a block sees where keys may be cut; or None.
+      cu_kv_lens: int32 [S + 1] for packed keys, else None.
+      kv_lens: int32 [S] for keys in pages, else None.
+      window: window per head, or None. It limits the number of splits.
     """
 
     cu_q_lens: Any
@@ -138,20 +140,20 @@ class SequenceLengths(NamedTuple):
 
     @property
     def segments(self) -> int:
-        """Number of the sequences, the rows after the last one, and the rows before the first."""
+        """Number of segments: the sequences, the rows after the last sequence, and the rows before the first."""
         return self.sequences + 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocking:
-    """Sizes of the blocks that queries are cut into.
+    """Sizes of query blocks.
 
     Attributes:
-      num_rows: number of query rows of a head.
-      block_rows: rows of a block, a multiple of 8.
+      num_rows: queries of the call, T.
+      block_rows: query rows of a block, a multiple of 8.
       tile_keys: keys of a tile.
-      causal: whether the keys of a block end with its last query's.
-      heads: heads that share blocks (`flash.pipeline.BlockRows`), at most as many as a block has groups of 8 rows.
+      causal: whether a query sees no keys after its own position.
+      heads: heads that share a block (`BlockRows`), at most `groups`.
     """
 
     num_rows: int
@@ -162,12 +164,14 @@ class Blocking:
 
     @property
     def groups(self) -> int:
-        """Groups of 8 rows of a block."""
+        """Groups of 8 rows in a block."""
         return self.block_rows // ALIGNMENT
 
     def num_blocks(self, lengths: SequenceLengths) -> tuple[int, int]:
-        """The least and the largest number of blocks, whatever the lengths. Rows of no sequence may need blocks
-        of their own, and up to 7 rows before a sequence's first and after its last are part of its groups of 8.
+        """Return the smallest and largest number of blocks of any lengths.
+
+        Rows of no sequence may need blocks, and the groups of 8 of a sequence may include up to 7 rows before its first
+        and after its last row.
         """
         segments = lengths.segments
         most = (self.num_rows + 2 * (ALIGNMENT - 1) * segments) * self.heads // self.block_rows + segments
@@ -175,13 +179,13 @@ class Blocking:
 
 
 class WorkList(NamedTuple):
-    """The listed blocks; arrays, or in a kernel references to them.
+    """The listed blocks; arrays, or references to them.
 
     Attributes:
-      blocks: int32 [most, fields of a `QueryBlock`]; the first `counts[0]` rows are set.
-      counts: int32 [2 or 3], the number of blocks, of the heads that take turns (`WorkTiles`) and, where keys may be
-        cut, of splits of each block.
-      zero: int32 [1], for a `TileQueue`.
+      blocks: int32 [largest number of blocks, fields of `QueryBlock`]. The first `counts[0]` rows are set.
+      counts: int32 [2 or 3]: number of blocks, number of heads that alternate (`WorkTiles`), and number of splits if
+        keys may be split.
+      zero: int32 [1], initial counter of a `TileQueue`.
     """
 
     blocks: Any
@@ -193,9 +197,9 @@ class ListScratch(NamedTuple):
     """Shared memory of the listing kernel.
 
     Attributes:
-      ends: int32, number of blocks up to the end of each segment; entries after the last segment repeat its.
-      sort_keys: float32, by which blocks are put in order.
-      lanes: the threads.
+      ends: int32, number of blocks up to the end of each segment. Entries after the last segment repeat its value.
+      sort_keys: float32, sort key of each block.
+      lanes: threads of the kernel.
     """
 
     ends: Any
@@ -204,13 +208,13 @@ class ListScratch(NamedTuple):
 
 
 def list_blocks(blocking: Blocking, lengths: SequenceLengths, splits: KvSplits, l2_head_group: int = 1) -> WorkList:
-    """All blocks, those of the most tiles of keys first, and how many there are.
+    """List all blocks, sorted by decreasing number of tiles of keys.
 
     Args:
-      l2_head_group: heads whose keys and values are meant to be in the L2 cache at a time, a divisor of `splits.heads`.
+      l2_head_group: number of heads whose keys and values should share the L2 cache, a divisor of `splits.heads`.
 
     Raises:
-      NotImplementedError: there can be too many.
+      NotImplementedError: the shapes allow more than `MOST_LISTED` sequences and blocks.
     """
     _, most = blocking.num_blocks(lengths)
     if lengths.sequences + most > MOST_LISTED:
@@ -271,7 +275,7 @@ def _list_kernel(
         block, sort_key = describe(number)
         PER_THREAD.put(scratch.sort_keys, jnp.where(number < scratch.sort_keys.shape[0], number, -1), sort_key)
         kv_tiles = jnp.where(number < count, block.kv_tiles, 0)
-        # Below 2**31 for all blocks together, whatever the lengths are.
+        # The clamp bounds the sum over all blocks by 2**31.
         cost += jnp.where(number < count, jnp.minimum(kv_tiles + WORK_TILE_OVERHEAD, (1 << 31) // (most + 1)), 0)
         return jnp.maximum(most_tiles, kv_tiles), cost
 
@@ -286,12 +290,13 @@ def _list_kernel(
     lanes.each_chunk(most, write)
     PER_THREAD.put(listed.zero, jnp.where(lane == 0, 0, -1), zeros)
     PER_THREAD.put(listed.counts, jnp.where(lane == 0, 0, -1), count)
-    by_turns = l2_head_group < splits.heads
-    longest = lanes.max(most_tiles) if by_turns or splits.most > 1 else None
+    is_grouped = l2_head_group < splits.heads
+    longest = lanes.max(most_tiles) if is_grouped or splits.most > 1 else None
     heads = PER_THREAD.filled(jnp.int32(splits.heads), THREADS)
-    if by_turns:
-        heads = _heads_in_turn(splits, l2_head_group, count, longest, lanes.sum(cost))
-        # Blocks of as many sequences share no keys, and heads of one lie side by side in memory.
+    if is_grouped:
+        heads = _alternating_heads(splits, l2_head_group, count, longest, lanes.sum(cost))
+        # With one block per sequence, no two blocks share keys. Then all heads alternate, because the heads of a token
+        # are adjacent in memory.
         heads = jnp.where(count <= x.sequences, jnp.int32(splits.heads), heads)
     PER_THREAD.put(listed.counts, jnp.where(lane == 0, 1, -1), heads)
     if splits.most > 1:
@@ -300,23 +305,23 @@ def _list_kernel(
 
 
 MOST_TAIL = 1 / 32
-"""Part of a call's time for which programs may have nothing to do at its end."""
+"""Largest fraction of the time of a call for which CTAs may be idle at its end."""
 
 
-def _heads_in_turn(splits: KvSplits, l2_head_group: int, count: jax.Array, longest: Any, cost: Any) -> jax.Array:
-    """Number of heads that take turns on all blocks before the next ones do, for each thread: `l2_head_group`, or more
-    if the longest block of the last ones would end long after everything else.
+def _alternating_heads(splits: KvSplits, l2_head_group: int, count: jax.Array, longest: Any, cost: Any) -> jax.Array:
+    """Return the number of heads that alternate, for each thread.
 
-    That happens where a call's lengths differ much, and few heads share its time: 200 new tokens after 9,000 beside
-    prompts, with heads one by one, take a half longer. Where no block is twice as long as they are on average, no order
-    fills the end.
+    The number is `l2_head_group`, or a larger divisor of the heads if CTAs would be idle for more than `MOST_TAIL` of
+    the time while the longest block of the last group ends. This happens if lengths differ much: 200 new tokens after
+    9,000 cached ones, in a batch with prompts, take 1.5 times as long with one head at a time. If no block takes twice
+    the average time of a block, no order avoids idle CTAs, and the number stays `l2_head_group`.
 
     Args:
       count: number of blocks of a head.
       longest: most tiles of keys of a block.
-      cost: of the blocks of a head, in tiles of keys.
+      cost: sum over the blocks of a head, in tiles of keys.
     """
-    mean = cost.astype(jnp.float32) * (1 / splits.programs)  # of a program, for one head
+    mean = cost.astype(jnp.float32) * (1 / splits.num_ctas)  # time per CTA for one head
     end = (longest + WORK_TILE_OVERHEAD).astype(jnp.float32)
     chosen: Any = jnp.int32(splits.heads)
     for heads in reversed(range(l2_head_group, splits.heads, l2_head_group)):
@@ -327,7 +332,7 @@ def _heads_in_turn(splits: KvSplits, l2_head_group: int, count: jax.Array, longe
 
 
 def _count_blocks(blocking: Blocking, x: SequenceLengths, scratch: ListScratch, segment: Any, before: Any) -> Any:
-    """Writes where the blocks of each segment end, on top of the number `before`; returns that of all so far."""
+    """Store the running number of blocks after each segment, starting at `before`. Return the last number."""
     first_row, end_row = _query_rows(blocking, x, jnp.minimum(segment, x.segments - 1))
     eights = ratio(end_row - _align_each_down(first_row) + (ALIGNMENT - 1), ALIGNMENT)
     blocks = ratio(eights * blocking.heads + (blocking.groups - 1), blocking.groups)
@@ -338,8 +343,9 @@ def _count_blocks(blocking: Blocking, x: SequenceLengths, scratch: ListScratch, 
 def _describe(
     blocking: Blocking, x: SequenceLengths, scratch: ListScratch, number: Any, count: Any
 ) -> tuple[QueryBlock, Any]:
-    """The blocks of these numbers and their sort keys, the largest first; -1 for numbers from `count` on, whose blocks
-    are arbitrary.
+    """Compute the blocks with these numbers, and their sort keys, which decrease along the list.
+
+    Numbers from `count` on get sort key -1 and an arbitrary block.
     """
     segment = jnp.minimum(segment_of(scratch.ends, x.segments, number), x.segments - 1)
     first_row, end_row = _query_rows(blocking, x, segment)
@@ -359,8 +365,9 @@ def _describe(
 
 
 def _query_rows(blocking: Blocking, x: SequenceLengths, segment: Any) -> tuple[Any, Any]:
-    """First and end row of the queries of segments; S is what follows the last sequence, S + 1 what precedes the
-    first.
+    """Return first and end query of segments.
+
+    Segment S is the rows after the last sequence, segment S + 1 the rows before the first.
     """
     last = x.sequences
     first_row = PER_THREAD.take(x.cu_q_lens, jnp.minimum(segment, last))
@@ -370,7 +377,7 @@ def _query_rows(blocking: Blocking, x: SequenceLengths, segment: Any) -> tuple[A
 
 
 def _key_rows(x: SequenceLengths, segment: Any) -> tuple[Any, Any]:
-    """First and end key of segments."""
+    """Return first and end key of segments."""
     if x.cu_kv_lens is not None:
         first, next_one = (jnp.minimum(segment + i, x.sequences) for i in range(2))
         return PER_THREAD.take(x.cu_kv_lens, first), PER_THREAD.take(x.cu_kv_lens, next_one)
@@ -379,7 +386,7 @@ def _key_rows(x: SequenceLengths, segment: Any) -> tuple[Any, Any]:
 
 
 def _limit_by_windows(blocking: Blocking, x: SequenceLengths, lanes: Lanes, kv_tiles: Any) -> Any:
-    """At most so many tiles of keys, and no more than the widest window of a head shows to a block."""
+    """Return `kv_tiles`, or the number of tiles that a block sees through the widest window, if that is less."""
     if x.window is None:
         return kv_tiles
     window, sink_tokens = x.window.window, x.window.sink_tokens
@@ -395,22 +402,22 @@ def _limit_by_windows(blocking: Blocking, x: SequenceLengths, lanes: Lanes, kv_t
     return jnp.minimum(kv_tiles, pl.cdiv(keys + blocking.block_rows, blocking.tile_keys))
 
 
-# --- in the prefill kernel: work tiles, one after the other
+# --- work tiles, in the prefill kernel
 
 
 class WorkTiles(NamedTuple):
-    """The work tiles of all programs, numbered so that those which share keys run at about the same time.
+    """The work tiles of all CTAs, numbered so that work tiles with the same keys run at about the same time.
 
-    A group of `l2_head_group` heads takes its turn on all blocks before the next group does; within it heads alternate.
-    Where no two blocks of a head share keys all heads are one group.
+    All blocks of the first `l2_head_group` heads come first, then all blocks of the next group of heads. Within a
+    group, the heads of one block have consecutive numbers.
 
     Attributes:
-      blocks: int32 [n, fields of a `QueryBlock`] in global memory.
-      num_blocks: number of them.
-      num_splits: of the keys of each block, where they may be cut; else None.
-      num_heads: heads, or groups of heads that share a block.
-      l2_head_group: heads that take turns, whose keys and values are meant to be in the L2 cache at a time.
-      queue: hands out numbers of work tiles; None if each program does the one of its own number.
+      blocks: int32 [n, fields of `QueryBlock`] in global memory.
+      num_blocks: number of blocks of a head.
+      num_splits: number of splits of each block; None if keys are never split.
+      num_heads: number of heads, or of sets of heads that share a block.
+      l2_head_group: heads that alternate, so that their keys and values share the L2 cache.
+      queue: source of work tile numbers; None if each CTA has one work tile, with the number of the CTA.
     """
 
     blocks: Ref
@@ -426,30 +433,33 @@ class WorkTiles(NamedTuple):
         return WorkTiles(blocks, counts[0], num_splits, num_heads, counts[1], queue)
 
     def produce(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> tuple[Any, Any]:
-        """Fetches work tiles, and calls work(whether one came before it, number of its first tile of keys, work tile)
-        for each, which returns how many tiles of keys it took.
+        """Fetch work tiles and process each. Runs in the producer.
+
+        Args:
+          work: work(whether a work tile came before, number of its first tile of keys, work tile) returns its number of
+            tiles of keys.
 
         Returns:
-          the number of work tiles, and of tiles of keys.
+          Number of work tiles, and number of tiles of keys.
         """
-        return self._each(work, lambda queue, i, before: queue.fetch(i, before, self._published))
+        return self._each(work, lambda queue, i, before: queue.fetch(i, before, self._fields_of))
 
     def consume(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> None:
-        """`produce` in other warpgroups, for the work tiles that the producer has fetched."""
+        """Process the work tiles that the producer fetched. Runs in all other warpgroups."""
         self._each(work, lambda queue, i, _: queue.receive(i))
 
     def _each(self, work: Callable[..., Any], number_of: Callable[[TileQueue, Any, Any], Any]) -> tuple[Any, Any]:
         queue, work_tiles = self.queue, self._blocks_of_head * self.num_heads
 
         def number(i: Any, before: Any) -> Any:
-            """Number of the program's i-th work tile; `before` is that of the one before it, if there is one."""
+            """Return the number of the i-th work tile of the CTA; `before` is the previous number, or None."""
             if queue is not None:
                 return number_of(queue, i, before)
-            return lax.axis_index("program") if before is None else work_tiles
+            return lax.axis_index("cta") if before is None else work_tiles
 
         def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             i, work_tile, kv_tile = state
-            described = self._work_tile(work_tile) if queue is None else self._received(queue, i)
+            described = self._work_tile(work_tile) if queue is None else self._stored(queue, i)
             kv_tile += work(i > 0, kv_tile, described)
             return i + 1, number(i + 1, work_tile), kv_tile
 
@@ -459,63 +469,67 @@ class WorkTiles(NamedTuple):
 
     @property
     def _blocks_of_head(self) -> Any:
-        """Number of the blocks of a head, or of their splits."""
+        """Number of blocks of a head, times the number of splits."""
         return self.num_blocks if self.num_splits is None else self.num_blocks * self.num_splits
 
     def _work_tile(self, number: Any) -> FlashWorkTile:
-        """The work tile of a number, from the list."""
+        """Read a work tile from the list."""
         group, rest = divide(number, self._blocks_of_head * self.l2_head_group)
         row, head = divide(rest, self.l2_head_group)
         row, split = (row, None) if self.num_splits is None else divide(row, self.num_splits)
         block = QueryBlock(*(self.blocks[row, field] for field in range(self.blocks.shape[1])))
         return FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits)
 
-    def _published(self, number: Any) -> list[Any]:
-        """Fields of a work tile that the queue passes on; arbitrary beyond the last."""
+    def _fields_of(self, number: Any) -> list[Any]:
+        """Return the fields of a work tile for the queue; arbitrary if `number` is past the last work tile."""
         last = self._blocks_of_head * self.num_heads - 1
         tile = self._work_tile(jnp.minimum(number, last))
         return [*tile.block, tile.head, 0 if tile.split is None else tile.split]
 
-    def _received(self, queue: TileQueue, i: Any) -> FlashWorkTile:
-        """The program's i-th work tile, as published."""
-        *block, head, split = queue.published(i)
+    def _stored(self, queue: TileQueue, i: Any) -> FlashWorkTile:
+        """Return the i-th work tile of the CTA from the queue."""
+        *block, head, split = queue.fields(i)
         block = QueryBlock(*block)
         return FlashWorkTile(block, head, None if self.num_splits is None else split, self.num_splits)
 
 
 class TileQueue(NamedTuple):
-    """A counter in global memory that hands out the numbers of work tiles to programs as they become free.
+    """A counter in global memory from which CTAs fetch the numbers of work tiles.
 
-    A program begins with the work tile of its own number. Its producer fetches the next number when the last copies for
-    the current work tile are under way, so that no warpgroup waits for it. It looks up the work tile, which takes as
-    long as global memory does, and passes it on to the others in shared memory. On Hopper that has two slots: one is
-    overwritten when the queries of the work tile after it have been copied, which was no sooner than all consumers had
-    begun with it. Where consumers do not free the queries themselves there is a slot more than there are stages: the
-    values that the producer copied last took the place of those that are `stages` tiles older, after whose
-    probabilities all consumers had begun with a work tile that recent.
+    The first work tile of a CTA has the number of the CTA. The producer fetches the next number as soon as the last
+    copies of the current work tile are started, so no warpgroup waits for it. The producer also reads the work tile
+    from the list, which takes one access to global memory, and stores its fields in shared memory for the consumers.
+
+    A slot must not be overwritten before all consumers have read it:
+
+    - On Hopper there are two slots. The producer overwrites a slot after it has copied the queries of the next work
+      tile. These copies wait for q_empty, at which consumers arrive while they process the work tile of the slot.
+    - On Blackwell consumers do not arrive at q_empty, so there are `stages` + 1 slots. The last values that the
+      producer copied replaced the values of `stages` tiles earlier. The products with these values waited for the
+      probabilities of all consumers, so all consumers have started a work tile at most `stages` tiles back.
 
     Attributes:
-      programs: number of programs.
-      tile_counter: int32 [1] in global memory, 0 to begin with: work tiles fetched after the first ones.
-      next_tile: int32 [slots, fields] in shared memory: the number of a work tile, and what is published of it.
-      fetched: a barrier at which the producer waits for itself.
-      landed: a barrier for each slot.
+      num_ctas: CTAs of the kernel.
+      tile_counter: int32 [1] in global memory, initially 0: number of fetches of all CTAs.
+      next_tile: int32 [slots, fields] in shared memory: number and fields of work tiles.
+      fetched: barrier at which the producer waits for its own fetch.
+      full: one barrier per slot, at which the producer arrives after it stored a work tile.
     """
 
-    programs: int
+    num_ctas: int
     tile_counter: Ref
     next_tile: Ref
     fetched: Ref
-    landed: Ref
+    full: Ref
 
     @staticmethod
-    def counter(zero: Int32[Array, "1"], programs: int, work_tiles: int) -> Ref | None:
-        """`tile_counter` made of the list's `zero`, or None if no work tile is left after the first ones."""
-        return basics.alias_in_place(zero) if programs < work_tiles else None
+    def counter(zero: Int32[Array, "1"], num_ctas: int, work_tiles: int) -> Ref | None:
+        """Return `tile_counter`, aliased to `WorkList.zero`, or None if each CTA has at most one work tile."""
+        return basics.alias_in_place(zero) if num_ctas < work_tiles else None
 
     @staticmethod
     def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> Any:
-        """Scratch for `next_tile`, `fetched` and `landed`; None without a counter."""
+        """Return scratch types of `next_tile`, `fetched` and `full`; None without a counter."""
         if tile_counter is None:
             return None
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
@@ -525,29 +539,33 @@ class TileQueue(NamedTuple):
     def slot(self, i: Any) -> Any:
         return ring_slot(i, self.next_tile.shape[0])
 
-    def fetch(self, i: Any, before: Any, published: Callable[[Any], list[Any]]) -> Any:
-        """Number of a producer's i-th work tile, after that of number `before`; beyond the last if none is left.
+    def fetch(self, i: Any, before: Any, fields_of: Callable[[Any], list[Any]]) -> Any:
+        """Fetch the i-th work tile of the CTA and store it in shared memory. Runs in the producer.
 
         Args:
-          published: published(number) makes the fields of a work tile that others are told.
+          before: number of the previous work tile, or None.
+          fields_of: fields_of(number) returns the fields of a work tile.
+
+        Returns:
+          Number of the work tile; past the last one if all are taken.
         """
         slot = self.slot(i)
         if before is None:
-            self.next_tile[slot, 0] = lax.axis_index("program")
+            self.next_tile[slot, 0] = lax.axis_index("cta")
         elif interpreted():
-            self.next_tile[slot, 0] = before + self.programs
+            self.next_tile[slot, 0] = before + self.num_ctas
         else:
             self._increment(slot)
             plgpu.barrier_arrive(self.fetched)
             plgpu.barrier_wait(self.fetched)
-        for field, value in enumerate(published(self.next_tile[slot, 0]), 1):
+        for field, value in enumerate(fields_of(self.next_tile[slot, 0]), 1):
             self.next_tile[slot, field] = value
-        plgpu.barrier_arrive(self.landed.at[slot])
+        plgpu.barrier_arrive(self.full.at[slot])
         return self.receive(i)
 
     def _increment(self, slot: Any) -> None:
-        """Writes to a slot what the counter was, plus the number of programs, and counts it up."""
-        programs = self.programs
+        """Increment the counter, and store its old value plus the number of CTAs in a slot."""
+        num_ctas = self.num_ctas
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
         def increment(_: Any, tile_counter: ir.Value, next_tile: ir.Value) -> None:
@@ -557,18 +575,18 @@ class TileQueue(NamedTuple):
                 pointer = mgpu.utils.memref_ptr(tile_counter)
                 number = llvm.atomicrmw(add, pointer, one, ordering, syncscope="device")
                 first: Any = mgpu.c(0, ir.IndexType.get())
-                memref.store(arith.addi(number, mgpu.c(programs, one.type)), next_tile, [first])
+                memref.store(arith.addi(number, mgpu.c(num_ctas, one.type)), next_tile, [first])
 
         increment(self.tile_counter, self.next_tile.at[slot])
 
     def receive(self, i: Any) -> Any:
-        """Number of the i-th work tile, when it is there."""
+        """Wait for the i-th work tile of the CTA and return its number."""
         slot = self.slot(i)
-        plgpu.barrier_wait(self.landed.at[slot])
+        plgpu.barrier_wait(self.full.at[slot])
         return self.next_tile[slot, 0]
 
-    def published(self, i: Any) -> list[Any]:
-        """Published fields of the i-th work tile, which is there."""
+    def fields(self, i: Any) -> list[Any]:
+        """Return the fields of the i-th work tile, after `receive`."""
         return [self.next_tile[self.slot(i), field] for field in range(1, self.next_tile.shape[1])]
 
 
@@ -576,18 +594,19 @@ class TileQueue(NamedTuple):
 
 
 def ring_slot(number: Any, slots: int) -> Any:
-    """`number` modulo `slots`, for a number that is not negative, which the compiler does not know."""
+    """Return `number` modulo `slots`. `number` must not be negative; the compiler cannot deduce this."""
     return number & (slots - 1) if slots & (slots - 1) == 0 else lax.rem(number, slots)
 
 
 def divide(x: Any, y: Any) -> tuple[Any, Any]:
-    """Quotient and remainder of numbers that are not negative."""
+    """Return quotient and remainder of non-negative numbers."""
     return lax.div(x, y), lax.rem(x, y)
 
 
 def _divide_each(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
-    """`divide` of each of several numbers [128]. A division by 1 is left out, of which Mosaic's compiler makes nothing
-    that it can lower.
+    """Return quotients and remainders of non-negative numbers [128].
+
+    Mosaic cannot lower a division by 1, so this case is separate.
     """
     if y == 1:
         return x, PER_THREAD.filled(jnp.int32(0), THREADS)
@@ -596,10 +615,10 @@ def _divide_each(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
 
 
 def align_down(row: Any) -> Any:
-    """The last row up to this one where copies may begin."""
+    """Round a row down to a multiple of `ALIGNMENT`."""
     return pl.multiple_of(lax.div(row, ALIGNMENT) * ALIGNMENT, ALIGNMENT)
 
 
 def _align_each_down(row: Any) -> Any:
-    """`align_down` of each of several rows."""
+    """Round each of several rows down to a multiple of `ALIGNMENT`."""
     return row & -ALIGNMENT

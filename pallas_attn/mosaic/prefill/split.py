@@ -1,13 +1,15 @@
-"""KV splits: the keys of query blocks cut into parts, where there are fewer blocks than multiprocessors (split-KV).
+"""Split-KV: several CTAs share the keys of a query block when blocks are fewer than multiprocessors.
 
-The keys of all blocks are cut into equally many splits, and each split of a block is a work tile of its own, which
-leaves partial states (`RowState`) for a kernel to merge. The number of splits is chosen on the device, by the kernel
-that lists the blocks (`flash.schedule`), from the number of blocks and of the tiles of keys that they see; there is
-room for the partial states of as many splits as a call of these shapes can have. Where none is cut, rows are written
-finished, and the merge has nothing to do.
+The keys of every block are cut into the same number of splits. Each split of a block is a work tile and leaves a
+partial state (`RowState`) of its rows. A second kernel, `merge_splits`, merges the partial states.
 
-As in decode (`mosaic.merge`), partial states keep maximum and sum apart, and are merged by their maxima: an LSE of
-5e5, rounded to float32, would change the weight of a split by up to 1.6%.
+- `KvSplits.of` computes the largest number of splits for the shapes of a call, and so the number of partial states.
+- `KvSplits.choose` chooses the number of splits on the device, in the kernel that lists the blocks (`schedule.py`),
+  from the number of blocks and their tiles of keys.
+- With one split, the attention kernel stores finished rows, and the merge does nothing.
+
+A partial state has maximum and sum apart, as in decode (`mosaic/merge.py`). One LSE per row would not be accurate
+enough: rounding an LSE of 5e5 to float32 changes the weight of a split by up to 1.6%.
 """
 
 from __future__ import annotations
@@ -31,39 +33,37 @@ from pallas_attn.mosaic.primitives.register_tiles import over_tokens
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 
 WORK_TILE_OVERHEAD = 2
-"""Cost of a work tile beside its tiles of keys, in tiles: its first scores, which overlap nothing, and its output."""
+"""Fixed time of a work tile, in tiles of keys: its first scores, which overlap nothing, and its output."""
 
 MERGE_OVERHEAD = 4
-"""Cost of merging splits, in tiles, beside what is moved. Both costs are estimates from the times of a launch and of a
-tile.
-"""
+"""Fixed time of a merge, in tiles of keys. This and `WORK_TILE_OVERHEAD` are estimates."""
 
-PARTIALS = 8
-"""Partial states that there is room for, at most, of a block for each program."""
+PARTIALS_PER_CTA = 8
+"""Largest number of work tiles per CTA after splitting. It bounds the memory for partial states."""
 
 BYTES_OF_A_TILE = 1.1
-"""Bytes that are moved in the time of a multiply-add of a tile: 3 TB/s beside 132 programs that together do 710
-TFLOP/s.
+"""Bytes that memory moves in the time in which one CTA computes one multiply-add, on an H100: 3 TB/s, and 132 CTAs with
+710 TFLOP/s together.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class KvSplits:
-    """Limits within which keys of blocks may be cut.
+    """Bounds of the number of splits, and the cost model that chooses it.
 
     Attributes:
-      most: number of splits that there is room for; 1 if keys are not cut.
-      heads: heads, or groups of heads that share a block, that blocks are done for.
-      most_tiles: tiles of keys that a block can see.
-      programs: programs that run at a time.
+      most: largest number of splits; 1 if keys are never split.
+      heads: number of heads, or of sets of heads that share a block.
+      most_tiles: largest number of tiles of keys that a block can see.
+      num_ctas: CTAs that run at the same time.
       rows: rows of the output.
-      rows_of_a_tile: rows whose partial states are written and read in the time of a tile of keys.
+      rows_of_a_tile: rows whose partial states are written and read in the time that a tile of keys takes.
     """
 
     most: int
     heads: int
     most_tiles: int
-    programs: int
+    num_ctas: int
     rows: int = 0
     rows_of_a_tile: int = 1
 
@@ -71,42 +71,46 @@ class KvSplits:
     def of(
         *, heads: int, num_blocks: tuple[int, int], most_tiles: int, rows: int = 0, rows_of_a_tile: int = 1
     ) -> KvSplits:
-        """Limits with room for as many splits as can be the best choice.
+        """Return bounds that include the best number of splits for all lengths.
 
         Args:
           heads, most_tiles, rows, rows_of_a_tile: see the class.
-          num_blocks: the least and the largest number of blocks of a head.
+          num_blocks: smallest and largest number of blocks of a head.
         """
-        programs = basics.multiprocessors()
+        num_ctas = basics.multiprocessors()
         fewest, largest = (n * heads for n in num_blocks)
-        room = max(1, min(PARTIALS * programs // fewest, most_tiles))
-        limits = KvSplits(1, heads, most_tiles, programs, rows, rows_of_a_tile)
+        room = max(1, min(PARTIALS_PER_CTA * num_ctas // fewest, most_tiles))
+        limits = KvSplits(1, heads, most_tiles, num_ctas, rows, rows_of_a_tile)
         splits = np.arange(1, room + 1)
-        work_tiles = np.arange(fewest, max(min(largest, PARTIALS * programs), fewest) + 1)
+        work_tiles = np.arange(fewest, max(min(largest, PARTIALS_PER_CTA * num_ctas), fewest) + 1)
         best = np.argmin(limits.time(work_tiles[:, None], splits, most_tiles, np), axis=1)
         most = int(best.max()) + 1
         return dataclasses.replace(limits, most=most)
 
     def time(self, work_tiles: Any, splits: Any, kv_tiles: Any, xp: Any = jnp) -> Any:
-        """Time of so many work tiles before they are cut into splits, in tiles of keys.
+        """Estimate the time of a call, in tiles of keys.
 
         Args:
+          work_tiles: number of work tiles before splitting.
+          splits: number of splits.
+          kv_tiles: tiles of keys of each work tile before splitting.
           xp: numpy or jax.numpy.
         """
         cdiv: Any = pl.cdiv if xp is jnp else lambda x, y: -(-x // y)
-        rounds = cdiv(work_tiles * splits, self.programs)
+        rounds = cdiv(work_tiles * splits, self.num_ctas)
         merging = MERGE_OVERHEAD + cdiv(splits * self.rows, self.rows_of_a_tile)
         return rounds * (cdiv(kv_tiles, splits) + WORK_TILE_OVERHEAD) + xp.where(splits > 1, merging, 0)
 
     def choose(self, lanes: Lanes, num_blocks: Any, kv_tiles: Any) -> Any:
-        """Choose the number of splits that takes the least time: in the listing kernel, where each thread computes the
-        time of one number.
+        """Choose the number of splits with the least estimated time.
+
+        Runs in the listing kernel. Thread i estimates the time of i + 1 splits.
 
         Args:
           num_blocks: blocks of a head.
-          kv_tiles: tiles of keys that a block sees at most.
+          kv_tiles: largest number of tiles of keys that a block sees.
         """
-        # The least time and the thread that found it are one number: the time above, the thread below.
+        # Time and thread are packed into one integer, time in the upper bits, for one reduction over threads.
         power = 1 << self.most.bit_length()
         longest = (1 << 31) // power - 1
         splits = lanes.number() + 1
@@ -120,13 +124,13 @@ class KvSplits:
 
 
 class RowState(NamedTuple):
-    """Attention of query rows over some of the keys, not normalised: arrays, or references to them.
+    """Partial state: unnormalised attention of n rows to some of their keys; arrays, or references to them.
 
     Attributes:
-      o: [n, Dv] float32, values weighted with 2**(score - m).
-      m: [n] float32, the largest score times log2 e, or less than that by at most the threshold below which nothing is
-        rescaled; -inf where no key is seen.
-      l: [n] float32, sums of 2**(score - m).
+      o: [n, Dv] float32, sum of values weighted with 2**(score - m).
+      m: [n] float32, reference of the exponents, in units of log2: the largest score times log2(e), or up to the
+        rescaling threshold of the kernel less; -inf for rows that see no key.
+      l: [n] float32, sum of 2**(score - m).
     """
 
     o: Any
@@ -135,50 +139,50 @@ class RowState(NamedTuple):
 
     @staticmethod
     def types(rows: int, value_dim: int) -> RowState:
-        """Shapes of the states of so many rows."""
+        """Return the shapes of the states of `rows` rows."""
         each = jax.ShapeDtypeStruct((rows,), jnp.float32)
         return RowState(jax.ShapeDtypeStruct((rows, value_dim), jnp.float32), each, each)
 
     @property
     def seen(self) -> Any:
-        """bool [n], whether a row sees a key; true of a row that saw NaN."""
+        """Whether each row sees a key, bool [n]; true for a row with NaN."""
         return self.l != 0
 
     def output(self, sink: Any = None) -> Any:
-        """Normalised output [n, Dv], 0 where no key is seen.
+        """Return the normalised output [n, Dv], 0 for rows that see no key.
 
         Args:
-          sink: [n] learned logits of the rows.
+          sink: sink logits [n], or None.
         """
-        # Rows that see nothing may hold 0 times an infinite value.
+        # `o` of a row that sees no key may be NaN: 0 times an infinite value.
         inverse = over_tokens(self.inverse(sink), self.o.shape)
         return jnp.where(over_tokens(self.seen, self.o.shape), self.o * inverse, 0.0)
 
     def inverse(self, sink: Any = None) -> Any:
-        """Inverse of the denominator [n], 0 where no key is seen.
+        """Return 1 / (l + sink term), [n], 0 for rows that see no key.
 
         Args:
-          sink: [n] learned logits of the rows.
+          sink: sink logits [n], or None.
         """
         seen, shift = self.seen, jnp.where(self.seen, self.m, 0.0)
         denominator = self.l if sink is None else self.l + jnp.exp2(sink * LOG2E - shift)
         return jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
 
     def lse(self) -> Any:
-        """Natural logarithm of the denominator without sinks, [n]; -inf where no key is seen."""
+        """Return the natural-log LSE without sinks, [n], -inf for rows that see no key."""
         log2 = jnp.where(self.seen, self.m, 0.0) + jnp.log2(jnp.where(self.seen, self.l, 1.0))
         return jnp.where(self.seen, log2 * (1 / LOG2E), -jnp.inf)
 
 
 class OutputRows(NamedTuple):
-    """Finished rows: out [n, Dv] and lse [n], arrays or references to them; lse is None where it is not returned."""
+    """Finished rows: out [n, Dv], and lse [n] or None if it is not returned; arrays, or references to them."""
 
     out: Any
     lse: Any
 
     @staticmethod
     def types(rows: int, value_dim: int, dtype: jax.typing.DTypeLike, *, lse: bool) -> OutputRows:
-        """Shapes of so many rows."""
+        """Return the shapes of `rows` rows."""
         each = jax.ShapeDtypeStruct((rows,), jnp.float32) if lse else None
         return OutputRows(jax.ShapeDtypeStruct((rows, value_dim), dtype), each)
 
@@ -186,20 +190,19 @@ class OutputRows(NamedTuple):
 # --- merging
 
 MERGED_ROWS = 16
-"""Rows that a program merges: four loads of 16 bytes a thread for each split, at a width of 128."""
+"""Rows that a CTA merges. With Dv 128, a thread loads 4 times 16 bytes per split."""
 
 
 def merge_splits(
     partials: RowState, finished: OutputRows, counts: Int32[Array, "3"], sinks: Float[Array, "Hq"] | None
 ) -> OutputRows:
-    """Merge the partial states of the splits of n rows into the finished rows, by a kernel that reads what was written.
-
-    Where keys were not cut after all it leaves the finished rows as they are.
+    """Merge the partial states of n rows into the finished rows, in place. With one split, do nothing.
 
     Args:
-      partials: [room · n, ...], split after split. Those from `counts[2]` on were not written.
-      counts: of the `WorkList`.
-      sinks: learned logits of the heads of the rows, which alternate.
+      partials: [splits · n, ...], split by split. Splits from `counts[2]` on were not written.
+      finished: rows that the attention kernel stored; valid with one split only.
+      counts: from the `WorkList`.
+      sinks: sink logits [Hq], or None. Row i belongs to head i modulo Hq.
     """
     out, lse = (None if x is None else basics.alias_in_place(x) for x in finished)
     n, value_dim = finished.out.shape
@@ -208,7 +211,7 @@ def merge_splits(
         functools.partial(_merge_kernel, layout),
         out_type=(),
         grid=(pl.cdiv(n, MERGED_ROWS),),
-        grid_names=("program",),
+        grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_prefill_splits",
     )(*basics.materialize((partials, counts, sinks)), out, lse)
@@ -219,18 +222,18 @@ def _merge_kernel(
     layout: RowLayout, partials: RowState, counts: Ref, sinks: Ref | None, out: Ref, lse: Ref | None
 ) -> None:
     (n, value_dim), num_splits = out.shape, counts[2]
-    row = layout.iota(MERGED_ROWS) + lax.axis_index("program") * MERGED_ROWS
+    row = layout.iota(MERGED_ROWS) + lax.axis_index("cta") * MERGED_ROWS
     place = jnp.where(row < n, row, -1)
 
     def add(split: Any, merged: RowState) -> RowState:
         at = jnp.where(row < n, row + split * n, -1)
-        o = layout.load(partials.o, at, 0, value_dim)
+        o = layout.load(partials.o, at, 0, value_dim)  # [MERGED_ROWS, Dv]
         m, l = (layout.take(x, jnp.maximum(at, 0)) for x in (partials.m, partials.l))  # noqa: E741
         m = jnp.where(l != 0, m, -jnp.inf)
         highest = jnp.maximum(merged.m, m)
         shift = jnp.where(highest == -jnp.inf, 0.0, highest)
         before, more = jnp.exp2(merged.m - shift), jnp.exp2(m - shift)
-        # A state that saw nothing may hold 0 times an infinite value.
+        # `o` of a state that sees no key may be NaN.
         o = jnp.where(layout.spread(l != 0, value_dim), o * layout.spread(more, value_dim), 0.0)
         return RowState(merged.o * layout.spread(before, value_dim) + o, highest, merged.l * before + l * more)
 
@@ -241,7 +244,7 @@ def _merge_kernel(
         state = lax.fori_loop(0, num_splits, add, empty)
         sink = None
         if sinks is not None:
-            heads = sinks.shape[0]  # of a remainder by 1 Mosaic's compiler makes nothing that it can lower
+            heads = sinks.shape[0]  # Mosaic cannot lower a remainder by 1
             head = (
                 lax.rem(jnp.maximum(place, 0), jnp.int32(heads))
                 if heads > 1

@@ -1,1 +1,1 @@
-"""Building blocks that Mosaic GPU kernels of every architecture share."""
+"""Building blocks of Mosaic GPU kernels that do not depend on the architecture."""

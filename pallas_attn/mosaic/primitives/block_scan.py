@@ -1,5 +1,5 @@
-"""Scans, reductions and ranks over numbers of which each thread of a program holds one: by warp shuffles, and through
-shared memory from warp to warp.
+"""Scans, reductions and ranks over numbers, one per thread of a CTA. Warps use shuffles and exchange results through
+shared memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOG2_WARP = 5
 WARP = 2**LOG2_WARP
 
 MOST_WARPGROUPS = 8
-"""So many have 32 warps, one for each thread of the warp that adds up the warps' sums."""
+"""Eight warpgroups have 32 warps, so that one warp can add up the sums of all warps with one lane each."""
 
 PER_THREAD = RowLayout(threads=1, vector=1)
 """Layout of arrays [128] with a number for each thread of a warpgroup."""
@@ -35,7 +35,7 @@ COMPARED = 32
 
 
 class Lanes(NamedTuple):
-    """Threads of a program of up to 8 warpgroups, which are its axis "warpgroup".
+    """Threads of a CTA of up to 8 warpgroups, which are the kernel axis "warpgroup".
 
     Attributes:
       sums: int32 [warps] in shared memory.
@@ -52,7 +52,7 @@ class Lanes(NamedTuple):
         return Lanes(plgpu.SMEM((warpgroups * THREADS // WARP,), jnp.int32), met)
 
     def number(self) -> jax.Array:
-        """Number of each thread among all of the program, int32 [128]."""
+        """Index of each thread in the CTA, int32 [128]."""
         return PER_THREAD.iota(THREADS) + lax.axis_index("warpgroup") * THREADS
 
     @property
@@ -60,9 +60,10 @@ class Lanes(NamedTuple):
         return self.sums.shape[0] * WARP
 
     def each_chunk(self, count: int, body: Callable[[jax.Array, Any], Any], carry: Any = None) -> Any:
-        """Call carry = body(numbers, carry) for 0, 1, ... in chunks of a number for each thread; return the last carry.
+        """Call carry = body(numbers, carry) for the numbers 0, 1, ..., in chunks with one number per thread. Return the
+        last carry.
 
-        The last chunk may go past `count` - 1.
+        The last chunk may contain numbers past `count` - 1.
         """
         if count <= self.threads:
             return body(self.number(), carry)
@@ -70,7 +71,7 @@ class Lanes(NamedTuple):
         return lax.fori_loop(0, chunks, lambda i, carry: body(self.number() + i * self.threads, carry), carry)
 
     def barrier(self) -> None:
-        """Wait for all threads of the program; each then sees what the others have written to shared memory."""
+        """Synchronize all threads of the CTA. Each thread then sees the other threads' writes to shared memory."""
         if interpreted():
             plgpu.barrier_arrive(self.met)
             plgpu.barrier_wait(self.met)
@@ -85,7 +86,8 @@ class Lanes(NamedTuple):
     def prefix_sums(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Inclusive prefix sums of the threads' numbers, [128], and their total, [128].
 
-        Takes two barriers: before `sums` is overwritten, which others may still read, and once it is written.
+        Uses two barriers: one before `sums` is overwritten, which other threads may still read, and one after the
+        write.
         """
         thread = self.number()
         lane, warp = thread & (WARP - 1), thread >> LOG2_WARP
@@ -99,9 +101,9 @@ class Lanes(NamedTuple):
         return within + before, total
 
     def append(self, sums: Ref, place: jax.Array, numbers: jax.Array, before: jax.Array) -> jax.Array:
-        """Write `before` plus the prefix sums of threads' numbers to sums[place]; return `before` plus their total.
+        """Write `before` plus the prefix sums of the threads' numbers to sums[place]. Return `before` plus their total.
 
-        All threads may read what is written.
+        All threads may read the written sums afterwards.
         """
         within, total = self.prefix_sums(numbers)
         PER_THREAD.put(sums, place, before + within)
@@ -109,35 +111,36 @@ class Lanes(NamedTuple):
         return before + total
 
     def sum(self, numbers: jax.Array) -> jax.Array:
-        """Sum of all threads' numbers, a scalar. Takes two barriers like `prefix_sums`."""
+        """Sum of all threads' numbers, a scalar. Uses two barriers like `prefix_sums`."""
         return functools.reduce(jnp.add, self._of_warps(_warp_sums(numbers)))
 
     def max(self, numbers: jax.Array) -> jax.Array:
-        """Largest of all threads' numbers, a scalar. Takes two barriers like `prefix_sums`."""
+        """Largest of all threads' numbers, a scalar. Uses two barriers like `prefix_sums`."""
         return functools.reduce(jnp.maximum, self._of_warps(_warp_max(numbers)))
 
     def _of_warps(self, numbers: jax.Array) -> list[jax.Array]:
-        """Collect a scalar from each warp, all of whose threads hold the same number."""
-        thread, zero = self.number(), opaque_zero()  # constants are no indices
+        """Collect one number per warp. All threads of a warp hold the same number."""
+        thread, zero = self.number(), opaque_zero()  # constants are not valid indices
         self.barrier()
         PER_THREAD.put(self.sums, jnp.where(thread & (WARP - 1) == 0, thread >> LOG2_WARP, -1), numbers)
         self.barrier()
         return [self.sums[zero + i] for i in range(self.sums.shape[0])]
 
     def count_larger(self, numbers: Ref, own: jax.Array) -> jax.Array:
-        """Count the numbers in shared memory that are larger than each thread's own, int32 [128]; threads from number
-        n on get arbitrary counts.
+        """Count the numbers in shared memory that are larger than each thread's own number, int32 [128].
+
+        Threads with an index of n or more get arbitrary counts.
 
         Args:
-          numbers: float32 [n], n a multiple of 32, whole numbers below 2**24.
-          own: float32 [128], the same.
+          numbers: float32 [n], integers below 2**24; n is a multiple of 32.
+          own: float32 [128], integers below 2**24.
         """
         if interpreted():
             return jnp.sum(numbers[...][None, :] > own[:, None], axis=1, dtype=jnp.int32)
         each, count = PER_THREAD.per_row, numbers.shape[0]
 
-        # The saturated difference of two whole numbers is 1 or 0: two float32 additions for each comparison, of which
-        # a multiprocessor does more at a time than of other instructions.
+        # The saturated difference of two integers is 1 or 0. A comparison thus takes two float32 additions, which have
+        # a higher throughput than other instructions.
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), each, each),
             return_type=plgpu.ShapeDtypeStruct(own.shape, jnp.float32, layout=each),
@@ -153,7 +156,7 @@ class Lanes(NamedTuple):
                     others = (vector.extract(four, [], [j]) for j in range(4))
                     ones = [mgpu.utils.inline_ptx("sub.sat.f32 $0, $1, $2;", x, mine, result_types=f32) for x in others]
                     pairs = [arith.addf(*ones[j : j + 2]) for j in (0, 2)]
-                    total = arith.addf(total, arith.addf(*pairs))  # one dependent addition for four comparisons
+                    total = arith.addf(total, arith.addf(*pairs))  # one dependent addition per four comparisons
                 registers[place] = vector.broadcast(register.type, total)
             return mgpu.FragmentedArray(_registers=registers, _layout=larger.layout, _is_signed=None)
 
@@ -166,10 +169,12 @@ class Lanes(NamedTuple):
 
 
 def segment_of(ends: Ref, count: int, place: jax.Array) -> jax.Array:
-    """Index of the segment that each position lies in, by a search in the sorted ends of `count` segments; `count` for
-    positions past the last. Each round reads three ends and leaves a quarter of the segments.
+    """Index of the segment that contains each position, by a search in the sorted ends of `count` segments.
+
+    The index is `count` for positions past the last segment. Each search round reads three ends and keeps a quarter of
+    the segments.
     """
-    step = 4 ** ((count.bit_length() - 1) // 2)  # the largest power of 4 that is not larger
+    step = 4 ** ((count.bit_length() - 1) // 2)  # largest power of 4 that is at most `count`
     if interpreted():
         found = PER_THREAD.filled(jnp.int32(0), THREADS)
         while step:
@@ -179,7 +184,7 @@ def segment_of(ends: Ref, count: int, place: jax.Array) -> jax.Array:
             step //= 4
         return found
 
-    # The same as MLIR: a kernel has up to eight searches, and jax takes ten times as long to lower them.
+    # The same search in MLIR. A kernel has up to eight searches, and jax takes ten times as long to lower them.
     def search(ends: ir.Value, place: ir.Value) -> ir.Value:
         found = zero = mgpu.c(0, place.type)
         for length in (step >> shift for shift in range(0, step.bit_length(), 2)):
@@ -198,12 +203,14 @@ def segment_of(ends: Ref, count: int, place: jax.Array) -> jax.Array:
 
 
 def exclusive_sum(sums: Ref, i: jax.Array) -> jax.Array:
-    """Exclusive prefix sum number i, from inclusive ones."""
+    """Return the i-th exclusive prefix sum, given inclusive prefix sums."""
     return jnp.where(i > 0, PER_THREAD.take(sums, jnp.maximum(i - 1, 0)), 0)
 
 
 def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
-    """Inclusive prefix sums within each warp; in round i a lane adds that 2**i lanes before (Hillis, Steele 1986)."""
+    """Inclusive prefix sums within each warp; in round i a lane adds the number of the lane 2**i before (Hillis, Steele
+    1986).
+    """
     if interpreted():
         return jnp.cumsum(numbers.reshape(-1, WARP), axis=1, dtype=jnp.int32).reshape(-1)
 
@@ -221,7 +228,7 @@ def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
 
 
 def _warp_sums(numbers: jax.Array) -> jax.Array:
-    """Sum of a warp's numbers, for each of its threads."""
+    """Sum of a warp's numbers, in each of its threads."""
     if interpreted():
         return jnp.repeat(jnp.sum(numbers.reshape(-1, WARP), axis=1, dtype=jnp.int32), WARP)
     return _by_thread(functools.partial(_reduced, nvvm.ReductionKind.ADD), numbers)

@@ -1,9 +1,10 @@
-"""8-bit caches (int8, e4m3) for tensor cores that multiply float16: scales, queries, and tiles converted by threads.
+"""8-bit caches (int8, e4m3) on tensor cores that multiply float16: scales, queries, and conversion of tiles.
 
-Float16 holds every value of e4m3 and int8, and two of them take one instruction (e4m3) or less than three (int8).
+Float16 represents every value of e4m3 and int8. Converting two values takes one instruction (e4m3) or less than three
+(int8).
 
-Here is what does not depend on the card's tensor cores: tiles converted from shared memory to shared memory
-(`dequantise_tile`), and scales of tokens in registers. Hopper's decode converts on the way from shared memory to
+This module does not depend on the architecture: it converts tiles from shared memory to shared memory
+(`dequantize_tile`) and loads token scales to registers. Hopper's decode kernel converts between shared memory and
 registers, from which wgmma reads its left operand (`hopper.dequantize`).
 """
 
@@ -29,9 +30,9 @@ from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, RegisterLayo
 from pallas_attn.portable.quantise import float16_queries
 from pallas_attn.types import QMAX, PagedKV, ScaleLayout
 
-QUANTISED_REF = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
-"""Type of a reference to an 8-bit `tiles.operand`: 16-byte chunk c of row r is stored as chunk c ^ (r % 8) of that
-row.
+QUANTIZED_REF = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
+"""Type of a reference to an 8-bit `register_tiles.operand`. The 16-byte chunk c of row r is stored at position c ^ (r %
+8) of that row.
 """
 
 E4M3_TO_F16 = """
@@ -57,12 +58,13 @@ sub.f16x2 $0, low, bias;
 sub.f16x2 $1, high, bias;
 }}
 """
-"""Converts four int8 to float16. A byte b with its sign bit flipped is b + 128, which as the low bits of 0x6400 makes
-the float16 1024 + 128 + b; 1152 is subtracted from it.
+"""PTX that converts four int8 to float16. A byte b with flipped sign bit is b + 128. As the low bits of 0x6400 it makes
+the float16 number 1024 + 128 + b, from which 1152 is subtracted.
 """
 
 SMALLEST_SCALE = 1e-26
-"""Smallest scale of values: smaller ones are raised to it, since their reciprocals enter a sum that must not overflow.
+"""Smallest scale of values. Smaller scales are raised to it, because their reciprocals enter a sum that must not
+overflow.
 """
 
 
@@ -70,7 +72,7 @@ SMALLEST_SCALE = 1e-26
 
 
 def scale_layout(kv: PagedKV) -> ScaleLayout:
-    """Kind of scales that a cache has, from the rank of `k_scale`."""
+    """Return the scale layout of a cache, from the rank of `k_scale`."""
     if kv.k_scale is None:
         return None
     match kv.k_scale.ndim:
@@ -83,16 +85,16 @@ def scale_layout(kv: PagedKV) -> ScaleLayout:
 
 
 def latent_queries(q_latent: Float[Array, "*rows L"], q_rope: Float[Array, "*rows R"]) -> tuple[Array, Array, float]:
-    """Compute float16 queries for latents in 8 bits, queries for their rotated columns, and the factor of both."""
+    """Compute float16 queries for 8-bit latents, queries for their rotated columns, and the factor of both."""
     narrowed, factor = float16_queries(q_latent)
     return narrowed, q_rope * jnp.asarray(factor, q_rope.dtype), factor
 
 
-def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
-    """Split queries into a sum of terms that tensor cores can multiply with the cache; return terms and their factor.
+def split_queries(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
+    """Split queries into 16-bit parts that tensor cores can multiply with the cache. Return the parts and their factor.
 
-    There is one term where 16 bits hold the queries exactly. Scales of keys by channel are multiplied into the queries,
-    which takes two terms: the LSE would show the rounding of one.
+    One part suffices if 16 bits represent the queries exactly. Channel scales of keys are multiplied into the queries,
+    which then takes two float16 parts: with one part, its rounding error would be visible in the LSE.
     """
     if kv.k_scale is None:
         return [q], 1.0
@@ -102,14 +104,16 @@ def plain_query_terms(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Ar
     exact, limit = q.astype(jnp.float32), float(jnp.finfo(jnp.float16).max)
     exact *= jnp.repeat(kv.k_scale, q.shape[2] // kv.k.shape[1], axis=0)[None, None]
     exact = jnp.clip(exact, -limit, limit)
-    # Not a conversion there and back: on GPUs the compiler would drop both, and `low` with them.
+    # Do not convert to float16 and back: GPU compilers remove such pairs, and the low part would become 0.
     high = lax.reduce_precision(exact, exponent_bits=5, mantissa_bits=10)
     return [high.astype(jnp.float16), (exact - high).astype(jnp.float16)], 1.0
 
 
 def tokens_per_smem_row(cache_dtype: jax.typing.DTypeLike, head_dim: int) -> int:
-    """Number of tokens that share a row of a tile in shared memory: several where 8-bit heads are narrower than a row,
-    since copies of rows of 64 bytes reach only three quarters of the bandwidth.
+    """Number of tokens in one row of a tile in shared memory.
+
+    It exceeds 1 for 8-bit heads narrower than a row, because copies of 64-byte rows reach only three quarters of the
+    bandwidth.
     """
     return max(1, ROW_BYTES // head_dim) if jnp.dtype(cache_dtype) in QMAX else 1
 
@@ -118,13 +122,15 @@ def tokens_per_smem_row(cache_dtype: jax.typing.DTypeLike, head_dim: int) -> int
 
 
 def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array, layout: RegisterLayout) -> None:
-    """Zero the tokens of an 8-bit tile [tokens, channels] where live_mask [tokens], in `layout.per_row`, is false."""
+    """Zero the tokens of an 8-bit tile [tokens, channels] where live_mask [tokens], with layout `layout.per_row`, is
+    false.
+    """
     if interpreted():
         numbers = jnp.where(live_mask[:, None], tile[...].reshape(-1, channels), jnp.zeros((), tile.dtype))
         tile[...] = numbers.reshape(tile.shape)
         return
 
-    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, layout.per_row))
+    @plgpu.inline_mgpu(arg_types=(QUANTIZED_REF, layout.per_row))
     def write_zeros(_: Any, tile: ir.Value, live_mask: Any) -> None:
         warp, lane = warp_and_lane()
 
@@ -139,11 +145,11 @@ def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array, layout: Registe
     write_zeros(tile, jnp.where(live_mask, 1, 0))
 
 
-def dequantise_tile(tile: Ref, to: Ref) -> None:
-    """Convert an 8-bit tile [tokens, channels] to a float16 tile that tensor cores read, both in shared memory.
+def dequantize_tile(tile: Ref, to: Ref) -> None:
+    """Convert an 8-bit tile [tokens, channels] to a float16 tile for tensor cores, both in shared memory.
 
-    A thread converts chunks of 16 channels. Neighbouring threads take neighbouring tokens, so that eight of them access
-    all banks, in either tile.
+    A thread converts chunks of 16 channels. Adjacent threads process adjacent tokens, so that eight threads access all
+    banks of either tile.
     """
     tokens, channels = to.shape
     if interpreted():
@@ -151,7 +157,7 @@ def dequantise_tile(tile: Ref, to: Ref) -> None:
         return
     assembly = conversion(tile.dtype, (0, 1, 2, 3))
 
-    @plgpu.inline_mgpu(arg_types=(QUANTISED_REF, register_tiles.operand_ref()))
+    @plgpu.inline_mgpu(arg_types=(QUANTIZED_REF, register_tiles.operand_ref()))
     def convert(_: Any, tile: ir.Value, to: ir.Value) -> None:
         warp, lane = warp_and_lane()
         token, chunk = plus(times(masked(warp, 1), 32), lane), shifted(warp, 1)
@@ -172,13 +178,13 @@ def dequantise_tile(tile: Ref, to: Ref) -> None:
 
 
 def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int, layout: RegisterLayout) -> jax.Array:
-    """Load a value of each group of tokens, such as its scale, for each token: float32 [tokens], `layout.per_row`.
+    """Load a value of each token group, such as its scale, for each token: float32 [tokens], layout `layout.per_row`.
 
-    Pallas has no loads by index.
+    Pallas has no indexed loads.
 
     Args:
-      ref: float32 [n, at least groups] in shared memory, a row for each of n segments of groups · group_tokens tokens.
-      begin: int32 [n], index of the first value of each row; 0 unless given.
+      ref: float32 [n, at least groups] in shared memory, one row per segment of groups · group_tokens tokens.
+      begin: int32 [n], index of the first value in each row; None for 0.
     """
     tokens = ref.shape[0] * groups * group_tokens
     if interpreted():
@@ -209,7 +215,7 @@ def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int, 
 def load_group_scales(
     ref: Ref, page_tokens: int, groups: int, tokens: int, layout: RegisterLayout
 ) -> tuple[jax.Array, ...]:
-    """Load the scales of a tile of latents: for each group of channels float32 [tokens], `layout.per_row`.
+    """Load the scales of a tile of latents: for each channel group float32 [tokens], layout `layout.per_row`.
 
     Args:
       ref: float32 [pages, at least page_tokens · groups] in shared memory, token by token.
@@ -237,12 +243,12 @@ def load_group_scales(
 
 
 def conversion(narrow: jax.typing.DTypeLike, order: Sequence[int]) -> str:
-    """PTX that converts the four 8-bit numbers of a word, $2, in some order to two pairs of float16, $0 and $1."""
+    """PTX that converts the four 8-bit numbers of word $2, in the given order, to two float16 pairs, $0 and $1."""
     return (INT8_TO_F16 if jnp.dtype(narrow) == jnp.int8 else E4M3_TO_F16).format(*order)
 
 
 def converted(word: ir.Value, assembly: str) -> list[ir.Value]:
-    """Pairs of float16, as words, that a `conversion` makes of a word."""
+    """Float16 pairs, as words, that `conversion` computes from a word."""
     pairs: Any = llvm.inline_asm(llvm.StructType.get_literal([i32()] * 2), [word], assembly, "=r,=r,r")
     return [llvm.extractvalue(i32(), pairs, [i]) for i in range(2)]
 
@@ -251,11 +257,11 @@ def converted(word: ir.Value, assembly: str) -> list[ir.Value]:
 
 
 class ChunkPointers:
-    """Pointers to chunks of 16 bytes of a tile of tokens, at constant distances from a thread's first chunk.
+    """Pointers to 16-byte chunks of a tile of tokens, at constant distances from a thread's first chunk.
 
     Args:
       tile: memref [rows / 8, columns of 128 bytes, 8, 128 bytes], swizzled.
-      token_bytes: bytes of a token; the number of its channels if those have 8 bits.
+      token_bytes: bytes of a token.
       token, chunk: position of the thread's first chunk, chunk < 4.
     """
 
@@ -276,11 +282,11 @@ class ChunkPointers:
         self._chunk = times(arith.xori(chunk, masked(row, 7)), 16)
 
     def pointer(self, tokens: int, chunks: int) -> ir.Value:
-        """Pointer to the chunk so many tokens and chunks after the first one.
+        """Pointer to the chunk that is `tokens` tokens and `chunks` chunks after the first chunk.
 
         Args:
           tokens: a multiple of 16.
-          chunks: a number with no bit in common with that of the first chunk.
+          chunks: a number that has no bit in common with the index of the first chunk.
         """
         column, chunk = divmod(chunks, ROW_BYTES // 16)
         constant = tokens // self._tokens_in_row // 8 * self._row_tile + column * self._column
@@ -290,7 +296,7 @@ class ChunkPointers:
 
 
 def warp_and_lane() -> tuple[ir.Value, ir.Value]:
-    """Warp of a thread in its warpgroup, and lane in its warp."""
+    """Index of a thread's warp in its warpgroup, and of its lane in the warp."""
     thread = mgpu.utils.thread_idx()
     return masked(shifted(thread, 5), 3), masked(thread, 31)
 

@@ -1,4 +1,4 @@
-"""Which keys of a tile of scores each row sees."""
+"""Visibility of the keys of a score tile for each of its rows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import jax.numpy as jnp
 
 
 class Limits(NamedTuple):
-    """Columns of a tile of scores [rows, N] that each row sees: below `high`, at `low` or later or below `sink`, and on
-    a present page.
+    """Visible columns of a score tile [rows, N] for each row.
+
+    A row sees a column that is below `high`, is at least `low` or below `sink`, and belongs to a present page.
 
     Attributes:
       low, high: int32 [rows].
-      sink: int32 [rows]; None where there are no sink tokens.
-      pages: int32 [rows], a bit for each `page_tokens` columns; None where all pages are present.
+      sink: int32 [rows]; None if the call has no sink tokens.
+      pages: int32 [rows], one bit per `page_tokens` columns; None if all pages are present.
     """
 
     low: Any

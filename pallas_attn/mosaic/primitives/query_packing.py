@@ -1,4 +1,4 @@
-"""Query rows of a KV head as columns of tiles, where M of the tensor cores are tokens and N query rows."""
+"""Query rows of a KV head as tile columns. Tokens are M of the tensor cores and query rows are N."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class QueryPacking:
     """Assignment of the query rows of a KV head, `group` heads of each of `queries` queries, to blocks of columns.
 
     A block holds `block_heads` heads of each of `block_queries` queries, query by query, then padding up to a multiple
-    of `step`. Columns never mix, so a NaN in a padding column stays there.
+    of `step`. Columns never mix, so a NaN in a padding column does not spread.
 
     Attributes:
-      group: query heads of a KV head.
+      group: query heads per KV head.
       queries: queries of a sequence.
-      limit: columns of a block, at most.
-      step: what the columns of a block are a multiple of.
+      limit: maximum number of columns of a block.
+      step: divisor of the number of columns of a block.
     """
 
     group: int
@@ -51,12 +51,12 @@ class QueryPacking:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks. The blocks of the same queries are neighbours."""
+        """Number of blocks. Blocks of the same queries are adjacent."""
         return self.query_blocks * self.head_blocks
 
     @property
     def used(self) -> int:
-        """Columns of a block before the padding."""
+        """Columns of a block without padding."""
         return self.block_queries * self.block_heads
 
     @property
@@ -66,7 +66,7 @@ class QueryPacking:
 
     @property
     def packs_freely(self) -> bool:
-        """Whether `pack` is a reshape, without a copy."""
+        """Whether `pack` is a reshape without a copy."""
         return self.queries == 1 and self.head_blocks == 1 and self.used == self.width
 
     def pack(self, q: Float[Array, "B Q Hq D"]) -> Float[Array, "blocks rows width D"]:
@@ -93,12 +93,12 @@ class QueryPacking:
         return jnp.pad(x, ((0, 0), (0, 0), (0, self.width - self.used)))
 
     def drafts(self, draft_mask: Bool[Array, "B Q Q"]) -> Int32[Array, "query_blocks B width"]:
-        """Pack the draft keys that the query of each column sees into bits, bit j for key j."""
+        """Pack the draft keys that each column's query sees into bits, bit j for key j."""
         bit = jnp.left_shift(1, jnp.arange(draft_mask.shape[-1], dtype=jnp.int32))
         return self.per_query(jnp.sum(jnp.where(draft_mask, bit[None, None], 0), axis=-1, dtype=jnp.int32))
 
     def unpack(self, x: Float[Array, "blocks rows width"], kv_heads: int) -> Float[Array, "B Q Hq"]:
-        """Bring a value of each column back to the order of query rows."""
+        """Arrange a value of each column in the order of query rows."""
         x = x[..., : self.used].reshape(
             self.query_blocks, self.head_blocks, -1, kv_heads, self.block_queries, self.block_heads
         )
@@ -106,11 +106,11 @@ class QueryPacking:
         return x[:, : self.queries]
 
     def head_block(self, block: Any) -> Any:
-        """In a kernel, index among the blocks of heads."""
+        """In a kernel, index of a block among the blocks of heads."""
         return lax.rem(block, self.head_blocks)
 
     def query_block(self, block: Any) -> Any:
-        """In a kernel, index among the blocks of queries."""
+        """In a kernel, index of a block among the blocks of queries."""
         return lax.div(block, self.head_blocks)
 
     def first_head(self, block: Any, kv_head: Any) -> Any:
@@ -123,15 +123,18 @@ class QueryPacking:
         return first + lax.div(register_tiles.column_iota(self.width), jnp.int32(self.block_heads))
 
     def load_sinks(self, sinks: Ref | None, block: Any, kv_head: Any, columns: Any = slice(None)) -> Any:
-        """In a kernel, learned sinks [columns] of the heads of a block's columns, or None if there are none."""
+        """In a kernel, learned sinks [columns] of the heads of a block's columns, or None if the call has no sinks."""
         return None if sinks is None else basics.load(sinks.at[self.head_block(block), kv_head, columns], PER_COLUMN)
 
-    def split_width(self, programs: int) -> QueryPacking:
-        """Cut each block into narrower ones of 8 columns or more, in order, while so many programs with a block each
-        leave multiprocessors idle.
+    def split_width(self, ctas: int) -> QueryPacking:
+        """Cut each block into narrower blocks of 8 columns or more, in order, while `ctas` CTAs leave multiprocessors
+        idle.
+
+        Args:
+          ctas: CTAs that work on the uncut blocks. Halving the width doubles their number.
         """
         width = self.width
         if self.block_queries == 1 and self.used == width:
-            while width % 16 == 0 and 2 * programs <= basics.multiprocessors():
-                width, programs = width // 2, 2 * programs
+            while width % 16 == 0 and 2 * ctas <= basics.multiprocessors():
+                width, ctas = width // 2, 2 * ctas
         return dataclasses.replace(self, limit=width, step=8) if width < self.width else self

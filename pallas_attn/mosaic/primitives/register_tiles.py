@@ -1,8 +1,8 @@
 """Tiles in shared memory and in the registers of a warpgroup: layouts, broadcasts, and zeroing of masked rows.
 
-A tile of decode scores is [tokens, columns]: M of the tensor cores' products are tokens, N the query rows of one KV
-head. A value per token therefore varies along the rows of a tile and is broadcast over its columns, a value per query
-the other way round.
+A tile of decode scores is [tokens, query_rows]: tokens are M of the tensor cores, and the query rows of one KV head are
+N. A value per token varies along the rows of a tile and is broadcast over its columns. A value per query row varies
+along the columns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 
 @dataclasses.dataclass(frozen=True)
 class RegisterLayout:
-    """Layout of tiles in the registers of a warpgroup, whose four warps share the rows evenly, `rows` at a time.
+    """Layout of tiles in the registers of a warpgroup. Its four warps share each block of `rows` rows evenly.
 
-    In each block of 8 rows and 8 columns a thread has two neighbouring columns of a row.
+    In each 8 x 8 block of a tile, a thread has two adjacent columns of a row.
 
     Attributes:
-      rows: 64 (accumulators of wgmma, and of tcgen05 with an M of 64) or 128 (those of tcgen05 with an M of 128).
-      tile: of the tile itself.
-      transposed: in which its transpose is stored to shared memory where numbers have 32 bits.
+      rows: 64 (accumulators of wgmma, and of tcgen05 with M = 64) or 128 (accumulators of tcgen05 with M = 128).
+      tile: layout of the tile.
+      transposed: layout from which the transpose of a 32-bit tile is stored to shared memory.
     """
 
     rows: int
@@ -44,7 +44,7 @@ class RegisterLayout:
         return self.tile.reduce(1)
 
     def first_row(self, register: int) -> int:
-        """Row of the first thread's value in a register of an array in layout `per_row`."""
+        """Row of the first thread's value in a register of an array with layout `per_row`."""
         block, part = divmod(register, self.rows // 32)
         return self.rows * block + 8 * part
 
@@ -54,21 +54,22 @@ BY_64 = RegisterLayout(64, plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED)
 BY_128 = RegisterLayout(128, plgpu.Layout.TCGEN05, plgpu.Layout.TCGEN05_TRANSPOSED)
 
 PER_COLUMN = BY_64.tile.reduce(0)
-"""Layout of a value for each column of a tile, which is the same for either number of rows."""
+"""Layout of a value for each column of a tile. It is the same for 64 and 128 rows."""
 
 ROW_BYTES = 128
-"""Bytes of a swizzled row of a tile in shared memory, unless a caller asks for fewer."""
+"""Default number of bytes of a swizzled row of a tile in shared memory."""
 
 CHUNK = 16
 """Bytes that a thread stores at once. Four threads share a row, as in layout `RegisterLayout.per_row`."""
 
 
 def operand(shape: tuple[int, ...], dtype: Any, *, row_bytes: int = ROW_BYTES) -> Any:
-    """Scratch type of tiles [..., rows, columns], swizzled as tensor cores read operands of 16 bits, and as threads
-    read values of 8 bits without bank conflicts.
+    """Scratch type of tiles [..., rows, columns], swizzled for tensor cores (16-bit operands) and for conflict-free
+    access by threads (8-bit values).
 
     Args:
-      row_bytes: 128, or fewer where rows of the tile, or of the array that it is copied from, are no multiple of 128.
+      row_bytes: 128, or less if rows of the tile, or of the array that it is copied from, are not a multiple of 128
+        bytes.
     """
     transforms = (
         plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize)),
@@ -83,8 +84,10 @@ def operand_ref(row_bytes: int = ROW_BYTES) -> Any:
 
 
 def store_tile(tile: Ref, values: jax.Array, layout: Any, row_bytes: int = ROW_BYTES) -> None:
-    """Write values [rows, columns], in this layout, to a 16-bit `operand`; all threads of a warpgroup wait for each
-    other before and after. An assignment does the same, but emits twice as much: it reads what was there, too.
+    """Write values [rows, columns] with layout `layout` to a 16-bit `operand`. Threads of a warpgroup synchronize
+    before and after.
+
+    An assignment has the same effect but emits twice as much code, because it also loads the old values.
     """
     if interpreted():
         tile[...] = values
@@ -120,18 +123,18 @@ def column_iota(columns: int) -> jax.Array:
 
 
 def filled(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    """Array of one float32 value in a layout."""
+    """Array filled with one float32 value, in a layout."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def clear_rows(tile: Ref, live_mask: jax.Array, layout: RegisterLayout, row_bytes: int = ROW_BYTES) -> None:
-    """Zero masked rows of V in shared memory, since the product of a probability of 0 and NaN is NaN.
+    """Zero masked rows of V in shared memory, because the product of a probability of 0 and NaN is NaN.
 
-    Threads do not wait for each other: a `plgpu.commit_smem` has to follow before the tile is multiplied.
+    Threads do not synchronize: call `plgpu.commit_smem` before the tile is multiplied.
 
     Args:
       tile: 16-bit `operand` [rows, columns], swizzled in rows of `row_bytes`.
-      live_mask: bool [rows] in layout `layout.per_row`, false where a row becomes 0. Other rows stay as they are.
+      live_mask: bool [rows] with layout `layout.per_row`; rows where it is false become 0.
     """
     if interpreted():
         tile[...] = jnp.where(over_tokens(live_mask, tile.shape), tile[...], jnp.zeros((), tile.dtype))
@@ -170,7 +173,7 @@ def store_zeros_unless(live_mask: Any, chunks: Callable[[int], Iterable[ir.Value
     """Emit MLIR that stores zeros to a thread's chunks of each row that is not live.
 
     Args:
-      live_mask: int32 [rows] in a layout `RegisterLayout.per_row`, 0 where a row becomes 0.
+      live_mask: int32 [rows] with a layout `RegisterLayout.per_row`, 0 where a row becomes 0.
       chunks: chunks(i) yields pointers to the thread's chunks of the row of its i-th register.
     """
     i32 = ir.IntegerType.get_signless(32)

@@ -1,8 +1,8 @@
 """Gather and scatter of rows in Mosaic GPU kernels, between global memory and the registers of a warpgroup.
 
-Pallas copies blocks, but cached tokens go to rows that the caller chooses. So every thread computes its own address and
-moves up to 32 bytes, bypassing shared memory. Neighbouring threads hold neighbouring columns of a row, so that a warp's
-accesses fill whole sectors.
+Pallas copies blocks, but the caller chooses an arbitrary row for each cached token. Every thread therefore computes its
+own addresses and moves up to 32 bytes, without shared memory. Adjacent threads hold adjacent columns of a row, so that
+a warp's accesses fill whole sectors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ THREADS = 128
 """Threads of a warpgroup."""
 
 ACCESS_BYTES = 16
-"""Bytes that `copy_rows` has a thread move with an instruction, at most."""
+"""Maximum bytes that a thread of `copy_rows` moves with one instruction."""
 
 HELD_BYTES = 320
-"""Bytes of a row that a thread of `copy_rows` holds at a time: a row of DeepSeek's latents is loaded at once, also in
-float32.
+"""Bytes of a row that a thread of `copy_rows` holds at a time. A row of DeepSeek's latents, also in float32, is loaded
+at once.
 """
 
 
@@ -42,7 +42,7 @@ class RowLayout:
 
     Attributes:
       threads: threads that share a row; a power of two, at most 32.
-      vector: neighbouring columns that a thread holds at a time.
+      vector: adjacent columns that a thread holds at a time.
     """
 
     threads: int
@@ -50,8 +50,8 @@ class RowLayout:
 
     @staticmethod
     def for_copies(width: int, dtype: Any) -> RowLayout:
-        """Layout for `copy_rows` of rows of `width` elements: as many threads a row as make the widest accesses that
-        divide it evenly.
+        """Layout for `copy_rows` of rows of `width` elements: the widest accesses that divide a row evenly, then the
+        most threads per row.
         """
         even = width & -width
         vector = min(ACCESS_BYTES // jnp.dtype(dtype).itemsize, even)
@@ -75,7 +75,7 @@ class RowLayout:
 
     @functools.cached_property
     def per_row(self) -> Any:
-        """Layout of an array with a value for each row, which all of the row's threads hold."""
+        """Layout of an array with a value per row, which all threads of the row hold."""
         return self.tile.reduce(1)
 
     def iota(self, rows: int) -> jax.Array:
@@ -88,13 +88,15 @@ class RowLayout:
         return plgpu.layout_cast(lax.broadcast_in_dim(per_row, shape, [0]), self.tile)
 
     def filled(self, value: Any, rows: int) -> jax.Array:
-        """Array [rows] of one value, in layout `per_row`."""
+        """Array [rows] filled with one value, with layout `per_row`."""
         return plgpu.layout_cast(lax.broadcast(jnp.asarray(value), (rows,)), self.per_row)
 
     # Rows of global memory
 
     def load(self, ref: Ref, row: jax.Array, column: int, columns: int) -> jax.Array:
-        """Load ref[row[i], column : column + columns] for each i; where row[i] is negative zeros, without an access."""
+        """Load ref[row[i], column : column + columns] for each i. For a negative row[i], return zeros without a memory
+        access.
+        """
         dtype, shape = ref.dtype, (row.shape[0], columns)
         if interpreted():
             return _interpreted_load(ref, row, pl.ds(column, columns), shape)
@@ -116,7 +118,7 @@ class RowLayout:
         return load(ref, self.spread(row, columns))
 
     def store(self, ref: Ref, row: jax.Array, column: int, values: jax.Array) -> None:
-        """Store values[i] to ref[row[i], column : column + columns] for each i where row[i] is not negative."""
+        """Store values[i] to ref[row[i], column : column + columns] for each i with row[i] >= 0."""
         if interpreted():
             _interpreted_store(ref, row, (pl.ds(column, values.shape[1]),), values)
             return
@@ -131,12 +133,12 @@ class RowLayout:
     # Single values of global memory
 
     def take(self, ref: Ref, index: jax.Array, layout: Any = None) -> jax.Array:
-        """Load elements of a ref by their index in memory, which is in its range.
+        """Load elements of a reference by their flat index, which must be in range.
 
-        No running kernel may write there if it is global memory.
+        Global memory must not be written by a running kernel.
 
         Args:
-          layout: of the indices and of the result; `per_row` unless given.
+          layout: layout of the indices and of the result; None for `per_row`.
         """
         if interpreted():
             return ref[...].reshape(-1)[index]
@@ -160,7 +162,7 @@ class RowLayout:
         return take(ref, index)
 
     def put(self, ref: Ref, index: jax.Array, values: jax.Array) -> None:
-        """Store values[i] to ref[index[i]] for each i where index[i] is not negative; both in layout `per_row`."""
+        """Store values[i] to ref[index[i]] for each i with index[i] >= 0. Both arrays have layout `per_row`."""
         if interpreted():
             _interpreted_store(ref, index, (), values)
             return
@@ -177,7 +179,7 @@ class RowLayout:
     # Columns in pairs
 
     def unzip(self, pairs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Split a tile into its even and its odd columns, in layout `halved`."""
+        """Split a tile into its even and odd columns, with layout `halved`."""
         if interpreted():
             return pairs[:, 0::2], pairs[:, 1::2]
         half = self.halved
@@ -217,8 +219,8 @@ class RowLayout:
 def copy_rows(layout: RowLayout, source: Ref, source_row: jax.Array, target: Ref, target_row: jax.Array) -> None:
     """Copy source[source_row[i]] to target[target_row[i]] for each i, bit for bit.
 
-    Nothing is written where the target's row is negative, and zeros where the source's is. Refs may have more than
-    2**32 elements.
+    Nothing is written if the target row is negative, and zeros are written if the source row is negative. References
+    may have more than 2**32 elements.
     """
     width = source.shape[1]
     held = layout.columns * max(1, HELD_BYTES // (layout.vector * jnp.dtype(source.dtype).itemsize))
@@ -231,16 +233,16 @@ def copy_rows(layout: RowLayout, source: Ref, source_row: jax.Array, target: Ref
 
 
 def store_results(tile: Any, ref: Ref, row: jax.Array, column: int, values: jax.Array) -> None:
-    """Store values[i] to ref[row[i], column : column + columns] for each i where row[i] is not negative, 64 bytes of a
-    row at a time.
+    """Store values[i] to ref[row[i], column : column + columns] for each i with row[i] >= 0, 64 bytes of a row at a
+    time.
 
-    Of 8 columns each of the four threads of a row holds two, which are stored 16 bytes of a row at a time: half a
-    sector. So the four trade columns first, until each has 8 neighbouring ones.
+    Each of the four threads of a row holds two of every 8 columns. Direct stores would write 16 bytes of a row at a
+    time, half a sector. The four threads therefore exchange columns first, until each thread has 8 adjacent columns.
 
     Args:
       tile: layout of wgmma's results.
-      row: [64 · n], in layout `tile.reduce(1)`.
-      values: 16-bit [64 · n, a multiple of 32], in layout `tile`.
+      row: [64 · n], with layout `tile.reduce(1)`.
+      values: 16-bit [64 · n, a multiple of 32], with layout `tile`.
     """
     if interpreted():
         _interpreted_store(ref, row, (pl.ds(column, values.shape[1]),), values)
@@ -258,25 +260,25 @@ def store_results(tile: Any, ref: Ref, row: jax.Array, column: int, values: jax.
             words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers[block, :, 0, 0, half].flat]
             for first in range(0, len(words), 4):
                 pointer = _pointer(ref, arith.addi(start, mgpu.c(8 * first, i64)), element)
-                _store_words(_is_given(number), _traded(words[first : first + 4], thread), pointer)
+                _store_words(_is_given(number), _exchanged(words[first : first + 4], thread), pointer)
 
     store(ref, row, values)
 
 
-def _traded(words: list[ir.Value], thread: ir.Value) -> list[ir.Value]:
-    """Transpose 4 words of each of 4 neighbouring threads: thread t gets word t of each, in the order of threads.
+def _exchanged(words: list[ir.Value], thread: ir.Value) -> list[ir.Value]:
+    """Transpose 4 words of each of 4 adjacent threads: thread t receives word t of each thread, in thread order.
 
     Args:
-      thread: the number of a thread among the four.
+      thread: index of the thread among the four.
     """
     for bit in (1, 2):
         mask = mgpu.c(bit, thread.type)
         upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, mask), mgpu.c(0, thread.type))
         for i in (i for i in range(4) if not i & bit):
             low, high = words[i], words[i | bit]
-            kept = arith.select(upper, high, low)
-            got = mgpu.utils.shfl_bfly(arith.select(upper, low, high), bit)
-            words[i], words[i | bit] = arith.select(upper, got, kept), arith.select(upper, kept, got)
+            own = arith.select(upper, high, low)
+            received = mgpu.utils.shfl_bfly(arith.select(upper, low, high), bit)
+            words[i], words[i | bit] = arith.select(upper, received, own), arith.select(upper, own, received)
     return words
 
 
@@ -284,7 +286,7 @@ def _traded(words: list[ir.Value], thread: ir.Value) -> list[ir.Value]:
 
 
 def _interpreted_load(ref: Ref, row: jax.Array, columns: Any, shape: tuple[int, int]) -> jax.Array:
-    """Load row by row: other threads may be writing rows that are not asked for."""
+    """Load row by row, and only the requested rows: other threads may be writing the others."""
 
     def load(i: jax.Array, loaded: jax.Array) -> jax.Array:
         return lax.cond(row[i] >= 0, lambda: loaded.at[i].set(ref[row[i], columns]), lambda: loaded)
@@ -305,15 +307,15 @@ def _interpreted_store(ref: Ref, row: jax.Array, columns: tuple[Any, ...], value
 
 
 def load_element(ref: ir.Value, index: ir.Value) -> ir.Value:
-    """Load one element of a ref by its index in memory."""
+    """Load one element of a reference by its flat index."""
     element = ir.MemRefType(ref.type).element_type
     return llvm.load(element, _pointer(ref, _offset(index), element))
 
 
 def _accesses(ref: ir.Value, row: Any, column: int) -> Any:
-    """Yield each register of a tile: its index, whether its row is to be accessed, and a pointer to its first column.
+    """For each register of a tile, yield its index, whether its row is accessed, and a pointer to its first column.
 
-    Offsets have 64 bits: a cache may have more than 2**32 elements.
+    Offsets have 64 bits, because a cache may have more than 2**32 elements.
     """
     width = ir.MemRefType(ref.type).shape[1]
     element = ir.MemRefType(ref.type).element_type
@@ -342,14 +344,14 @@ def _pointer(ref: ir.Value, offset: ir.Value, element: ir.Type) -> ir.Value:
 
 
 def _words(loaded: ir.VectorType) -> ir.VectorType:
-    """Type to move a vector as: words of 32 bits, or one of fewer."""
+    """Vector type with which a vector is moved: words of 32 bits, or one smaller word."""
     bits = mgpu.utils.bitwidth(loaded)
     word = min(bits, 32)
     return ir.VectorType.get((bits // word,), ir.IntegerType.get_signless(word))
 
 
 def _load_if(is_given: ir.Value, pointer: ir.Value, loaded: ir.VectorType) -> ir.Value:
-    """Load a vector of this type if a condition holds; else zeros, without an access."""
+    """Load a vector of this type if a condition holds. Otherwise return zeros without a memory access."""
     words = _words(loaded)
     branch = scf.IfOp(is_given, [words], has_else=True)
     with ir.InsertionPoint(branch.then_block):
@@ -367,7 +369,9 @@ def _store_if(is_given: ir.Value, values: ir.Value, pointer: ir.Value) -> None:
 
 
 def _store_words(is_given: ir.Value, words: list[ir.Value], pointer: ir.Value) -> None:
-    """Store 4 words to global memory if a condition holds, without a branch: past one, nothing is moved."""
+    """Store 4 words to global memory if a condition holds. A predicated instruction is used, because the assembler
+    moves nothing past a branch.
+    """
     address = llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
     text = "@$0 st.global.v4.b32 [$1], {$2, $3, $4, $5};"
     void = ir.Type.parse("!llvm.void")
@@ -375,7 +379,7 @@ def _store_words(is_given: ir.Value, words: list[ir.Value], pointer: ir.Value) -
 
 
 def _each(x: Any, layout: Any, function: Callable[..., ir.Value], *more: Any) -> Any:
-    """Apply a function to corresponding registers of arrays, for an array of another layout."""
+    """Apply a function to corresponding registers of arrays, and return an array with another layout."""
     registers = np.empty_like(x.registers)
     for i in np.ndindex(registers.shape):
         registers[i] = function(x.registers[i], *(other.registers[i] for other in more))

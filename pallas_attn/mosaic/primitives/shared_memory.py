@@ -1,7 +1,7 @@
-"""Shared memory of a Mosaic GPU kernel, computed from the scratch types that the kernel is given.
+"""Shared memory of a Mosaic GPU kernel, computed from its scratch types.
 
-Heuristics that choose how many tiles a program holds, and how many programs share a multiprocessor, ask here. The
-numbers are those that Mosaic GPU reserves: `tests/aot` compares them with its own.
+Heuristics use it to choose the number of stages and of CTAs per multiprocessor. The results equal the sizes that Mosaic
+GPU reserves; `tests/aot` compares them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ALIGNMENT = 1024
-"""Each array begins at a multiple of so many bytes."""
+"""Alignment [bytes] of each array."""
 
 BARRIER_BYTES = 8
 
 MULTIPROCESSOR_BYTES = 228 * 1024
-"""Shared memory of a multiprocessor, on Hopper and on data-center Blackwell alike."""
+"""Shared memory of a multiprocessor, on Hopper and on data-center Blackwell."""
 
 SYSTEM_BYTES = 1024
-"""Part of that which the driver takes for each thread block on it."""
+"""Shared memory that the driver reserves for each thread block."""
 
 
 def block_bytes(scratch_types: Any, *, reduction_bytes: int = 0) -> int:
@@ -31,8 +31,8 @@ def block_bytes(scratch_types: Any, *, reduction_bytes: int = 0) -> int:
 
     Args:
       scratch_types: pytree of `plgpu.SMEM`, `plgpu.RefUnion`, `plgpu.Barrier` and `plgpu.ClusterBarrier`, as passed to
-        `plgpu.kernel`. Memory of other kinds takes no shared memory.
-      reduction_bytes: `plgpu.CompilerParams.reduction_scratch_bytes` if the kernel reduces arrays, else 0.
+        `plgpu.kernel`. Other memory spaces take no shared memory.
+      reduction_bytes: `plgpu.CompilerParams.reduction_scratch_bytes` if the kernel reduces arrays, otherwise 0.
     """
     barriers, arrays = 0, _aligned(reduction_bytes)
     for scratch in jax.tree.leaves(scratch_types):
@@ -44,7 +44,9 @@ def block_bytes(scratch_types: Any, *, reduction_bytes: int = 0) -> int:
 
 
 def fits(scratch_types: Any, blocks: int, *, reduction_bytes: int = 0) -> bool:
-    """Whether a multiprocessor has shared memory for so many thread blocks of a kernel; arguments as `block_bytes`."""
+    """Whether `blocks` thread blocks fit the shared memory of a multiprocessor. Other arguments are as in
+    `block_bytes`.
+    """
     block = block_bytes(scratch_types, reduction_bytes=reduction_bytes) + SYSTEM_BYTES
     return blocks * block <= MULTIPROCESSOR_BYTES
 

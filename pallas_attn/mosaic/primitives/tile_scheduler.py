@@ -1,4 +1,4 @@
-"""A program's share of a decode plan: the work tiles that it attends to, and later the rows whose splits it merges."""
+"""A CTA's share of a decode plan: its work tiles in the attention kernel, and its plan rows in the merge kernel."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pallas_attn.mosaic.primitives import basics
 from pallas_attn.types import DecodePlan
 
 ABSENT = 2**30
-"""Position of the tokens of an absent page: newer than every query."""
+"""Position of the tokens of an absent page; larger than the position of every query."""
 
 MERGE_PROGRAMS = 3
-"""Programs of a merge per multiprocessor; each has up to 64 KB of partial states in flight. Where outputs are so wide
-that fewer fit, the others wait.
+"""CTAs of a merge kernel per multiprocessor. Each has up to 64 KB of partial states in flight. If outputs are so wide
+that fewer CTAs fit, the other CTAs wait.
 """
 
 
 class WorkTile(NamedTuple):
-    """Consecutive visible pages of a row, for one program.
+    """Consecutive visible pages of a plan row, for one CTA.
 
     Attributes:
-      row: KV head of a sequence, b·Hkv + h.
-      plan_index: of the row in the plan's order.
-      start, stop: first page and one past the last, as the plan numbers the visible pages of the row.
-      split: index of the partial state, where the row is cut into several splits.
-      is_whole_row: whether no other program has pages of the row.
+      row: plan row: KV head h of sequence b, b·Hkv + h.
+      plan_index: index of the row in the plan's order.
+      start, stop: first page and one past the last, in the plan's numbering of the visible pages of the row.
+      split: index of the partial state, if the row has several splits.
+      is_whole_row: whether the work tile contains all pages of the row.
     """
 
     row: Any
@@ -42,12 +42,11 @@ class WorkTile(NamedTuple):
 def for_each_work_tile(
     plan: DecodePlan, work: Callable[[WorkTile, Any], Any], carry: Any = (), *, counted: bool = False
 ) -> Any:
-    """Call carry = work(tile, carry) for each work tile of this program, the index of axis "program"; return the last
+    """Call carry = work(tile, carry) for each work tile of this CTA, whose index is on axis "program". Return the last
     carry.
 
     Args:
-      counted: whether to loop as often as the plan says that the program has splits: a warp on its own has no loops
-        that last while something holds.
+      counted: whether to take the number of iterations from the plan. A single warp cannot run a `while` loop.
     """
     program = lax.axis_index("program")
     end_index, end_page = plan.cta_row[program + 1], plan.cta_page[program + 1]
@@ -76,15 +75,16 @@ def for_each_work_tile(
 
 
 def merge_programs(items: int) -> int:
-    """Number of programs that merge up to this many slices of rows: about as many as run at a time, since each one more
-    costs a start even where nothing has to be merged.
+    """Number of CTAs that merge up to `items` slices of plan rows: about the number that run at the same time, because
+    each CTA has a start-up cost even if nothing is to be merged.
     """
     return min(items, MERGE_PROGRAMS * basics.multiprocessors())
 
 
 def for_each_merged(plan: DecodePlan, slices: int, work: Callable[[Any, Any], None]) -> None:
-    """Call work(index, slice) for this program's share, by its index of axis "program", of the rows that are not in one
-    split. The output of each row is merged in so many slices.
+    """Call work(index, slice) for this CTA's share of the plan rows that do not have exactly one split.
+
+    The CTA's index is on axis "program". The output of each row is merged in `slices` slices.
     """
     rows, programs = plan.row_order.shape[0], lax.axis_size("program")
 

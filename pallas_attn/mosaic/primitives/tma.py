@@ -1,16 +1,16 @@
-"""Bulk copies to shared memory that the warps of a warpgroup share, and announce at a barrier at once.
+"""TMA copies to shared memory that the warps of a warpgroup share and announce to a barrier with one arrival.
 
-With `plgpu.copy_gmem_to_smem` all threads of a warpgroup wait for each other and arrive at the barrier for each copy,
-which takes 140 ns on an H100, and a tile of 128 keys in pages of 16 tokens has 16 copies. Here all threads arrive once,
-with their share of the bytes, and a thread of each warp starts every fourth copy. Pages are looked up by the lanes of a
-warp, one each.
+`plgpu.copy_gmem_to_smem` synchronizes all threads of a warpgroup and arrives at the barrier once per copy, which takes
+140 ns on an H100. A tile of 128 keys in pages of 16 tokens has 16 copies (K and V). Here each thread arrives once, with
+its share of the bytes, and one thread of each warp starts every fourth copy. The lanes of a warp look up the pages, one
+page per lane.
 
-Rows past the end of an array are copied as zeros, so arrays need no padding. The copy engine holds exactly to the
-number of rows if it is given rows as they are, or to a multiple of 8 of them if it is given groups of 8, as tiles in
-shared memory have them: so a tile with rows of the last, incomplete group is copied group by group. So is one in which
-a sequence ends, without the groups that hold none of its rows.
+Rows past the end of an array are copied as zeros, so arrays need no padding. TMA clips to the exact number of rows if
+the array is given as rows, and to a multiple of 8 rows if it is given as groups of 8, the arrangement of tiles in
+shared memory. A tile that contains rows of the incomplete last group is therefore copied group by group. A tile in
+which a sequence ends is also copied group by group, without the groups that contain none of its rows.
 
-Interpreted, every copy arrives by itself (`arrivals`), and rows are there (`zero_rows_past_end`).
+In interpret mode every copy arrives separately (`arrivals`), and arrays are padded (`zero_rows_past_end`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.pallas.mosaic_gpu import lowering  # nothing public tells a barrier's address
+from jax._src.pallas.mosaic_gpu import lowering  # no public API returns a barrier's address
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import launch_context
@@ -37,7 +37,7 @@ from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES
 from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout
 
 GROUP = 8
-"""Rows that a swizzled tile repeats after."""
+"""Number of rows after which the swizzle pattern repeats."""
 
 WARP, WARPS = 32, 4
 """Threads of a warp, and warps of a warpgroup."""
@@ -50,19 +50,21 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 BARRIER_BYTES = 8
 
 LEAST_CUT = 32
-"""Rows of a page, at least, of which single groups of 8 are copied where not all are needed: of fewer rows, copies of
-groups would take longer than bytes that are saved.
+"""Minimum rows of a page for which unneeded groups of 8 are skipped. With fewer rows, separate copies per group take
+longer than the saved bytes.
 """
 
 
 def arrivals(copies: int) -> int:
-    """Arrivals that announce so many copies started together."""
+    """Number of arrivals that announce `copies` copies started together."""
     return copies if interpreted() else 1
 
 
 def zero_rows_past_end(x: Float[Array, "n H D"], most: int) -> Float[Array, "m H D"]:
-    """x as `copy_rows` and `copy_row_groups` of up to `most` rows take it: if interpreted, with zeros that these rows
-    are copied from; else with at least as many rows as a group has.
+    """Pad x for `copy_rows` and `copy_row_groups` of up to `most` rows.
+
+    In interpret mode, append zeros that rows past the end are copied from. Otherwise only ensure that x has at least
+    the rows of one group.
     """
     rows = x.shape[0]
     padded = -(-rows // GROUP) * GROUP + most if interpreted() else max(rows, GROUP)
@@ -73,12 +75,14 @@ def zero_rows_past_end(x: Float[Array, "n H D"], most: int) -> Float[Array, "m H
 
 
 def lane_iota() -> jax.Array:
-    """Lane of each thread in its warp, int32 [128] in layout `LANES`: of a tile's pages, the one it looks up."""
+    """Lane of each thread in its warp, int32 [128] with layout `LANES`. It is the index of the page that the thread
+    looks up.
+    """
     return LANES.iota(THREADS) & (WARP - 1)
 
 
 def present_pages(row: jax.Array) -> jax.Array:
-    """A bit for each of the lanes whose row of the pool is not negative, int32.
+    """Bit mask of the lanes whose pool row is not negative, int32.
 
     Args:
       row: int32 [128], the same in all warps.
@@ -93,27 +97,27 @@ def present_pages(row: jax.Array) -> jax.Array:
     return vote(row)
 
 
-def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pages: int, needed: Any = None) -> None:
+def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, barrier: Ref, pages: int, needed: Any = None) -> None:
     """Copy pages, or a part of each, one after the other to a tile in shared memory.
 
     Args:
       pool: [N, rows of a page, columns] in global memory.
-      row: int32 [128], the same in all warps: rows of the pool of the `pages` first lanes; others, and those of absent
-        pages, whose part of the tile stays as it is, are negative.
-      first: first row that is copied of a page, a multiple of 8.
-      tile: `tiles.operand` [pages · rows that are copied of a page, columns].
-      landed: barrier, with `arrivals(pages)` for these copies.
-      needed: rows of the tile that are needed, from its first on: groups of 8 of a page that begin later are not
-        copied, and their part of the tile stays as it is. Pages without a row that is needed are absent. None if all
-        rows are needed.
+      row: int32 [128], the same in all warps: pool rows of the first `pages` lanes. Other lanes and absent pages have
+        negative rows. The tile's rows of an absent page stay unchanged.
+      first: first row copied of each page, a multiple of 8.
+      tile: `register_tiles.operand` [pages · rows copied per page, columns].
+      barrier: barrier with `arrivals(pages)` arrivals for these copies.
+      needed: number of rows of the tile that are needed, from its first row on. Groups of 8 rows after them are not
+        copied, and their part of the tile stays unchanged. Pages without a needed row must be absent. None if all rows
+        are needed.
     """
-    _require_arrivals(landed, pages)
+    _require_arrivals(barrier, pages)
     rows = tile.shape[0] // pages
     if interpreted():
         for i in range(pages):
             source, target = pool.at[jnp.maximum(row[i], 0), pl.ds(first, rows)], tile.at[pl.ds(i * rows, rows)]
-            pl.when(row[i] >= 0)(lambda a=source, b=target: plgpu.copy_gmem_to_smem(a, b, landed))
-            pl.when(row[i] < 0)(lambda: plgpu.barrier_arrive(landed))
+            pl.when(row[i] >= 0)(lambda a=source, b=target: plgpu.copy_gmem_to_smem(a, b, barrier))
+            pl.when(row[i] < 0)(lambda: plgpu.barrier_arrive(barrier))
         return
 
     groups = rows // GROUP
@@ -153,13 +157,13 @@ def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, landed: Ref, pa
                 begin = arith.addi(first, arith.muli(group, _number(GROUP)))
                 copy(number, begin, 1, arith.addi(first_group, group), is_needed)
 
-    start(pool, row, jnp.asarray(first, jnp.int32), last, left, tile, _address(landed))
+    start(pool, row, jnp.asarray(first, jnp.int32), last, left, tile, _address(barrier))
 
 
 def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
-    """The page of a tile of which some groups of 8 rows are needed and others are not, and how many are needed.
+    """Return the page of a tile of which only some groups of 8 rows are needed, and the number of needed groups.
 
-    Where there is none it is an absent page, or one past the last.
+    If no page is partially needed, the returned page is absent or past the last page.
     """
     all_needed = jnp.clip(lax.div(needed + (GROUP - 1), GROUP), 0, pages * groups)
     last = lax.div(all_needed, groups)
@@ -169,20 +173,20 @@ def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
 # --- rows of packed sequences
 
 
-def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: Any = None) -> None:
-    """Copy neighbouring rows of a head to a tile in shared memory; those past the last row as zeros.
+def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, barrier: Ref, end: Any = None) -> None:
+    """Copy consecutive rows of a head to a tile in shared memory. Rows past the end of the array are copied as zeros.
 
     Args:
-      source: [T, H, D] in global memory, of `zero_rows_past_end`.
+      source: [T, H, D] in global memory, result of `zero_rows_past_end`.
       first: the first row, a multiple of 8.
-      tile: `tiles.operand` [n, D].
-      landed: barrier, with one arrival for this.
-      end: one past the last row that is needed: groups of 8 that begin there or later need not be copied, and their
-        part of the tile may stay as it is. None if all rows are needed.
+      tile: `register_tiles.operand` [n, D].
+      barrier: barrier with one arrival for this copy.
+      end: one past the last needed row. Groups of 8 rows that begin at `end` or later may be skipped, and their part of
+        the tile may stay unchanged. None if all rows are needed.
     """
     count, rows = tile.shape[0], source.shape[0]
     if interpreted():
-        plgpu.copy_gmem_to_smem(source.at[pl.ds(_in_padding(first, rows, count), count), head], tile, landed)
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(_in_padding(first, rows, count), count), head], tile, barrier)
         return
 
     groups = count // GROUP
@@ -190,7 +194,7 @@ def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: A
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, _tile_ref(tile), SCALAR))
     def start(ctx: Any, source: ir.Value, first: Any, head: Any, needed: Any, tile: ir.Value, address: Any) -> None:
-        # Of a kernel that is mapped over a batch all are copied: registers do not suffice for more.
+        # A kernel mapped over a batch copies all groups, because skipping groups would take too many registers.
         is_cut = end is not None and not _operand(source)[1]
         needed = needed.registers.item() if is_cut else _number(groups)
         copies = _Copies.announced(ctx, address, arith.muli(needed, _number(GROUP * _row_bytes(source) // THREADS)))
@@ -217,19 +221,20 @@ def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, landed: Ref, end: A
                 copies.start_group(source, start_row, head, tile, group, wanted)
 
     scalars = (jnp.asarray(x, jnp.int32) for x in (first, head, needed))
-    start(source, *scalars, tile, _address(landed))
+    start(source, *scalars, tile, _address(barrier))
 
 
-def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, tile: Ref, landed: Ref) -> None:
-    """Copy groups of 8 neighbouring rows to a tile in shared memory: those of one head, the same rows of the next, and
-    after `heads` heads the next 8 rows; rows past the last one as zeros.
+def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, tile: Ref, barrier: Ref) -> None:
+    """Copy groups of 8 consecutive rows to a tile in shared memory. Rows past the end of the array are copied as zeros.
+
+    The order of groups is: 8 rows of one head, the same rows of the next head, and after `heads` heads the next 8 rows.
 
     Args:
-      source: [T, H, D] in global memory, of `zero_rows_past_end`.
+      source: [T, H, D] in global memory, result of `zero_rows_past_end`.
       first, head: the first row, a multiple of 8, and the first head.
-      skipped: groups that precede the tile's.
-      tile: `tiles.operand` [8 · groups, D].
-      landed: barrier, with `arrivals(groups)` for these copies.
+      skipped: number of groups that precede the tile.
+      tile: `register_tiles.operand` [8 · groups, D].
+      barrier: barrier with `arrivals(groups)` arrivals for these copies.
     """
     groups = tile.shape[0] // GROUP
     if interpreted():
@@ -237,7 +242,7 @@ def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any
             eights, of_head = (divide(skipped + i, jnp.int32(heads)) for divide in (lax.div, lax.rem))
             start_row = _in_padding(first + eights * GROUP, source.shape[0], GROUP)
             rows = source.at[pl.ds(start_row, GROUP), head + of_head]
-            plgpu.copy_gmem_to_smem(rows, tile.at[pl.ds(i * GROUP, GROUP)], landed)
+            plgpu.copy_gmem_to_smem(rows, tile.at[pl.ds(i * GROUP, GROUP)], barrier)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, _tile_ref(tile), SCALAR))
@@ -252,11 +257,11 @@ def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any
             copies.start_group(source, start_row, _index(arith.addi(head, of_head)), tile, group)
 
     scalars = (jnp.asarray(x, jnp.int32) for x in (first, head, skipped))
-    start(source, *scalars, tile, _address(landed))
+    start(source, *scalars, tile, _address(barrier))
 
 
 def _in_padding(first: Any, rows: int, count: int) -> Any:
-    """The row where interpreted copies begin: of the padding, if all of what they copy is past the last row."""
+    """Start row of an interpreted copy, clipped so that rows past the end are read from the padding."""
     return pl.multiple_of(jnp.minimum(first, rows - count), GROUP)
 
 
@@ -264,12 +269,13 @@ def _in_padding(first: Any, rows: int, count: int) -> Any:
 
 
 def _require_arrivals(barrier: Ref, copies: int) -> None:
-    """Raises ValueError unless a barrier counts what announces so many copies. The interpreter counts otherwise than a
-    card, on which a wrong number is waited for forever.
+    """Raise ValueError unless a barrier expects the arrivals of `copies` copies.
+
+    The interpreter counts arrivals differently from a card, where a wrong number of arrivals deadlocks.
     """
     counted = jax.typeof(getattr(barrier, "ref", barrier)).inner_aval.dtype.num_arrivals
     if counted != arrivals(copies):
-        raise ValueError(f"landed: expected {arrivals(copies)} arrivals for {copies} copies, got {counted}")
+        raise ValueError(f"barrier: expected {arrivals(copies)} arrivals for {copies} copies, got {counted}")
 
 
 _barrier_address_p = core.Primitive("barrier_address")
@@ -286,7 +292,7 @@ def _lower_barrier_address(_: Any, barrier: Any) -> ir.Value:
 
 
 def _address(barrier: Ref) -> jax.Array:
-    """Address in shared memory of a barrier, which may be one of several."""
+    """Address in shared memory of a barrier, which may be an element of a barrier array."""
     transforms = getattr(barrier, "transforms", ())
     first: jax.Array = _barrier_address_p.bind(barrier.ref if transforms else barrier)
     for indexer in transforms:
@@ -299,28 +305,30 @@ def _address(barrier: Ref) -> jax.Array:
 
 
 class _Copies:
-    """Copies that a barrier counts the bytes of, to be started by one thread of each warp."""
+    """Copies whose bytes a barrier counts, started by one thread of each warp."""
 
     def __init__(self, ctx: Any, barrier: Any) -> None:
         self._ctx, self._barrier = ctx, barrier
-        # The assembler knows this number, and what `elect` chooses, to be the same for all of a warp, and else has
-        # operands of copies go round a loop over the lanes.
+        # The assembler knows that this number, and the result of `elect`, are uniform in a warp. Otherwise it emits a
+        # loop over the lanes for the operands of copies.
         self._warp = arith.andi(mgpu.utils.warp_idx(sync=True), _number(WARPS - 1))
         self._one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
 
     @staticmethod
     def announced(ctx: Any, address: Any, share: ir.Value) -> _Copies:
-        """Have each thread arrive at a barrier and tell it of its share of the copies' bytes."""
+        """Arrive at a barrier from each thread, with the thread's share of the copies' bytes."""
         number = address.registers.item()
         text = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
-        # What was stored before is published by the arrival, so nothing may be moved past it.
+        # The arrival makes earlier stores visible to other threads, so nothing may be moved past it.
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [number, share], text, "r,r,~{memory}", has_side_effects=True)
         pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), number)
         none: Any = None
         return _Copies(ctx, mgpu.utils.BarrierRef(pointer, _number(0), none, 1))
 
     def shared_by_warps(self, count: int) -> Iterator[ir.Value]:
-        """Yield the numbers of copies that a warp starts of so many: what is emitted for each is for all warps."""
+        """Yield the indices of the copies that a warp starts, out of `count`. The code emitted for each index runs in
+        all warps.
+        """
         for i in range(0, count, WARPS):
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, self._warp, _number(count - i))):
                 yield arith.addi(self._warp, _number(i))
@@ -353,8 +361,9 @@ class _Copies:
 
 
 def _operand(source: Any) -> tuple[ir.Value, list[Any]]:
-    """The operand of the kernel that a reference is to, and indices of its leading axes, of which there are some more
-    where the kernel is mapped over a batch: the copy engine is given whole operands.
+    """Return the kernel operand that a reference points into, and indices of the operand's leading axes.
+
+    Leading axes exist if the kernel is mapped over a batch. TMA descriptors are made of whole operands.
     """
     while isinstance(source, ir.BlockArgument):
         source = source.owner.owner.operands[source.arg_number]
@@ -372,13 +381,13 @@ def _operand(source: Any) -> tuple[ir.Value, list[Any]]:
 
 
 def _tile_ref(tile: Ref) -> Any:
-    """Type of a reference to a `tiles.operand`."""
+    """Type of a reference to a `register_tiles.operand`."""
     columns = ROW_BYTES // jnp.dtype(tile.dtype).itemsize
     return plgpu.RefType((plgpu.TilingTransform((GROUP, columns)), plgpu.SwizzleTransform(ROW_BYTES)))
 
 
 def _whole_groups(source: ir.Value) -> Any:
-    """Transform of an array into groups of rows, without those of an incomplete last group."""
+    """Transform that splits an array into groups of rows and drops an incomplete last group."""
     rounding = launch_context.Rounding.DOWN
     return launch_context.TileTransform((GROUP, _swizzled(source)), rounding=rounding)
 
@@ -395,7 +404,7 @@ def _row_bytes(source: ir.Value) -> int:
 
 
 def _own(x: Any) -> ir.Value:
-    """A thread's number of an array in layout `LANES`."""
+    """The thread's number in an array with layout `LANES`."""
     (register,) = x.registers.flat
     return vector.extract(register, [], [0])
 
@@ -407,7 +416,7 @@ def _of_lane(own: ir.Value, lane: ir.Value) -> ir.Value:
 
 
 def _present(own: ir.Value) -> ir.Value:
-    """A bit for each lane of a warp whose number is not negative."""
+    """Bit mask of the lanes of a warp whose number is not negative."""
     there = arith.cmpi(arith.CmpIPredicate.sge, own, _number(0))
     text = "vote.sync.ballot.b32 $0, $1, 0xffffffff;"
     present: Any = llvm.inline_asm(i32(), [there], text, "=r,b", has_side_effects=True)
@@ -415,7 +424,9 @@ def _present(own: ir.Value) -> ir.Value:
 
 
 def _here(number: ir.Value) -> ir.Value:
-    """The number, from which nothing is computed ahead of a loop or a branch, to be kept in registers meanwhile."""
+    """Return the number through an assembly barrier, so that nothing computed from it is hoisted out of a loop or a
+    branch into registers.
+    """
     here: Any = llvm.inline_asm(i32(), [number], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
     return here
 

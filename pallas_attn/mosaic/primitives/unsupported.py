@@ -1,4 +1,6 @@
-"""Checks shared by Mosaic GPU kernels: calls they do not support raise NotImplementedError in the same words."""
+"""Checks shared by Mosaic GPU kernels: calls that a kernel does not support raise NotImplementedError with the same
+messages.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,13 @@ from pallas_attn.types import QMAX, PagedKV, PagedLatent
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 LARGEST_SOFT_CAP = 4096.0
-"""Capped scores are a difference of two numbers as large as the cap, with an error of 1e-7 times the cap
+"""A capped score is a difference of two numbers as large as the cap, with an error of 1e-7 times the cap
 (`mosaic.hopper.wgmma.capped`).
 """
 
 
 def require_dtypes(q: Array | jax.ShapeDtypeStruct, keys: Array | jax.ShapeDtypeStruct) -> None:
-    """Raise NotImplementedError unless queries have 16 bits, as tensor cores multiply them, and keys the same dtype, or
-    keys are quantised.
-    """
+    """Raise NotImplementedError unless queries have 16 bits and keys have the same dtype or are quantised."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
     require_8_bits(keys.dtype)
@@ -36,7 +36,7 @@ def require_8_bits(dtype: jnp.dtype) -> None:
 
 
 def require_apart(kv: PagedKV) -> None:
-    """Raise NotImplementedError for keys and values that are fused, or of different widths."""
+    """Raise NotImplementedError for keys and values that are fused or have different widths."""
     if kv.v is None:
         raise NotImplementedError("takes keys and values in arrays of their own, got them fused")
     if kv.k.shape[-1] != kv.v.shape[-1]:
@@ -46,19 +46,19 @@ def require_apart(kv: PagedKV) -> None:
 
 
 def require_16_bit_latents(cache: PagedLatent) -> None:
-    """Raise NotImplementedError for latents in 8 bits, which no kernel takes."""
+    """Raise NotImplementedError for 8-bit latents."""
     if cache.pages.dtype.itemsize == 1:
         raise NotImplementedError(f"takes no quantised latents, got {cache.pages.dtype.name}")
 
 
 def require_scales_of_latents(cache: PagedLatent) -> None:
-    """Raise NotImplementedError for latents in 8 bits that have no scale for each group of columns."""
+    """Raise NotImplementedError for 8-bit latents without a scale per channel group."""
     if cache.pages.dtype.itemsize == 1 and not cache.is_quantised:
         raise NotImplementedError(f"takes latents in 8 bits with a scale a group, got {cache.pages.dtype.name} alone")
 
 
 def require_plain_scores(window: int | None, soft_cap: float | None) -> None:
-    """Raise NotImplementedError for windows and soft caps, which kernels over latents do not have."""
+    """Raise NotImplementedError for windows and soft caps, which MLA kernels do not support."""
     for name, option in (("window", window), ("soft cap", soft_cap)):
         if option is not None:
             raise NotImplementedError(f"takes no {name} over latents, got {option}")
@@ -83,13 +83,13 @@ def require_soft_cap(soft_cap: float | None) -> None:
 
 
 def require_int32_rows(rows: int) -> None:
-    """Raise NotImplementedError unless int32 can index the rows of a pool, one for each token (of each head)."""
+    """Raise NotImplementedError unless int32 can index the rows of a pool, one per token (of each head)."""
     if rows >= 2**31:
         raise NotImplementedError(f"takes pools of less than 2**31 rows, got {rows}")
 
 
 def require_draft_bits(num_queries: int) -> None:
-    """Raise NotImplementedError unless a query's draft mask fits the 31 bits of an int32 below its sign."""
+    """Raise NotImplementedError unless a query's draft mask fits the 31 bits below an int32's sign."""
     if num_queries > 31:
         raise NotImplementedError(f"takes draft masks of at most 31 queries, got {num_queries}")
 

@@ -1,8 +1,9 @@
-"""Decode of sequences that share their leading pages, such as samples of one prompt: the shared part is attended once,
-by the queries of all (cascade attention; Hydragen, arXiv:2402.05099).
+"""Decode of sequences that share their leading pages, such as samples of one prompt (cascade attention; Hydragen,
+arXiv:2402.05099).
 
-There are no kernels of its own: the shared part is one sequence of `paged_prefill`, the parts of their own are
-`paged_decode`'s, and `merge_states` joins them.
+The shared pages are attended once, by the queries of all sequences: they are one sequence of `paged_prefill`. The
+remaining pages of each sequence are attended by `paged_decode`, and `merge_states` combines the two results. The
+operation has no kernels itself.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn import checks
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill
-from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.arguments import refuse_gradients
 from pallas_attn.portable.merge import merge_states
 from pallas_attn.portable.visibility import real_queries
 from pallas_attn.runtime import sharded_calls
 from pallas_attn.types import HeadWindow, Implementation, PagedKV
 
 LEAST_SAVED_BYTES = 192 * 2**20
-"""Bytes of shared pages that have to be spared for a cascade to be worth its launches: `paged_decode` reads what is
-shared from L2, and takes 26 us for 16 samples of 2,048 tokens (120 MiB spared), where a cascade takes 35 us; of 8,192
-tokens (480 MiB) 100 us and 50 (H100). It lies between these two.
+"""Minimum bytes of page reads that a cascade must save to be faster than `paged_decode`, which reads shared pages from
+L2. On an H100, 16 samples of 2,048 tokens (120 MiB saved) take 26 us with `paged_decode` and 35 us with a cascade;
+samples of 8,192 tokens (480 MiB) take 100 us and 50 us. The threshold lies between these two.
 """
 
 
@@ -50,33 +51,34 @@ def cascade_decode(
 ) -> Float[Array, "B Q Hq Dv"] | tuple[Float[Array, "B Q Hq Dv"], Float[Array, "B Q Hq"]]:
     """Attention of `paged_decode` for sequences that all begin with the same pages.
 
-    The shared pages are read once for all queries in place of once a sequence. Where nothing is shared the result is
-    right all the same. Where shapes, or a static `shared_pages`, rule out that it pays, `paged_decode` does it all.
+    The shared pages are read once for all queries instead of once per sequence. The result is also correct if no page
+    is shared. If shapes, or a static `shared_pages`, show that a cascade cannot be faster, `paged_decode` computes
+    everything.
 
     Args:
       q: queries in bfloat16, float16 or float32.
       kv: the cache; see `PagedKV`.
-      block_tables: page ids; entries without a visible token may hold anything.
-      kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
-      q_lens: real queries of each row, at most Q; None for Q each.
-      window: None: a window that moves with its sequence hides what others see.
-      shared_pages: columns of the tables, from the first on, that are taken to be equal in all rows that are not idle;
-        more than hold only tokens that every query sees count as those. `count_shared_pages` finds them on the host.
-        None to find them on the device, which costs a call some 10 to 20 us even where nothing is shared.
-      sm_scale: multiplies the scores; None for D**-0.5.
+      block_tables: page ids; entries without a visible token may hold any value.
+      kv_lens: tokens of each sequence, including the new tokens; 0 for an idle row.
+      q_lens: real queries of each sequence, at most Q; None for Q each.
+      window: must be None, because a window that moves with its sequence hides shared keys from some sequences only.
+      shared_pages: number of leading table columns that are equal in all rows that are not idle. It is clipped to the
+        pages in which every query sees all tokens. `count_shared_pages` computes it on the host. None to compute it on
+        the device, which costs a call about 10 to 20 us even if no page is shared.
+      sm_scale: factor of the scores; None for D**-0.5.
       sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       return_lse: also return the LSE.
-      out_dtype: of the output; None for q's.
-      implementation: of `paged_prefill` and `paged_decode`.
+      out_dtype: dtype of the output; None for q's dtype.
+      implementation: implementation of `paged_prefill` and `paged_decode`.
 
     Returns:
-      The output, exactly 0 for queries that see nothing; with `return_lse` also the float32 natural-log LSE of the
-      scaled, capped, masked scores without the learned sinks, -inf for those.
+      The output, exactly 0 for queries that see no key. With `return_lse` also the float32 natural-log LSE of the
+        scaled, capped, masked scores without the learned sinks; -inf for queries that see no key.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: a window, head-wise tables; or the implementation named does not support the call.
+      ValueError: inconsistent arguments.
+      NotImplementedError: a window, head-wise tables, or the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
@@ -86,7 +88,9 @@ def cascade_decode(
       (2, 1, 2, 8)
     """
     if window is not None:
-        raise NotImplementedError("window: takes None; with one, sequences do not see the same of their shared pages")
+        raise NotImplementedError(
+            "window: takes None; with a window, sequences see different parts of the shared pages"
+        )
     block_tables, kv_lens, q_lens = checks.int32(block_tables=block_tables, kv_lens=kv_lens, q_lens=q_lens)
     dims = checks.Dims()
     dims.check("q", q, "B Q Hq D", checks.PLAIN)
@@ -94,7 +98,7 @@ def cascade_decode(
     checks.check_heads(dims["Hq"], dims["Hkv"])
     checks.check_block_tables(block_tables, dims, rows="B")
     if block_tables.ndim == 3:
-        raise NotImplementedError("block_tables: takes page ids [B, P], of which all heads share the same; got row ids")
+        raise NotImplementedError("block_tables: takes page ids [B, P], which all heads share; got row ids [B, Hkv, P]")
     dims.check("kv_lens", kv_lens, "B", checks.INT)
     if q_lens is not None:
         dims.check("q_lens", q_lens, "B", checks.INT)
@@ -148,21 +152,21 @@ def cascade_decode(
 def count_shared_pages(
     kv: PagedKV, block_tables: np.ndarray, kv_lens: np.ndarray, *, q_lens: np.ndarray | int = 1
 ) -> int:
-    """Leading pages that all sequences share, 0 where a cascade would not pay: what to give `cascade_decode` as
-    `shared_pages`.
+    """Return the number of leading pages that all sequences share, or 0 if a cascade would not be faster than
+    `paged_decode`.
 
-    For engines, which have their tables on the host: a step of which this is 0 calls `paged_decode`, and no other pays
-    for looking on the device. It computes on the host, from numpy arrays. A jitted step gets the number as an argument;
-    one that it closes over is compiled for.
+    Engines, which have their tables on the host, pass the result to `cascade_decode` as `shared_pages`, and call
+    `paged_decode` if it is 0. This avoids the search on the device. The function computes on the host, from numpy
+    arrays. Pass the number to a jitted step as an argument; a step that closes over it is compiled for this number.
 
     Args:
-      kv: the cache, of which only the shapes are used.
+      kv: the cache; only its shapes and dtypes are used.
       block_tables: int32 [B, P], as for `cascade_decode`.
-      kv_lens: int32 [B], tokens each sequence holds, the new ones included; 0 for an idle row.
-      q_lens: int32 [B], new tokens of each sequence, or the number of all.
+      kv_lens: int32 [B], tokens of each sequence, including the new tokens; 0 for an idle row.
+      q_lens: int32 [B], new tokens of each sequence, or one number for all sequences.
 
     Raises:
-      ValueError: arguments that do not fit each other.
+      ValueError: inconsistent arguments.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16)
@@ -171,7 +175,7 @@ def count_shared_pages(
       >>> tables[:, 30:] = np.arange(1, 65)[:, None]  # and each sample's own
       >>> pallas_attn.count_shared_pages(kv, tables, np.full(64, 2000))
       30
-      >>> pallas_attn.count_shared_pages(kv, tables[:4], np.full(4, 2000))  # four would spare 23 MB
+      >>> pallas_attn.count_shared_pages(kv, tables[:4], np.full(4, 2000))  # four sequences would save 23 MB
       0
     """
     checks.check_class("kv", kv, PagedKV)
@@ -191,6 +195,7 @@ def count_shared_pages(
 
 
 def _pays(kv: PagedKV, sequences: int, shared_pages: int) -> bool:
+    """Whether a cascade is expected to be faster than `paged_decode`."""
     page_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in (kv.k, kv.v) if x is not None)
     return (sequences - 1) * shared_pages * page_bytes >= LEAST_SAVED_BYTES
 
@@ -213,14 +218,14 @@ def _as_count(shared_pages: Any) -> Any:
 def _shared_part(
     block_tables: Int32[Array, "B P"], cached: Int32[Array, "B"], given: Int32[Array, ""] | None, page_size: int
 ) -> tuple[Int32[Array, "P"], Int32[Array, ""]]:
-    """The table of the shared pages, and the number of leading columns that are equal in all rows, and whole of whose
-    tokens every query sees.
+    """Return the table of the shared pages, and the number of leading columns that are shared.
 
-    Few reductions, since each is a launch of its own: what is equal in all rows is its own minimum and maximum.
+    A column is shared if it is equal in all rows and every query sees all its tokens. The function uses few reductions,
+    because each is a launch: a column that is equal in all rows equals its own minimum and maximum.
 
     Args:
-      cached: tokens that the first query of each row sees beside its own, -1 for rows without a query.
-      given: the number of columns, if it is known.
+      cached: tokens that the first query of each row sees except its own token; -1 for rows without a query.
+      given: the number of equal columns, if it is known.
     """
     bounds = jnp.iinfo(jnp.int32)
     without = cached < 0

@@ -1,4 +1,4 @@
-"""Cached and new latents of each sequence, back to back in one ragged array."""
+"""Gather the cached and new latents of each sequence into one ragged array."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ def gather_latent(
     length: int,
     implementation: Implementation = None,
 ) -> Float[Array, "length LR"]:
-    """Gathers each sequence's cached and new latents, [cached..., new...], bit for bit, sequence after sequence.
+    """Gather the cached latents of each sequence, followed by its new latents, sequence after sequence.
 
-    Sequence s has cu_q_lens[s + 1] - cu_q_lens[s] new tokens, read from `latent_new`; the kv_lens[s] minus that many
-    before them are read from its pages. It starts at the sum of the kv_lens before it.
+    Sequence s has cu_q_lens[s + 1] - cu_q_lens[s] new tokens in `latent_new`. Its earlier tokens, kv_lens[s] minus the
+    number of new tokens, are in its pages. Sequence s starts at row sum(kv_lens[:s]) of the result.
 
-    From a quantised cache tokens come dequantised, the stored values times their scales, and new ones come as they
-    would be read back.
+    Values are copied without change. Cached tokens of a quantised cache are dequantised, and new tokens are rounded to
+    the values that the cache would return for them.
 
     Args:
       cache: of any dtype.
-      latent_new: the packed new tokens, in the cache's dtype, or in any 16-bit or 32-bit dtype for a quantised one;
-        the dtype of the result. T may be 0 where every length is.
-      block_tables: page ids; entries past the cached tokens may hold anything. Tokens of pages that are absent, or
-        outside the pool, are 0.
-      cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
-      kv_lens: tokens each sequence holds, cached and new.
-      length: rows of the result; those past the sum of kv_lens are 0, tokens past `length` are left out.
+      latent_new: packed new tokens, in the cache's dtype, or in any 16-bit or 32-bit dtype for a quantised cache. The
+        result has this dtype. T may be 0 if no sequence has new tokens.
+      block_tables: page ids. Entries after the cached tokens are ignored. Tokens in absent pages, or in pages outside
+        the pool, are 0.
+      cu_q_lens: prefix sums of the numbers of new tokens. An entry below the largest previous entry, such as a 0 at the
+        end, counts as the largest previous entry.
+      kv_lens: number of tokens of each sequence, cached and new.
+      length: number of rows of the result. Rows after sum(kv_lens) are 0. Tokens after `length` are dropped.
       implementation: None, a name, or names to try in order.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: the arguments are inconsistent.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)

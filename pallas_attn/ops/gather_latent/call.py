@@ -1,4 +1,4 @@
-"""One call of `gather_latent`, as every implementation takes it."""
+"""Arguments of one call of `gather_latent`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
+from pallas_attn.ops.call_base import OperationCall
 from pallas_attn.types import PagedLatent
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class GatherLatentCall:
-    """The arguments of `gather_latent`, described there; implementations get `latent_new` as it would be read back."""
+class GatherLatentCall(OperationCall):
+    """Validated arguments of `gather_latent`. `latent_new` holds the values that a read from the cache would return."""
 
     op: ClassVar[str] = "gather_latent"
 
@@ -36,16 +37,14 @@ class GatherLatentCall:
         return self.latent_new.shape[0]
 
     def bounded(self) -> GatherLatentCall:
-        """The call as implementations take it: lengths held to what there is room for."""
-        cu_q_lens, cached = (
-            checks.bound_sums(self.cu_q_lens, self.num_new),
-            self.block_tables.shape[1] * self.cache.page_size,
-        )
+        """Return the call that implementations receive: lengths are clipped to the sizes of the arrays."""
+        cu_q_lens = checks.bound_sums(self.cu_q_lens, self.num_new)
+        cached = self.block_tables.shape[1] * self.cache.page_size
         most = min(cached, checks.INT32_RANGE.max - self.num_new) + jnp.diff(cu_q_lens)
         return dataclasses.replace(self, cu_q_lens=cu_q_lens, kv_lens=checks.bound_lens(self.kv_lens, most))
 
     def validate(self) -> None:
-        """Raises ValueError unless the arguments fit each other."""
+        """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
         checks.check_latent(self.cache, dims)
         checks.check_new_latents("latent_new", self.latent_new, self.cache, dims)

@@ -1,13 +1,14 @@
 """`gather_latent` on Hopper and data-center Blackwell.
 
-A program is one warpgroup and takes as many rows of the result as it has groups of threads that share a row, 16 bytes
-an access. It finds the sources of its rows in one pass over the lengths of all sequences, which is cheaper than another
-kernel that sums them up, and then copies twice, cached rows and new rows:
+A CTA is one warpgroup. Groups of its threads each copy one row of the result, 16 bytes per access:
 
-    row of the result -> sequence and position -> entry of its table -> row of the pool -> registers -> result
-                                               -> row of the new latents                -> registers -> result
+    sequence, position = position of the result row, from one pass over the lengths of all sequences
+    cached rows: pool row from the block table -> registers -> result
+    new rows:    row of the new latents        -> registers -> result
 
-Most programs have rows of one kind only; then the other copy moves nothing. No program waits for another.
+The pass over the lengths is cheaper than a separate kernel for their prefix sums. A CTA runs both copies. Most CTAs
+have rows of one kind only, and the other copy moves no data. CTAs do not wait for one another, and there are no
+barriers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pallas_attn.mosaic.primitives.row_io import RowLayout, copy_rows
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
 
 MAX_SEQUENCES = 1024
-"""With more sequences, the pass over their lengths takes a program longer than its copies."""
+"""Maximum number of sequences. With more, the pass over their lengths would take longer than the copies."""
 
 
 def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
@@ -56,13 +57,13 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
 
 
 class GatherLatentInputs(NamedTuple):
-    """Operands of the kernel: arrays, or in the kernel references to them.
+    """Operands of the kernel: arrays, or references to them inside the kernel.
 
     Attributes:
       rows: rows of the pool, [N·ps, L + R].
-      new: [T, L + R]; None where there are none.
+      new: [T, L + R]; None without new tokens.
       block_tables: [S·P].
-      cu_q_lens, kv_lens: as the operation takes them.
+      cu_q_lens, kv_lens: arguments of the operation.
     """
 
     rows: Array | Ref
@@ -73,13 +74,13 @@ class GatherLatentInputs(NamedTuple):
 
 
 class RowSource(NamedTuple):
-    """Sources of rows of the result; each an int32 [rows].
+    """Sources of result rows; each field is int32 [rows].
 
     Attributes:
-      sequence: index of the sequence; S for rows of none.
+      sequence: index of the sequence; S for rows after the last sequence.
       start: row of the result at which the sequence starts.
-      cached: tokens of the sequence in its pages.
-      first_new: its first token among the new latents.
+      cached: number of cached tokens of the sequence.
+      first_new: index of the sequence's first token in the new latents.
     """
 
     sequence: jax.Array
@@ -101,14 +102,16 @@ def _kernel(layout: RowLayout, page_size: int, x: GatherLatentInputs, out: Ref) 
     pool_row = page * page_size + lax.rem(position, jnp.full_like(row, page_size))
     out_row = jnp.where(there, row, -1)
     exists = cached & basics.in_pool(page, x.rows.shape[0] // page_size)
-    copy_rows(layout, x.rows, jnp.where(exists, pool_row, -1), out, jnp.where(new, -1, out_row))  # or zeros
+    copy_rows(
+        layout, x.rows, jnp.where(exists, pool_row, -1), out, jnp.where(new, -1, out_row)
+    )  # rows with source -1 are zeros
     if x.new is not None:
         new_row = jnp.where(new, source.first_new + position - source.cached, -1)
         copy_rows(layout, x.new, new_row, out, jnp.where(new, out_row, -1))
 
 
 def _row_source(x: GatherLatentInputs, row: jax.Array) -> RowSource:
-    """Find the sequence that each row lies in."""
+    """Find the sequence of each result row."""
 
     def visit(s: jax.Array, carry: tuple[jax.Array, RowSource]) -> tuple[jax.Array, RowSource]:
         start, source = carry

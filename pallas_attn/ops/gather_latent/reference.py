@@ -1,4 +1,4 @@
-"""Definition of `gather_latent`: one token after the other."""
+"""Definition of `gather_latent`: token by token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     num_pages, page_size, _ = call.cache.pages.shape
     width, dtype = call.latent_new.shape[1], call.latent_new.dtype
     latents = meant_latents(call.cache, dtype)
-    new = jnp.concatenate([call.latent_new, jnp.zeros((1, width), dtype)])  # so that there is one to look at
+    new = jnp.concatenate([call.latent_new, jnp.zeros((1, width), dtype)])  # at least one row to index
 
     def token(s: Int32[Array, ""], position: Int32[Array, ""]) -> Float[Array, "LR"]:
         num_cached = call.kv_lens[s] - (call.cu_q_lens[s + 1] - call.cu_q_lens[s])

@@ -1,14 +1,17 @@
-"""`gather_latent` in Triton, for any card from Ampere (sm80) on.
+"""`gather_latent` in Triton, for cards from Ampere (sm80) on.
 
-A program takes some rows of the result. It finds the sequence of each in one pass over the lengths of all sequences,
-many at a time, which is cheaper than another kernel that sums them up, and then copies the rows, one block of columns
-after the other, from the pool or from the new latents:
+A program copies a block of rows of the result:
 
-    row of the result -> sequence and position -> entry of its table -> row of the pool -> registers -> result
-                                               -> row of the new latents                -> registers -> result
+    sequence, position = position of each result row, from one pass over the lengths of all sequences
+    cached rows: page = block_tables[sequence, position // page size]; source = pool slot
+    new rows:    source = row of the new latents
+    for block of columns:
+        values = load(source); dequantise 8-bit values
+        result[row, columns] = values                    # [rows, columns]
 
-Blocks of an 8-bit cache are the groups of 128 columns, which are multiplied by their scales, and then those of the
-rotated keys.
+The pass over the lengths is cheaper than a separate kernel for their prefix sums. Blocks of columns of an 8-bit cache
+are the scale groups of 128 columns, followed by the rotated keys. No two programs write the same row, and there are no
+barriers.
 """
 
 from __future__ import annotations
@@ -21,17 +24,17 @@ from pallas_attn.ops.gather_latent.call import GatherLatentCall
 from pallas_attn.runtime import device
 from pallas_attn.triton import tiles
 from pallas_attn.triton.launch import block_columns, kernel, launch
-from pallas_attn.triton.pieces import f16_from_e4m3
+from pallas_attn.triton.quantise import dequantise
 from pallas_attn.types import LATENT_GROUP
 
 TILE_ELEMENTS = 2048
-"""Elements of a block: 16 for each of 128 threads, two accesses of 16 bytes in 16 bits."""
+"""Elements of a block: 16 for each of 128 threads, two 16-byte accesses for a 16-bit dtype."""
 
-MOST_ROWS = 32
-"""Rows of a program, at most: each is compared with the ends of many sequences, in registers."""
+MAX_ROWS = 32
+"""Maximum number of rows of a program. Comparisons of rows with the ends of sequences are in registers."""
 
 SEQUENCES = 32
-"""Sequences whose lengths are looked at together."""
+"""Number of sequences whose lengths a program reads at a time."""
 
 
 def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
@@ -39,7 +42,7 @@ def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:
     num_pages, page_size, pages_width = cache.pages.shape
     width = new.shape[1]
     columns = block_columns(width) if cache.scale is None else LATENT_GROUP
-    rows = min(TILE_ELEMENTS // columns, MOST_ROWS)
+    rows = min(TILE_ELEMENTS // columns, MAX_ROWS)
     (out,) = launch(
         _gather_rows,
         *(cache.pages, cache.scale, cache.rope, new if call.num_new else None),
@@ -106,10 +109,10 @@ def _gather_rows(
             values = tl.load(at, mask=is_cached[:, None] & inside, other=0.0)
         elif first_column < PAGES_WIDTH:
             at = pages_ptr + (slot * PAGES_WIDTH)[:, None] + column[None, :]
-            stored = f16_from_e4m3(tl.load(at, mask=is_cached[:, None], other=0), NATIVE).to(tl.float32)
+            stored = tl.load(at, mask=is_cached[:, None], other=0)
             scale_at = slot * (PAGES_WIDTH // COLUMNS) + first_column // COLUMNS
             scale = tl.load(scale_ptr + scale_at, mask=is_cached, other=0.0)
-            values = (stored * scale[:, None]).to(out_ptr.dtype.element_ty)
+            values = dequantise(stored, scale[:, None], NATIVE).to(out_ptr.dtype.element_ty)
         else:
             at = rope_ptr + (slot * (WIDTH - PAGES_WIDTH) - PAGES_WIDTH)[:, None] + column[None, :]
             values = tl.load(at, mask=is_cached[:, None] & inside, other=0.0).to(out_ptr.dtype.element_ty)
@@ -122,13 +125,13 @@ def _gather_rows(
 
 @kernel
 def _sequence_of(kv_lens_ptr, row, num_sequences, length, SEQUENCES: tl.constexpr):
-    """The sequence that holds each row below `length`, `num_sequences` for rows past the last, and where it starts.
+    """Return the sequence of each result row and the row at which the sequence starts.
 
-    Ends of sequences never fall: as many of them are at or before a row as there are sequences before its own, and the
-    last of those is where its own starts.
+    The sequence is `num_sequences` for rows after the last sequence. Ends of sequences do not decrease. The number of
+    ends at or before a row is therefore its sequence, and the largest of these ends is the start of the sequence.
     """
     sequence, start = tl.zeros_like(row), tl.zeros_like(row)
-    total = tl.full([], 0, tl.int64)  # tokens of the sequences so far, which may be more than an int32 holds
+    total = tl.full([], 0, tl.int64)  # tokens of the sequences so far; may exceed int32
     for first in range(0, num_sequences, SEQUENCES):
         number = first + tl.arange(0, SEQUENCES)
         kv_len = tl.load(kv_lens_ptr + number, mask=number < num_sequences, other=0).to(tl.int64)

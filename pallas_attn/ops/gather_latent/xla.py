@@ -1,4 +1,4 @@
-"""`gather_latent` on any device: every output row finds its own source."""
+"""`gather_latent` on any device: a gather with one computed source index per output row."""
 
 from __future__ import annotations
 

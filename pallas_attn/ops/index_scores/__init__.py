@@ -1,4 +1,4 @@
-"""Scores by which sparse attention chooses keys (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
+"""Scores that sparse attention selects keys by (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ def index_scores(
     sm_scale: float | None = None,
     implementation: Implementation = None,
 ) -> Float32[Array, "T K"]:
-    """Scores of each sequence's new tokens over its index keys, up to each token's own: the sum over heads h of
-    weights[h] · relu(sm_scale · q[h]·key).
+    """Score the index keys of each sequence for its new tokens, causally.
 
-    Decode rows, drafts and chunks are all alike: the new tokens are the last a sequence holds, and their keys must
-    already be in the pages. `index_top_k` chooses by these scores without holding all of them.
+    The score of a key is the sum over heads h of weights[h] · relu(sm_scale · q[h]·key).
+
+    New tokens are the last tokens of their sequence: a decode token, drafts or a prefill chunk. Their keys must already
+    be in the pages. `index_top_k` selects by these scores without storing all of them.
 
     Args:
-      q: packed index queries of Hi heads; rows of no sequence are padding.
-      weights: of each token's heads, of either sign.
+      q: packed index queries with Hi heads. Rows that belong to no sequence are padding.
+      weights: weights of each token's heads, positive or negative.
       index: of any dtype.
-      block_tables: page ids; tokens of PAGE_NONE, and of ids outside the pool, are invisible; entries without a visible
-        token may hold anything.
-      cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
-      kv_lens: tokens each sequence holds, the new ones included.
-      draft_mask: True where a token sees the key at its own position - M + 1 + j, which replaces causality among these
-        M: drafts of a tree do not see those of other branches. None where all up to its own are seen.
+      block_tables: page ids. Tokens in PAGE_NONE, and in pages outside the pool, are invisible. Entries without a
+        visible token are ignored.
+      cu_q_lens: prefix sums of the numbers of new tokens. An entry below the largest previous entry, such as a 0 at the
+        end, counts as the largest previous entry.
+      kv_lens: number of tokens of each sequence, including new tokens.
+      draft_mask: element j is True if the token sees the key at its position - M + 1 + j. Replaces causality for these
+        M positions, so that drafts of a tree do not see other branches. None: a token sees all keys up to its own.
       sm_scale: positive; None for Di**-0.5.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The scores of all K = P·ps positions, -inf where a key is invisible.
+      The scores at all K = P·ps positions, -inf for invisible keys.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: the arguments are inconsistent.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.index_cache_spec(num_pages=8, page_size=4, index_dim=6, dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""Definition of `index_scores`: every token gathers every page of its sequence."""
+"""Definition of `index_scores`: each token gathers all pages of its sequence."""
 
 from __future__ import annotations
 

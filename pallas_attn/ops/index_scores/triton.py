@@ -1,4 +1,4 @@
-"""`index_scores` in Triton, for any card from Ampere (sm80) on."""
+"""`index_scores` in Triton, for cards from Ampere (sm80) on."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from pallas_attn.triton import index_keys
 
 
 def index_scores(call: IndexScoresCall) -> Float32[Array, "T K"]:
-    index_keys.refuse(call)
+    index_keys.require_supported(call)
     return index_keys.paged_scores(call, fill=True)[0]

@@ -1,4 +1,4 @@
-"""`index_scores` on any device: tiles of queries walk the index keys of their sequence."""
+"""`index_scores` on any device: tiles of queries iterate over the index keys of their sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index scores and the choice of keys in one, without holding all scores (DeepSeek-V3.2, arXiv:2512.02556)."""
+"""Select keys by index scores, without storing all scores (DeepSeek-V3.2, arXiv:2512.02556)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ def index_top_k(
     sm_scale: float | None = None,
     implementation: Implementation = None,
 ) -> Int32[Array, "T top_k"]:
-    """Positions of the `top_k` keys that score highest for each token, as `select_top_k` of `index_scores`; scores are
-    held for some keys of some tokens at a time, so memory does not grow with the context.
+    """Return the positions of the `top_k` keys with the highest scores for each token.
+
+    Equal to `select_top_k` of `index_scores`, but scores are stored for a limited number of keys and tokens at a time,
+    so that memory does not grow with the context.
 
     Args:
-      q, weights, index, block_tables, cu_q_lens, kv_lens, draft_mask, sm_scale: as `index_scores` takes them.
-      top_k: positions wanted, which may be more than a token sees.
+      q, weights, index, block_tables, cu_q_lens, kv_lens, draft_mask, sm_scale: arguments of `index_scores`.
+      top_k: number of positions. May exceed the number of visible keys.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      Positions in rising order, then -1 where a token sees fewer than `top_k` keys, as padding tokens do.
+      Positions in ascending order, followed by -1 if fewer than `top_k` keys are visible. Padding tokens see no keys.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: the arguments are inconsistent.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.index_cache_spec(num_pages=8, page_size=4, index_dim=6, dtype=jnp.float32)

@@ -1,6 +1,7 @@
-"""`index_top_k` in Triton, for any card from Ampere (sm80) on.
+"""`index_top_k` in Triton, for cards from Ampere (sm80) on.
 
-One kernel writes scores, another chooses. Scores are held for as many tokens at a time as a workspace has room for.
+One kernel computes scores, and another selects the highest scores. Tokens are processed in portions, whose scores fit
+into a workspace of `MAX_SCORES`.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from jaxtyping import Array, Int32
 from pallas_attn.ops.index_top_k.call import IndexTopKCall
 from pallas_attn.triton import index_keys, shared_top_k, top_k
 
-MOST_SCORES = 2**24
-"""Scores that are held at a time: those of 128 tokens over 128k keys, 64 MiB."""
+MAX_SCORES = 2**24
+"""Maximum number of scores in the workspace: 64 MiB, or 128 tokens times 128k keys."""
 
 
 def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
     num_tokens, width = call.q.shape[0], call.block_tables.shape[1] * call.index.page_size
-    index_keys.refuse(call)
-    room = max(1, MOST_SCORES // width)
+    index_keys.require_supported(call)
+    room = max(1, MAX_SCORES // width)
     portions = -(-num_tokens // room)
     size = -(-num_tokens // portions)
-    top_k.refuse(size, width, call.top_k)
+    top_k.require_supported(size, width, call.top_k)
     if portions == 1:
         return _chosen(call)
     padding = portions * size - num_tokens
@@ -47,7 +48,7 @@ def _chosen(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
 
 
 def _portion(call: IndexTopKCall, first: Int32[Array, ""], size: int) -> IndexTopKCall:
-    """The call of so many of the tokens, from the first on: their sequences end with them."""
+    """Return the call for tokens first to first + size. Their sequences end with these tokens."""
     after = jnp.maximum(call.cu_q_lens[1:] - (first + size), 0)
     cut = jnp.minimum(after, jnp.diff(call.cu_q_lens))
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""`index_top_k` on any device: tiles of queries walk the index keys of their sequence and keep the best so far."""
+"""`index_top_k` on any device: tiles of queries iterate over the index keys of their sequence and update the top k."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
 
     def step(state, scores, key, j):
         best, position = state
-        # Those kept come first, and are in order of position where they are equal: so ties go to the lower one.
+        # Earlier keys come first, and equal scores are in order of position, so ties select the lower position.
         all_scores = jnp.concatenate([best, comparable(scores)], axis=-1)
         all_positions = jnp.concatenate([position, jnp.broadcast_to(key[:, None], scores.shape)], axis=-1)
         best, chosen = lax.top_k(all_scores, kept)

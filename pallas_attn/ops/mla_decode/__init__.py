@@ -28,37 +28,40 @@ def mla_decode(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "B Q Hq L"] | tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    """Attention of each sequence's newest Q tokens over its latents: every head reads the same [L + R] key, whose
-    first L columns are also the value. The up-projections are absorbed into `q_latent` and applied to the output by
-    the caller.
+    """Compute attention of each sequence's newest Q tokens over its latents.
 
-    Query i of row b sits at position kv_lens[b] - q_lens[b] + i and sees latents up to its own position that the window
-    shows. The new tokens' must already be in the pages.
+    Every head reads the same [L + R] key, whose first L columns are also the value. The caller absorbs the
+    up-projections: W_UK into `q_latent`, and W_UV after this call into the output.
+
+    Query i of row b has position kv_lens[b] - q_lens[b] + i. It sees the latents up to its own position that the window
+    shows. The latents of the new tokens must already be in the pages.
 
     Args:
-      q_latent: queries against the latent columns, W_UK absorbed.
-      q_rope: rotated queries against the rotated key's columns; same dtype.
-      cache: of any dtype.
-      block_tables: page ids; tokens of PAGE_NONE, and of ids outside the pool, are invisible; entries without a visible
-        token may hold anything.
-      kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
-      sm_scale: multiplies the scores. Required: it is set by the width before absorption, which is not visible here.
-      q_lens: real queries of each row, at most Q; None for Q each.
-      window: the number of newest latents that every head sees; None for all.
+      q_latent: queries for the latent columns, with W_UK absorbed.
+      q_rope: rotated queries for the rotated key columns, in the same dtype.
+      cache: in any dtype.
+      block_tables: page ids. Tokens of PAGE_NONE and of ids outside the pool are invisible. Entries without a visible
+        token may have any value.
+      kv_lens: tokens per sequence, including the new tokens; 0 for an idle row.
+      sm_scale: multiplies the scores. Required, because it depends on the width before absorption.
+      q_lens: real queries per row, at most Q; None for Q each.
+      window: number of newest latents that every head sees; None for all.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      draft_mask: True where query i sees draft key j, at position kv_len - q_len + j; replaces causality among those.
+      draft_mask: True where query i sees draft key j, at position kv_len - q_len + j; replaces causality among draft
+        keys.
       plan: from `plan_decode` with num_kv_heads = 1; changes speed and rounding only.
       return_lse: also return the LSE.
-      out_dtype: of the output; None for q_latent's.
+      out_dtype: dtype of the output; None for the dtype of q_latent.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      Latent-space output, exactly 0 for queries that see nothing (idle rows, past q_len, before position 0); with
-      `return_lse` also the float32 natural-log LSE of the scaled, capped, masked scores, -inf for those.
+      Output in the latent space; exactly 0 for queries that see nothing (idle rows, past q_len, before position 0).
+      With `return_lse` also the float32 natural LSE of the scaled, capped, masked scores; -inf for queries that see
+      nothing.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: the arguments do not fit each other.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)

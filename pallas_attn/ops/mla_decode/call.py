@@ -1,4 +1,4 @@
-"""One call of `mla_decode`, as every implementation takes it."""
+"""Arguments of one call of `mla_decode`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.types import DecodePlan, PagedLatent, PlanKey
+from pallas_attn.ops.call_base import DecodeCall, LatentCall
+from pallas_attn.types import DecodePlan, PagedLatent
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MlaDecodeCall:
-    """The arguments of `mla_decode`, described there; `return_lse` and `implementation` are not the kernel's."""
+class MlaDecodeCall(LatentCall, DecodeCall):
+    """Validated arguments of `mla_decode` without `return_lse` and `implementation`."""
 
     op: ClassVar[str] = "mla_decode"
 
@@ -46,8 +47,17 @@ class MlaDecodeCall:
         return self.q_latent.shape[2]
 
     @property
+    def num_q_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """1, because all query heads read the same latents."""
+        return 1
+
+    @property
     def query_rows(self) -> int:
-        """Q·Hq, the rows that read the same latents."""
+        """Q·Hq, the number of query rows of a sequence. All of them read the same latents."""
         return self.num_queries * self.num_heads
 
     @property
@@ -62,39 +72,16 @@ class MlaDecodeCall:
     def page_size(self) -> int:
         return self.cache.page_size
 
-    @property
-    def output_dtype(self) -> jnp.dtype:
-        """`out_dtype`, or q_latent's for None."""
-        return checks.output_dtype(self.out_dtype, self.q_latent.dtype)
-
     def without_queries(self) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-        """Output and LSE of a call without sequences or without queries."""
+        """Return the output and LSE of a call without sequences or without queries."""
         return jnp.zeros(self.q_latent.shape, self.output_dtype), jnp.zeros(self.q_latent.shape[:3], jnp.float32)
 
-    @property
-    def plan_key(self) -> PlanKey:
-        return PlanKey(
-            op=self.op,
-            batch=self.batch,
-            num_queries=self.num_queries,
-            num_q_heads=self.num_heads,
-            num_kv_heads=1,
-            page_size=self.page_size,
-            table_pages=self.block_tables.shape[-1],
-            window=checks.window_key(self.window),
-            q_lens=self.q_lens is not None,
-        )
-
     def bounded(self) -> MlaDecodeCall:
-        """The call as implementations take it: lengths held to what there is room for."""
-        return dataclasses.replace(
-            self,
-            kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
-            q_lens=None if self.q_lens is None else checks.bound_lens(self.q_lens, self.num_queries),
-        )
+        """Return the call that implementations receive: lengths are clipped to the sizes of the arrays."""
+        return dataclasses.replace(self, **self.bounded_lens())
 
     def validate(self) -> None:
-        """Raises ValueError unless the arguments fit each other."""
+        """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
         dims.check("q_latent", self.q_latent, "B Q Hq L", checks.PLAIN)
         dims.check("q_rope", self.q_rope, "B Q Hq R", (self.q_latent.dtype,))

@@ -19,19 +19,22 @@ if TYPE_CHECKING:
 
 
 def xla_config(rows: int, width: int) -> XlaConfig:
-    """Tile and group sizes of the portable implementation, for this many sequences and L + R = `width` columns."""
+    """Return tile and group sizes of the portable implementation, for `rows` sequences and `width` = L + R columns."""
     key = {"rows": rows, "width": width}
     return tuning.lookup("mla_decode/xla", key, XlaConfig, lambda: decode_heuristic(rows, width))
 
 
-# --- few query rows, columns of tiles (mosaic_swap_ab)
+# --- few query rows, as columns of tiles (mosaic_swap_ab)
 
 TILE_TOKENS = 64
 
 
 def max_columns(out_dtype: jax.typing.DTypeLike, *, quantised: bool = False, masked: bool = False) -> int:
-    """Query rows for which a warpgroup has registers where L is 512, besides those that writing such outputs takes, or
-    converting quantised latents, and then draft masks. With more, query rows are better off as rows of tiles.
+    """Return the maximum number of query rows of the swap-AB kernel.
+
+    The registers of a warpgroup at L 512 limit the number. Float32 outputs, conversion of quantised latents, and draft
+    masks over quantised latents need registers, too. With more query rows, the kernels with query rows as rows of tiles
+    are faster.
     """
     if quantised:
         return 16 if masked else 24
@@ -40,14 +43,14 @@ def max_columns(out_dtype: jax.typing.DTypeLike, *, quantised: bool = False, mas
 
 @dataclasses.dataclass(frozen=True)
 class SwapAbKey:
-    """Facts of a call that the best sizes of the kernel for few query rows depend on.
+    """Properties of a call that determine the best sizes of the swap-AB kernel.
 
     Attributes:
       latent_dim, rope_dim: L, R.
-      columns: query rows that a program takes at once, padding included.
-      out_bytes: bytes of a value of the output.
-      page_size: ps.
-      quantised: whether latents have 8 bits.
+      columns: query rows per CTA, including padding.
+      out_bytes: bytes per element of the output.
+      page_size: ps, tokens.
+      quantised: whether latents are quantised to 8 bits.
     """
 
     latent_dim: int
@@ -59,20 +62,23 @@ class SwapAbKey:
 
 
 def swap_ab_config(key: SwapAbKey) -> DecodeConfig:
-    """Sizes of the kernel for few query rows."""
+    """Return the sizes of the swap-AB kernel."""
     return tuning.lookup(
         "mla_decode/mosaic_columns", dataclasses.asdict(key), DecodeConfig, lambda: _swap_ab_heuristic(key)
     )
 
 
 def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
-    """Run as many programs side by side as registers and shared memory hold, each with two tiles or more."""
-    # Only here, since the portable implementation has to run where there is no kernel language.
+    """Maximise the number of CTAs per SM within registers and shared memory, with at least two tiles per CTA.
+
+    Over quantised latents, one tile per CTA is enough.
+    """
+    # Imported here because the portable implementation must work without Mosaic.
     from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 
     values = key.latent_dim * key.columns
     most, least = 4 if values <= 2048 else 3 if values <= 3072 else 2 if values <= 8192 else 1, 2
-    if key.quantised:  # threads that convert latents take more registers, and are more in need of company
+    if key.quantised:  # conversion takes more registers, and a second CTA per SM hides its latency
         most, least = 3 if values <= 2048 else 2, 1
     tile = swap_ab_tile(
         QueryPacking(group=key.columns, queries=1, limit=key.columns),
@@ -84,7 +90,7 @@ def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
         quantised=key.quantised,
     )
     for programs in range(most, 0, -1):
-        stages = tile.most_stages(programs, MAX_STAGES)
+        stages = tile.max_stages(programs, MAX_STAGES)
         if stages >= least:
             return DecodeConfig(TILE_TOKENS, stages, programs)
     raise NotImplementedError(f"two tiles of {key.latent_dim} + {key.rope_dim} columns do not fit shared memory")
@@ -100,11 +106,16 @@ def swap_ab_tile(
     out_dtype: Any,
     quantised: bool = False,
 ) -> DecodeTile:
-    """Tile of the kernel for few query rows.
+    """Return the tile of the swap-AB kernel.
 
     Args:
+      packing: arrangement of query rows in columns.
+      tokens: tokens of a tile.
+      page_size: tokens of a page.
       key_dims: L and R.
-      dtype: of queries and cache; of the rotated columns of latents in 8 bits.
+      dtype: dtype of queries and cache; over quantised latents, dtype of queries and rotated keys.
+      out_dtype: dtype of the output.
+      quantised: whether latents are quantised to 8 bits.
     """
     from pallas_attn.mosaic.decode import DecodeTile
     from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
@@ -115,7 +126,7 @@ def swap_ab_tile(
         page_size=page_size,
         key_dims=key_dims,
         has_values=False,
-        terms=1,
+        query_parts=1,
         packs_queries=False,
         scales=None,
         q_dtype=jnp.float16 if quantised else dtype,
@@ -126,16 +137,16 @@ def swap_ab_tile(
     )
 
 
-# --- many query rows, rows of tiles (mosaic_seesaw)
+# --- many query rows, as rows of tiles (mosaic_two_warpgroup_bf16)
 
 
 @dataclasses.dataclass(frozen=True)
-class SeesawConfig:
-    """Sizes of a program of the kernel for many query rows.
+class TwoWarpgroupConfig:
+    """Sizes of the two-warpgroup kernel over 16-bit latents.
 
     Attributes:
-      pairs: of tiles of 64 latents in shared memory.
-      cluster: programs on neighbouring multiprocessors that share what they read: 1, or 2 where their number is even.
+      pairs: pairs of tiles of 64 latents in shared memory.
+      cluster: CTAs of a cluster, which share copies: 1 or 2. With an odd number of blocks of rows the kernel uses 1.
     """
 
     pairs: int
@@ -148,8 +159,8 @@ class SeesawConfig:
             raise ValueError(f"{self.cluster=} must be 1 or 2")
 
 
-def seesaw_config(latent_dim: int, rope_dim: int, page_size: int) -> SeesawConfig:
-    """Sizes of the kernel for many query rows."""
+def two_warpgroup_config(latent_dim: int, rope_dim: int, page_size: int) -> TwoWarpgroupConfig:
+    """Return the sizes of the two-warpgroup kernel over 16-bit latents."""
     key = {"latent_dim": latent_dim, "rope_dim": rope_dim, "page_size": page_size}
-    heuristic = SeesawConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
-    return tuning.lookup("mla_decode/mosaic", key, SeesawConfig, lambda: heuristic)
+    heuristic = TwoWarpgroupConfig(pairs=1 if latent_dim + rope_dim > 320 else 2, cluster=2)
+    return tuning.lookup("mla_decode/mosaic", key, TwoWarpgroupConfig, lambda: heuristic)

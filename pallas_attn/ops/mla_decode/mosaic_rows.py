@@ -1,109 +1,19 @@
-"""Many query rows of a sequence and tiles of its latents, as the kernels of Hopper and Blackwell take them."""
+"""Inputs of the `mla_decode` kernels for many query rows, on Hopper and Blackwell: blocks of query rows, and tiles."""
 
 from __future__ import annotations
-
-import dataclasses
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_attn.mosaic.latent_tiles import OLDER_BIT, RowInputs
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.portable.visibility import real_queries
 from pallas_attn.types import DecodePlan
 
-TOKENS = 64
-"""Latents of a tile."""
-
-OLDER_BIT, NEVER_BIT = 31, 30
-"""Bits of what a query row sees, above those of the draft keys: all older keys, and none."""
-
-INITIAL_MAX = -1e30
-"""Initial running maximum: finite, so that no difference is NaN, and smaller than any score."""
-
-FULL, PARTIAL, DEAD = 2, 1, 0
-"""Visibility of a tile: every row sees all tokens; each token is seen by some row; or one may be seen by no row."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentTiles:
-    """Compile-time facts of a call and of its tiles, beside shapes and dtypes of its arrays.
-
-    Attributes:
-      queries, heads: of which rows are made, query by query.
-      causal: a query sees all drafts up to itself; else those of `RowInputs.seen`.
-      sm_scale: multiplies the scores.
-    """
-
-    latent_dim: int
-    rope_dim: int
-    queries: int
-    heads: int
-    page_size: int
-    causal: bool
-    sm_scale: float
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a swizzled row. A copy swizzles whole rows of the pool, so all parts of a tile have the same."""
-        return 64 if (self.latent_dim + self.rope_dim) % 64 else 128
-
-    @property
-    def pages(self) -> int:
-        """Pages of a tile; 1 if a page is several tiles."""
-        return max(1, TOKENS // self.page_size)
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens that a tile takes of a page."""
-        return min(TOKENS, self.page_size)
-
-    @property
-    def tiles_per_page(self) -> int:
-        return max(1, self.page_size // TOKENS)
-
-    @property
-    def draft_bits(self) -> int:
-        """A bit for each draft key."""
-        return (1 << self.queries) - 1
-
-    def first_page(self, tile: Any) -> tuple[Any, Any]:
-        """First page of a tile, counted from the start of the split, and which of the tiles of that page it is."""
-        if self.tiles_per_page == 1:
-            return tile * self.pages, 0
-        return lax.div(tile, self.tiles_per_page), lax.rem(tile, self.tiles_per_page)
-
-
-class RowInputs(NamedTuple):
-    """Arrays of a call in blocks of query rows, or in a kernel references to them.
-
-    Attributes:
-      q_latent, q_rope: [B, blocks·rows, L or R].
-      pages: [N, ps, L + R], or [N, ps, L] of 8 bits.
-      scale: float32 [N, ps, L / LATENT_GROUP], or None.
-      rope: [N, ps, R], or None.
-      q_lens: int32 [B], or None where every sequence has all queries.
-      seen: int32 [B, blocks·rows], what each row sees: bit j for draft key j, bit OLDER_BIT for all older keys. None
-        where every sequence has all queries, and each query sees what is not newer.
-      seen_by_any: int32 [B], by some row of the sequence; None like `seen`.
-    """
-
-    q_latent: Any
-    q_rope: Any
-    pages: Any
-    scale: Any
-    rope: Any
-    block_tables: Any
-    kv_lens: Any
-    q_lens: Any
-    plan: DecodePlan
-    seen: Any
-    seen_by_any: Any
-
 
 def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int) -> RowInputs:
-    """The arrays of a call in blocks of so many query rows, the last of them padded."""
+    """Arrange a call's query rows in blocks of `rows` rows, with a padded last block."""
     batch, num_queries = call.q_latent.shape[:2]
     padding = -call.query_rows % rows
 
@@ -133,7 +43,7 @@ def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int) -> RowInputs:
 def out_of_blocks(
     call: MlaDecodeCall, out: Float[Array, "B rows L"], lse: Float[Array, "blocks B block"]
 ) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    """Output and LSE of a call, from those of blocks of its query rows."""
+    """Convert output and LSE of blocks of query rows to the shapes of the call's results."""
     lse = lse.swapaxes(0, 1).reshape(len(out), -1)[:, : call.query_rows]
     return out[:, : call.query_rows].reshape(call.q_latent.shape), lse.reshape(call.q_latent.shape[:-1])
 
@@ -141,7 +51,7 @@ def out_of_blocks(
 def visible_bits(
     q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "B Q Q"] | None
 ) -> Int32[Array, "B Q"]:
-    """Pack what each query sees into bits: j for draft key j, `OLDER_BIT` for all older keys."""
+    """Pack the visibility of each query into bits: bit j for draft key j, bit `OLDER_BIT` for all older keys."""
     index = jnp.arange(num_queries, dtype=jnp.int32)
     if draft_mask is None:
         draft_mask = (index[:, None] >= index[None])[None]

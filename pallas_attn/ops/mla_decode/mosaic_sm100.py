@@ -1,17 +1,20 @@
-"""`mla_decode` on data-center Blackwell (B200): query rows are columns of O where they are few, rows where they are
-many. Interpreted and compiled so far; there was no card to run it on.
+"""Experimental: has never run on a card. `mla_decode` on data-center Blackwell (B200).
+
+`mosaic.blackwell.mla_decode` has the kernel and its main loop. Query rows are columns of O if they are few, and rows of
+O if they are many.
 """
 
 from __future__ import annotations
 
 from jaxtyping import Array, Float
 
+from pallas_attn.mosaic.blackwell.mla_decode import TcgenStatic, attend, choose_static
+from pallas_attn.mosaic.blackwell.mla_merge import merge_splits
 from pallas_attn.mosaic.blackwell.tmem import ROWS
+from pallas_attn.mosaic.latent_tiles import NEVER_BIT
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.mla_decode.mosaic_rows import NEVER_BIT, in_blocks, out_of_blocks
-from pallas_attn.ops.mla_decode.mosaic_tcgen05 import TcgenStatic, attend, choose_static
-from pallas_attn.ops.mla_decode.mosaic_tcgen05_merge import merge_splits
+from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks
 from pallas_attn.ops.plan_decode import plan_of
 
 
@@ -23,12 +26,12 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Number of programs for plans of such calls: each takes a multiprocessor for each block of query rows and each
-    half of the latent.
+    """Number of CTAs in plans for this call. Each takes a multiprocessor per block of query rows and half of the
+    latent.
 
     Raises:
-      NotImplementedError: not on Blackwell, or dtypes, widths, pages or numbers of queries that the kernel does not
-        take.
+      NotImplementedError: the device is not Blackwell, or the kernel does not support the dtypes, widths, page size or
+        number of queries.
     """
     basics.require_capability((10, 0))
     unsupported.require_plain_scores(call.window, call.soft_cap)
@@ -41,11 +44,11 @@ def num_programs(call: MlaDecodeCall) -> int:
         raise NotImplementedError(f"takes 32 or 64 rotated columns, got {call.rope_dim}")
     if call.num_queries > NEVER_BIT:
         raise NotImplementedError(f"takes at most {NEVER_BIT} queries, got {call.num_queries}")
-    return max(1, basics.multiprocessors() // static_of(call).programs(call.query_rows))
+    return max(1, basics.multiprocessors() // static_of(call).ctas(call.query_rows))
 
 
 def static_of(call: MlaDecodeCall) -> TcgenStatic:
-    """Compile-time facts of the kernel for a call."""
+    """Compile-time parameters of the kernel for a call."""
     return choose_static(
         latent_dim=call.latent_dim,
         rope_dim=call.rope_dim,

@@ -1,4 +1,8 @@
-"""`mla_decode` on Hopper (H100, H200): query rows are columns of tiles where they are few, rows where they are many."""
+"""`mla_decode` on Hopper (H100, H200): chooses a kernel by the number of query rows and the dtype of the latents.
+
+`mosaic_swap_ab`: few query rows, which are the columns of a tile. `mosaic_two_warpgroup_bf16`: many query rows over
+16-bit latents. `mosaic_two_warpgroup_fp8`: many query rows over quantised latents.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ from types import ModuleType
 
 from jaxtyping import Array, Float
 
-import pallas_attn.ops.mla_decode.mosaic_raw as mosaic_raw
-import pallas_attn.ops.mla_decode.mosaic_seesaw as mosaic_seesaw
 import pallas_attn.ops.mla_decode.mosaic_swap_ab as mosaic_swap_ab
+import pallas_attn.ops.mla_decode.mosaic_two_warpgroup_bf16 as mosaic_two_warpgroup_bf16
+import pallas_attn.ops.mla_decode.mosaic_two_warpgroup_fp8 as mosaic_two_warpgroup_fp8
 from pallas_attn.mosaic.primitives import unsupported
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
@@ -21,12 +25,12 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Number of programs for plans of such calls: as many as run side by side on the card."""
+    """Return the number of CTAs that a plan for this call should have: all run concurrently on the GPU."""
     return _kernel(call).num_programs(call)
 
 
 def _kernel(call: MlaDecodeCall) -> ModuleType:
-    """Module of the kernel for a number of query rows; for quantised latents, of heads."""
+    """Return the kernel's module. Over quantised latents the number of heads decides, else heads times queries."""
     unsupported.require_plain_scores(call.window, call.soft_cap)
     unsupported.require_scales_of_latents(call.cache)
     quantised, is_masked = call.cache.is_quantised, call.draft_mask is not None
@@ -34,4 +38,4 @@ def _kernel(call: MlaDecodeCall) -> ModuleType:
     few = call.num_heads <= most if quantised else call.query_rows <= most
     if few:
         return mosaic_swap_ab
-    return mosaic_raw if quantised else mosaic_seesaw
+    return mosaic_two_warpgroup_fp8 if quantised else mosaic_two_warpgroup_bf16

@@ -1,22 +1,22 @@
-"""Splits of sequences as Hopper's kernels for many query rows attend to them: their pages, what rows see of them, their
-results and how these are merged.
-"""
+"""Splits of sequences, for Hopper's `mla_decode` kernels with many query rows: pages, visibility, results, merge."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.hopper.seesaw import ROWS, add_partial_rows, empty_rows, halves, log_sum_exp, normalise
-from pallas_attn.mosaic.merge import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
+from pallas_attn.mosaic.hopper.mla_rows import ROWS, log_sum_exp, merge_columns, merge_slice
+from pallas_attn.mosaic.latent_tiles import DEAD, FULL, NEVER_BIT, OLDER_BIT, PARTIAL, TOKENS, LatentTiles, RowInputs
+from pallas_attn.mosaic.merge import PartialLoader, PartialStates, num_fragments
 from pallas_attn.mosaic.primitives import basics, register_tiles
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.tile_scheduler import (
@@ -26,72 +26,44 @@ from pallas_attn.mosaic.primitives.tile_scheduler import (
     for_each_work_tile,
     merge_programs,
 )
-from pallas_attn.ops.mla_decode.mosaic_rows import (
-    DEAD,
-    FULL,
-    NEVER_BIT,
-    OLDER_BIT,
-    PARTIAL,
-    TOKENS,
-    LatentTiles,
-    RowInputs,
-)
+from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import DecodePlan
-
-MERGE_COLUMNS = 64
-"""Columns of the latent that one program of the merge takes, at most."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PairedTiles(LatentTiles):
-    """Compile-time facts of a kernel that takes tiles in pairs.
-
-    Attributes:
-      pairs: of tiles, at most, that copies are ahead.
-    """
-
-    pairs: int
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Columns of the latent that each warpgroup accumulates."""
-        return halves(self.latent_dim)
-
-
-class PageMemory(Protocol):
-    """Shared memory of a program, of which a producer needs:
-
-    Attributes:
-      page_ids: int32 [pairs + 1, 2, pages]: the pages of either tile of a pair, looked up before there is room for
-        them; negative where there is none.
-    """
-
-    @property
-    def page_ids(self) -> Any: ...
 
 
 class SplitResults(NamedTuple):
     """Results in global memory.
 
     Attributes:
-      out: [B, blocks·ROWS, L], rows in one split.
-      lse: [blocks, B, ROWS], rows in one split.
-      partials: states of the others.
+      out: [B, blocks·ROWS, L], for sequences in one split.
+      lse: float32 [blocks, B, ROWS], for sequences in one split.
+      partials: partial states, for sequences in several splits.
     """
 
     out: Any
     lse: Any
     partials: PartialStates
 
+    @staticmethod
+    def types(x: RowInputs, out_dtype: jax.typing.DTypeLike) -> SplitResults:
+        """Types of the results of a kernel with these inputs."""
+        batch, rows, latent_dim = x.q_latent.shape
+        blocks = rows // ROWS
+        return SplitResults(
+            jax.ShapeDtypeStruct((batch, rows, latent_dim), out_dtype),
+            jax.ShapeDtypeStruct((blocks, batch, ROWS), jnp.float32),
+            PartialStates.types(blocks * most_splits(x.plan, x.block_tables.shape[1]), ROWS, latent_dim),
+        )
+
 
 class LatentSplit(NamedTuple):
-    """Pages `start` to `stop` of a sequence, as one program attends to them.
+    """Pages `start` to `stop` of a sequence, the work of one CTA.
 
     Attributes:
-      row: the sequence.
-      state: index of the partial state, where the sequence is in several splits.
-      is_whole_row: whether no other program has pages of the sequence.
-      pair: pairs of tiles that the program took before.
+      row: index of the sequence.
+      start, stop: range of entries of the sequence's block table.
+      state: index of the partial state, if the sequence has several splits.
+      is_whole_row: whether the sequence has one split.
+      pair: number of pairs of tiles that the CTA processed before.
     """
 
     row: Any
@@ -102,7 +74,7 @@ class LatentSplit(NamedTuple):
     pair: Any
 
     def queries(self, static: LatentTiles, x: RowInputs) -> Any:
-        """Number of queries."""
+        """Number of queries of the sequence."""
         return static.queries if x.q_lens is None else x.q_lens[self.row]
 
     def oldest_query(self, static: LatentTiles, x: RowInputs) -> Any:
@@ -110,12 +82,13 @@ class LatentSplit(NamedTuple):
         return x.kv_lens[self.row] - self.queries(static, x)
 
     def num_pairs(self, static: LatentTiles) -> Any:
+        """Number of pairs of tiles."""
         num_tiles = pl.cdiv(self.stop - self.start, static.pages) * static.tiles_per_page
         return pl.cdiv(num_tiles, 2)
 
 
 def for_each_split(static: LatentTiles, plan: DecodePlan, attend: Callable[[LatentSplit], None]) -> None:
-    """Call attend(split) for each split of this program."""
+    """Call attend(split) for each split of this CTA."""
 
     def step(work: WorkTile, pair: Any) -> Any:
         split = LatentSplit(work.row, work.start, work.stop, work.split, work.is_whole_row, pair)
@@ -128,87 +101,80 @@ def for_each_split(static: LatentTiles, plan: DecodePlan, attend: Callable[[Late
 # --- visibility
 
 
-def token_bits(static: LatentTiles, x: RowInputs, split: LatentSplit, meta: Ref, token: Any) -> Any:
-    """Index of the bit that says whether a row sees each token of a tile with this metadata."""
+def token_positions(static: LatentTiles, meta: Ref, token: Any) -> Any:
+    """Return the positions of tokens of a tile, relative to the origin of its metadata.
+
+    Args:
+      meta: metadata of the tile, of `PageLookup.store_meta`.
+      token: int32, indices of tokens in the tile.
+    """
     position = token + meta[1]
     for j in range(1, static.pages):
         first = j * static.page_tokens
         position = jnp.where(token >= first, token + (meta[1 + j] - first), position)
-    draft = position - split.oldest_query(static, x)
+    return position
+
+
+def bit_index(draft: Any) -> Any:
+    """Return the index of the bit of `RowInputs.seen` that says whether a row sees a token.
+
+    Args:
+      draft: int32, position of the token minus the position of the oldest query.
+    """
     return jnp.where(draft < 0, OLDER_BIT, jnp.minimum(draft, NEVER_BIT))
 
 
+def live_tokens(static: LatentTiles, x: RowInputs, row: Any, bit: Any) -> Any:
+    """Return whether some query row of a sequence sees each token of a tile.
+
+    Args:
+      row: index of the sequence.
+      bit: int32 [TOKENS], of `bit_index`.
+    """
+    every = jnp.int32(static.draft_bits - 2**OLDER_BIT)
+    any_row = every if x.seen_by_any is None else x.seen_by_any[row]
+    return (lax.shift_right_logical(jnp.full_like(bit, any_row), bit) & 1) == 1
+
+
 def seen_bits(static: LatentTiles, x: RowInputs, split: LatentSplit, row: Any, block: Any, layout: Any) -> Any:
-    """Bits [ROWS] of what each row of a block sees, in a layout; `row` are their indices among all blocks' in it."""
+    """Return the visibility bits [ROWS] of the query rows of a block, in a register layout.
+
+    Args:
+      row: int32 [ROWS], indices of the query rows in the sequence.
+      block: index of the block.
+    """
     if x.seen is not None:
         return basics.load(x.seen.at[split.row, pl.ds(block * ROWS, ROWS)], layout)
-    newer = static.queries - 1 - lax.div(row, static.heads)  # drafts that the row does not see
+    newer = static.queries - 1 - lax.div(row, static.heads)  # number of draft keys that the row does not see
     bits = lax.shift_right_logical(jnp.full_like(row, static.draft_bits), jnp.maximum(newer, 0))
     return jnp.where(newer >= 0, bits | jnp.int32(-(2**OLDER_BIT)), 0)
 
 
-# --- the warpgroup that copies
+# --- the producer warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
-class PageProducer[Static: PairedTiles, Memory: PageMemory]:
-    """The warpgroup that starts all copies."""
+class PageLookup:
+    """Pages of the tiles of splits, looked up one pair ahead and stored in shared memory.
 
-    static: Static
+    The producer has too few registers to hold the pages of a pair, up to 4 per tile.
+
+    Attributes:
+      static: tile sizes.
+      x: inputs of the kernel.
+      ref: int32 [pairs + 1, 2, pages], page indices of the tiles of each pair; -1 for an absent page.
+    """
+
+    static: LatentTiles
     x: RowInputs
-    mem: Memory
-    block: Any
+    ref: Ref
 
-    # What a kernel defines
+    def ids(self, split: LatentSplit, i: Any, tile: int) -> Ref:
+        """Page indices [pages] of a tile of a split's i-th pair. Each thread reads what the same thread has written."""
+        return self.ref.at[lax.rem(split.pair + i, self.ref.shape[0]), tile]
 
-    def await_end(self) -> None:
-        """Wait for the last phases of what consumers free."""
-        raise NotImplementedError
-
-    def copy_query(self, split: LatentSplit) -> None:
-        """Start the copies of a split's query, once the one before may be overwritten."""
-        raise NotImplementedError
-
-    def copy_pair(self, split: LatentSplit, i: Any, oldest_query: Any) -> None:
-        """Start the copies of a split's i-th pair of tiles, as there is room for them."""
-        raise NotImplementedError
-
-    def copy_page(self, slot: Any, parts: tuple[int, ...], j: Any, page: Any, tile_of_page: Any) -> None:
-        """Start the copies of parts of the j-th page of a tile. An absent page arrives at once."""
-        raise NotImplementedError
-
-    def tile_meta(self, pair: Any, tile: int) -> Ref:
-        """Metadata of a tile of a pair."""
-        raise NotImplementedError
-
-    # Splits
-
-    def run(self) -> None:
-        """Start the copies of all splits."""
-        for_each_split(self.static, self.x.plan, self.copy_split)
-        self.await_end()
-
-    def copy_split(self, split: LatentSplit) -> None:
-        """Start the copies of one split. Its query comes after the first pair, for which there is room earlier, except
-        in the first split.
-        """
-        oldest_query = split.oldest_query(self.static, self.x)
-
-        def copy(i: Any, _: None) -> None:
-            self.copy_pair(split, i, oldest_query)
-            self.look_up_pages(split, i + 1)
-            pl.when((i == 0) & (split.pair > 0))(lambda: self.copy_query(split))
-
-        self.look_up_pages(split, jnp.int32(0))
-        pl.when(split.pair == 0)(lambda: self.copy_query(split))
-        lax.fori_loop(0, split.num_pairs(self.static), copy, None)
-
-    def page_ids(self, split: LatentSplit, i: Any, tile: int) -> Ref:
-        """Pages of a tile in shared memory. Each thread reads what it has written itself."""
-        return self.mem.page_ids.at[lax.rem(split.pair + i, self.static.pairs + 1), tile]
-
-    def look_up_pages(self, split: LatentSplit, i: Any) -> None:
-        """Store the pages of a pair of tiles, while the pair before is attended to."""
+    def look_up(self, split: LatentSplit, i: Any) -> None:
+        """Store the page indices of a split's i-th pair of tiles."""
         tables, static, num_pages = self.x.block_tables, self.static, self.x.pages.shape[0]
         for tile in (0, 1):
             first, _ = static.first_page(2 * i + tile)
@@ -216,20 +182,44 @@ class PageProducer[Static: PairedTiles, Memory: PageMemory]:
             pages = [tables[split.row, jnp.minimum(entry, tables.shape[1] - 1)] for entry in entries]
             for j, (entry, page) in enumerate(zip(entries, pages, strict=True)):
                 is_page = (entry < split.stop) & basics.in_pool(page, num_pages)
-                basics.store_scalar(self.page_ids(split, i, tile).at[j], jnp.where(is_page, page, -1))
+                basics.store_scalar(self.ids(split, i, tile).at[j], jnp.where(is_page, page, -1))
 
-    def store_meta(self, split: LatentSplit, i: Any, tile: int, oldest_query: Any, origin: Any = 0) -> None:
-        """Store visibility and positions, counted from an origin, of a tile for the consumers, before the tile's last
-        copies are started.
+    def first_page(self, split: LatentSplit, i: Any, tile: int) -> tuple[Any, Any]:
+        """Return the index of a tile's first page, and the index of the tile in that page."""
+        return self.ids(split, i, tile)[0], self.static.first_page(2 * i + tile)[1]
 
-        All rows see what is older than their queries, and under a causal mask the newest one sees everything. The
-        oldest query itself is seen by all then.
+    def copy_tile(
+        self, split: LatentSplit, i: Any, tile: int, first: tuple[Any, Any], copy_page: Callable[[Any, Any, Any], None]
+    ) -> None:
+        """Call copy_page(j, page, tile_of_page) for each page j of a tile.
+
+        Args:
+          first: of `first_page`, loaded before the caller's last wait.
         """
-        static, ids = self.static, self.page_ids(split, i, tile)
-        meta = self.tile_meta(split.pair + i, tile)
+        ids, (page, tile_of_page) = self.ids(split, i, tile), first
+
+        def step(j: Any, page: Any) -> Any:
+            copy_page(j, page, tile_of_page)
+            return ids[jnp.minimum(j + 1, self.static.pages - 1)]
+
+        lax.fori_loop(0, self.static.pages, step, page)
+
+    def store_meta(
+        self, split: LatentSplit, i: Any, tile: int, meta: Ref, oldest_query: Any, *, origin: Any = 0
+    ) -> None:
+        """Store the metadata of a tile for the consumers, before the tile's last copies start.
+
+        All query rows see tokens older than the oldest query. Under a causal mask all rows also see the oldest query,
+        and the newest query sees every token.
+
+        Args:
+          meta: int32 [1 + pages]: visibility (FULL, PARTIAL or DEAD), then the position of each page's first token
+            minus `origin`, or ABSENT.
+        """
+        static, ids = self.static, self.ids(split, i, tile)
         first, tile_of_page = static.first_page(2 * i + tile)
         first_token = (split.start + first) * static.page_size + tile_of_page * TOKENS
-        newer = first_token + TOKENS - oldest_query  # tokens of the tile that are no older than the oldest query
+        newer = first_token + TOKENS - oldest_query  # number of tokens of the tile from the oldest query on
         visibility = jnp.where(newer <= (1 if static.causal else 0), FULL, DEAD)
         if static.causal:
             visibility = jnp.where(newer <= split.queries(static, self.x), jnp.maximum(visibility, PARTIAL), visibility)
@@ -240,14 +230,35 @@ class PageProducer[Static: PairedTiles, Memory: PageMemory]:
             basics.store_scalar(meta.at[1 + j], place)
         basics.store_scalar(meta.at[0], visibility)
 
-    def copy_pages(self, slot: Any, parts: tuple[int, ...], ids: Ref, page: Any, tile_of_page: Any) -> None:
-        """Start the copies of parts of a tile, of which `page` is the first page."""
 
-        def step(j: Any, page: Any) -> Any:
-            self.copy_page(slot, parts, j, page, tile_of_page)
-            return ids[jnp.minimum(j + 1, self.static.pages - 1)]
+def copy_splits(
+    pages: PageLookup,
+    copy_query: Callable[[LatentSplit], None],
+    copy_pair: Callable[[LatentSplit, Any, Any], None],
+) -> None:
+    """Start the copies of all splits of this CTA.
 
-        lax.fori_loop(0, self.static.pages, step, page)
+    The query of a split is copied after the split's first pair, which has free memory earlier. The very first query is
+    copied at once.
+
+    Args:
+      copy_query: (split) -> None. Wait until the query's memory is free, then start the copies of a split's query.
+      copy_pair: (split, i, oldest_query) -> None. Start the copies of a split's i-th pair as its memory becomes free.
+    """
+
+    def copy_split(split: LatentSplit) -> None:
+        oldest_query = split.oldest_query(pages.static, pages.x)
+
+        def copy(i: Any, _: None) -> None:
+            copy_pair(split, i, oldest_query)
+            pages.look_up(split, i + 1)
+            pl.when((i == 0) & (split.pair > 0))(lambda: copy_query(split))
+
+        pages.look_up(split, jnp.int32(0))
+        pl.when(split.pair == 0)(lambda: copy_query(split))
+        lax.fori_loop(0, split.num_pairs(pages.static), copy, None)
+
+    for_each_split(pages.static, pages.x.plan, copy_split)
 
 
 # --- the merge
@@ -259,14 +270,12 @@ def merge_splits(
     partials: PartialStates,
     plan: DecodePlan,
 ) -> tuple[Float[Array, "B rows L"], Float[Array, "blocks B ROWS"]]:
-    """Finish, in place, the sequences that `out` and `lse` lack: those of several splits, and those that see nothing.
+    """Fill in, in place, the sequences missing in `out` and `lse`: sequences in several splits, and empty sequences.
 
-    Splits are merged in their order, whichever programs they came from.
+    The order of the merge is the order of the splits, whichever CTAs computed them.
     """
     (blocks, batch, _), latent_dim = lse.shape, out.shape[2]
-    columns = MERGE_COLUMNS
-    while columns > FRAGMENT_COLUMNS and 2 * blocks * batch * (latent_dim // columns) <= basics.multiprocessors():
-        columns //= 2  # to keep all multiprocessors busy
+    columns = merge_columns(blocks * batch, latent_dim)
     refs = basics.alias_in_place(out), basics.alias_in_place(lse)
     plgpu.kernel(
         functools.partial(_merge_kernel, columns),
@@ -283,7 +292,7 @@ def merge_splits(
 
 
 def _merged_tile(columns: int, dtype: Any) -> Any:
-    """Scratch type of the merged columns of a block of rows, swizzled if its rows have 32 bytes or more."""
+    """Scratch type of an output slice [ROWS, columns], swizzled if a row has at least 32 bytes."""
     row_bytes = min(register_tiles.ROW_BYTES, columns * jnp.dtype(dtype).itemsize)
     shape = (ROWS, columns)
     return plgpu.SMEM(shape, dtype) if row_bytes < 32 else register_tiles.operand(shape, dtype, row_bytes=row_bytes)
@@ -292,19 +301,15 @@ def _merged_tile(columns: int, dtype: Any) -> Any:
 def _merge_kernel(
     columns: int, out: Ref, lse: Ref, partials: PartialStates, plan: DecodePlan, loader: PartialLoader, tile: Ref
 ) -> None:
-    """Merge some columns of the latent of blocks of rows, one after the other."""
-    blocks, slices, slice_fragments = lse.shape[0], out.shape[2] // columns, num_fragments(ROWS * columns)
+    """Merge slices of latent columns of blocks of rows, one after the other."""
+    blocks, slices = lse.shape[0], out.shape[2] // columns
 
     def merge(index: Any, item: Any) -> None:
         block, column_slice = lax.div(item, slices), lax.rem(item, slices)
         row, first_split = plan.row_order[index], plan.split_indptr[index]
         first = partials.state_index(block, blocks, first_split)
         count = plan.split_indptr[index + 1] - first_split
-        fragments = pl.ds(column_slice * slice_fragments, slice_fragments)
-        merged = loader.for_each(partials, first, count, slice(None), fragments, add_partial_rows, empty_rows(columns))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # an earlier copy may still read the tile
-        tile[...] = normalise(merged.acc, merged.l).astype(tile.dtype)
-        plgpu.commit_smem()
+        merged = merge_slice(loader, partials, first, count, column_slice, tile)
         to = out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(column_slice * columns, columns)]
         plgpu.copy_smem_to_gmem(tile, to)
 

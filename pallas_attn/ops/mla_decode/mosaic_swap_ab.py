@@ -1,17 +1,19 @@
-"""`mla_decode` on Hopper (H100, H200) for few query rows, with operands swapped; memory is the limit.
+"""`mla_decode` on Hopper (H100, H200) for few query rows, with swapped operands (swap-AB). Memory bandwidth limits it.
 
-Every query head reads the same key, whose first L columns are the value, too. All query rows of a sequence are the
-columns of a tile, and 64 tokens its rows:
+Every query head reads the same key. The first L columns of the key are the value. All query rows of a sequence are the
+columns of a tile, and 64 tokens are its rows:
 
-    S [64 tokens, columns] = C qᵀ      O [L, columns] += (C's latent part)ᵀ P      m, l [columns]
+    S [64 tokens, columns] = C qᵀ      O [L, columns] += C[:, :L]ᵀ P      m, l [columns]
 
-so a tile C [64 tokens, L + R] is read once from global memory and multiplied twice from where it landed, and wgmma's M
-of 64 are tokens in one product and latent columns in the other, however few the query rows. The latent and the rope
-part of a tile are arrays of their own, since O takes the latent alone. The kernel is that of `paged_decode`
-(`mosaic.decode`), with one KV head and no values apart from the keys.
+A tile C [64 tokens, L + R] is read once from global memory, and both products read it from the same shared memory. The
+M = 64 of wgmma is tokens in the first product and latent columns in the second, so few query rows do not waste it. The
+latent and the rotated columns of a tile are separate arrays, because the second product reads only the latent columns.
 
-O limits the columns: at L 512, 32 of them are half of a program's registers. More query rows would be several blocks
-that each read the cache.
+The main loop is `decode_attention` in `pallas_attn/mosaic/decode.py`, the kernel of `paged_decode`, with one KV head
+and without separate values.
+
+The size of O limits the number of columns: at L 512, 32 columns take half of a CTA's registers. More query rows are
+split into blocks, and each block reads the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pallas_attn.types import DecodePlan
 
 
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    """Compute `mla_decode`, output and LSE, of few query rows."""
+    """Compute output and LSE of `mla_decode` for few query rows."""
     packing, settings = _sizes(call)
     cache, queries, query_scale = call.cache, (call.q_latent, call.q_rope), 1.0
     if cache.scale is not None:
@@ -73,17 +75,18 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Number of programs for plans of such calls: as many as run side by side on the card.
+    """Return the number of CTAs that a plan for this call should have: all run concurrently on the GPU.
 
     Raises:
-      NotImplementedError: not on Hopper, or dtypes, widths, pages or draft masks that the kernel does not take.
+      NotImplementedError: unsupported architecture, dtype, width, page size, number of heads or draft mask.
     """
-    _refuse(call)
+    _require_supported(call)
     _, settings = _sizes(call)
     return settings.programs_per_multiprocessor * basics.multiprocessors()
 
 
 def _sizes(call: MlaDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
+    """Return the arrangement of query rows in columns, and the sizes of the kernel."""
     packing = QueryPacking(call.num_heads, call.num_queries, _most_columns(call))
     key = config.SwapAbKey(
         latent_dim=call.latent_dim,
@@ -97,12 +100,13 @@ def _sizes(call: MlaDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
 
 
 def _most_columns(call: MlaDecodeCall) -> int:
+    """Return the maximum number of columns of a tile."""
     is_masked = call.draft_mask is not None
     return config.max_columns(call.output_dtype, quantised=call.cache.is_quantised, masked=is_masked)
 
 
-def _refuse(call: MlaDecodeCall) -> None:
-    """Raise NotImplementedError for calls that the kernel does not take."""
+def _require_supported(call: MlaDecodeCall) -> None:
+    """Raise NotImplementedError for unsupported calls."""
     basics.require_capability((9, 0))
     latent_dim, num_heads, most = call.latent_dim, call.num_heads, _most_columns(call)
     unsupported.require_dtypes(call.q_latent, call.cache.pages if call.cache.rope is None else call.cache.rope)

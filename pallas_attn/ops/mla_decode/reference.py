@@ -1,4 +1,4 @@
-"""Definition of `mla_decode`: one KV head; its key is the latent and the rotated columns, its value the latent."""
+"""Definition of `mla_decode`: one KV head, whose key is latent and rotated columns, and whose value is the latent."""
 
 from __future__ import annotations
 

@@ -1,17 +1,23 @@
-"""`mla_decode` in Triton, for any card from Ampere (sm80) on.
+"""`mla_decode` in Triton, for cards from Ampere (sm80) on.
 
-All heads of all queries of a sequence are query rows, and read the same latents; a program takes a block of them as the
-rows of a tile, tokens are its columns:
+The query rows of a sequence are all heads of all its queries, and attend to the same latents. A program follows the
+plan for a block of query rows:
 
-    S [rows, tokens] = q_latent Cᵀ + q_rope Rᵀ      O [rows, L] += P C      m, l [rows]
+    for split in the program's splits:
+        for step in the split's tokens:
+            c, r = latents, rotated keys of the step                 # loaded once, used as key and value
+            s = q_latent c^T + q_rope r^T                            # [query_rows, tokens]
+            top, total, weights = softmax_step(s)
+            acc = acc * keep + weights c                             # [query_rows, latent columns]
+        store the output if the split covers all keys of the row, otherwise a partial state
+    merge_splits                                                     # second kernel, `triton.split_states`
 
-so a latent that was loaded once is key and value. Programs follow the plan as those of `paged_decode` do, with one KV
-head: a row that one program has to itself is written right away, others are merged (`triton.split_states`).
+Programs do not wait for one another. No two programs write the same split or output row. The merge is a second kernel.
 
-Latents in 8 bits come in groups of 128 columns with a scale for each token. They are multiplied as 16-bit numbers that
-hold them exactly, group by group: scales multiply the group's part of the scores, and the weights of its values, which
-are the sum of two bfloat16 numbers, since float16 would lose what a scale makes small. Those without scales are
-multiplied as 16-bit latents are.
+8-bit latents have a scale for each token and group of 128 columns. Each group (chunk of columns) is converted to 16
+bits exactly. The scales multiply the group's part of the scores, and the weights of the group's values. Scaled
+weights are the sum of two bfloat16 numbers, because float16 would lose weights with small scales. 8-bit latents without
+scales are treated like 16-bit latents.
 """
 
 from __future__ import annotations
@@ -26,20 +32,13 @@ from pallas_attn.ops.plan_decode import plan_of
 from pallas_attn.runtime import device
 from pallas_attn.triton import caches, plans, tiles
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import (
-    LOG2E,
-    columns,
-    draft_visible,
-    in_window,
-    places,
-    soft_capped,
-    softmax_result,
-    softmax_step,
-    split_end,
-    tensor_core_operand,
-)
-from pallas_attn.triton.split_states import merge_splits, partial_states, store_values
+from pallas_attn.triton.page_access import load_columns
+from pallas_attn.triton.plans import split_end
+from pallas_attn.triton.quantise import tensor_core_operand
+from pallas_attn.triton.softmax import LOG2E, bfloat16_parts, soft_capped, softmax_step
+from pallas_attn.triton.split_states import merge_splits, partial_states, store_chunked_state
 from pallas_attn.triton.tiles import TritonTile, power_of_two
+from pallas_attn.triton.visibility import draft_visible, in_window
 from pallas_attn.types import LATENT_GROUP
 
 
@@ -52,7 +51,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
     out, lse, *partial = launch(
         _attend,
         *(call.q_latent, call.q_rope, cache.pages, cache.scale, cache.rope),
-        *(call.block_tables, call.kv_lens, call.q_lens, call.draft_mask, *plans.followed(plan)),
+        *(call.block_tables, call.kv_lens, call.q_lens, call.draft_mask, *plans.plan_arrays(plan)),
         *(table_pages, num_pages),
         outputs=[
             jax.ShapeDtypeStruct(call.q_latent.shape, call.output_dtype),
@@ -87,16 +86,16 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Number of programs for plans of such calls: as many as run side by side on the card."""
-    caches.refuse_latents(call.q_latent, call.cache, call.rope_dim)
+    """Number of programs of a plan for this call: the number that run at the same time on the card."""
+    caches.require_latents(call.q_latent, call.cache, call.rope_dim)
     card, tile = _card_and_tile(call)
-    return tile.programs_side_by_side(card, call.query_rows)
+    return tile.concurrent_programs(card, call.query_rows)
 
 
 def _card_and_tile(call: MlaDecodeCall) -> tuple[device.Device, TritonTile]:
     card, widths = device.triton_card(), (call.latent_dim, call.rope_dim)
-    quantised = call.cache.pages.dtype.itemsize == 1  # with scales or without, conversions take registers
-    # A window and a cap take registers, as a tree does.
+    quantised = call.cache.pages.dtype.itemsize == 1  # conversion needs registers, with or without scales
+    # A window and a soft cap need registers, like a draft mask.
     demanding = not (call.draft_mask is call.window is call.soft_cap is None)
     return card, tiles.latent_tile(card, call.query_rows, *widths, quantised=quantised, tree=demanding)
 
@@ -150,14 +149,14 @@ def _attend(
     HAS_DRAFTS: tl.constexpr = tl.constexpr(QUERIES > 1 or q_lens_ptr is not None or draft_ptr is not None)
     IN_ONE_PAGE: tl.constexpr = PAGE % TOKENS == 0
     program = tl.program_id(0)
-    query_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # of the sequence: all heads of a query are neighbours
+    query_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # within the sequence; query-major
     query, real_row = query_row // HEADS, tl.full([ROWS], True, tl.int1)
     if QUERIES * HEADS % ROWS:
         real_row = query_row < QUERIES * HEADS
 
     place, page = tl.load(cta_row_ptr + program), tl.load(cta_page_ptr + program)
     split, end_place = tl.load(cta_split_ptr + program), tl.load(cta_row_ptr + program + 1)
-    # What is needed once a row is loaded once a row, since an accumulator leaves few registers.
+    # Load values that are used once per row again for each row, because the accumulator leaves few registers.
     while (place < end_place) | ((place == end_place) & (page < tl.load(cta_page_ptr + program + 1))):
         end_page = tl.load(cta_page_ptr + program + 1)
         num_pages = tl.load(num_pages_ptr + place)
@@ -168,7 +167,7 @@ def _attend(
         if q_lens_ptr is not None:
             q_len = tl.load(q_lens_ptr + sequence)
         table_ptr = tables_ptr + sequence * table_pages
-        if WINDOW is not None:  # tokens are counted from the first page that any query sees
+        if WINDOW is not None:  # token numbers start at the first page that any query sees
             first_page = tl.load(first_page_ptr + place)
             table_ptr += first_page
             kv_len -= first_page * PAGE
@@ -176,16 +175,16 @@ def _attend(
         if draft_ptr is not None:
             tree_ptr = draft_ptr + sequence * (QUERIES * QUERIES)
 
-        first_row = sequence * (QUERIES * HEADS)  # of the queries, and of the output
-        q_latent, acc = (), ()  # by chunk
+        first_row = sequence * (QUERIES * HEADS)  # first row of the sequence in queries and output
+        q_latent, acc = (), ()  # for each chunk of columns: [query_rows, CHUNK]
         for chunk in tl.static_range(CHUNKS):
-            q_latent += (columns(q_latent_ptr + first_row * L, query_row * L, chunk * CHUNK, real_row, L, CHUNK),)
+            q_latent += (load_columns(q_latent_ptr + first_row * L, query_row * L, chunk * CHUNK, real_row, L, CHUNK),)
             acc += (tl.zeros([ROWS, CHUNK], tl.float32),)
-        q_rope = columns(q_rope_ptr + first_row * R, query_row * R, 0, real_row, R, ROPE_WIDTH)
+        q_rope = load_columns(q_rope_ptr + first_row * R, query_row * R, 0, real_row, R, ROPE_WIDTH)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        end = tl.minimum(stop * PAGE, kv_len)  # for which the table has entries
-        bare_end = end  # tokens before are seen by all queries, and need no mask
+        end = tl.minimum(stop * PAGE, kv_len)  # end of the tokens that have table entries
+        bare_end = end  # all queries see the tokens before bare_end, so they need no mask
         if HAS_DRAFTS:
             bare_end = tl.minimum(end, kv_len - q_len + (0 if draft_ptr is not None else 1))
         bare_end = page * PAGE + tl.maximum(bare_end - page * PAGE, 0) // TOKENS * TOKENS
@@ -195,7 +194,7 @@ def _attend(
             first, last = page * PAGE, bare_end
             if masked:
                 first, last = bare_end, end
-            next_id = 0  # of a page, loaded a step ahead where a page has all tokens of a step
+            next_id = 0  # page id, loaded one step ahead if all tokens of a step are in one page
             if IN_ONE_PAGE:
                 next_id = tl.load(table_ptr + first // PAGE, mask=first < last, other=-1)
             for start in range(first, last, TOKENS):
@@ -207,13 +206,13 @@ def _attend(
                     page_id = next_id
                     next_id = tl.load(table_ptr + (start + TOKENS) // PAGE, mask=start + TOKENS < last, other=-1)
                     base = tl.cast(page_id, tl.int64) * PAGE + tl.cast(start, tl.int64) % PAGE
-                    slot = tl.arange(0, TOKENS)  # counted from the base
+                    slot = tl.arange(0, TOKENS)  # relative to base
                 else:
                     page_id = tl.load(table_ptr + token // PAGE, mask=seen, other=-1)
                     base = tl.full([], 0, tl.int64)
                     slot = page_id.to(tl.int64) * PAGE + token % PAGE
                 seen = seen & (page_id >= 0) & (page_id < pool_pages)
-                if WINDOW is not None:  # of the oldest query, which sees the most
+                if WINDOW is not None:  # window of the first query, which sees the oldest tokens
                     seen = seen & in_window(token, tl.maximum(kv_len - q_len, 0), WINDOW, 0)
                 visible = tl.broadcast_to(seen[None, :], [ROWS, TOKENS])
                 if masked and HAS_DRAFTS:
@@ -221,16 +220,20 @@ def _attend(
                     if WINDOW is not None:
                         position = tl.maximum(kv_len - q_len + query, 0)
                         visible = visible & in_window(token[None, :], position[:, None], WINDOW, 0)
-                    if draft_ptr is not None:  # a tree may hide a token from all queries
+                    if draft_ptr is not None:  # the draft mask may hide a token from all queries
                         seen = tl.max(visible.to(tl.int32), 0) > 0
                 if rope_ptr is None:
-                    k_rope = columns(pages_ptr + base * PAGES_WIDTH + L, slot * PAGES_WIDTH, 0, seen, R, ROPE_WIDTH)
+                    k_rope = load_columns(
+                        pages_ptr + base * PAGES_WIDTH + L, slot * PAGES_WIDTH, 0, seen, R, ROPE_WIDTH
+                    )
                 else:
-                    k_rope = columns(rope_ptr + base * R, slot * R, 0, seen, R, ROPE_WIDTH)
-                scores = tl.dot(q_rope, tl.trans(tensor_core_operand(k_rope, q_dtype, NATIVE)))
+                    k_rope = load_columns(rope_ptr + base * R, slot * R, 0, seen, R, ROPE_WIDTH)
+                scores = tl.dot(q_rope, tl.trans(tensor_core_operand(k_rope, q_dtype, NATIVE)))  # [query_rows, tokens]
                 latent, scales = (), ()
                 for chunk in tl.static_range(CHUNKS):
-                    stored = columns(pages_ptr + base * PAGES_WIDTH, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
+                    stored = load_columns(
+                        pages_ptr + base * PAGES_WIDTH, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK
+                    )
                     latent += (stored,)
                     k = tl.trans(tensor_core_operand(stored, q_dtype, NATIVE))
                     if scale_ptr is None:
@@ -241,7 +244,9 @@ def _attend(
                         scores += tl.dot(q_latent[chunk], k) * scale[None, :]
                 if CAP is not None:
                     scores = soft_capped(scores * SCALE, CAP)
-                scores = tl.where(visible, scores, float("-inf"))  # no addition: a score may be NaN
+                scores = tl.where(
+                    visible, scores, float("-inf")
+                )  # a select, not an addition: a hidden score can be NaN
                 top, total, keep, weights = softmax_step(scores, top, total, BASE)
                 new_acc = ()
                 for chunk in tl.static_range(CHUNKS):
@@ -249,11 +254,10 @@ def _attend(
                     if scale_ptr is None:
                         kept = tl.dot(weights.to(q_dtype), tensor_core_operand(latent[chunk], q_dtype, NATIVE), kept)
                     else:
-                        scaled = weights * scales[chunk][None, :]
-                        rounded = scaled.to(tl.bfloat16)
+                        rounded, rest = bfloat16_parts(weights * scales[chunk][None, :])
                         v = tensor_core_operand(latent[chunk], tl.bfloat16, NATIVE)
                         kept = tl.dot(rounded, v, kept)
-                        kept = tl.dot((scaled - rounded.to(tl.float32)).to(tl.bfloat16), v, kept)
+                        kept = tl.dot(rest, v, kept)
                     new_acc += (kept,)
                 acc = new_acc
 
@@ -262,18 +266,10 @@ def _attend(
             top, total = tl.where(real_query, top, float("-inf")), tl.where(real_query, total, 0.0)
         is_whole_row = (page == 0) & (stop >= tl.load(num_pages_ptr + place))
         first_state = split.to(tl.int64) * (QUERIES * HEADS)
-        inverse, lse = softmax_result(top, total, tl.full([ROWS], float("-inf"), tl.float32))
-        for chunk in tl.static_range(CHUNKS):
-            at, held = places(query_row * L, real_row, chunk * CHUNK, L, CHUNK)
-            if is_whole_row:
-                store_values(out_ptr + first_row * L + at, acc[chunk], inverse, total, held)
-            else:
-                tl.store(part_ptr + first_state * L + at, acc[chunk], mask=held)
-        if is_whole_row:
-            tl.store(lse_ptr + first_row + query_row, lse, mask=real_row)
-        else:
-            tl.store(part_top_ptr + first_state + query_row, top, mask=real_row)
-            tl.store(part_total_ptr + first_state + query_row, total, mask=real_row)
+        store_chunked_state(
+            *(acc, top, total, query_row, real_row, is_whole_row, first_row, out_ptr, lse_ptr),
+            *(first_state, part_ptr, part_top_ptr, part_total_ptr, L, CHUNK, CHUNKS),
+        )
         split += 1
         row_ends = stop >= tl.load(num_pages_ptr + place)
         place = tl.where(row_ends, tl.load(next_row_ptr + place), place)

@@ -1,4 +1,4 @@
-"""`mla_decode` on any device: an online softmax over the latents of each sequence, a few pages at a time."""
+"""`mla_decode` on any device: an online softmax over the latents of each sequence, by tiles of pages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Absorbed multi-head latent attention of a step that mixes decodes and chunks of prompts, which writes its new latents
-first.
+"""Absorbed multi-head latent attention of a step with decodes and prompt chunks, which first writes the new latents.
 
-The call that JAX engines for TPUs make. There are no kernels of its own: `write_latent` and `mla_decode` do the work.
-New tokens are cut into rows of a few, each a row of `mla_decode` that ends where its last token stands.
+JAX engines for TPUs make this call. There are no kernels of its own: it calls `write_latent` and `mla_decode`. The new
+tokens of a sequence are cut into rows of a few tokens. Each is a row of `mla_decode`, whose length ends at its last
+token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn import checks
 from pallas_attn.ops.mla_decode import mla_decode
 from pallas_attn.ops.write_latent import write_latent
-from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.arguments import refuse_gradients
 from pallas_attn.portable.metadata import slot_mapping
 from pallas_attn.portable.mixed_step import MixedStep
 from pallas_attn.portable.quantise import quantise
@@ -25,10 +25,10 @@ from pallas_attn.runtime import sharded_calls
 from pallas_attn.types import Implementation, PagedLatent
 
 FILLED_ROWS = 64
-"""Query rows (heads of each query) that kernels compute at once, in which a decode of few heads leaves room."""
+"""Query rows (queries times heads) that kernels compute at once. A decode with few heads leaves some of them empty."""
 
 MAX_QUERIES = 8
-"""Queries of a row, at most: a decode pays for the room that it leaves."""
+"""Maximum number of queries in a row. A decode has one query, so empty slots of a row cost time."""
 
 
 @sharded_calls.over_devices
@@ -53,42 +53,43 @@ def mla_ragged_paged_attention(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T Hq L"], PagedLatent]:
-    """Writes each sequence's new latents into its pages, and attends over them causally: for engines written for TPUs.
+    """Write the new latents of each sequence to its pages and attend to them causally, with the signature of TPU
+    engines.
 
-    Every head reads the same [L + R] key, whose first L columns are also the value. The up-projections are absorbed
-    into `q_latent` and applied to the output by the caller. All arrays may be known on the device only.
+    Every head reads the same key [L + R], whose first L columns are also the value. The caller absorbs W_UK into
+    `q_latent` and applies W_UV to the output. All arrays may be known on the device only.
 
     Args:
-      q_latent: packed queries against the latent columns, W_UK absorbed; rows before cu_q_lens[0] and after its largest
-        are padding.
-      q_rope: rotated queries against the rotated key's columns; same dtype.
-      new_latent, new_rope: normed latents and rotated keys of the same tokens, in bfloat16, float16 or float32; or for
-        a cache of 8 bits without scales quantised already, in its dtype. Unused with `update_kv_cache=False`, and may
-        be None then.
-      cache: of any dtype; under donation written in place.
-      kv_lens: tokens each sequence holds, the new ones included.
-      page_indices: page ids, in a row for each sequence or all rows in one; entries past a sequence's tokens may hold
-        anything.
-      cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
-      distribution: [i, j, n]: n sequences are real, and what stands past them may be anything; i and j do not matter.
-        Or n alone, [1] or []. None for S sequences.
-      sm_scale: multiplies the scores. Required: it is set by the width before absorption, which is not visible here.
-      sliding_window: the number of newest latents that every head sees; None for all.
-      soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      update_kv_cache: False where the new latents are in the pages already.
-      q_scale: multiplies the queries, which then may also be in a float8 dtype; None for 1.
-      k_scale: of a cache of 8 bits without scales of its own: what is stored times it are the keys, latent and rotated
-        columns alike; None for 1. New latents of more bits are divided by it.
-      v_scale: likewise of the values; None for 1.
-      out_dtype: of the output; None for q_latent's, unless that is a float8.
-      implementation: of both operations.
+      q_latent: packed queries for the latent columns, with W_UK absorbed. Rows before cu_q_lens[0] and from the largest
+        entry of cu_q_lens on are padding.
+      q_rope: rotated queries for the columns of the rotated key, in the same dtype.
+      new_latent, new_rope: normed latents and rotated keys of the new tokens, in bfloat16, float16 or float32; for an
+        int8 or float8 cache without scales also already quantised, in its dtype. Unused with `update_kv_cache=False`,
+        and may then be None.
+      cache: cache of any dtype. It is written in place if it is donated.
+      kv_lens: tokens of each sequence, including the new ones.
+      page_indices: page ids, [S, P] or flattened [S·P]. Entries past the tokens of a sequence may have any value.
+      cu_q_lens: prefix sums of the numbers of new tokens. An entry less than an earlier one, such as a 0 at the end,
+        counts as the largest earlier entry.
+      distribution: [i, j, n] or n alone, [1] or []: the first n sequences are real, and metadata of the others may have
+        any value. i and j have no effect. None for S real sequences.
+      sm_scale: factor of the scores. It is required, because it depends on the width before absorption.
+      sliding_window: number of newest latents that every head sees; None for all.
+      soft_cap: if given, scores become soft_cap · tanh(score / soft_cap).
+      update_kv_cache: False if the new latents are in the pages already.
+      q_scale: factor of the queries, which then may also have a float8 dtype; None for 1.
+      k_scale: factor of the stored latents and rotated keys, as keys, for an int8 or float8 cache without scales; None
+        for 1. New latents in 16 or 32 bits are divided by it before they are stored.
+      v_scale: factor of the stored latents as values, for such a cache; None for 1.
+      out_dtype: dtype of the output; None for the dtype of q_latent, which then must not be float8.
+      implementation: implementation of both operations.
 
     Returns:
-      Latent-space output, exactly 0 for padding rows, and the cache.
+      The output in latent space, exactly 0 for padding rows, and the cache.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: arguments do not match each other.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
@@ -129,7 +130,7 @@ def mla_ragged_paged_attention(
             )
             new = jnp.concatenate([_stored(x, cache, k_scale) for x in (new_latent, new_rope)], axis=-1)
             cache = write_latent(cache, new, slots, implementation=implementation)
-        if q_latent.dtype not in checks.PLAIN:  # bfloat16 holds all that a float8 does
+        if q_latent.dtype not in checks.PLAIN:  # bfloat16 represents all float8 values
             q_latent, q_rope = q_latent.astype(jnp.bfloat16), q_rope.astype(jnp.bfloat16)
         queries = min(MAX_QUERIES, max(1, FILLED_ROWS // dims["Hq"]))
         rows = QueryRows(step.cu_q_lens, num_tokens, queries)
@@ -151,28 +152,28 @@ def mla_ragged_paged_attention(
 
 
 def _static_scales(cache: PagedLatent, **scales: float | None) -> list[float]:
-    """Scales that are given, 1 for None; raises ValueError unless they are numbers for a cache without its own."""
+    """Return the scales, 1 for None. Raise ValueError if the cache is not quantised or has scales."""
     numbers = []
     for name, given in scales.items():
         number = checks.number(name, given)
         if number is not None and (cache.is_quantised or cache.pages.dtype in checks.PLAIN):
-            has = "has scales of its own" if cache.is_quantised else "has none"
+            has = "has scales" if cache.is_quantised else "has none"
             raise ValueError(f"{name}: expected None with a {jnp.dtype(cache.pages.dtype).name} cache that {has}")
         numbers.append(1.0 if number is None else number)
     return numbers
 
 
 def _check_new(new_latent: Any, new_rope: Any, cache: PagedLatent, dims: checks.Dims) -> None:
-    """Raises ValueError unless the new tokens are what the cache is written with."""
+    """Raise ValueError if the new tokens cannot be written to the cache."""
     unscaled = () if cache.is_quantised or cache.pages.dtype in checks.PLAIN else (cache.pages.dtype,)
     for name, new, shape in (("new_latent", new_latent, "T L"), ("new_rope", new_rope, "T R")):
         if new is None:
-            raise ValueError(f"{name}: expected the new tokens', or update_kv_cache=False; got None")
+            raise ValueError(f"{name}: expected the new tokens, or update_kv_cache=False; got None")
         dims.check(name, new, shape, (*checks.PLAIN, *unscaled))
 
 
 def _stored(new: Any, cache: PagedLatent, k_scale: float) -> Array:
-    """New columns in the dtype in which the cache is written."""
+    """Convert new columns to the dtype that `write_latent` expects."""
     new = jnp.asarray(new)
     if cache.is_quantised:
         return new.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Absorbed latent attention of each token to the keys chosen for it (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
+"""Absorbed latent attention of each token to its selected keys (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ def mla_sparse(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "T Hq L"] | tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
-    """Attention of every token to the latents in the slots chosen for it, as `mla_decode` attends to all of a sequence.
+    """Compute attention of every token to the latents in its selected slots. `mla_decode` attends to all latents
+    instead.
 
-    Decode rows and tokens of a chunk are all alike. A token sees exactly the slots it names: causality is the choice's.
+    Decode rows and tokens of a chunk are treated alike. A token sees exactly the slots that it names; the selection
+    must respect causality.
 
     Args:
-      q_latent: queries against the latent columns, W_UK absorbed.
-      q_rope: rotated queries against the rotated key's columns; same dtype.
-      cache: of any dtype.
-      slots: page · ps + offset of the latents each token attends to, as `token_slots` gives them, each at most once;
-        -1, or any slot outside the pool, is none.
-      sm_scale: multiplies the scores. Required: it is set by the width before absorption, which is not visible here.
+      q_latent: queries for the latent columns, with W_UK absorbed.
+      q_rope: rotated queries for the rotated key columns, in the same dtype.
+      cache: in any dtype.
+      slots: page · ps + offset of the latents that each token attends to, from `token_slots`, each at most once. -1 and
+        slots outside the pool are ignored.
+      sm_scale: multiplies the scores. Required, because it depends on the width before absorption.
       return_lse: also return the LSE.
-      out_dtype: of the output; None for q_latent's.
+      out_dtype: dtype of the output; None for the dtype of q_latent.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      Latent-space output, exactly 0 for tokens without a slot; with `return_lse` also the float32 natural-log LSE of
-      the scaled scores, -inf for those.
+      Output in the latent space; exactly 0 for tokens without a slot. With `return_lse` also the float32 natural LSE of
+      the scaled scores; -inf for tokens without a slot.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: the arguments do not fit each other.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)

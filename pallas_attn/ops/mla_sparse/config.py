@@ -1,21 +1,21 @@
-"""Number of programs that share a token's slots in `mla_sparse`."""
+"""Number of splits of a token's slots in `mla_sparse`."""
 
 from __future__ import annotations
 
 START_PAIRS = 2
-"""Cost of beginning and ending a share of a token's slots, in pairs of tiles."""
+"""Fixed cost of a split, in units of the time of a pair of tiles."""
 
 MERGE_PAIRS = 3
-"""Cost of writing and merging partial states, in pairs of tiles."""
+"""Cost of writing and merging partial states, in units of the time of a pair of tiles."""
 
 
 def num_splits(items: int, pairs: int, programs: int) -> int:
-    """Shares of a token's slots.
+    """Return the number of splits of a token's slots that minimises the estimated time.
 
     Args:
-      items: blocks of query rows of all tokens.
-      pairs: of tiles that a token's slots make.
-      programs: side by side.
+      items: number of blocks of query rows of all tokens.
+      pairs: number of pairs of tiles of a token.
+      programs: number of CTAs that run concurrently.
     """
 
     def cost(splits: int) -> int:

@@ -1,4 +1,4 @@
-"""Items of `mla_sparse` on Hopper: blocks of heads of a token with shares of its slots, and how these are merged."""
+"""Work items of `mla_sparse` on Hopper, shared by its kernels: inputs, lookup of chosen latents, results, merge."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.mosaic.hopper.seesaw import ROWS, TOKENS, add_partial_rows, empty_rows, halves, log_sum_exp, normalise
-from pallas_attn.mosaic.merge import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
+from pallas_attn.mosaic.hopper import gather
+from pallas_attn.mosaic.hopper.mla_rows import ROWS, TOKENS, log_sum_exp, merge_columns, merge_slice
+from pallas_attn.mosaic.merge import PartialLoader, PartialStates, num_fragments
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.row_io import RowLayout
 from pallas_attn.mosaic.primitives.tile_scheduler import merge_programs
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 
 PAIR_TOKENS = 2 * TOKENS
 """Latents of a pair of tiles."""
 
-MERGE_COLUMNS = 64
-"""Columns of the latent that one program of the merge takes, at most."""
-
 
 @dataclasses.dataclass(frozen=True)
-class SparseFacts:
-    """Compile-time facts of a kernel, beside shapes and dtypes of its arrays.
+class SparseStatic:
+    """Compile-time parameters of a call.
 
     Attributes:
       latent_dim: L.
       top_k: K.
       heads: Hq, padded.
-      splits: shares of a token's slots.
-      sm_scale: multiplies the scores.
+      splits: number of splits of a token's slots.
+      sm_scale: factor of the scores.
     """
 
     latent_dim: int
@@ -46,30 +45,26 @@ class SparseFacts:
     sm_scale: float
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """Columns of the latent that each warpgroup accumulates."""
-        return halves(self.latent_dim)
-
-    @property
     def rows(self) -> int:
-        """Rows of a block that are heads."""
+        """Query rows of a block, including padding. A block has fewer than ROWS rows if it is the only one."""
         return min(self.heads, ROWS)
 
     @property
     def blocks(self) -> int:
+        """Blocks of heads of a token."""
         return -(-self.heads // ROWS)
 
 
 class SparseInputs(NamedTuple):
-    """Arrays of a call, or in a kernel references to them.
+    """Arrays of a call, or references to them in a kernel.
 
     Attributes:
       q_latent, q_rope: [T, heads, L or R].
-      latents: [pool slots, L + R], or [pool slots, L] of 8 bits.
-      scale: float32 [pool slots, L / LATENT_GROUP], or None.
-      rope: [pool slots, R], or None.
+      latents: [pool slots, L + R]; fp8 [pool slots, L].
+      scale: float32 [pool slots, L / LATENT_GROUP] for fp8 latents, else None.
+      rope: [pool slots, R] for fp8 latents, else None.
       slots: int32 [T·K].
-      ends: int32 [T], one past the last place of a token's slots that is one.
+      ends: int32 [T], one plus the index of each token's last valid slot; 0 if it has none.
     """
 
     q_latent: Any
@@ -82,6 +77,7 @@ class SparseInputs(NamedTuple):
 
     @staticmethod
     def of(call: MlaSparseCall, heads: int) -> SparseInputs:
+        """Return the inputs of a call, with queries padded to a number of heads."""
         padding = ((0, 0), (0, heads - call.q_latent.shape[1]), (0, 0))
         cache = call.cache
         scale, rope = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (cache.scale, cache.rope))
@@ -98,35 +94,38 @@ class SparseInputs(NamedTuple):
 
 
 class SparseResults(NamedTuple):
-    """Results in global memory, of rows in one split: out [T, heads, L], lse [T, blocks, ROWS]."""
+    """Results in global memory: out [T, heads, L], lse float32 [T, blocks, ROWS]."""
 
     out: Any
     lse: Any
 
     @staticmethod
-    def types(static: SparseFacts, num_tokens: int, out_dtype: jax.typing.DTypeLike) -> SparseResults:
+    def types(static: SparseStatic, num_tokens: int, out_dtype: jax.typing.DTypeLike) -> SparseResults:
         return SparseResults(
             jax.ShapeDtypeStruct((num_tokens, static.heads, static.latent_dim), out_dtype),
             jax.ShapeDtypeStruct((num_tokens, static.blocks, ROWS), jnp.float32),
         )
 
 
-def results_of(static: SparseFacts, num_tokens: int, out_dtype: jax.typing.DTypeLike) -> SparseResults | PartialStates:
-    """Types of what a kernel writes: results, or the partial states of several splits."""
+def results_of(static: SparseStatic, num_tokens: int, out_dtype: jax.typing.DTypeLike) -> SparseResults | PartialStates:
+    """Return the output types of a kernel: results for one split per token, else partial states."""
     if static.splits == 1:
         return SparseResults.types(static, num_tokens, out_dtype)
-    # A loader of states may read as many as another item has beyond the last one.
+    # `PartialLoader` may read up to one item's states beyond the last one.
     return PartialStates.types((num_tokens * static.blocks + 1) * static.splits, ROWS, static.latent_dim)
 
 
+# --- items
+
+
 class SparseItem(NamedTuple):
-    """A block of heads of a token, and a share of the token's slots.
+    """A block of heads of a token, and one split of the token's slots.
 
     Attributes:
-      index: of the item. Items of a token are neighbours: they read the same latents.
-      start, stop: first slot of the share, of all tokens', and one past the last.
+      index: index of the item. Items of a token are adjacent, because they read the same latents.
+      start, stop: range of the split in `SparseInputs.slots`.
       count: number of pairs of tiles, at least one.
-      pair: number of pairs that the program took before.
+      pair: number of pairs that the CTA processed before.
     """
 
     index: Any
@@ -137,18 +136,23 @@ class SparseItem(NamedTuple):
 
     @staticmethod
     def first() -> SparseItem:
-        """First item of this program, as far as its place goes."""
+        """Return the first item of this CTA, without its slots."""
         return SparseItem(lax.axis_index("program"), *[jnp.int32(0)] * 4)
 
-    def place(self, static: SparseFacts) -> tuple[Any, Any, Any]:
-        """Token, block of its heads, and share of its slots."""
-        index = lax.optimization_barrier(self.index)  # computed where it is needed, lest registers be kept for it
+    def place(self, static: SparseStatic) -> tuple[Any, Any, Any]:
+        """Return the indices of the token, of the block of heads, and of the split."""
+        index = lax.optimization_barrier(self.index)  # recomputed at each use, which saves registers
         split, block = lax.div(index, static.blocks), lax.rem(index, static.blocks)
         return lax.div(split, static.splits), block, lax.rem(split, static.splits)
 
+    def state_index(self, static: SparseStatic) -> Any:
+        """Return the index of the item's partial state."""
+        token, block, split = self.place(static)
+        return (token * static.blocks + block) * static.splits + split
 
-def for_each_item(static: SparseFacts, x: SparseInputs, attend: Callable[[SparseItem], None]) -> None:
-    """Call attend(item) for each item of this program."""
+
+def for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[SparseItem], None]) -> None:
+    """Call attend(item) for each item of this CTA."""
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     items = x.ends.shape[0] * static.blocks * static.splits
 
@@ -168,16 +172,75 @@ def for_each_item(static: SparseFacts, x: SparseInputs, attend: Callable[[Sparse
     lax.fori_loop(0, lax.div(items - program + programs - 1, programs), step, jnp.int32(0))
 
 
+# --- the producer warpgroup
+
+
+def pool_slots(x: SparseInputs, item: SparseItem, i: Any, tile: int) -> jax.Array:
+    """Look up the pool slots of a tile of an item's i-th pair, in the order of `gather.tile_row`; -1 for no latent."""
+    first = item.start + lax.optimization_barrier(i) * PAIR_TOKENS + tile * TOKENS  # recomputed for each tile
+    place = first + gather.tile_row()
+    slot = RowLayout(1, 1).take(x.slots, jnp.minimum(place, x.slots.shape[0] - 1))
+    return jnp.where((place < item.stop) & basics.in_pool(slot, x.latents.shape[0]), slot, -1)
+
+
+def gather_items(
+    static: SparseStatic,
+    x: SparseInputs,
+    copy_query: Callable[[SparseItem], None],
+    gather_pair: Callable[[Any, tuple[jax.Array, ...]], None],
+) -> None:
+    """Gather the latents of all items of this CTA. The caller has copied the first item's query.
+
+    The query of a later item is copied after the item's first pair, which has free memory earlier.
+
+    Args:
+      copy_query: (item) -> None. Wait until the query's memory is free, then start the copies of an item's query.
+      gather_pair: (pair, slots of both tiles) -> None. Start the copies of a pair as its memory becomes free.
+    """
+
+    def gather_item(item: SparseItem) -> None:
+        def step(i: Any, slots: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            later = tuple(pool_slots(x, item, i + 1, tile) for tile in range(2))  # loads overlap the waits below
+            gather_pair(item.pair + i, slots)
+            pl.when((i == 0) & (item.pair > 0))(lambda: copy_query(item))
+            return later
+
+        lax.fori_loop(0, item.count, step, tuple(pool_slots(x, item, jnp.int32(0), tile) for tile in range(2)))
+
+    for_each_item(static, x, gather_item)
+
+
+class ChosenScratch(NamedTuple):
+    """Shared memory for masks.
+
+    Attributes:
+      is_none: int32 [slots, TOKENS], 1 for tokens of a tile without a latent.
+      all_given: int32 [slots, 4], for each tile and each gathering warp, 1 if all of the warp's tokens have a latent.
+    """
+
+    is_none: Any
+    all_given: Any
+
+    @staticmethod
+    def types(slots: int) -> ChosenScratch:
+        """Scratch types, for a number of tiles in shared memory."""
+        return ChosenScratch(plgpu.SMEM((slots, TOKENS), jnp.int32), plgpu.SMEM((slots, 4), jnp.int32))
+
+    def is_full(self, slot: Any) -> Any:
+        """Whether all tokens of a tile have a latent."""
+        given = self.all_given.at[slot]
+        return (given[0] & given[1] & given[2] & given[3]) == 1
+
+
 # --- the merge
 
 
 def merge_splits(
-    partials: PartialStates, static: SparseFacts, num_tokens: int, out_dtype: jax.typing.DTypeLike
+    partials: PartialStates, static: SparseStatic, num_tokens: int, out_dtype: jax.typing.DTypeLike
 ) -> SparseResults:
-    """Merge the states of the shares of each token's slots, in their order."""
-    items, columns = num_tokens * static.blocks, MERGE_COLUMNS
-    while columns > FRAGMENT_COLUMNS and 2 * items * (static.latent_dim // columns) <= basics.multiprocessors():
-        columns //= 2  # to keep all multiprocessors busy
+    """Merge the states of the splits of each token, in the order of the splits."""
+    items = num_tokens * static.blocks
+    columns = merge_columns(items, static.latent_dim)
     return plgpu.kernel(
         functools.partial(_merge_kernel, static, columns),
         out_type=SparseResults.types(static, num_tokens, out_dtype),
@@ -193,10 +256,10 @@ def merge_splits(
 
 
 def _merge_kernel(
-    static: SparseFacts, columns: int, partials: PartialStates, out: Ref, lse: Ref, loader: PartialLoader, tile: Ref
+    static: SparseStatic, columns: int, partials: PartialStates, out: Ref, lse: Ref, loader: PartialLoader, tile: Ref
 ) -> None:
-    """Merge some columns of the latent of blocks of rows, one after the other."""
-    slices, slice_fragments = static.latent_dim // columns, num_fragments(ROWS * columns)
+    """Merge slices of latent columns of blocks of rows, one after the other."""
+    slices = static.latent_dim // columns
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     total = out.shape[0] * static.blocks * slices
 
@@ -204,19 +267,8 @@ def _merge_kernel(
         index = program + i * programs
         item, column_slice = lax.div(index, slices), lax.rem(index, slices)
         token, block = lax.div(item, static.blocks), lax.rem(item, static.blocks)
-        fragments = pl.ds(column_slice * slice_fragments, slice_fragments)
-        merged = loader.for_each(
-            partials,
-            item * static.splits,
-            jnp.int32(static.splits),
-            slice(None),
-            fragments,
-            add_partial_rows,
-            empty_rows(columns),
-        )
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # an earlier copy may still read the tile
-        tile[...] = normalise(merged.acc, merged.l).astype(tile.dtype)
-        plgpu.commit_smem()
+        count = jnp.int32(static.splits)
+        merged = merge_slice(loader, partials, item * static.splits, count, column_slice, tile)
         to = out.at[token, pl.ds(block * ROWS, static.rows), pl.ds(column_slice * columns, columns)]
         plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, static.rows)], to)
 

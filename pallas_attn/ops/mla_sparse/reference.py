@@ -1,4 +1,4 @@
-"""Definition of `mla_sparse`: every token gathers its latents; one KV head, whose values are the latents."""
+"""Definition of `mla_sparse`: every token gathers its latents. There is one KV head, whose values are the latents."""
 
 from __future__ import annotations
 

@@ -1,16 +1,21 @@
-"""`mla_sparse` in Triton, for any card from Ampere (sm80) on.
+"""`mla_sparse` in Triton, for cards from Ampere (sm80) on.
 
-A token's heads are the rows of a tile, the latents in the slots that it names are gathered as its columns:
+A program attends from a block of heads of one token to the latents in the token's slots, or to one split of the slots:
 
-    S [heads, slots] = q_latent Cᵀ + q_rope Rᵀ      O [heads, L] += P C      m, l [heads]
+    for step in the split's slots:
+        c, r = latents and rotated keys, gathered from the slots     # loaded once, used as key and value
+        s = q_latent c^T + q_rope r^T                                # [heads, tokens]
+        top, total, weights = softmax_step(s)
+        acc = acc * keep + weights c                                 # [heads, latent columns]
+    store the output, or with several splits a partial state
+    merge_splits                                                     # second kernel, only with several splits
 
-so a latent that was loaded once is key and value. A program takes a block of heads of one token, and all its slots, or
-where that would leave multiprocessors idle a share of them; shares are merged (`triton.split_states`). How many there
-are depends on shapes only.
+The slots are split if one program per token would leave multiprocessors idle. The number of splits depends on shapes
+only. Programs do not wait for one another, and no two programs write the same split or output row.
 
-Latents in 8 bits come in groups of 128 columns with a scale for each token. They are multiplied as 16-bit numbers that
-hold them exactly, group by group: scales multiply the group's part of the scores, and the weights of its values, which
-then are bfloat16 numbers, since float16 would lose what a scale makes small.
+8-bit latents have a scale for each token and group of 128 columns. Each group (chunk of columns) is converted to 16
+bits exactly. The scales multiply the group's part of the scores, and the weights of the group's values. Scaled
+weights are bfloat16, because float16 would lose weights with small scales.
 """
 
 from __future__ import annotations
@@ -24,23 +29,25 @@ from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 from pallas_attn.runtime import device
 from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import LOG2E, columns, places, softmax_result, softmax_step, tensor_core_operand
-from pallas_attn.triton.split_states import EvenSplits, merge_splits, state_shapes, store_values
+from pallas_attn.triton.page_access import load_columns
+from pallas_attn.triton.quantise import tensor_core_operand
+from pallas_attn.triton.softmax import LOG2E, softmax_step
+from pallas_attn.triton.split_states import EvenSplits, merge_splits, state_shapes, store_chunked_state
 from pallas_attn.triton.tiles import power_of_two
 from pallas_attn.types import LATENT_GROUP
 
-LEAST_STEPS = 4
-"""Steps of a share, at least: for fewer, merging costs more than what runs beside it saves."""
+MIN_STEPS = 4
+"""Minimum number of steps of a split. With fewer steps, the merge costs more than the split saves."""
 
 
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     num_tokens, num_heads, latent_dim = call.q_latent.shape
     rope_dim, top_k = call.q_rope.shape[2], call.slots.shape[1]
-    caches.refuse_latents(call.q_latent, call.cache, rope_dim)
+    caches.require_latents(call.q_latent, call.cache, rope_dim)
     card, cache = device.triton_card(), call.cache
     tile = tiles.sparse_tile(card, num_heads, latent_dim, rope_dim, quantised=cache.is_quantised)
     blocks, steps = -(-num_heads // tile.rows), -(-top_k // tile.tokens)
-    splits = _num_splits(tile.programs_side_by_side(card, num_heads) // num_tokens, steps)
+    splits = _num_splits(tile.concurrent_programs(card, num_heads) // num_tokens, steps)
     num_pages, page_size, pages_width = cache.pages.shape
     chunk = LATENT_GROUP if cache.is_quantised else tile.width
     out, lse, *partial = launch(
@@ -82,9 +89,9 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
 
 
 def _num_splits(programs: int, steps: int) -> int:
-    """Shares of a token's slots: as many as run side by side, if each has some steps."""
-    wanted = max(1, min(programs, steps // LEAST_STEPS))
-    return -(-steps // -(-steps // wanted))  # none without a step
+    """Number of splits of a token's slots: one per available program, each with at least `MIN_STEPS` steps."""
+    wanted = max(1, min(programs, steps // MIN_STEPS))
+    return -(-steps // -(-steps // wanted))  # no split is empty
 
 
 @kernel
@@ -128,28 +135,28 @@ def _attend(
     first = split * SPLIT_SLOTS
     end = _end_of_chosen(chosen_ptr, first, tl.minimum(first + SPLIT_SLOTS, TOP_K), pool_slots)
 
-    q_latent, acc = (), ()  # by chunk
+    q_latent, acc = (), ()  # for each chunk of columns: [heads, CHUNK]
     for chunk in tl.static_range(CHUNKS):
-        q_latent += (columns(q_latent_ptr + first_row * L, head * L, chunk * CHUNK, real_row, L, CHUNK),)
+        q_latent += (load_columns(q_latent_ptr + first_row * L, head * L, chunk * CHUNK, real_row, L, CHUNK),)
         acc += (tl.zeros([ROWS, CHUNK], tl.float32),)
-    q_rope = columns(q_rope_ptr + first_row * R, head * R, 0, real_row, R, ROPE_WIDTH)
+    q_rope = load_columns(q_rope_ptr + first_row * R, head * R, 0, real_row, R, ROPE_WIDTH)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     place = first + tl.arange(0, TOKENS)
-    next_slot = tl.load(chosen_ptr + place, mask=place < end, other=-1)  # loaded a step ahead
+    next_slot = tl.load(chosen_ptr + place, mask=place < end, other=-1)  # loaded one step ahead
     for start in range(first, end, TOKENS):
         place = start + TOKENS + tl.arange(0, TOKENS)
         slot = next_slot.to(tl.int64)
         seen = (next_slot >= 0) & (next_slot < pool_slots)
         next_slot = tl.load(chosen_ptr + place, mask=place < end, other=-1)
         if rope_ptr is None:
-            k_rope = columns(pages_ptr + L, slot * PAGES_WIDTH, 0, seen, R, ROPE_WIDTH)
+            k_rope = load_columns(pages_ptr + L, slot * PAGES_WIDTH, 0, seen, R, ROPE_WIDTH)
         else:
-            k_rope = columns(rope_ptr, slot * R, 0, seen, R, ROPE_WIDTH)
-        scores = tl.dot(q_rope, tl.trans(k_rope))
+            k_rope = load_columns(rope_ptr, slot * R, 0, seen, R, ROPE_WIDTH)
+        scores = tl.dot(q_rope, tl.trans(k_rope))  # [heads, tokens]
         latent, scales = (), ()
         for chunk in tl.static_range(CHUNKS):
-            stored = columns(pages_ptr, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
+            stored = load_columns(pages_ptr, slot * PAGES_WIDTH, chunk * CHUNK, seen, L, CHUNK)
             latent += (stored,)
             k = tl.trans(tensor_core_operand(stored, q_dtype, NATIVE))
             if scale_ptr is None:
@@ -158,7 +165,7 @@ def _attend(
                 scale = tl.load(scale_ptr + slot * CHUNKS + chunk, mask=seen, other=0.0)
                 scales += (scale,)
                 scores += tl.dot(q_latent[chunk], k) * scale[None, :]
-        scores = tl.where(seen[None, :], scores, float("-inf"))  # no addition: a score may be NaN
+        scores = tl.where(seen[None, :], scores, float("-inf"))  # a select, not an addition: a hidden score can be NaN
         top, total, keep, weights = softmax_step(scores, top, total, SCALE * LOG2E)
         new_acc = ()
         for chunk in tl.static_range(CHUNKS):
@@ -171,24 +178,15 @@ def _attend(
             new_acc += (kept,)
         acc = new_acc
 
-    state = (token * SPLITS + split) * HEADS
-    inverse, lse = softmax_result(top, total, tl.full([ROWS], float("-inf"), tl.float32))
-    for chunk in tl.static_range(CHUNKS):
-        at, held = places(head * L, real_row, chunk * CHUNK, L, CHUNK)
-        if SPLITS == 1:
-            store_values(out_ptr + first_row * L + at, acc[chunk], inverse, total, held)
-        else:
-            tl.store(part_ptr + state * L + at, acc[chunk], mask=held)
-    if SPLITS == 1:
-        tl.store(lse_ptr + first_row + head, lse, mask=real_row)
-    else:
-        tl.store(part_top_ptr + state + head, top, mask=real_row)
-        tl.store(part_total_ptr + state + head, total, mask=real_row)
+    store_chunked_state(
+        *(acc, top, total, head, real_row, SPLITS == 1, first_row, out_ptr, lse_ptr),
+        *((token * SPLITS + split) * HEADS, part_ptr, part_top_ptr, part_total_ptr, L, CHUNK, CHUNKS),
+    )
 
 
 @kernel
 def _end_of_chosen(chosen_ptr, first, end, pool_slots):
-    """End of the slots from `first` to `end` that are in the pool: most often, the last ones are none."""
+    """End of the slots from `first` to `end`, without the trailing slots outside the pool, which are common."""
     last = first
     for start in range(first, end, 1024):
         place = start + tl.arange(0, 1024)

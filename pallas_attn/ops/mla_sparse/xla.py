@@ -1,4 +1,4 @@
-"""`mla_sparse` on any device: an online softmax over the chosen latents of each token, some slots at a time."""
+"""`mla_sparse` on any device: an online softmax over the selected latents of each token, by tiles of slots."""
 
 from __future__ import annotations
 

@@ -30,45 +30,48 @@ def paged_decode(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> DecodeOutput | tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
-    """Attention of each sequence's newest Q tokens (the last one, or the last and its draft) over its pages.
+    """Attention of each sequence's newest Q tokens (the last token, or the last token and its drafts) over its paged
+    K/V cache.
 
-    Query i of row b sits at position kv_lens[b] - q_lens[b] + i and sees keys up to its own position that its head's
-    window shows. The new tokens' keys must already be in the pages.
+    Query i of sequence b has position kv_lens[b] - q_lens[b] + i. It sees the keys up to its own position that are in
+    its head's window. The keys and values of the new tokens must already be in the pages.
 
     Args:
-      q: queries in bfloat16, float16 or float32; with `q_scale` also in the cache's float8, divided by it already.
+      q: queries in bfloat16, float16 or float32; with `q_scale` also in the cache's float8 dtype, already divided by
+        `q_scale`.
       kv: the cache; see `PagedKV`.
-      block_tables: page ids, or row ids page·Hkv + head of any head's pages for head-wise tables. Entry j holds
-        tokens [j·ps, (j + 1)·ps); those of PAGE_NONE, and of ids outside the pool, are invisible; entries without a
-        visible token may hold anything.
-      kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
-      q_lens: real queries of each row, at most Q; None for Q each.
-      sm_scale: multiplies the scores; None for D**-0.5.
-      window: None, the number of newest keys every head sees, or a `HeadWindow`.
+      block_tables: page ids [B, P], or head-wise tables [B, Hkv, P] with row ids page·Hkv + head of any head's pages.
+        Entry j holds tokens [j·ps, (j + 1)·ps). The tokens of PAGE_NONE, and of ids outside the pool, are invisible.
+        Entries without a visible token may hold any value.
+      kv_lens: tokens of each sequence, including the new tokens; 0 for an idle row.
+      q_lens: real queries of each sequence, at most Q; None for Q each.
+      sm_scale: factor of the scores; None for D**-0.5.
+      window: None, the number of newest keys that every head sees, or a `HeadWindow`.
       sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      draft_mask: True where query i sees draft key j, at position kv_len - q_len + j; replaces causality among those.
-      q_scale: a number, or float32 for each query head or each head of each token: attends with 8-bit queries over a
-        float8 cache. q is divided by it (IEEE), clipped to what the cache's dtype holds and rounded to that (half to
-        even), unless it comes so. Scores are of these values, times `q_scale`, times the scales of the keys, whatever
-        their layout. None for queries as they are. It must be positive.
-      plan: from `plan_decode`, made for these lengths and windows; changes speed and rounding only.
-      out: packed output of a step that mixes decodes with others, in the output's dtype: its first B·Q tokens become
-        this call's output, in place where the array may be given up; the others stay as they are. None for an array of
-        its own.
+      draft_mask: True where query i sees draft key j, at position kv_len - q_len + j. It replaces causality among the
+        draft keys.
+      q_scale: a number, or float32 per query head or per head of each token, for 8-bit queries over a float8 cache.
+        Unless q is float8, q is divided by `q_scale` (IEEE division), clipped to the range of the cache's dtype, and
+        rounded to it (half to even). Scores of these values are multiplied by `q_scale` and by the scales of the keys,
+        for every scale layout. It must be positive. None for unquantised queries.
+      plan: from `plan_decode`, made for these lengths and windows. It affects only speed and rounding.
+      out: packed output array in the output's dtype, for a step that mixes decodes with other tokens. Its first B·Q
+        tokens become this call's output, in place if the array may be donated; its other tokens do not change. None to
+        allocate the output.
       return_lse: also return the LSE.
-      out_dtype: of the output; None for q's, unless that is a float8.
-      implementation: None, a name, or names to try in order.
+      out_dtype: dtype of the output; None for q's dtype. Required if q is float8.
+      implementation: None, a name, or names in order of preference.
 
     Returns:
-      The output, or `out` with it; exactly 0 for queries that see nothing (idle rows, past q_len, before position 0).
-      With `return_lse` also the float32 natural-log LSE of the scaled, capped, masked scores without the learned sinks,
-      -inf for those.
+      The output, or the updated `out`. The output is exactly 0 for queries that see no key (idle rows, queries past
+        q_len, positions before 0). With `return_lse` also the float32 natural-log LSE of the scaled, capped, masked
+        scores without the learned sinks; -inf for queries that see no key.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: a `q_scale` over another cache, or of blocks of columns; or the implementation named does not
-        support the call.
+      ValueError: inconsistent arguments.
+      NotImplementedError: `q_scale` with a cache that is not float8, or with scales per block of columns; or the
+        named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""One call of `paged_decode`, as every implementation takes it."""
+"""Arguments of one call of `paged_decode`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.portable.quantise import divide, rounded_to_float8
-from pallas_attn.types import FLOAT8, DecodePlan, HeadWindow, PagedKV, PlanKey
+from pallas_attn.ops.call_base import DecodeCall, PagedAttentionCall
+from pallas_attn.types import DecodePlan, HeadWindow, PagedKV
 
 type DecodeOutput = Float[Array, "B Q Hq Dv"] | Float[Array, "T Hq Dv"]
-"""An output of its own, or the packed one that its tokens were put into."""
+"""A separate output, or the packed output `out` with the tokens of the call written into it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedDecodeCall:
-    """The arguments of `paged_decode`, described there; `return_lse` and `implementation` are not the kernel's."""
+class PagedDecodeCall(PagedAttentionCall, DecodeCall):
+    """Validated arguments of `paged_decode` without `return_lse` and `implementation`."""
 
     op: ClassVar[str] = "paged_decode"
 
@@ -41,97 +41,52 @@ class PagedDecodeCall:
     out_dtype: jax.typing.DTypeLike | None = dataclasses.field(metadata={"static": True})
 
     @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
     def num_queries(self) -> int:
         return self.q.shape[1]
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.kv.k.shape[1]
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.q.shape[2] // self.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[3]
-
-    @property
-    def value_dim(self) -> int:
-        return self.kv.value_dim(self.head_dim)
-
-    @property
-    def page_size(self) -> int:
-        return self.kv.page_size
-
-    @property
-    def scale(self) -> float:
-        """`sm_scale`, or D**-0.5 for None."""
-        return 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale
-
-    @property
-    def output_dtype(self) -> jnp.dtype:
-        """`out_dtype`, or q's for None."""
-        return checks.output_dtype(self.out_dtype, self.q.dtype)
+    def num_q_heads(self) -> int:
+        return self.q.shape[2]
 
     @property
     def queries(self) -> Float[Array, "B Q Hq D"]:
-        """q as it is meant: in float32 and times `q_scale` where there is one."""
+        """q, or q · `q_scale` in float32 if the call has a `q_scale`."""
         return self.q if self.q_scale is None else self.q.astype(jnp.float32) * self.q_scale[..., None]
 
     def without_queries(self) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
-        """Output and LSE of a call without sequences or without queries."""
+        """Return the output and LSE of a call without sequences or without queries."""
         out = jnp.zeros((*self.q.shape[:3], self.value_dim), self.output_dtype)
         return self.place(out), jnp.zeros(self.q.shape[:3], jnp.float32)
 
     def place(self, result: Float[Array, "B Q Hq Dv"]) -> DecodeOutput:
-        """Put an output where `out` wants it: into its first tokens, in place where XLA may."""
+        """Return `result`, or `out` with `result` written into its first tokens, in place where XLA permits it."""
         if self.out is None:
             return result
         return self.out.at[: math.prod(result.shape[:2])].set(result.reshape(-1, *result.shape[2:]))
 
-    @property
-    def plan_key(self) -> PlanKey:
-        batch, num_queries, num_q_heads, _ = self.q.shape
-        return PlanKey(
-            op=self.op,
-            batch=batch,
-            num_queries=num_queries,
-            num_q_heads=num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            page_size=self.page_size,
-            table_pages=self.block_tables.shape[-1],
-            window=checks.window_key(self.window),
-            q_lens=self.q_lens is not None,
-        )
-
     def bounded(self) -> PagedDecodeCall:
-        """The call as implementations take it: lengths and windows held to what there is room for. Where there is a
-        `q_scale`, q holds float8 values in a wider dtype, of which [B, Q, Hq] has the scales.
-        """
-        q, q_scale = self._rounded_queries()
-        return dataclasses.replace(
-            self,
-            q=q,
-            q_scale=q_scale,
-            kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
-            q_lens=None if self.q_lens is None else checks.bound_lens(self.q_lens, self.num_queries),
-            window=checks.bound_window(self.window),
-        )
+        """Return the call that implementations receive: lengths and windows are clipped to the sizes of the arrays.
 
-    def _rounded_queries(self) -> tuple[Float[Array, "B Q Hq D"], Float[Array, "B Q Hq"] | None]:
-        """Queries rounded to the cache's float8, as numbers of q's dtype or of float16, and a scale for each row."""
-        if self.q_scale is None:
-            return self.q, None
-        q_scale = jnp.broadcast_to(self.q_scale, self.q.shape[:3])
-        if self.q.dtype in FLOAT8:
-            return self.q.astype(jnp.float16), q_scale
-        rounded = rounded_to_float8(divide(self.q.astype(jnp.float32), q_scale[..., None]), self.kv.k.dtype)
-        return rounded.astype(self.q.dtype), q_scale
+        With a `q_scale`, q holds float8 values in a wider dtype and `q_scale` has shape [B, Q, Hq].
+        """
+        q, q_scale = self.q, self.q_scale
+        if q_scale is not None:
+            q_scale = jnp.broadcast_to(q_scale, q.shape[:3])
+            q = self.rounded_queries(q_scale[..., None])
+        window = checks.bound_window(self.window)
+        return dataclasses.replace(self, q=q, q_scale=q_scale, window=window, **self.bounded_lens())
 
     def validate(self) -> None:
-        """Raises ValueError unless the arguments fit each other, NotImplementedError for scales of another kind."""
+        """Check that the arguments fit each other.
+
+        Raises:
+          ValueError: the arguments do not fit each other.
+          NotImplementedError: `q_scale` has scales per block of columns.
+        """
         dims = checks.Dims()
         checks.check_class("kv", self.kv, PagedKV)
         dims.check("q", self.q, "B Q Hq D", checks.query_dtypes(self.kv, self.q_scale))

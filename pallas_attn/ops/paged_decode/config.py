@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
-    """Tile and group sizes of the portable implementation.
+    """Return tile and group sizes of the portable implementation.
 
     Args:
-      rows: rows that walk pages.
-      heads: KV heads a row holds.
+      rows: number of rows that read pages.
+      heads: KV heads per row.
       head_dim: D.
     """
     key = {"rows": rows, "heads": heads, "head_dim": head_dim}
@@ -30,29 +30,33 @@ def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
 
 
 def max_columns(head_dim: int, cache_bytes: int, *, capped: bool = False) -> int:
-    """Columns of a tile for which a warpgroup has registers, besides those that dequantising and a soft cap take."""
+    """Return the number of tile columns that the registers of a warpgroup can hold, besides dequantisation and a soft
+    cap.
+    """
     columns = 64 * cache_bytes * 64 // max(head_dim, 128)
     return columns * 3 // 4 // 8 * 8 if capped else columns
 
 
 def packs_queries(cache_bytes: int, columns: int) -> bool:
-    """Whether the kernel packs queries. That saves a kernel before it, except where queries have to be converted
-    anyway, and costs shared memory, of which wide tiles make better use.
+    """Return whether the kernel packs queries itself.
+
+    Packing in the kernel saves a separate kernel, unless queries must be converted anyway. It needs shared memory,
+    which wide tiles use better.
     """
     return cache_bytes == 2 and columns == 8
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedDecodeKey:
-    """Facts of a call that the best sizes of the Mosaic kernel depend on.
+    """Facts of a call that determine the best sizes of the Mosaic kernel.
 
     Attributes:
       head_dim: D.
-      cache_bytes: bytes of a cached value.
-      token_scales: whether scales come with the tokens.
-      columns: query rows of a KV head that a program takes at once, padding included.
-      terms: 16-bit numbers whose sum is a query.
-      out_bytes: bytes of a value of the output.
+      cache_bytes: bytes per cached value.
+      token_scales: whether the cache has dynamic scales.
+      columns: query rows of a KV head per CTA, including padding.
+      terms: number of 16-bit parts whose sum is a query.
+      out_bytes: bytes per output value.
       page_size: ps.
     """
 
@@ -66,7 +70,7 @@ class PagedDecodeKey:
 
 
 def key_of(call: PagedDecodeCall, columns: int) -> PagedDecodeKey:
-    """Key of a call, given the columns of its tiles."""
+    """Return the key of a call, given the number of its tile columns."""
     scales = call.kv.k_scale
     return PagedDecodeKey(
         head_dim=call.head_dim,
@@ -80,38 +84,42 @@ def key_of(call: PagedDecodeCall, columns: int) -> PagedDecodeKey:
 
 
 def mosaic_config(key: PagedDecodeKey) -> DecodeConfig:
-    """Sizes of the Mosaic kernel."""
+    """Return the sizes of the Mosaic kernel."""
     return tuning.lookup("paged_decode/mosaic", dataclasses.asdict(key), DecodeConfig, lambda: _mosaic_heuristic(key))
 
 
 ENOUGH_BYTES = 96 * 1024
-"""Tiles of a multiprocessor take no more: three times what keeps its share of the memory busy. Over 8-bit caches more
-was 2 to 5% slower (pages of 16: 266 us with 96 KB, 280 us with 192). In 16 bits two tiles for each program come to
-192 KB anyway.
+"""Maximum size of the tiles of a multiprocessor: three times the bytes in flight that keep its share of the memory
+busy. With 8-bit caches, larger tiles were 2 to 5% slower (pages of 16: 266 us with 96 KB, 280 us with 192 KB). In 16
+bits, two tiles per CTA have 192 KB in any case.
 """
 
 
 def _mosaic_heuristic(key: PagedDecodeKey) -> DecodeConfig:
-    """Run as many programs side by side as registers and shared memory hold, each with two tiles or more: while one
-    waits for memory or for its own arithmetic, the others work.
+    """Run the maximum number of CTAs per multiprocessor that registers and shared memory permit, each with at least two
+    tiles.
+
+    While one CTA waits for memory or computes, the other CTAs work.
     """
     tile_tokens = 128 if key.head_dim == 64 and key.columns == 8 and key.page_size > 16 else 64
     most = 4 if key.columns == 8 and tile_tokens == 64 else 3 if key.columns * key.head_dim <= 2048 else 2
-    if most == 4:  # registers for as many where nothing but the tile is in them
+    if most == 4:  # four CTAs fit only if registers contain nothing besides the tile
         most -= (key.terms == 2) + (key.cache_bytes == 1 and key.page_size == 16)
     tile = mosaic_tile(key, tile_tokens)
     tile_bytes = 2 * tile_tokens * key.head_dim * key.cache_bytes
-    for programs in range(most, 0, -1):
-        enough = max(2, -(-ENOUGH_BYTES // (programs * tile_bytes)))
-        stages = tile.most_stages(programs, min(enough, MAX_STAGES))
+    for ctas in range(most, 0, -1):
+        enough = max(2, -(-ENOUGH_BYTES // (ctas * tile_bytes)))
+        stages = tile.max_stages(ctas, min(enough, MAX_STAGES))
         if stages >= 2:
-            return DecodeConfig(tile_tokens, stages, programs)
+            return DecodeConfig(tile_tokens, stages, ctas)
     raise ValueError(f"two tiles of {tile_tokens} tokens of {key.head_dim} values do not fit shared memory")
 
 
 def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
-    """Tile of the kernel for a key; of the calls that share the key, for the one that takes the most shared memory."""
-    # Only here, since the portable implementation has to run where there is no kernel language.
+    """Return the tile of the kernel for a key. Of the calls with this key, it is for the call with the most shared
+    memory.
+    """
+    # Imported here because the portable implementation must run without Mosaic.
     from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
 
     return _tile(key, tile_tokens, WgmmaProducts(), packs_queries=packs_queries(key.cache_bytes, key.columns))
@@ -120,29 +128,30 @@ def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
 # --- data-center Blackwell
 
 MAX_COLUMNS_SM100 = 32
-"""Columns of a tile of 128 tokens for which a warpgroup has registers."""
+"""Number of columns of a tile of 128 tokens that the registers of a warpgroup can hold."""
 
 
 def column_step_sm100(head_dim: int, cache_bytes: int, *, fp8_products: bool = False) -> int:
-    """Divisor of the number of columns of a tile."""
+    """Return a divisor of the number of tile columns."""
     from pallas_attn.mosaic.blackwell.decode_products import column_step
 
     return column_step(_tile_tokens_sm100(head_dim, cache_bytes, fp8_products=fp8_products), head_dim)
 
 
 def _tile_tokens_sm100(head_dim: int, cache_bytes: int, *, fp8_products: bool) -> int:
-    """128 tokens, the rows of the tensor core; 64 where tiles in float16 are so large that no second program, or in 16
-    bits no second tile, would fit beside them. Products of fp8 take 128 whatever fits, since 64 rows would need 64
-    columns.
+    """Return the number of tokens per tile: 128, the rows of the tensor core, or 64.
+
+    It is 64 if float16 tiles are so large that no second CTA, or in 16 bits no second tile, would fit. fp8 products
+    always use 128 tokens, because 64 rows would need 64 columns.
     """
     return 128 if fp8_products or head_dim * 2 <= 128 * cache_bytes else 64
 
 
 def mosaic_sm100_config(key: PagedDecodeKey, *, fp8_products: bool = False) -> DecodeConfig:
-    """Sizes of the Mosaic kernel.
+    """Return the sizes of the Mosaic kernel.
 
     Args:
-      fp8_products: whether keys are multiplied as they are cached, with fp8 queries.
+      fp8_products: whether fp8 keys are multiplied by fp8 queries without conversion.
     """
     name = "paged_decode/mosaic_fp8_products" if fp8_products else "paged_decode/mosaic"
     heuristic = functools.partial(_mosaic_sm100_heuristic, key, fp8_products=fp8_products)
@@ -150,26 +159,27 @@ def mosaic_sm100_config(key: PagedDecodeKey, *, fp8_products: bool = False) -> D
 
 
 def _mosaic_sm100_heuristic(key: PagedDecodeKey, *, fp8_products: bool) -> DecodeConfig:
-    """Run two programs side by side, which registers hold, if shared memory has two tiles or more for each: one that
-    converts 8-bit tiles takes longer for a tile than its bytes, and the other has to work meanwhile.
+    """Run two CTAs per multiprocessor, which registers permit, if shared memory has at least two tiles for each.
+
+    Converting an 8-bit tile takes longer than loading it, and the other CTA must work meanwhile.
     """
     tile_tokens = _tile_tokens_sm100(key.head_dim, key.cache_bytes, fp8_products=fp8_products)
     tile = mosaic_sm100_tile(key, tile_tokens)
-    for programs in (2, 1):
-        stages = tile.most_stages(programs, MAX_STAGES)
+    for ctas in (2, 1):
+        stages = tile.max_stages(ctas, MAX_STAGES)
         if stages >= 2:
-            return DecodeConfig(tile_tokens, stages, programs)
+            return DecodeConfig(tile_tokens, stages, ctas)
     raise ValueError(f"two tiles of {tile_tokens} tokens of {key.head_dim} values do not fit shared memory")
 
 
 def mosaic_sm100_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
-    """Tile of the kernel of data-center Blackwell; see `mosaic_tile`."""
+    """Return the tile of the kernel for data-center Blackwell; see `mosaic_tile`."""
     from pallas_attn.mosaic.blackwell.decode_products import Tcgen05Products
 
     return _tile(key, tile_tokens, Tcgen05Products(), packs_queries=False)
 
 
-# --- either
+# --- both architectures
 
 
 def _tile(key: PagedDecodeKey, tile_tokens: int, products: DecodeProducts, *, packs_queries: bool) -> DecodeTile:
@@ -182,7 +192,7 @@ def _tile(key: PagedDecodeKey, tile_tokens: int, products: DecodeProducts, *, pa
         page_size=key.page_size,
         key_dims=(key.head_dim,),
         has_values=True,
-        terms=key.terms,
+        query_parts=key.terms,
         packs_queries=packs_queries,
         scales=None if key.cache_bytes == 2 else key.page_size if key.token_scales else "head",
         q_dtype=jnp.bfloat16,

@@ -1,7 +1,7 @@
-"""`paged_decode` on data-center Blackwell (B200).
+"""Experimental: has never run on a card. `paged_decode` on data-center Blackwell (B200).
 
-The kernel is `mosaic.decode`, as on Hopper, with tiles of 128 tokens, which are the rows of the tensor core
-(`mosaic.blackwell.decode_products`), or of 64 where those are too large.
+`mosaic.decode` has the kernel and its main loop, as on Hopper. Tiles have 128 tokens, the rows of the tensor core
+(`mosaic.blackwell.decode_products`), or 64 tokens if tiles of 128 are too large.
 """
 
 from __future__ import annotations
@@ -9,50 +9,53 @@ from __future__ import annotations
 from jaxtyping import Array, Float
 
 from pallas_attn.mosaic.blackwell.decode_products import Tcgen05Products
-from pallas_attn.mosaic.decode import DecodeTile
+from pallas_attn.mosaic.decode import DecodeTile, decode_attention
 from pallas_attn.mosaic.decode_config import DecodeConfig
 from pallas_attn.mosaic.primitives import basics
-from pallas_attn.mosaic.primitives.dequantize import plain_query_terms, scale_layout
+from pallas_attn.mosaic.primitives.dequantize import scale_layout, split_queries
 from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
-from pallas_attn.ops.paged_decode.mosaic_call import attend, refuse
+from pallas_attn.ops.paged_decode.mosaic_operands import operands, require_supported
 from pallas_attn.ops.plan_decode import plan_of
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     plan = plan_of(call, "mosaic_sm100", num_programs(call))
     packing, settings = _sizes(call)
-    terms, query_scale = [call.q.astype(call.kv.k.dtype)], 1.0
+    query_parts, query_scale = [call.q.astype(call.kv.k.dtype)], 1.0
     if not multiplies_fp8(call):
-        terms, query_scale = plain_query_terms(call.q, call.kv)
+        query_parts, query_scale = split_queries(call.q, call.kv)
     tile = DecodeTile(
         packing=packing,
         tokens=settings.tile_tokens,
         page_size=call.page_size,
         key_dims=(call.head_dim,),
         has_values=True,
-        terms=len(terms),
+        query_parts=len(query_parts),
         packs_queries=False,
         scales=scale_layout(call.kv),
-        q_dtype=terms[0].dtype,
+        q_dtype=query_parts[0].dtype,
         cache_dtype=call.kv.k.dtype,
         out_dtype=call.output_dtype,
         products=Tcgen05Products(),
     )
-    return attend(call, plan, tile, settings.stages, terms, query_scale)
+    inputs, static = operands(call, plan, tile, settings.stages, query_parts, query_scale)
+    return decode_attention(inputs, static, call.q.shape, call.out, name="paged_decode")
 
 
 def multiplies_fp8(call: PagedDecodeCall) -> bool:
-    """Whether keys are multiplied as they are cached, with fp8 queries: with heads of 128, as tiles of other widths do
-    not lie in shared memory in that way or do not fit, and unless scales of channels have to go into the queries.
+    """Whether keys are multiplied as cached, with fp8 queries.
+
+    This requires D = 128, because tiles of other widths have another layout in shared memory or do not fit. Channel
+    scales would have to be multiplied into the queries.
     """
     return call.q_scale is not None and call.head_dim == 128 and scale_layout(call.kv) != "channel"
 
 
 def num_programs(call: PagedDecodeCall) -> int:
-    """Number of programs for plans of such calls: as many as run side by side on the card."""
-    refuse(call, (10, 0), config.MAX_COLUMNS_SM100)
+    """Number of CTAs in plans for this call: the number that runs at the same time on the card."""
+    require_supported(call, (10, 0), config.MAX_COLUMNS_SM100)
     _, settings = _sizes(call)
     return settings.programs_per_multiprocessor * basics.multiprocessors()
 

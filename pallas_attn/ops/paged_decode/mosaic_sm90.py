@@ -1,37 +1,37 @@
 """`paged_decode` on Hopper (H100, H200).
 
-The kernel is `mosaic.decode`. All query rows of a KV head of a sequence are the columns of a tile, 64 or 128 tokens its
-rows:
+`mosaic.decode` has the kernel and its main loop. The query rows of a KV head are the columns of a tile; 64 or 128
+tokens are its rows:
 
-    S [tokens, columns] = K qᵀ      O [D, columns] += Vᵀ P      m, l [columns]
+    S [tokens, query_rows] = K qᵀ      O [D, query_rows] += Vᵀ P      m, l [query_rows]
 
-so tokens fill wgmma's M of 64, whatever the group, and N is as narrow as the group allows. K and V are multiplied
-where they landed, or from registers for 8-bit caches, where they become 16 bits (`hopper.dequantize`); only P goes back
-to shared memory. Scales that are the same for all tokens multiply the scores or the finished sums. Scales of tokens
-multiply a row of S, and P by way of the exponent.
+Tokens fill M = 64 of wgmma for every group size, and N is as narrow as the group. K and V of 16-bit caches are
+multiplied from shared memory. K and V of 8-bit caches are converted to 16-bit registers (`hopper.dequantize`). Only P
+is written to shared memory. Scales that all tokens share multiply the scores, or the finished sums. Token scales
+multiply a row of S, and P by an addition to its exponent.
 """
 
 from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.decode import DecodeTile
+from pallas_attn.mosaic.decode import DecodeTile, decode_attention
 from pallas_attn.mosaic.decode_config import DecodeConfig
 from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
-from pallas_attn.mosaic.hopper.dequantize import query_terms
+from pallas_attn.mosaic.hopper.dequantize import split_and_permute_queries
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.mosaic.primitives.dequantize import scale_layout
 from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
-from pallas_attn.ops.paged_decode.mosaic_call import attend, refuse
+from pallas_attn.ops.paged_decode.mosaic_operands import operands, require_supported
 from pallas_attn.ops.plan_decode import plan_of
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
     plan = plan_of(call, "mosaic_sm90", num_programs(call))
     packing, settings = _sizes(call)
-    terms, query_scale = query_terms(call.q, call.kv)
+    query_parts, query_scale = split_and_permute_queries(call.q, call.kv)
     cache_dtype = call.kv.k.dtype
     tile = DecodeTile(
         packing=packing,
@@ -39,20 +39,21 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
         page_size=call.page_size,
         key_dims=(call.head_dim,),
         has_values=True,
-        terms=len(terms),
+        query_parts=len(query_parts),
         packs_queries=config.packs_queries(cache_dtype.itemsize, packing.width) and not packing.packs_freely,
         scales=scale_layout(call.kv),
-        q_dtype=terms[0].dtype,
+        q_dtype=query_parts[0].dtype,
         cache_dtype=cache_dtype,
         out_dtype=call.output_dtype,
         products=WgmmaProducts(),
     )
-    return attend(call, plan, tile, settings.stages, terms, query_scale)
+    inputs, static = operands(call, plan, tile, settings.stages, query_parts, query_scale)
+    return decode_attention(inputs, static, call.q.shape, call.out, name="paged_decode")
 
 
 def num_programs(call: PagedDecodeCall) -> int:
-    """Number of programs for plans of such calls: as many as run side by side on the card."""
-    refuse(call, (9, 0), _limit(call))
+    """Number of CTAs in plans for this call: the number that runs at the same time on the card."""
+    require_supported(call, (9, 0), _limit(call))
     _, settings = _sizes(call)
     return settings.programs_per_multiprocessor * basics.multiprocessors()
 
@@ -63,5 +64,5 @@ def _sizes(call: PagedDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
 
 
 def _limit(call: PagedDecodeCall) -> int:
-    """Columns of a tile for which a program has registers."""
+    """Maximum columns of a tile, limited by the registers of a CTA."""
     return config.max_columns(call.head_dim, call.kv.k.dtype.itemsize, capped=call.soft_cap is not None)

@@ -1,17 +1,23 @@
-"""`paged_decode` in Triton, for any card from Ampere (sm80) on.
+"""`paged_decode` in Triton, for cards from Ampere (sm80) on.
 
-All query rows of a KV head of a sequence (heads of its group, times queries) are a tile's rows, tokens its columns:
+The query rows of a plan row (a sequence and KV head) are the heads of the KV head's group times the queries. A program
+follows the plan for a block of query rows, so that a page is read once for the whole group:
 
-    S [rows, tokens] = q Kᵀ      O [rows, Dv] += P V      m, l [rows]
+    for split in the program's splits:
+        for step in the tokens of the split's visible pages:
+            k, v = rows of the step's tokens                         # [tokens, columns]
+            s = q k^T                                                # [query_rows, tokens]
+            top, total, weights = softmax_step(s)
+            acc = acc * keep + weights v                             # [query_rows, value columns]
+        store the output if the split covers all pages of the row, otherwise a partial state
+    merge_splits            # second kernel, `triton.split_states`; also writes 0 for rows without visible keys
 
-so a page is read once for the whole group. A program follows the plan: it walks the visible pages of its rows, whole
-tiles of tokens at a time, whichever pages these lie in. A row that one program has to itself is written right away; of
-others each split leaves a partial state (O, m, l), and a second kernel merges those, and writes zeros for idle rows.
+Programs do not wait for one another. No two programs write the same split or output row. The merge is a second kernel.
 
-8-bit K and V are multiplied as 16-bit numbers that hold them exactly. Scales of a head multiply scores and sums. Those
-of channels multiply sums, and the query, which then is the sum of two bfloat16 numbers. Those of tokens multiply scores
-and weights, and the weights are two bfloat16 numbers; else float16 ones, which err less, but lose what a scale makes
-small.
+A step can span pages of any size. 8-bit k and v are converted to 16 bits exactly. Scales per head multiply scores and
+accumulator. Scales per channel multiply the accumulator and the query, which becomes the sum of two bfloat16 numbers.
+Scales per token multiply scores and weights, which become the sum of two bfloat16 numbers. Other weights over 8-bit
+values are float16, which is more accurate than bfloat16 but would lose weights with small scales.
 """
 
 from __future__ import annotations
@@ -26,19 +32,13 @@ from pallas_attn.ops.plan_decode import plan_of
 from pallas_attn.runtime import device
 from pallas_attn.triton import caches, plans, tiles
 from pallas_attn.triton.launch import kernel, launch
-from pallas_attn.triton.pieces import (
-    LOG2E,
-    draft_visible,
-    in_window,
-    pool_rows,
-    soft_capped,
-    softmax_step,
-    split_end,
-    tensor_core_operand,
-    walked_token,
-)
+from pallas_attn.triton.page_access import nth_visible_token, pool_rows, token_scales
+from pallas_attn.triton.plans import split_end
+from pallas_attn.triton.quantise import tensor_core_operand
+from pallas_attn.triton.softmax import LOG2E, bfloat16_parts, soft_capped, softmax_step
 from pallas_attn.triton.split_states import merge_splits, partial_states, sequence_and_head, store_result
 from pallas_attn.triton.tiles import TritonTile
+from pallas_attn.triton.visibility import draft_visible, in_window
 from pallas_attn.types import HeadWindow
 
 
@@ -57,7 +57,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
         *(call.out, call.q, call.q_scale, call.kv.k, v, call.kv.k_scale, call.kv.v_scale),
         *(call.block_tables, call.kv_lens, call.q_lens),
         *((window.window, window.sink_tokens) if isinstance(window, HeadWindow) else (None, None)),
-        *(call.draft_mask, call.sinks, *plans.followed(plan)),
+        *(call.draft_mask, call.sinks, *plans.plan_arrays(plan)),
         *(table_pages, min(num_pages * kv_heads, jnp.iinfo(jnp.int32).max)),
         outputs=[
             jax.ShapeDtypeStruct((*call.q.shape[:3], value_dim), call.output_dtype) if call.out is None else call.out,
@@ -99,11 +99,11 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
 
 
 def num_programs(call: PagedDecodeCall) -> int:
-    """Number of programs for plans of such calls: as many as run side by side on the card."""
-    caches.refuse(call.q, call.kv)
-    caches.refuse_width(call.value_dim)
+    """Number of programs of a plan for this call: the number that run at the same time on the card."""
+    caches.require_supported(call.q, call.kv)
+    caches.require_head_dim(call.value_dim)
     card, tile = _card_and_tile(call)
-    return tile.programs_side_by_side(card, call.group * call.num_queries)
+    return tile.concurrent_programs(card, call.group * call.num_queries)
 
 
 def _card_and_tile(call: PagedDecodeCall) -> tuple[device.Device, TritonTile]:
@@ -118,7 +118,7 @@ def _attend(
     q_ptr,  # [B, QUERIES, Q_HEADS, DK]
     q_scale_ptr,  # [B, QUERIES, Q_HEADS] or None
     k_ptr,  # [pool rows, PAGE, K_STRIDE], keys from column 0
-    v_ptr,  # [pool rows, PAGE, V_STRIDE], values from column V_FIRST; maybe the same array
+    v_ptr,  # [pool rows, PAGE, V_STRIDE], values from column V_FIRST; may be the same array
     k_scale_ptr,  # [KV_HEADS], [KV_HEADS, DK], [pool rows, GROUPS] or None
     v_scale_ptr,
     tables_ptr,  # [B, table_pages] or [B, KV_HEADS, table_pages]
@@ -170,7 +170,7 @@ def _attend(
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BASE: tl.constexpr = LOG2E if CAP is not None else SCALE * LOG2E
     program = tl.program_id(0)
-    row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: all heads of a query are neighbours
+    row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: the heads of a query are neighbours
     query, head_in_group = row_in_group // GROUP, row_in_group % GROUP
     real_row = row_in_group < QUERIES * GROUP
     d, dv = tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
@@ -213,18 +213,17 @@ def _attend(
         if GROUPS == "head":
             k_scale = tl.load(k_scale_ptr + head)
         if GROUPS == "channel":
-            wide = q.to(tl.float32) * tl.load(k_scale_ptr + head * DK + d, mask=real_d, other=0.0)[None, :]
-            q = wide.to(tl.bfloat16)
-            q_rest = (wide - q.to(tl.float32)).to(tl.bfloat16)
+            channel_scales = tl.load(k_scale_ptr + head * DK + d, mask=real_d, other=0.0)
+            q, q_rest = bfloat16_parts(q.to(tl.float32) * channel_scales[None, :])
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+        acc = tl.zeros([ROWS, V_WIDTH], tl.float32)  # [query_rows, value columns]
         for start in range(page * PAGE, stop * PAGE, TOKENS):
             n = start + tl.arange(0, TOKENS)
-            entry, token = walked_token(n, sink_pages, first_page, PAGE)
+            entry, token = nth_visible_token(n, sink_pages, first_page, PAGE)
             seen = (n < stop * PAGE) & (token < kv_len) & (entry < table_pages)
-            if window_ptr is not None or WINDOW is not None:  # of the oldest query, the most of all
+            if window_ptr is not None or WINDOW is not None:  # window of the first query, which sees the oldest tokens
                 seen = seen & in_window(token, tl.maximum(first, 0), window, sink_tokens)
             page_id = tl.load(tables_ptr + table_row * table_pages + entry, mask=seen, other=-1)
             row = pool_rows(page_id, head, KV_HEADS, HEAD_WISE)
@@ -235,18 +234,18 @@ def _attend(
                 if window_ptr is not None or WINDOW is not None:
                     position = tl.maximum(first + query, 0)
                     visible = visible & in_window(token[None, :], position[:, None], window, sink_tokens)
-                if draft_ptr is not None:  # a tree may hide a token from all queries
+                if draft_ptr is not None:  # the draft mask may hide a token from all queries
                     seen = tl.max(visible.to(tl.int32), 0) > 0
             cell = row * PAGE + n % PAGE
             at = k_ptr + (cell * K_STRIDE)[:, None] + d[None, :]
             k = tensor_core_operand(tl.load(at, mask=seen[:, None] & real_d[None, :], other=0), QUERY_DTYPE, NATIVE)
-            scores = tl.dot(q, tl.trans(k))
+            scores = tl.dot(q, tl.trans(k))  # [query_rows, tokens]
             if GROUPS == "channel":
                 scores = tl.dot(q_rest, tl.trans(k), scores)
             if GROUPS == "head":
                 scores = scores * k_scale
             if BY_TOKEN:
-                scores = scores * _token_scales(k_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
+                scores = scores * token_scales(k_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             if q_scale_ptr is not None:
                 scores = scores * q_scale
             if CAP is not None:
@@ -254,13 +253,15 @@ def _attend(
             scores = tl.where(visible, scores, float("-inf"))
             top, total, keep, weights = softmax_step(scores, top, total, BASE)
             if BY_TOKEN:
-                weights = weights * _token_scales(v_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
+                weights = weights * token_scales(v_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             at = v_ptr + (cell * V_STRIDE + V_FIRST)[:, None] + dv[None, :]
             v = tensor_core_operand(tl.load(at, mask=seen[:, None] & real_dv[None, :], other=0), VALUE_DTYPE, NATIVE)
-            rounded = weights.to(VALUE_DTYPE)
-            acc = tl.dot(rounded, v, acc * keep[:, None])
             if BY_TOKEN:
-                acc = tl.dot((weights - rounded.to(tl.float32)).to(VALUE_DTYPE), v, acc)
+                rounded, rest = bfloat16_parts(weights)
+                acc = tl.dot(rounded, v, acc * keep[:, None])
+                acc = tl.dot(rest, v, acc)
+            else:
+                acc = tl.dot(weights.to(VALUE_DTYPE), v, acc * keep[:, None])
 
         if GROUPS == "head":
             acc = acc * tl.load(v_scale_ptr + head)
@@ -277,9 +278,3 @@ def _attend(
         row_ends = stop >= num_pages
         place = tl.where(row_ends, tl.load(next_row_ptr + place), place)
         page = tl.where(row_ends, 0, stop)
-
-
-@kernel
-def _token_scales(scale_ptr, row, n, seen, GROUPS: tl.constexpr, PAGE: tl.constexpr):
-    """Scales [tokens] of tokens whose pages have GROUPS of them each."""
-    return tl.load(scale_ptr + row * GROUPS + n % PAGE // (PAGE // GROUPS), mask=seen, other=0.0)

@@ -1,4 +1,4 @@
-"""`paged_decode` on any device: an online softmax over the visible pages of each sequence, a few at a time."""
+"""`paged_decode` on any device: an online softmax over the visible pages of each sequence, by tiles of pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill attention: a ragged chunk of new tokens over pages that already hold it and its cached prefix."""
+"""Attention of the new tokens of each sequence to keys and values in pages."""
 
 from __future__ import annotations
 
@@ -29,43 +29,45 @@ def paged_prefill(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "T Hq Dv"] | tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
-    """Attention of each sequence's new tokens over its pages.
+    """Attention of the new tokens of each sequence to its keys and values in pages.
 
-    Sequence s has cu_q_lens[s + 1] - cu_q_lens[s] new tokens, the last of the kv_lens[s] it holds. Each sees keys up to
-    its own position that its head's window shows or, with `causal=False`, all kv_lens[s]. The new tokens' keys must
-    already be in the pages.
+    Sequence s has kv_lens[s] tokens, and the last cu_q_lens[s + 1] - cu_q_lens[s] of them are new. A new token sees the
+    keys up to its own position that are in the window of the head. With `causal=False` it sees all kv_lens[s] keys. The
+    pages must already hold the keys and values of the new tokens.
 
     Args:
-      q: packed queries in bfloat16, float16 or float32, with `q_scale` also in the cache's float8; rows before
-        cu_q_lens[0] and after its largest are padding.
+      q: packed queries in bfloat16, float16 or float32; with `q_scale` also in the float8 dtype of the cache. Rows
+        before cu_q_lens[0] and from the largest entry of cu_q_lens on are padding.
       kv: the cache; see `PagedKV`.
-      block_tables: page ids, or row ids page·Hkv + head of any head's pages for head-wise tables; PAGE_NONE's tokens
-        are invisible, like those of ids outside the pool; entries without a visible token may hold anything.
-      cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
-      kv_lens: tokens each sequence holds, the new ones included.
-      causal: False for queries that see every key of their sequence, whatever their number, as in encoders and cross
-        attention.
-      sm_scale: multiplies the scores; None for D**-0.5.
-      window: None, the number of newest keys every head sees, or a `HeadWindow`; either needs `causal`.
-      sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
-      soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      draft_mask: True where a token sees new token j of its own sequence, at position kv_len - new tokens + j; replaces
-        causality among the new tokens, as for trees of drafts or images. Those from M on, more than the mask has
-        columns for, are invisible. Older keys are visible, and windows count positions.
-      q_scale: attends with 8-bit queries over a float8 cache: q is divided by it (IEEE), clipped to what the cache's
-        dtype holds and rounded to that (half to even), unless it comes so, and scores are multiplied by it. None for
-        queries as they are.
+      block_tables: page ids [S, P], or per-head row ids page·Hkv + head [S, Hkv, P]. Tokens of PAGE_NONE, and of ids
+        outside the pool, are invisible. Entries without a visible token may have any value.
+      cu_q_lens: prefix sums of the numbers of new tokens. An entry less than an earlier one, such as a 0 at the end,
+        counts as the largest earlier entry.
+      kv_lens: tokens of each sequence, including the new ones.
+      causal: False for queries that see all keys of their sequence, as in encoders and cross attention. The sequence
+        may then have more queries than keys.
+      sm_scale: factor of the scores; None for D**-0.5.
+      window: number of newest keys that every head sees, a `HeadWindow`, or None for all. A window needs `causal`.
+      sinks: float32 logits, one per head, that are added to the softmax denominator, unscaled and uncapped.
+      soft_cap: if given, scores become soft_cap · tanh(score / soft_cap).
+      draft_mask: replaces causality among the new tokens, for trees of draft tokens or images. Entry [t, j] is whether
+        token t sees new token j of its own sequence, at position kv_len - number of new tokens + j. New tokens from M
+        on are invisible. Cached tokens are visible, and windows count positions.
+      q_scale: quantises the queries for a float8 cache. q is divided by q_scale (IEEE), clipped to the range of the
+        dtype of the cache and rounded to it (half to even), unless q has this dtype already. Scores are multiplied by
+        q_scale. None for unquantised queries.
       return_lse: also return the LSE.
-      out_dtype: of the output; None for q's, unless that is a float8.
+      out_dtype: dtype of the output; None for the dtype of q, which then must not be float8.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The output, exactly 0 for padding rows; with `return_lse` also the float32 natural-log LSE of the scaled, capped,
-      masked scores without the learned sinks, -inf for those.
+      The output, exactly 0 for padding rows. With `return_lse` also the float32 natural-log LSE of the scaled, capped,
+      masked scores without the sinks, -inf for padding rows.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: a `q_scale` over another cache; or the implementation named does not support the call.
+      ValueError: arguments do not match each other.
+      NotImplementedError: `q_scale` with a cache that is not float8, or the named implementation does not support the
+        call.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)

@@ -1,9 +1,8 @@
-"""One call of `paged_prefill`, as every implementation takes it."""
+"""Arguments of one call of `paged_prefill`."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
@@ -11,14 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_attn import checks
-from pallas_attn.portable.quantise import divide, rounded_to_float8
-from pallas_attn.types import FLOAT8, HeadWindow, PagedKV
+from pallas_attn.ops.call_base import PackedCall, PagedAttentionCall
+from pallas_attn.types import HeadWindow, PagedKV
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedPrefillCall:
-    """The arguments of `paged_prefill`, described there; `implementation` is not the kernel's."""
+class PagedPrefillCall(PagedAttentionCall, PackedCall):
+    """Validated arguments of `paged_prefill` without `implementation`."""
 
     op: ClassVar[str] = "paged_prefill"
 
@@ -45,65 +44,24 @@ class PagedPrefillCall:
     def num_sequences(self) -> int:
         return self.kv_lens.shape[0]
 
-    @property
-    def num_kv_heads(self) -> int:
-        return self.kv.k.shape[1]
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.q.shape[1] // self.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def value_dim(self) -> int:
-        return self.kv.value_dim(self.head_dim)
-
-    @property
-    def page_size(self) -> int:
-        return self.kv.page_size
-
-    @property
-    def scale(self) -> float:
-        """`sm_scale`, or D**-0.5 for None."""
-        return 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale
-
-    @property
-    def output_dtype(self) -> jnp.dtype:
-        """`out_dtype`, or q's for None."""
-        return checks.output_dtype(self.out_dtype, self.q.dtype)
-
     def without_tokens(self) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
-        """Output and LSE of a call in which no token belongs to a sequence."""
+        """Return the output and LSE of a call in which no token belongs to a sequence."""
         out = jnp.zeros((*self.q.shape[:2], self.value_dim), self.output_dtype)
         return out, jnp.full(self.q.shape[:2], -jnp.inf, jnp.float32)
 
     def bounded(self) -> PagedPrefillCall:
-        """The call as implementations take it: lengths and windows held to what there is room for. Queries of 8 bits
-        are numbers of a wider dtype, and their scale is in that of the scores."""
-        return dataclasses.replace(
-            self,
-            q=self._rounded_queries(),
-            q_scale=None,
-            sm_scale=self.sm_scale if self.q_scale is None else self.scale * self.q_scale,
-            cu_q_lens=checks.bound_sums(self.cu_q_lens, self.num_tokens),
-            kv_lens=checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
-            window=checks.bound_window(self.window),
-        )
+        """Return the call that implementations receive: lengths and windows are clipped to the sizes of the arrays.
 
-    def _rounded_queries(self) -> Float[Array, "T Hq D"]:
-        if self.q_scale is None:
-            return self.q
-        if self.q.dtype in FLOAT8:
-            return self.q.astype(jnp.float16)
-        scaled = divide(self.q.astype(jnp.float32), jnp.float32(self.q_scale))
-        return rounded_to_float8(scaled, self.kv.k.dtype).astype(self.q.dtype)
+        With a `q_scale`, q holds float8 values in a wider dtype and `sm_scale` includes `q_scale`.
+        """
+        q, sm_scale = self.q, self.sm_scale
+        if self.q_scale is not None:
+            q, sm_scale = self.rounded_queries(jnp.float32(self.q_scale)), self.scale * self.q_scale
+        window = checks.bound_window(self.window)
+        return dataclasses.replace(self, q=q, q_scale=None, sm_scale=sm_scale, window=window, **self.bounded_lens())
 
     def validate(self) -> None:
-        """Raises ValueError unless the arguments fit each other."""
+        """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
         checks.check_class("kv", self.kv, PagedKV)
         dims.check("q", self.q, "T Hq D", checks.query_dtypes(self.kv, self.q_scale))

@@ -13,12 +13,12 @@ from pallas_attn.triton.tiles import MOST_ROWS, FlashTile, flash_tile, power_of_
 
 
 def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> XlaConfig:
-    """Tile and group sizes of the portable implementation.
+    """Return tile and group sizes of the portable implementation.
 
     Args:
       num_tokens: T, packed queries.
       num_sequences: S.
-      rows_per_sequence: KV heads that walk pages on their own.
+      rows_per_sequence: number of KV heads that read pages separately.
     """
 
     def heuristic() -> XlaConfig:
@@ -32,15 +32,15 @@ def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> X
 
 @dataclasses.dataclass(frozen=True)
 class PagedPrefillKey:
-    """Facts of a call that the best sizes of the Mosaic kernel depend on.
+    """Facts of a call that determine the best sizes of the Mosaic kernel.
 
     Attributes:
       head_dim: D.
       page_size: ps.
-      cache_bytes: bytes of a cached value.
-      token_scales: whether scales come with the tokens.
-      terms: 16-bit numbers whose sum a query is.
-      capped: whether there is a soft cap.
+      cache_bytes: bytes per cached value.
+      token_scales: whether the cache has dynamic scales.
+      terms: number of 16-bit parts whose sum is a query.
+      capped: whether the call has a soft cap.
     """
 
     head_dim: int
@@ -52,14 +52,15 @@ class PagedPrefillKey:
 
 
 def mosaic_config(key: PagedPrefillKey) -> FlashConfig:
-    """Sizes of the Mosaic kernel."""
+    """Return the sizes of the Mosaic kernel."""
     return tuning.lookup("paged_prefill/mosaic", dataclasses.asdict(key), FlashConfig, lambda: _heuristic(key))
 
 
 def _heuristic(key: PagedPrefillKey) -> FlashConfig:
-    """The largest tile whose scores, probabilities and output fit the registers of two consumers. One consumer for the
-    widest heads of 8-bit caches, where staging buffers leave too little shared memory for two, or a soft cap too few
-    registers.
+    """Return the largest tile whose scores, probabilities and output fit the registers of two consumer warpgroups.
+
+    The widest heads of 8-bit caches have one consumer: the staging buffers leave too little shared memory for two
+    consumers, or a soft cap leaves too few registers.
     """
     tile_keys = 128 if key.head_dim <= 128 else 64
     stages = 2 if tile_keys * key.head_dim > 8192 else 4
@@ -68,24 +69,27 @@ def _heuristic(key: PagedPrefillKey) -> FlashConfig:
 
 
 def sm100_config(key: PagedPrefillKey) -> FlashConfig:
-    """Sizes of the Mosaic kernel on Blackwell."""
+    """Return the sizes of the Mosaic kernel on Blackwell."""
     return tuning.lookup("paged_prefill/mosaic", dataclasses.asdict(key), FlashConfig, lambda: _sm100_heuristic(key))
 
 
 def _sm100_heuristic(key: PagedPrefillKey) -> FlashConfig:
-    """Take as many rows, then keys, then stages as fit shared memory, with staging buffers for a cache of 8 bits, and
-    TMEM. Pages of 16 take small tiles, as on Hopper. Nothing fits 8-bit heads of width 256 with scales by channel or
+    """Maximize rows, then keys, then stages within shared memory, including staging buffers for 8-bit caches, and TMEM.
+
+    Pages of 16 tokens have small tiles, as on Hopper. No size fits 8-bit heads of width 256 with scales per channel or
     token.
     """
     narrow, quantised = key.head_dim == 64, key.cache_bytes == 1
-    large = key.page_size > 16 and not key.token_scales  # whose scales take the registers of a large tile
+    large = key.page_size > 16 and not key.token_scales  # token scales need the registers of a large tile
     tile_keys = 128 if large and (narrow or (key.head_dim == 128 and not quantised)) else 64
     stages = 4 if tile_keys * key.head_dim <= 8192 and (narrow or key.terms == 1) else 2
     return FlashConfig(tile_keys, stages, consumers=1 if key.head_dim == 256 else 2)
 
 
 def triton_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> FlashTile:
-    """Sizes of the Triton kernel, by the query rows that share keys, on average, and D; see `flash_tile`."""
+    """Return the sizes of the Triton kernel by the average number of query rows that share keys, and D; see
+    `flash_tile`.
+    """
     key = {"head_dim": head_dim, "rows": min(MOST_ROWS, power_of_two(rows)), "demanding": demanding}
     make = functools.partial(flash_tile, card, rows, head_dim, demanding=demanding)
     return tuning.lookup("paged_prefill/triton", key, FlashTile, make)

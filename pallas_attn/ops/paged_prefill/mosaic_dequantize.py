@@ -1,30 +1,31 @@
-"""8-bit caches in `paged_prefill`: tiles as cached become the float16 that the tensor cores multiply.
+"""int8 and fp8 caches in `paged_prefill`: the producer converts tiles to float16 for the tensor cores.
 
-Float16 holds all values of e4m3 and int8. Both operands that come from the cache have to lie in shared memory as tensor
-cores read them, and all rows of a block use them: the producer, which has little else to do, copies a tile as cached to
-a staging buffer, one for keys and one for values, and writes it as float16 to a slot of the rings. The consumers notice
-only the scales:
+Float16 represents all values of e4m3 and int8 exactly. All query rows of a block use a tile, so it is converted once:
+the producer copies a tile as cached to a staging buffer (one for K, one for V) and writes it as float16 to the rings:
 
-    producer     K0 V0 copied ·dequant K0· K1 copied ·dequant K1· K2 copied ·dequant V0· V1 copied ·dequant K2· ···
+    producer     K0 V0 copied ·convert K0· K1 copied ·convert K1· K2 copied ·convert V0· V1 copied ·convert K2· ···
 
-A tile is copied to its staging buffer right after the one before it was dequantized, and arrives while a tile of the
-other kind is dequantized. Scales of a head multiply a tile of scores, and the finished output. Scales of channels are
-in the queries, as a sum of two terms of 16 bits, and multiply the output. Scales of tokens the producer publishes with
-the keys of a tile: scales of keys, which multiply columns of scores, and logarithms and inverses of those of values,
-which enter probabilities through the exponent, and leave their sum.
+A tile is copied to its staging buffer as soon as the previous tile in the buffer is converted. It arrives while a tile
+of the other buffer is converted. Scales are applied outside the tiles:
 
-Barriers, beside those of `flash.pipeline`:
+- per head: k_scale multiplies the scores, v_scale the output.
+- per channel: k_scale is part of the queries, as a sum of two float16 parts. v_scale multiplies the output.
+- per token: the producer stores the scales of a tile in shared memory with its keys. k_scale multiplies the columns of
+  the scores. log2(v_scale) is added to the exponents of the probabilities, and the row sums use its inverse.
 
-    barrier                      arrivals              who waits
-    staged.landed[0], [1]        the copies of a tile  producer, before it dequantizes keys, values
-    k_landed[slot], v_landed     the producer          consumers
+Barriers, in addition to the barriers of `mosaic/prefill/pipeline.py`:
 
-This cannot deadlock either: the producer waits for copies it started itself, one tile of keys and one of values at a
-time, and brings keys and values to the rings in the order in which it copies 16-bit tiles there. Token scales are
-written over those of `stages` + 1 tiles before, once all consumers have multiplied the keys of the tile after that one,
-and so have read them; where the tensor core may be a tile ahead of its consumer, over those of `stages` + 2 tiles
-before. Before a tile is copied over another in a staging buffer, all threads are done reading that:
-committing what they wrote to the tensor cores makes sure of it.
+    barrier                    arrivals                      waits
+    staged.full[0], [1]        copies of a tile of K, of V   producer, before it converts the tile
+    k_full[slot], v_full[slot] producer                      consumers
+
+Deadlock freedom. The producer waits for copies that it started itself, one tile of K and one of V at a time, and fills
+the rings in the same order as with a 16-bit cache.
+
+Reuse of buffers. Scales of tokens replace the scales of `stages` + 1 tiles before, after all consumers have multiplied
+the keys of the tile after that one and so have read its scales. On Blackwell, where the tensor core may be one tile
+ahead of a consumer, they replace the scales of `stages` + 2 tiles before. A copy to a staging buffer starts after
+`plgpu.commit_smem`, when all threads of the producer have read the previous tile.
 """
 
 from __future__ import annotations
@@ -47,54 +48,63 @@ from pallas_attn.types import ScaleLayout
 
 
 class StagedQuant(NamedTuple):
-    """Staging buffers of a program, beside the rings.
+    """Staging buffers of a CTA.
 
     Attributes:
-      k, v: a tile as cached: [tile_keys, D], or with several tokens in a row (`dequantise.tokens_per_smem_row`).
-      landed: barriers of both.
-      token_scales: [slots, 3, tile_keys] float32: for each token the scale of its key, and log2 and inverse of the
-        scale of its value; None if scales do not come with the tokens.
+      k, v: a tile as cached, [tile_keys, D], or with several tokens per row (`dequantize.tokens_per_smem_row`).
+      full: two barriers, for k and v.
+      token_scales: [slots, 3, tile_keys] float32: k_scale, log2(v_scale) and 1 / v_scale of each token. None if scales
+        are not per token.
     """
 
     k: Any
     v: Any
-    landed: Any
+    full: Any
     token_scales: Any
 
     @staticmethod
     def types(static: FlashStatic, dtype: Any, tokens_per_smem_row: int, slots: int) -> StagedQuant:
-        """For a cache with so many tokens in a row, and so many slots for scales of tokens, 0 for none."""
+        """Return the scratch types.
+
+        Args:
+          dtype: dtype of the cache.
+          tokens_per_smem_row: tokens in one row of the pools.
+          slots: slots for scales per token, 0 for none.
+        """
         rows, columns = static.tile_keys // tokens_per_smem_row, static.key_dim * tokens_per_smem_row
         tile = register_tiles.operand((rows, columns), dtype)
         scales = plgpu.SMEM((slots, 3, static.tile_keys), jnp.float32) if slots else None
-        landed = plgpu.Barrier(num_barriers=2, num_arrivals=arrivals(static.copies))
-        return StagedQuant(tile, tile, landed, scales)
+        full = plgpu.Barrier(num_barriers=2, num_arrivals=arrivals(static.copies))
+        return StagedQuant(tile, tile, full, scales)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dequantizer:
-    """Fills the rings of `flash.pipeline`, as its `Producer` does, with what was copied to the staging buffers."""
+    """The producer warpgroup for an int8 or fp8 cache, which fills the rings from the staging buffers."""
 
     static: FlashStatic
     rings: Rings
     staged: StagedQuant
 
-    def dequantize_keys(self, kv_tile: Any, publish: Callable[[], None]) -> None:
-        """Brings a tile of keys; publish() writes what consumers read beside it."""
+    def dequantize_keys(self, kv_tile: Any, store_meta: Callable[[], None]) -> None:
+        """Convert a tile of keys. store_meta() stores its metadata and scales."""
         slot = ring_slot(kv_tile, self.static.stages)
-        plgpu.barrier_wait(self.staged.landed.at[0])
-        wait_if(kv_tile >= self.static.stages, self.rings.k_free.at[slot])
-        publish()
-        dequantize.dequantise_tile(self.staged.k, self.rings.k.at[slot])
+        plgpu.barrier_wait(self.staged.full.at[0])
+        wait_if(kv_tile >= self.static.stages, self.rings.k_empty.at[slot])
+        store_meta()
+        dequantize.dequantize_tile(self.staged.k, self.rings.k.at[slot])
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.rings.k_landed.at[slot])
+        plgpu.barrier_arrive(self.rings.k_full.at[slot])
 
     def dequantize_values(self, kv_tile: Any, whole: Any, live_mask: Callable[[jax.Array], jax.Array]) -> None:
-        """Brings a tile of values. Unless `whole`, those of tokens outside live_mask(token numbers) are zeroed, since
-        they may be NaN; no int8 is.
+        """Convert a tile of values, and zero masked values, which may be NaN in fp8.
+
+        Args:
+          whole: whether no value of the tile is masked.
+          live_mask: live_mask(tokens of the tile [n]) returns which values are not masked, bool [n].
         """
         slot = ring_slot(kv_tile, self.static.stages)
-        plgpu.barrier_wait(self.staged.landed.at[1])
+        plgpu.barrier_wait(self.staged.full.at[1])
         if self.staged.v.dtype != jnp.int8:
 
             @pl.when(~whole)
@@ -103,13 +113,13 @@ class Dequantizer:
                 dequantize.clear_tokens(self.staged.v, self.static.value_dim, live, BY_64)
                 plgpu.commit_smem()
 
-        wait_if(kv_tile >= self.static.stages, self.rings.v_free.at[slot])
-        dequantize.dequantise_tile(self.staged.v, self.rings.v.at[slot])
+        wait_if(kv_tile >= self.static.stages, self.rings.v_empty.at[slot])
+        dequantize.dequantize_tile(self.staged.v, self.rings.v.at[slot])
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.rings.v_landed.at[slot])
+        plgpu.barrier_arrive(self.rings.v_full.at[slot])
 
-    def publish_token_scales(self, kv_tile: Any, k_scale: jax.Array, v_scale: jax.Array) -> None:
-        """Writes the scales of a tile's tokens; that of masked values has to be 1."""
+    def store_token_scales(self, kv_tile: Any, k_scale: jax.Array, v_scale: jax.Array) -> None:
+        """Store the scales of the tokens of a tile, [tile_keys] each. The scale of a masked value must be 1."""
         v_scale = jnp.maximum(v_scale, dequantize.SMALLEST_SCALE)
         target = self.staged.token_scales.at[ring_slot(kv_tile, self.staged.token_scales.shape[0])]
         for i, factor in enumerate((k_scale, jnp.log2(v_scale), 1 / v_scale)):
@@ -117,12 +127,12 @@ class Dequantizer:
 
 
 class CacheScales(NamedTuple):
-    """Scales of the cache in consumers.
+    """Scales of the cache, as consumers apply them.
 
     Attributes:
-      layout: which scales there are.
-      k, v: references to those of keys (None if they are in the queries) and of values.
-      token_scales: of `StagedQuant`.
+      layout: layout of the scales.
+      k, v: references to k_scale (None if q includes it) and v_scale.
+      token_scales: from `StagedQuant`.
     """
 
     layout: ScaleLayout
@@ -131,7 +141,7 @@ class CacheScales(NamedTuple):
     token_scales: Any
 
     def transform(self, transform: ScoreTransform, kv_head: Any, kv_tile: Any) -> ScoreTransform:
-        """The transform with scales, of a block whose tiles have number `kv_tile` of the rings and the next ones."""
+        """Add the scales to a `ScoreTransform`. `kv_tile` is the number of the first tile of the work tile."""
         if self.layout == "head":
             return transform._replace(key_scale=self.k[kv_head])
         if self.token_scales is None:
@@ -140,7 +150,7 @@ class CacheScales(NamedTuple):
         return transform._replace(token_scales=lambda i: self.token_scales.at[ring_slot(kv_tile + i, slots)])
 
     def output_scale(self, kv_head: Any) -> Callable[[Any, int, Any], Any] | None:
-        """Function that applies the scales which are the same for all tokens to sums of values; see `RowOptions`."""
+        """Return a function that applies v_scale to the output, or None if v_scale is per token. See `RowOptions`."""
         if self.layout == "head":
             return lambda o, *_: o * self.v[kv_head]
         if self.layout == "channel":

@@ -1,4 +1,4 @@
-"""`paged_prefill` on Blackwell."""
+"""Experimental: has never run on a card. `paged_prefill` on Blackwell, by the kernel of `mosaic.blackwell.prefill`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pallas_attn.mosaic.blackwell.prefill import QUERIES, ROWS, flash_attention
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
-from pallas_attn.ops.paged_prefill.mosaic_front import attend, config_key, refuse
+from pallas_attn.ops.paged_prefill.mosaic_sm90 import attend, check_supported, config_key
 
 
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]:
     basics.require_capability((10, 0))
-    refuse(call)
+    check_supported(call)
     return attend(call, flash_attention, config.sm100_config(config_key(call)), QUERIES, ROWS)

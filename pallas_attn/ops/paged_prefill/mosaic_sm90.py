@@ -1,17 +1,623 @@
-"""`paged_prefill` on Hopper."""
+"""`paged_prefill` on Hopper: the operand loader of the prefill kernel for keys and values in pages.
+
+The main loop is in `mosaic/hopper/prefill.py`. This file has the operands, and for each work tile which pages the
+producer copies (`PagedTile.load`) and which keys each query row sees (`PagedTile.attend`, `PagedTile.limits`).
+`mosaic_sm100.py` uses the same loader for Blackwell.
+
+    load, in the producer:                          attend, in each consumer:
+      for tile i of the visible tiles:                positions and output rows of the query rows
+        look up the pages of tile i+1                 attend to all tiles; for each tile:
+        store the metadata of tile i+1                  read its metadata
+        copy the keys of tile i+1                       mask scores unless the metadata is FULL_TILE
+        copy the values of tile i                     scale and store the rows
+        zero masked values of tile i
+        i == 0: copy the queries
+
+- A tile is a range of `tile_keys` positions: several pages, or a part of one page. Only tiles with a visible key are
+  processed. Tiles with sink tokens come first.
+- Pages that no row of the block sees, and absent pages, are not copied. Their scores are masked, and their values are
+  set to 0.
+- For each tile the producer stores metadata in shared memory: the position of the tile, which of its pages are present,
+  and whether all rows see all of its keys. Computing this in every consumer would take registers.
+- On Hopper, consumers wait for the keys of a tile, which the producer copies after it stored the metadata. On Blackwell
+  consumers wait for products instead, so the metadata has a barrier (`tile_meta_full`).
+- With an int8 or fp8 cache, tiles are converted by `mosaic_dequantize.py` on their way to the rings.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.hopper.prefill import QUERIES, ROWS, flash_attention
-from pallas_attn.mosaic.primitives import basics
+from pallas_attn.mosaic.hopper import prefill as hopper
+from pallas_attn.mosaic.prefill.config import FlashConfig
+from pallas_attn.mosaic.prefill.pipeline import (
+    TOKENS,
+    BlockConsumer,
+    BlockRows,
+    FlashStatic,
+    Producer,
+    Results,
+    Rings,
+    RowOptions,
+    ScoreTransform,
+    shared_heads,
+)
+from pallas_attn.mosaic.prefill.schedule import (
+    Blocking,
+    FlashWorkTile,
+    QueryBlock,
+    SequenceLengths,
+    list_blocks,
+    ring_slot,
+)
+from pallas_attn.mosaic.prefill.split import KvSplits
+from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles, unsupported
+from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.masks import Limits
+from pallas_attn.mosaic.primitives.register_tiles import BY_64
+from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout
+from pallas_attn.mosaic.primitives.tma import (
+    LANES,
+    copy_pages,
+    lane_iota,
+    present_pages,
+    zero_rows_past_end,
+)
 from pallas_attn.ops.paged_prefill import config
 from pallas_attn.ops.paged_prefill.call import PagedPrefillCall
-from pallas_attn.ops.paged_prefill.mosaic_front import attend, config_key, refuse
+from pallas_attn.ops.paged_prefill.mosaic_dequantize import CacheScales, Dequantizer, StagedQuant
+from pallas_attn.portable.visibility import PageWalk
+from pallas_attn.types import HeadWindow, ScaleLayout
+
+FULL_TILE = -1
+"""Metadata of a tile whose pages are all present and whose keys all rows of the block see."""
+
+
+class PrefillInputs(NamedTuple):
+    """Operands of the kernel; arrays, or references to them.
+
+    Attributes:
+      q: split-fp16 parts of the queries, [T, Hq, D] each, from `zero_rows_past_end`. The queries are their sum.
+      k, v: [N · Hkv, ps, D], or with several tokens per row (`dequantize.tokens_per_smem_row`).
+      k_scale, v_scale: [Hkv], [Hkv, D] or [N · Hkv · g], or None. Per channel, k_scale is None and q includes it.
+      block_tables: [S, P] or [S, Hkv, P].
+      blocks, counts: from the `WorkList`.
+      window: a `HeadWindow`, or None.
+      sinks: [Hq], or None.
+    """
+
+    q: tuple[Any, ...]
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    block_tables: Any
+    blocks: Any
+    counts: Any
+    window: HeadWindow | None
+    sinks: Any
 
 
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]:
     basics.require_capability((9, 0))
-    refuse(call)
-    return attend(call, flash_attention, config.mosaic_config(config_key(call)), QUERIES, ROWS)
+    check_supported(call)
+    settings = config.mosaic_config(config_key(call))
+    return attend(call, hopper.flash_attention, settings, hopper.QUERIES, hopper.ROWS)
+
+
+def config_key(call: PagedPrefillCall) -> config.PagedPrefillKey:
+    """Return the properties of a call that determine the sizes of the kernel."""
+    scales = dequantize.scale_layout(call.kv)
+    return config.PagedPrefillKey(
+        call.head_dim,
+        call.page_size,
+        call.kv.k.dtype.itemsize,
+        token_scales=isinstance(scales, int),
+        terms=2 if scales == "channel" else 1,
+        capped=call.soft_cap is not None,
+    )
+
+
+def attend(
+    call: PagedPrefillCall,
+    flash_attention: Callable[..., tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]],
+    settings: FlashConfig,
+    tile_rows: int,
+    rows: RowLayout,
+) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"] | None]:
+    """Prepare the operands, list the work tiles, and run the kernel of an architecture.
+
+    Args:
+      flash_attention: kernel of the architecture.
+      settings: sizes of the kernel.
+      tile_rows, rows: see `FlashStatic`.
+    """
+    kv = call.kv
+    parts, query_scale = dequantize.split_queries(call.q[None], kv)
+    loader = PagedLoader.of(call, settings, tile_rows, rows, parts=len(parts), score_scale=call.scale / query_scale)
+    blocking = Blocking(
+        call.num_tokens, loader.static.block_rows, loader.static.tile_keys, call.causal, loader.static.block_heads
+    )
+    head_window = call.window if isinstance(call.window, HeadWindow) else None
+    lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
+    most_tiles = loader.static.most_tiles(call.block_tables.shape[-1] * call.page_size, loader.window)
+    splits = KvSplits.of(
+        heads=loader.num_heads,
+        num_blocks=blocking.num_blocks(lengths),
+        most_tiles=most_tiles,
+        rows=call.num_tokens * loader.num_q_heads,
+        rows_of_a_tile=loader.static.rows_of_a_tile,
+    )
+    work = list_blocks(blocking, lengths, splits, loader.l2_head_group)
+    pool_rows = call.page_size // loader.tokens_per_smem_row, call.head_dim * loader.tokens_per_smem_row
+    inputs = PrefillInputs(
+        q=tuple(zero_rows_past_end(part[0], tile_rows) for part in parts),
+        k=kv.k.reshape(-1, *pool_rows),
+        v=kv.values[0].reshape(-1, *pool_rows),
+        k_scale=None if loader.scales == "channel" else _flat(kv.k_scale),
+        v_scale=_flat(kv.v_scale),
+        block_tables=call.block_tables,
+        blocks=work.blocks,
+        counts=work.counts,
+        window=head_window,
+        sinks=call.sinks,
+    )
+    shape = call.num_tokens, loader.num_q_heads
+    results = {"shape": shape, "out_dtype": call.output_dtype, "return_lse": call.return_lse}
+    return flash_attention(loader, inputs, work, splits, sinks=call.sinks, **results)
+
+
+def check_supported(call: PagedPrefillCall) -> None:
+    """Raise NotImplementedError if no Mosaic kernel of `paged_prefill` supports the call."""
+    if call.draft_mask is not None:
+        raise NotImplementedError("takes no draft mask")
+    unsupported.require_apart(call.kv)
+    unsupported.require_dtypes(call.q, call.kv.k)
+    unsupported.require_head_dim(call.head_dim)
+    unsupported.require_page_size(call.page_size)
+    unsupported.require_soft_cap(call.soft_cap)
+
+
+def _flat(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
+    """Flatten scales per token to one axis; return other scales as they are."""
+    return scale.reshape(-1) if scale is not None and scale.ndim == 3 else scale
+
+
+class PrefillScratch(NamedTuple):
+    """Shared memory of the loader.
+
+    Attributes:
+      tile_meta: int32 [slots, 2]. For each tile, `FULL_TILE` or one bit per present page, and the position of the tile.
+        There is one slot more than stages. On Blackwell there are two more, because a tile of keys may be multiplied
+        and replaced while a consumer still processes the tile before it.
+      staged: buffers of an int8 or fp8 cache, or None.
+      tile_meta_full: one barrier per slot of `tile_meta`; None on Hopper, where consumers wait for the keys.
+    """
+
+    tile_meta: Any
+    staged: StagedQuant | None
+    tile_meta_full: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedLoader:
+    """The `OperandLoader` of keys and values in pages.
+
+    Attributes:
+      num_tokens: T.
+      group: query heads per KV head.
+      causal: whether a query sees no keys after its own position.
+      window: window of all heads, or None.
+      cache_dtype: dtype of keys and values in the cache.
+      scales: layout of the scales of the cache, or None.
+      tokens_per_smem_row: tokens in one row of the pools.
+    """
+
+    static: FlashStatic
+    num_tokens: int
+    group: int
+    num_kv_heads: int
+    page_size: int
+    causal: bool
+    window: int | None
+    cache_dtype: Any
+    scales: ScaleLayout
+    tokens_per_smem_row: int
+
+    kernel_name = "paged_prefill"
+    compiler_params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
+
+    @staticmethod
+    def of(
+        call: PagedPrefillCall,
+        settings: FlashConfig,
+        tile_rows: int,
+        rows: RowLayout,
+        *,
+        parts: int,
+        score_scale: float,
+    ) -> PagedLoader:
+        """Return the loader of a call.
+
+        Args:
+          tile_rows, rows: see `FlashStatic`.
+          parts: split-fp16 parts of the queries.
+          score_scale: factor of q kᵀ.
+        """
+        kv, head_dim, page_size = call.kv, call.head_dim, call.page_size
+        if settings.tile_keys % page_size and page_size % settings.tile_keys:
+            got = f"{settings.tile_keys} keys of pages of {page_size}"
+            raise NotImplementedError(f"takes tiles of whole pages, or of a part of one, got {got}")
+        scales = dequantize.scale_layout(kv)
+        static = FlashStatic(
+            head_dim,
+            head_dim,
+            settings.tile_keys,
+            settings.stages,
+            settings.consumers,
+            copies=max(1, settings.tile_keys // page_size),
+            score_scale=score_scale,
+            tile_rows=tile_rows,
+            rows=rows,
+            soft_cap=call.soft_cap,
+            query_parts=parts,
+            block_heads=shared_heads(call.group, tile_rows),
+            dequantizes=scales is not None,
+        )
+        return PagedLoader(
+            static,
+            num_tokens=call.num_tokens,
+            group=call.group,
+            num_kv_heads=call.num_kv_heads,
+            page_size=page_size,
+            causal=call.causal,
+            window=call.window if isinstance(call.window, int) else None,
+            cache_dtype=kv.k.dtype,
+            scales=scales,
+            tokens_per_smem_row=dequantize.tokens_per_smem_row(kv.k.dtype, kv.k.shape[-1]),
+        )
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.group * self.num_kv_heads
+
+    @property
+    def num_heads(self) -> int:
+        """Number of sets of heads that share a block."""
+        return self.num_q_heads // self.static.block_heads
+
+    @property
+    def l2_head_group(self) -> int:
+        """Number of sets of heads of one KV head."""
+        return self.group // self.static.block_heads
+
+    def rows(self, work: FlashWorkTile) -> BlockRows:
+        """Return the query rows of the block of a work tile."""
+        return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)
+
+    @property
+    def scale_groups(self) -> int:
+        """Groups of tokens with one scale each in a page; 0 if scales are not per token."""
+        return self.scales if isinstance(self.scales, int) else 0
+
+    def scratch_types(self, *, orders_tensor_core: bool = False) -> PrefillScratch:
+        slots = self.static.stages + (2 if orders_tensor_core else 1)
+        return PrefillScratch(
+            plgpu.SMEM((slots, 2), jnp.int32),
+            StagedQuant.types(
+                self.static, self.cache_dtype, self.tokens_per_smem_row, slots if self.scale_groups else 0
+            )
+            if self.static.dequantizes
+            else None,
+            plgpu.Barrier(num_barriers=slots, orders_tensor_core=True) if orders_tensor_core else None,
+        )
+
+    def tile(self, x: PrefillInputs, scratch: PrefillScratch, work: FlashWorkTile) -> PagedTile:
+        return PagedTile.of(self, x, scratch, work)
+
+
+class PagedTile(NamedTuple):
+    """The `OperandTile` of keys and values in pages: one KV head of one sequence.
+
+    Attributes:
+      kv_head: KV head of the work tile.
+      position_offset: position of a query minus its row in q.
+      first, end: position of the first query of the block, and position after its last query. Without causality the
+        only position is the last one of the sequence, from which all keys are visible.
+      window: window of the head, or None.
+      sink_tokens: sink tokens of the head.
+      walk: visible tiles of the block, with a tile in the role of a page.
+      first_tile, kv_tiles: range of `walk` that belongs to this work tile.
+    """
+
+    loader: PagedLoader
+    x: PrefillInputs
+    scratch: PrefillScratch
+    work: FlashWorkTile
+    kv_head: Any
+    position_offset: Any
+    first: Any
+    end: Any
+    window: Any
+    sink_tokens: Any
+    walk: PageWalk
+    first_tile: Any
+    kv_tiles: Any
+
+    @staticmethod
+    def of(loader: PagedLoader, x: PrefillInputs, scratch: PrefillScratch, work: FlashWorkTile) -> PagedTile:
+        block, kv_head = work.block, lax.div(work.head * loader.static.block_heads, loader.group)
+        tile_keys = loader.static.tile_keys
+        offset = block.end_key - block.end_row
+        first = jnp.maximum(jnp.maximum(block.start, block.first_row) + offset, 0)
+        end = jnp.maximum(jnp.minimum(loader.rows(work).end_query, block.end_row) + offset, 0)
+        if not loader.causal:
+            first, end = jnp.maximum(block.end_key - 1, 0), block.end_key
+        window, sink_tokens = loader.window, jnp.int32(0)
+        if x.window is not None:
+            window, sink_tokens = x.window.window[kv_head], x.window.sink_tokens[kv_head]
+        oldest = jnp.int32(0) if window is None else jnp.maximum(first - window + 1, 0)
+        first_tile = lax.div(oldest, jnp.int32(tile_keys))
+        sink_tiles = jnp.minimum(pl.cdiv(jnp.minimum(sink_tokens, end), tile_keys), first_tile)
+        walked = jnp.maximum(sink_tiles + pl.cdiv(end, tile_keys) - first_tile, 1)
+        walk, part = PageWalk(sink_tiles, first_tile, walked), work.kv_range(walked)
+        return PagedTile(loader, x, scratch, work, kv_head, offset, first, end, window, sink_tokens, walk, *part)
+
+    @property
+    def static(self) -> FlashStatic:
+        return self.loader.static
+
+    @property
+    def block(self) -> QueryBlock:
+        return self.work.block
+
+    def first_position(self, i: Any) -> Any:
+        """Return the position of the first token of the i-th tile."""
+        return self.walk.entry(self.first_tile + i) * self.static.tile_keys
+
+    def tile_meta(self, kv_tile: Any) -> Ref:
+        """Return the metadata slot of tile number `kv_tile` of the CTA."""
+        return self.scratch.tile_meta.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])]
+
+    @property
+    def rows(self) -> BlockRows:
+        """Query rows of the block."""
+        return self.loader.rows(self.work)
+
+    def position(self, query: jax.Array) -> jax.Array:
+        """Return the position of each query, int32 [tile_rows]."""
+        return query + self.position_offset if self.loader.causal else self.rows.filled(self.block.end_key - 1)
+
+    # Producer
+
+    def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
+        load_later_queries = producer.load_queries(again, functools.partial(self.copy_queries, producer.rings))
+        if self.scratch.staged is None:
+            self.load_tiles(producer, kv_tile, load_later_queries)
+        else:
+            dequantizer = Dequantizer(self.static, producer.rings, self.scratch.staged)
+            self.dequantize_tiles(dequantizer, kv_tile, load_later_queries)
+
+    def copy_queries(self, rings: Rings, consumer: int, full: Ref) -> None:
+        """Start the copies of all parts of the queries of a consumer."""
+        parts = len(self.x.q)
+        for i, part in enumerate(self.x.q):
+            self.rows.copy(part, consumer, rings.q.at[consumer * parts + i], full)
+
+    def load_tiles(self, producer: Producer, kv_tile: Any, load_later_queries: Callable[[Any], None]) -> None:
+        """Copy keys and values of a 16-bit cache to the rings."""
+
+        def keys(i: Any, pages: jax.Array) -> None:
+            def copy(slot: Ref, full: Ref) -> None:
+                self.store_tile_meta(kv_tile + i, i, pages)
+                self.signal_tile_meta(kv_tile + i)
+                self.copy_pages(self.x.k, i, pages, slot, full, self.tokens_from(i))
+
+            producer.load_keys(kv_tile + i, copy)
+
+        def values(i: Any, pages: jax.Array) -> None:
+            producer.load_values(
+                kv_tile + i,
+                functools.partial(self.copy_pages, self.x.v, i, pages, needed=self.tokens_from(i)),
+                whole=self.is_whole(i, pages),
+                live_mask=functools.partial(self.live_mask, i, pages),
+            )
+
+        def load(i: Any, pages: jax.Array) -> jax.Array:
+            following = self.locate(i + 1)
+            pl.when(i + 1 < self.kv_tiles)(lambda: keys(i + 1, following))
+            pl.when(i >= 0)(lambda: values(i, pages))
+            load_later_queries(i)
+            return following
+
+        lax.fori_loop(-1, self.kv_tiles, load, LANES.filled(jnp.int32(-1), THREADS))
+
+    def dequantize_tiles(
+        self, dequantizer: Dequantizer, kv_tile: Any, load_later_queries: Callable[[Any], None]
+    ) -> None:
+        """Copy keys and values of an int8 or fp8 cache to staging buffers, and convert them to float16 in the rings."""
+        x, staged = self.x, dequantizer.staged
+
+        def store_meta(i: Any, pages: jax.Array, scales: list[jax.Array]) -> None:
+            self.store_tile_meta(kv_tile + i, i, pages)
+            if scales:
+                dequantizer.store_token_scales(kv_tile + i, *scales)
+            self.signal_tile_meta(kv_tile + i)
+
+        def load(i: Any, located: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            (pages, following), after = located, self.locate(i + 2)
+
+            @pl.when(i + 1 < self.kv_tiles)
+            def _keys() -> None:
+                scales = self.token_scales(i + 1, following)
+                dequantizer.dequantize_keys(kv_tile + i + 1, functools.partial(store_meta, i + 1, following, scales))
+
+            pl.when(i + 2 < self.kv_tiles)(lambda: self.copy_pages(x.k, i + 2, after, staged.k, staged.full.at[0]))
+
+            @pl.when(i >= 0)
+            def _values() -> None:
+                live_mask = functools.partial(self.live_mask, i, pages)
+                dequantizer.dequantize_values(kv_tile + i, self.is_whole(i, pages), live_mask)
+
+            in_middle = (i >= 0) & (i + 1 < self.kv_tiles)
+            pl.when(in_middle)(lambda: self.copy_pages(x.v, i + 1, following, staged.v, staged.full.at[1]))
+            load_later_queries(i)
+            return following, after
+
+        first = self.locate(jnp.int32(0))
+        for i, (pool, slot) in enumerate(((x.k, staged.k), (x.v, staged.v))):
+            self.copy_pages(pool, jnp.int32(0), first, slot, staged.full.at[i])
+        lax.fori_loop(-1, self.kv_tiles, load, (first, first))
+
+    # Pages of a tile
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens of one copy: a page, or a tile if a page is longer than a tile."""
+        return min(self.loader.page_size, self.static.tile_keys)
+
+    def locate(self, i: Any) -> jax.Array:
+        """Look up the pages of the i-th tile, one per lane of a warp.
+
+        Returns:
+          int32 [128] in layout `LANES`, row of the pool of each page. Lanes without a page have -1, and so have pages
+          that are absent or that no row of the block sees.
+        """
+        lane = lane_iota()
+        position = self.first_position(i) + jnp.minimum(lane, self.static.copies - 1) * self.part_tokens
+        row, seen = self.look_up(position, LANES)
+        seen &= (position < self.block.end_key) & (lane < self.static.copies)
+        if self.window is not None:
+            newest = position + self.part_tokens - 1
+            seen &= (position < self.sink_tokens) | (newest > self.first - self.window)
+        return jnp.where(seen, row, -1)
+
+    def look_up(self, position: jax.Array, layout: RowLayout) -> tuple[jax.Array, jax.Array]:
+        """Return the rows of the pool of the pages at positions [n], and whether the pages are present."""
+        tables, pool_rows, loader = self.x.block_tables, self.x.k.shape[0], self.loader
+        entry = jnp.minimum(lax.div(position, jnp.int32(loader.page_size)), tables.shape[-1] - 1)
+        if len(tables.shape) == 3:
+            of_head = self.block.sequence * loader.num_kv_heads + self.kv_head
+            row = layout.take(tables, of_head * tables.shape[-1] + entry)
+            return row, basics.in_pool(row, pool_rows)
+        page = layout.take(tables, self.block.sequence * tables.shape[-1] + entry)
+        return page * loader.num_kv_heads + self.kv_head, basics.in_pool(page, pool_rows // loader.num_kv_heads)
+
+    def tokens_from(self, i: Any) -> Any:
+        """Return the number of tokens of the sequence from the start of the i-th tile."""
+        return self.block.end_key - self.first_position(i)
+
+    def copy_pages(self, pool: Ref, i: Any, pages: jax.Array, slot: Ref, full: Ref, needed: Any = None) -> None:
+        """Start the copies of the i-th tile, or of its first `needed` tokens."""
+        first = jnp.int32(0)
+        if self.loader.page_size > self.part_tokens:
+            first = lax.div(lax.rem(self.first_position(i), self.loader.page_size), self.loader.tokens_per_smem_row)
+            first = pl.multiple_of(first, self.part_tokens // self.loader.tokens_per_smem_row)
+        copy_pages(pool, pages, first, slot, full, self.static.copies, needed)
+
+    def store_tile_meta(self, kv_tile: Any, i: Any, pages: jax.Array) -> None:
+        """Store the metadata of the i-th tile, which is tile number `kv_tile` of the CTA."""
+        meta = self.tile_meta(kv_tile)
+        start, present = self.first_position(i), present_pages(pages)
+        end = start + self.static.tile_keys
+        full = (end <= self.first + 1) & (present == self.all_pages)
+        if self.window is not None:
+            full &= (start > self.end - 1 - self.window) | (end <= self.sink_tokens)
+        meta[0], meta[1] = jnp.where(full, FULL_TILE, present), start
+
+    def signal_tile_meta(self, kv_tile: Any) -> None:
+        """Arrive at the barrier of the metadata of tile number `kv_tile`, if it has one."""
+        if self.scratch.tile_meta_full is not None:
+            plgpu.barrier_arrive(self.scratch.tile_meta_full.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])])
+
+    def await_tile_meta(self, kv_tile: Any) -> None:
+        """Wait for the metadata of tile number `kv_tile`."""
+        plgpu.barrier_wait(self.scratch.tile_meta_full.at[ring_slot(kv_tile, self.scratch.tile_meta.shape[0])])
+
+    @property
+    def all_pages(self) -> int:
+        return (1 << self.static.copies) - 1
+
+    def is_whole(self, i: Any, pages: jax.Array) -> Any:
+        """Return whether every token of the i-th tile is present and visible to the first query or a later one."""
+        start = self.first_position(i)
+        end = start + self.static.tile_keys
+        whole = (present_pages(pages) == self.all_pages) & (end <= self.block.end_key)
+        if self.window is not None:
+            whole &= (start > self.first - self.window) | (end <= self.sink_tokens)
+        return whole
+
+    def live_mask(self, i: Any, pages: jax.Array, token: jax.Array) -> jax.Array:
+        """Return which tokens of the i-th tile are present and visible to the first query or a later one, bool [n]."""
+        position = self.first_position(i) + token
+        present = lax.shift_right_logical(
+            TOKENS.filled(present_pages(pages), token.shape[0]), lax.div(token, self.part_tokens)
+        )
+        live = (position < self.block.end_key) & ((present & 1) == 1)
+        if self.window is not None:
+            live &= (position < self.sink_tokens) | (position > self.first - self.window)
+        return live
+
+    def token_scales(self, i: Any, pages: jax.Array) -> list[jax.Array]:
+        """Load the scales of keys and values of the i-th tile, [tile_keys] each.
+
+        The scale of a masked value is 1. The list is empty if scales are not per token.
+        """
+        groups, page_size = self.loader.scale_groups, self.loader.page_size
+        if not groups:
+            return []
+        token = register_tiles.row_iota(self.static.tile_keys, BY_64)
+        row, exists = self.look_up(self.first_position(i) + token, TOKENS)
+        within = lax.rem(self.first_position(i) + token, jnp.int32(page_size))
+        index = jnp.where(exists, row, 0) * groups + lax.div(within, jnp.int32(page_size // groups))
+        k_scale, v_scale = (TOKENS.take(scale, index) for scale in (self.x.k_scale, self.x.v_scale))
+        return [k_scale, jnp.where(self.live_mask(i, pages, token), v_scale, 1.0)]
+
+    # Consumer
+
+    def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
+        staged, scales = self.scratch.staged, None
+        if staged is not None:
+            scales = CacheScales(self.loader.scales, self.x.k_scale, self.x.v_scale, staged.token_scales)
+        number = consumer.number
+        if self.static.dequantizes:  # saves registers: nothing below is computed before the loop over work tiles
+            number += basics.opaque_zero()
+        query = self.rows.queries(number)
+        position, row = self.position(query), self.rows.output_row(query, number)
+        if self.work.split is not None:  # saves registers: both are computed before the loop over tiles
+            position, row = lax.optimization_barrier((position, row))
+        transform = ScoreTransform(functools.partial(self.limits, position, kv_tile))
+        if scales is not None:
+            transform = scales.transform(transform, self.kv_head, kv_tile)
+        if self.scratch.tile_meta_full is not None:
+            transform = transform._replace(await_tile=lambda i: self.await_tile_meta(kv_tile + i))
+        state = consumer.attend(kv_tile, self.kv_tiles, transform, self.rows.any_of(number))
+        scale = None if scales is None else scales.output_scale(self.kv_head)
+        sinks = self.rows.sinks(self.x.sinks, row)
+        consumer.store(result, row, state, RowOptions(sinks, self.work.is_whole, scale))
+
+    def limits(self, position: jax.Array, kv_tile: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
+        """Return the limits of the i-th tile for query rows at these positions. See `ScoreTransform`."""
+        meta = self.tile_meta(kv_tile + i)
+        present, start = meta[0], meta[1]
+
+        filled = self.rows.filled
+
+        def limits() -> Limits:
+            low, sink = filled(jnp.int32(0)), None
+            if self.window is not None:
+                low = jnp.maximum(jnp.maximum(position, 0) - self.window + 1, 0) - start
+                sink = filled(jnp.minimum(self.sink_tokens, start + self.static.tile_keys) - start)
+            return Limits(low, position + 1 - start, sink, filled(present), self.part_tokens)
+
+        return present == FULL_TILE, limits

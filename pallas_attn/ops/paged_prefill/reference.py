@@ -1,4 +1,4 @@
-"""Definition of `paged_prefill`: every token gathers every page of its sequence; mask, softmax."""
+"""Definition of `paged_prefill`: gather all pages of the sequence for each token, mask, softmax."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Floa
     q, cu_q_lens, kv_lens = call.q, call.cu_q_lens, call.kv_lens
     token = jnp.arange(call.num_tokens, dtype=jnp.int32)
     sequence = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), call.num_sequences - 1)
-    position = (kv_lens - cu_q_lens[1:])[sequence] + token  # the last new token is the last the sequence holds
+    position = (kv_lens - cu_q_lens[1:])[sequence] + token  # the last new token is the last token of the sequence
     if not call.causal:
-        position = kv_lens[sequence] - 1  # which sees all keys
+        position = kv_lens[sequence] - 1  # the last position sees all keys
     real = (token >= cu_q_lens[0]) & (token < cu_q_lens[-1])
     gathered = oracle.gather_kv(call.kv, call.block_tables, call.head_dim)
     k, v, exists = (x[sequence] for x in gathered)  # [T, Hkv, K, ...]

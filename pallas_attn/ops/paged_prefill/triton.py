@@ -1,4 +1,4 @@
-"""`paged_prefill` in Triton, for any card from Ampere (sm80) on: see `triton.flash`."""
+"""`paged_prefill` in Triton, for cards from Ampere (sm80) on. The main loop is in `pallas_attn.triton.flash`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pallas_attn.triton import caches, flash, tiles
 
 
 def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
-    caches.refuse(call.q, call.kv)
-    caches.refuse_width(call.value_dim)
+    caches.require_supported(call.q, call.kv)
+    caches.require_head_dim(call.value_dim)
     v, first_column = call.kv.values
     card = device.triton_card()
     num_tokens, _, head_dim = call.q.shape
     rows = call.group * -(-num_tokens // call.num_sequences)
     demanding = call.kv.k_scale is not None or call.soft_cap is not None or call.draft_mask is not None
-    # A mask takes registers: the tile of the widest heads leaves them.
-    width = max(head_dim, call.value_dim) if call.draft_mask is None else caches.WIDEST_HEAD
+    # A draft mask needs registers. The tile for the widest heads has enough.
+    width = max(head_dim, call.value_dim) if call.draft_mask is None else caches.MAX_HEAD_DIM
     return flash.attend(
         call.q,
         call.kv.k,

@@ -1,4 +1,4 @@
-"""`paged_prefill` on any device: tiles of queries walk the visible pages of their sequence with an online softmax."""
+"""`paged_prefill` on any device: tiles of queries iterate over the visible pages of their sequence (online softmax)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Floa
     queries = QueryTiles(call.cu_q_lens, num_tokens, settings.tile_queries)
     num_cached = (call.kv_lens - jnp.diff(call.cu_q_lens))[queries.sequence][:, None]
     position = num_cached + queries.index
-    if not call.causal:  # all see what the query at the last position sees
+    if not call.causal:  # all queries see the same keys as the query at the last position
         position = jnp.broadcast_to(call.kv_lens[queries.sequence][:, None] - 1, queries.index.shape)
     mask = call.draft_mask
     real = queries.real & (position >= 0) if mask is None else queries.real
-    # A tile's queries are neighbours, so its first and last position bound what it sees.
+    # A tile's queries are consecutive, so its first and last position bound the visible keys.
     position = jnp.where(real, jnp.maximum(position, 0), 0)
     pages = PageTiles(
         call.block_tables,

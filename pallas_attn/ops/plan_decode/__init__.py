@@ -1,4 +1,4 @@
-"""Sharing the visible pages of a decode step among the programs of a kernel, on the device."""
+"""Partition the visible pages of a decode step among the programs (CTAs) of a kernel, on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ FIXED_PIECE_TOKENS = 2048
 """Visible tokens between the cuts of a row in `fixed` mode."""
 
 MAX_PROGRAMS = 32 * 512
-"""No card runs more programs side by side: 32 thread blocks a multiprocessor, and fewer than 512 of those."""
+"""More programs than any card runs at the same time: 32 thread blocks per multiprocessor, and fewer than 512
+multiprocessors.
+"""
 
 type Mode = Literal["balanced", "fixed"]
 
@@ -40,34 +42,34 @@ def plan_decode(
     num_programs: int | None = None,
     implementation: Implementation = None,
 ) -> DecodePlan:
-    """Plans the decode calls of a step that have these arguments, once for all layers; jittable, without a look at the
-    host.
+    """Plan the decode calls of a step that have these arguments, once for all layers. The function is jittable and does
+    not synchronize with the host.
 
-    The plan serves every call that has the same sizes, lengths and windows; scales, learned sinks, soft caps and
-    the values of q, cache and tables may differ from layer to layer. It carries what it was made for, and a call of
-    other sizes refuses it. A call without a plan makes its own, in every layer.
+    The plan serves every call with the same sizes, lengths and windows. Scales, learned sinks, soft caps and the values
+    of q, cache and tables may differ from layer to layer. The plan records its sizes, and a call with other sizes
+    raises an error. A call without a plan makes a plan itself, in every layer.
 
-    A row (one KV head of one sequence) costs its visible pages and a constant. In `balanced` mode every program gets an
-    equal share of the total cost, and rows are cut where a share ends; or, where that is nearly as even, some rows
-    together or parts of one make the shares, so that fewer rows are cut, or none. In `fixed` mode a row is cut at fixed
-    token counts, wherever it stands in whatever batch, so that its result never depends on its neighbours; programs
-    then share whole pieces.
+    A row (one KV head of one sequence) costs its visible pages plus a constant. In `balanced` mode every program gets
+    an equal share of the total cost, and a row is cut where a share ends. If it is nearly as even, the shares are
+    instead made of whole rows or of equal parts of one row, so that fewer rows are cut. In `fixed` mode a row is cut at
+    fixed token counts, independent of its position and of the batch, so that its result never depends on other rows.
+    Programs then share whole splits.
 
     Args:
-      q: as `paged_decode` takes it, with a `q_scale` or without, or, for `mla_decode`, the pair (q_latent, q_rope).
+      q: as `paged_decode` takes it, with or without `q_scale`; or, for `mla_decode`, the pair (q_latent, q_rope).
       cache: the `PagedKV` or `PagedLatent` of any of the layers.
-      block_tables: as the calls take them. Of q, cache and block_tables only shapes and dtypes matter, so
-        `jax.ShapeDtypeStruct`s will do.
-      kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
+      block_tables: as the calls take them. Only shapes and dtypes of q, cache and block_tables matter, so
+        `jax.ShapeDtypeStruct`s are allowed.
+      kv_lens: tokens of each sequence, including the new tokens; 0 for an idle row.
       q_lens, window, soft_cap, out_dtype: as the calls take them.
       mode: "balanced" or "fixed".
-      num_programs: programs that share the pages, at most 16,384; None for as many as run side by side here. Fewer
-        leave multiprocessors to other work.
-      implementation: that of the calls.
+      num_programs: programs that share the pages, at most 16,384; None for the number that runs at the same time on
+        this device. Fewer programs leave multiprocessors for other work.
+      implementation: implementation of the decode calls.
 
     Raises:
-      ValueError: arguments that do not fit each other, an unknown mode.
-      NotImplementedError: the implementation named does not support such calls.
+      ValueError: inconsistent arguments, or an unknown mode.
+      NotImplementedError: the named implementation does not support the decode calls.
 
     Example:
       >>> kv = pallas_attn.PagedKV.allocate(
@@ -106,7 +108,9 @@ def plan_decode(
         followers.append((key, name, module, wanted))
 
     head_window = window if isinstance(window, HeadWindow) else None
-    jax.eval_shape(find_follower, q, cache, block_tables, kv_lens, q_lens, head_window)  # shapes become arrays there
+    jax.eval_shape(
+        find_follower, q, cache, block_tables, kv_lens, q_lens, head_window
+    )  # eval_shape turns shapes into traced arrays
     ((made_for, name, module, wanted),) = followers
     if not (made_for.batch and made_for.num_queries):
         return _idle_plan(made_for, module, num_programs or 1, sharing_of(mode, made_for.page_size))
@@ -127,10 +131,10 @@ def plan_decode(
 
 
 def plan_of(call: PagedDecodeCall | MlaDecodeCall, implementation: str, num_programs: int) -> DecodePlan:
-    """The plan of a decode call, or one made for it where it has none.
+    """Return the plan of a decode call, or make a plan if the call has none.
 
     Args:
-      call: a call that is being run.
+      call: the call that is being run.
       implementation: module that runs it, such as "mosaic_sm90".
       num_programs: programs that share the pages in a plan made here.
 
@@ -157,7 +161,7 @@ def plan_of(call: PagedDecodeCall | MlaDecodeCall, implementation: str, num_prog
 
 
 def _idle_plan(made_for: PlanKey, implementation: str, num_programs: int, sharing: Sharing) -> DecodePlan:
-    """The plan of a step in which no row sees anything."""
+    """Plan of a step in which no row sees any key."""
     rows = made_for.batch * made_for.num_kv_heads
     order, none, programs = (
         jnp.arange(rows + 1, dtype=jnp.int32),
@@ -190,9 +194,9 @@ def _decode_call(
     soft_cap: float | None,
     out_dtype: Any,
 ) -> PagedDecodeCall | MlaDecodeCall:
-    """A call that would follow the plan."""
+    """A decode call with these arguments."""
     if isinstance(cache, PagedKV):
-        if hasattr(q, "dtype") and q.dtype == jnp.float8_e4m3fn:  # kernels get these as float16
+        if hasattr(q, "dtype") and q.dtype == jnp.float8_e4m3fn:  # kernels receive e4m3 queries as float16
             q = q.astype(jnp.float16)
         return PagedDecodeCall(
             q,
@@ -232,7 +236,7 @@ def _decode_call(
 def _planned_queries(
     q_lens: Int32[Array, "B"] | None, kv_lens: Int32[Array, "B"], num_queries: int
 ) -> Int32[Array, "B"] | None:
-    """Real queries of each sequence, or None for one each."""
+    """Real queries of each sequence, or None if every sequence has one query."""
     if q_lens is None and num_queries > 1:
         return jnp.full_like(kv_lens, num_queries)
     return q_lens

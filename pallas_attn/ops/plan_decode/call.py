@@ -1,4 +1,4 @@
-"""One call of the planner, as its implementations take it."""
+"""Arguments of one call of the planner."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import ClassVar
 import jax
 from jaxtyping import Array, Int32
 
+from pallas_attn.ops.call_base import OperationCall
 from pallas_attn.portable.schedule import Sharing
 from pallas_attn.types import HeadWindow, PlanKey
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PlanDecodeCall:
-    """The lengths and sizes of a decode step, and how its pages are to be shared.
+class PlanDecodeCall(OperationCall):
+    """Lengths of a decode step, already clipped by the decode call, and parameters of the partition of its pages.
 
     Attributes:
-      kv_lens: tokens each sequence holds, the new ones included; 0 for an idle row.
-      q_lens: real queries of each sequence; None for one each.
-      window: what the decode call is given.
+      kv_lens: tokens per sequence, including the new tokens; 0 for an idle row.
+      q_lens: real queries per sequence; None if each sequence has one.
+      window: window of the decode call.
       sharing: costs of rows and cuts.
-      num_programs: programs that share the pages.
-      made_for, implementation: of the `DecodePlan`.
+      num_programs: number of CTAs that the pages are distributed over.
+      made_for, implementation: fields of the resulting `DecodePlan`.
     """
 
     op: ClassVar[str] = "plan_decode"
@@ -43,7 +44,3 @@ class PlanDecodeCall:
     @property
     def page_size(self) -> int:
         return self.made_for.page_size
-
-    def bounded(self) -> PlanDecodeCall:
-        """The call itself, whose lengths are those of a decode call that is."""
-        return self

@@ -1,4 +1,4 @@
-"""Tunable sizes of `plan_decode`."""
+"""Tunable costs of `plan_decode`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import dataclasses
 from pallas_attn.runtime import tuning
 
 ROW_OVERHEAD_TOKENS = 256
-"""Cost for a program of starting a piece (loading queries, filling its stages, writing a state), in tokens, unless
-measured. Of 1 to 8 pages of 64, the least time was that of 4 or 5 with 64 and 128 heads of latents, of 3 to 5 with 16,
-of 4 or 6 with KV heads (benchmarks/log/020-rows-dealt-to-groups.md).
+"""Default cost of starting a piece (loading queries, filling the pipeline, writing a state), in tokens. With 1 to 8
+pages of 64 tokens tried, the fastest were 4 or 5 pages for 64 and 128 heads of latents, 3 to 5 for 16 heads, and 4 or 6
+for KV heads.
 """
 
 CUT_TOKENS = 512
-"""Cost for each program of cutting rows, likewise: a state written where its share begins and one where it ends, and a
-kernel that reads them all again. With 128 heads of latents, whose states are the largest, that is more: 128 sequences
-of 2k and 8k lose as much by it as some 700 and 1,200 tokens take (benchmarks/log/018-no-needless-splits.md).
+"""Default cost per CTA of cutting rows, in tokens: one state is written where the CTA's share starts and one where it
+ends, and a merge kernel reads all states. It is higher for 128 heads of latents, which have the largest states: with
+128 sequences of 2k and 8k tokens, cuts cost about 700 and 1,200 tokens.
 """
 
 
 TILE_TOKENS = 64
-"""Parts of rows that have programs to themselves are of more: a piece of one tile has nothing to do while it comes."""
+"""Minimum tokens of a part of a row with separate CTAs. A piece of one tile could not overlap loading and computing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """The cost model of `balanced` mode, tuned as "plan_decode" by page size.
+    """Cost model of `balanced` mode, tuned as "plan_decode" by page size.
 
     Attributes:
-      row_overhead_pages: what starting a row costs a program, in pages.
-      cut_pages: what it costs it that rows are cut.
+      row_overhead_pages: cost of starting a row for a CTA, in pages.
+      cut_pages: cost of cutting rows for a CTA, in pages.
     """
 
     row_overhead_pages: int
@@ -46,5 +46,5 @@ def plan_config(page_size: int) -> PlanConfig:
 
 
 def heuristic_costs(page_size: int) -> PlanConfig:
-    """Costs that were not measured for the device."""
+    """Return the costs for a device without measured costs."""
     return PlanConfig(max(1, ROW_OVERHEAD_TOKENS // page_size), CUT_TOKENS // page_size)

@@ -1,22 +1,25 @@
-"""`plan_decode` on Hopper and data-center Blackwell: one program, so that a step pays for one short kernel.
+"""`plan_decode` on Hopper and data-center Blackwell: one kernel with one CTA, so that a step pays for one short launch.
 
-The arithmetic is that of `portable.schedule`, which also says what offsets, places and pieces are. Each thread takes a
-row, a place or a program; where there are more of them than threads, they are taken a chunk at a time. Prefix sums stay
-in shared memory, and are searched to find the row at an offset:
+`portable.schedule` has the arithmetic, and defines offset, place and piece; a piece is called a split here. Each thread
+processes a plan row, a place or a CTA of the plan. If they outnumber the threads, they are processed in chunks. Prefix
+sums stay in shared memory and are searched to find the plan row at an offset:
 
     rows      cost              -> ends: the offset where each row ends (prefix sums)
     total     -> share, own share
-    rows      parts             -> piece_ends, and whether this is even enough; if so, each part is a program's
+    rows      parts             -> split_ends, and whether the parts are even enough; if so, each part is one CTA's
     else
     rows      rank by length    -> place, and the lists by place
     places    cost              -> ends                              (prefix sums)
-    places    pieces in groups  -> piece_ends, and whether this is even enough
+    places    splits in groups  -> split_ends, and whether the splits are even enough
     else
-    places    pieces            -> piece_ends                        (prefix sums)
-    programs  start             -> place, page, piece
+    places    splits            -> split_ends                        (prefix sums)
+    CTAs      start             -> place, page, split
 
-Steps that a call does not need are branched around: every instruction is fetched once, and most of the kernel's time is
-latency. It cannot deadlock: threads wait only for each other, and all take the same branches.
+Steps that a call does not need are branched around, because each instruction is fetched only once and most of the
+kernel's time is latency.
+
+Barriers: only barriers of the whole CTA, inside `Lanes`. Deadlock freedom: all threads take the same branches, so all
+of them reach the same barriers.
 """
 
 from __future__ import annotations
@@ -48,16 +51,16 @@ from pallas_attn.portable.visibility import PageWalk, page_walk
 from pallas_attn.types import FULL, DecodePlan, HeadWindow
 
 MAX_ROWS = 24 * 1024
-"""Rows whose two prefix sums fit shared memory."""
+"""Maximum number of plan rows; their two prefix sums fill shared memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanStatic:
-    """Compile-time facts of the kernel, beside shapes and dtypes.
+    """Compile-time parameters of the kernel, except shapes and dtypes.
 
     Attributes:
-      window: of all heads, unless there is a `HeadWindow`.
-      rows, programs: number of rows, and of programs of the plan.
+      window: window of all heads, unless the call has a `HeadWindow`.
+      rows, ctas: number of plan rows, and of the plan's CTAs.
     """
 
     sharing: Sharing
@@ -65,25 +68,25 @@ class PlanStatic:
     num_kv_heads: int
     page_size: int
     rows: int
-    programs: int
+    ctas: int
 
     @property
     def is_balanced(self) -> bool:
-        """Whether groups or rows may have programs of their own."""
+        """Whether groups or rows may have separate CTAs."""
         return not self.sharing.split_pages
 
     @property
     def for_each_row(self) -> bool:
-        """Whether there are enough programs for each row to have its own."""
-        return self.is_balanced and self.rows <= self.programs
+        """Whether each row could have at least one CTA."""
+        return self.is_balanced and self.rows <= self.ctas
 
     @property
     def warpgroups(self) -> int:
-        return min(MOST_WARPGROUPS, pl.cdiv(max(self.rows, self.programs + 1), THREADS))
+        return min(MOST_WARPGROUPS, pl.cdiv(max(self.rows, self.ctas + 1), THREADS))
 
     @property
     def chunk(self) -> int:
-        """Rows or programs that all threads take at a time."""
+        """Rows or CTAs that all threads process at a time."""
         return self.warpgroups * THREADS
 
     @property
@@ -91,9 +94,9 @@ class PlanStatic:
         return pl.cdiv(self.rows, self.chunk) * self.chunk
 
     @property
-    def most_pieces(self) -> int:
-        """Largest number of pieces: each begins with a row or with a program."""
-        return self.rows + self.programs
+    def max_splits(self) -> int:
+        """Maximum number of splits: each starts with a row or with a CTA."""
+        return self.rows + self.ctas
 
 
 class PlanInputs(NamedTuple):
@@ -120,25 +123,24 @@ class PlanOutputs(NamedTuple):
 
     @staticmethod
     def types(static: PlanStatic) -> PlanOutputs:
-        rows, rows_plus_1, programs_plus_1 = (
-            jax.ShapeDtypeStruct((n,), jnp.int32) for n in (static.rows, static.rows + 1, static.programs + 1)
+        rows, rows_plus_1, ctas_plus_1 = (
+            jax.ShapeDtypeStruct((n,), jnp.int32) for n in (static.rows, static.rows + 1, static.ctas + 1)
         )
-        programs = (programs_plus_1, programs_plus_1, programs_plus_1)
-        return PlanOutputs(*(rows,) * 5, *(rows_plus_1,) * 2, *programs)
+        return PlanOutputs(*(rows,) * 5, *(rows_plus_1,) * 2, *(ctas_plus_1,) * 3)
 
 
 class PlanScratch(NamedTuple):
     """Shared memory of the kernel.
 
     Attributes:
-      ends, piece_ends: int32 [padded rows], inclusive prefix sums of costs and of numbers of pieces, by row or place;
-        constant past the last.
-      keys: float32 [rows, padded], sort keys; None where rows keep their order.
+      ends, split_ends: int32 [padded rows], inclusive prefix sums of costs and of numbers of splits, by row or place;
+        constant past the last row.
+      keys: float32 [rows, padded], sort keys; None if rows keep their order.
       lanes: the threads.
     """
 
     ends: Any
-    piece_ends: Any
+    split_ends: Any
     keys: Any
     lanes: Any
 
@@ -147,14 +149,14 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
     basics.require_capability((9, 0), (10, 0))
     rows = call.kv_lens.shape[0] * call.num_kv_heads
     if rows > MAX_ROWS:
-        raise NotImplementedError(f"takes at most {MAX_ROWS} rows (sequences x KV heads), got {rows}")
+        raise NotImplementedError(f"takes at most {MAX_ROWS} plan rows (sequences x KV heads), got {rows}")
     static = PlanStatic(
         sharing=call.sharing,
         window=call.window if isinstance(call.window, int) else FULL,
         num_kv_heads=call.num_kv_heads,
         page_size=call.page_size,
         rows=rows,
-        programs=call.num_programs,
+        ctas=call.num_programs,
     )
     inputs = PlanInputs(call.kv_lens, call.q_lens, call.window if isinstance(call.window, HeadWindow) else None)
     sums = plgpu.SMEM((static.padded_rows,), jnp.int32)
@@ -181,9 +183,9 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
 def _kernel(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch) -> None:
     sharing = static.sharing
     total, busy = _lay_out(static, x, mem)
-    share = sharing.share(total, static.programs)
+    share = sharing.share(total, static.ctas)
     if static.for_each_row:
-        own_share = sharing.own_share(total - busy * sharing.overhead, static.programs)
+        own_share = sharing.own_share(total - busy * sharing.overhead, static.ctas)
         is_even = _part(static, mem, share, own_share)
         pl.when(is_even)(lambda: _list_parts(static, x, plan, mem, own_share))
         pl.when(~is_even)(lambda: _share(static, x, plan, mem, total, busy, share))
@@ -192,7 +194,7 @@ def _kernel(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScrat
 
 
 def _lay_out(static: PlanStatic, x: PlanInputs, mem: PlanScratch) -> tuple[Any, Any]:
-    """Write `ends` of rows in their own order; return the total cost, and how many rows are not idle."""
+    """Write `ends` of rows in their original order. Return the total cost, and the number of rows that are not idle."""
 
     def lay_out(row: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
         cost, busy = before
@@ -203,52 +205,57 @@ def _lay_out(static: PlanStatic, x: PlanInputs, mem: PlanScratch) -> tuple[Any, 
     return _last(static, mem.ends), mem.lanes.sum(busy)
 
 
-# --- programs for each row
+# --- separate CTAs for each row
 
 
 def _part(static: PlanStatic, mem: PlanScratch, share: Any, own_share: Any) -> Any:
-    """Write `piece_ends` for rows that have programs of their own; return whether that is even enough, and programs
-    suffice.
+    """Write `split_ends` for the schedule in which each row has separate CTAs.
+
+    Return whether the parts are even enough and the CTAs suffice.
     """
 
     def part(row: Any, before: Any) -> Any:
         parts, pages = static.sharing.parts(_pages(static, mem, row), own_share)
         is_uneven = static.sharing.is_part_uneven(pages, share)
-        return mem.lanes.append(mem.piece_ends, row, _flagged(static, parts, is_uneven), before)
+        return mem.lanes.append(mem.split_ends, row, _flagged(static, parts, is_uneven), before)
 
     mem.lanes.each_chunk(static.rows, part, _of_each(0))
-    return _last(static, mem.piece_ends) <= static.programs
+    return _last(static, mem.split_ends) <= static.ctas
 
 
-def _flagged(static: PlanStatic, pieces: Any, are_worse: Any) -> Any:
-    """Sentinel count, more than any plan has, that makes this schedule lose the comparison."""
-    return jnp.where(are_worse, static.most_pieces + 1, pieces)
+def _flagged(static: PlanStatic, splits: Any, are_worse: Any) -> Any:
+    """Replace the number of splits by a sentinel, larger than any plan allows, where this schedule must lose the
+    comparison.
+    """
+    return jnp.where(are_worse, static.max_splits + 1, splits)
 
 
 def _list_parts(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, own_share: Any) -> None:
+    """Write the plan in which each row has separate CTAs."""
     _list_in_order(static, x, plan, mem.lanes)
     _list_rows(
-        static, plan, mem, lambda place: segment_of(mem.piece_ends, static.rows, PER_THREAD.take(mem.piece_ends, place))
+        static, plan, mem, lambda place: segment_of(mem.split_ends, static.rows, PER_THREAD.take(mem.split_ends, place))
     )
 
-    def start(program: Any, _: None) -> None:
-        row = segment_of(mem.piece_ends, static.rows, program)
+    def start(cta: Any, _: None) -> None:
+        row = segment_of(mem.split_ends, static.rows, cta)
         pages = static.sharing.parts(_pages(static, mem, row), own_share)[1]
-        before = exclusive_sum(mem.piece_ends, row)
-        page = jnp.where(row < static.rows, (program - before) * pages, 0)
-        _list_programs(static, plan, program, (row, page, jnp.where(row < static.rows, program, before)))
+        before = exclusive_sum(mem.split_ends, row)
+        page = jnp.where(row < static.rows, (cta - before) * pages, 0)
+        _list_ctas(static, plan, cta, (row, page, jnp.where(row < static.rows, cta, before)))
 
-    mem.lanes.each_chunk(static.programs + 1, start)
+    mem.lanes.each_chunk(static.ctas + 1, start)
 
 
-# --- programs for groups, or for all
+# --- CTAs for groups, or for all rows
 
 
 def _share(
     static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, total: Any, busy: Any, share: Any
 ) -> None:
+    """Write the plan in which the CTAs share the rows of groups, or all rows."""
     in_snake_order, sharing = static.sharing.uses_snake_order(static.rows), static.sharing
-    groups = Groups.of(busy if in_snake_order else jnp.int32(static.rows), static.programs)
+    groups = Groups.of(busy if in_snake_order else jnp.int32(static.rows), static.ctas)
     if in_snake_order:
         _list_in_snake_order(static, x, plan, mem, groups)
     else:
@@ -261,50 +268,50 @@ def _share(
         return segment_of(mem.ends, static.rows, PER_THREAD.take(mem.ends, place))
 
     def bounds(group: Any) -> tuple[Any, Any, Any]:
-        """Offsets where groups begin and end, and the share of each of their programs."""
+        """Offsets where groups begin and end, and the share of each of their CTAs."""
         begin, end = (exclusive_sum(mem.ends, groups.start(group + i)) for i in range(2))
         return begin, end, sharing.share(end - begin, groups.programs)
 
-    def pieces_in_groups(place: Any) -> Any:
+    def splits_in_groups(place: Any) -> Any:
         start, _, shares = bounds(groups.group(place))
         begin, end = exclusive_sum(mem.ends, place), PER_THREAD.take(mem.ends, place)
-        pieces = sharing.pieces(begin - start, end - start, shares)
-        return _flagged(static, pieces, sharing.is_group_uneven(shares, groups.programs, share))
+        number = sharing.pieces(begin - start, end - start, shares)
+        return _flagged(static, number, sharing.is_group_uneven(shares, groups.programs, share))
 
-    def start_in_groups(program: Any) -> ProgramStart:
-        group = ratio(program, groups.programs)
+    def start_in_groups(cta: Any) -> CtaStart:
+        group = ratio(cta, groups.programs)
         begin, end, shares = bounds(group)
-        number = program - group * groups.programs
+        number = cta - group * groups.programs
         at = jnp.minimum(sharing.start(number, shares, end - begin), end - begin)
-        return ProgramStart(number, shares, begin, begin + at)
+        return CtaStart(number, shares, begin, begin + at)
 
-    def pieces(place: Any) -> Any:
+    def splits(place: Any) -> Any:
         return sharing.pieces(exclusive_sum(mem.ends, place), PER_THREAD.take(mem.ends, place), share)
 
-    def start(program: Any) -> ProgramStart:
-        at = jnp.minimum(sharing.start(program, share, total), total)
-        return ProgramStart(program, _of_each(share), jnp.zeros_like(program), at)
+    def start(cta: Any) -> CtaStart:
+        at = jnp.minimum(sharing.start(cta, share, total), total)
+        return CtaStart(cta, _of_each(share), jnp.zeros_like(cta), at)
 
     def at_equal_distances() -> None:
-        _cut(static, mem, pieces)
-        _list_pieces(static, plan, mem, following, start)
+        _cut(static, mem, splits)
+        _list_splits(static, plan, mem, following, start)
 
     if not static.is_balanced:
         at_equal_distances()
         return
-    are_even = _cut(static, mem, pieces_in_groups) <= static.most_pieces
-    pl.when(are_even)(lambda: _list_pieces(static, plan, mem, following, start_in_groups))
+    are_even = _cut(static, mem, splits_in_groups) <= static.max_splits
+    pl.when(are_even)(lambda: _list_splits(static, plan, mem, following, start_in_groups))
     pl.when(~are_even)(at_equal_distances)
 
 
-class ProgramStart(NamedTuple):
-    """Starts of programs.
+class CtaStart(NamedTuple):
+    """Starts of CTAs.
 
     Attributes:
-      number: index of the program among those that take equal shares of the same rows.
-      share: cost that each of those takes.
-      begin: offset where their rows begin.
-      at: offset where the program starts.
+      number: index of the CTA among the CTAs with equal shares of the same rows.
+      share: cost per CTA of these rows.
+      begin: offset where the rows begin.
+      at: offset where the CTA starts.
     """
 
     number: Any
@@ -330,45 +337,46 @@ def _list_in_snake_order(
     mem.lanes.append(mem.ends, row, static.sharing.cost(pages), _of_each(0))
 
 
-def _cut(static: PlanStatic, mem: PlanScratch, pieces: Callable[[Any], Any]) -> Any:
-    """Write `piece_ends` of places, given the number of pieces of each; return the total."""
+def _cut(static: PlanStatic, mem: PlanScratch, splits: Callable[[Any], Any]) -> Any:
+    """Write `split_ends` of places, given the number of splits of each. Return the total."""
 
     def cut(place: Any, before: Any) -> Any:
-        return mem.lanes.append(mem.piece_ends, place, jnp.where(place < static.rows, pieces(place), 0), before)
+        return mem.lanes.append(mem.split_ends, place, jnp.where(place < static.rows, splits(place), 0), before)
 
     mem.lanes.each_chunk(static.rows, cut, _of_each(0))
-    return _last(static, mem.piece_ends)
+    return _last(static, mem.split_ends)
 
 
-def _list_pieces(
+def _list_splits(
     static: PlanStatic,
     plan: PlanOutputs,
     mem: PlanScratch,
     following: Callable[[Any], Any],
-    start: Callable[[Any], ProgramStart],
+    start: Callable[[Any], CtaStart],
 ) -> None:
+    """Write the lists of rows and CTAs, given `split_ends` and the starts of the CTAs."""
     sharing = static.sharing
     _list_rows(static, plan, mem, following)
 
-    def list_programs(program: Any, _: None) -> None:
-        number, share, begin, at = start(program)
+    def list_ctas(cta: Any, _: None) -> None:
+        number, share, begin, at = start(cta)
         place = segment_of(mem.ends, static.rows, at)
         last = jnp.minimum(place, static.rows - 1)
         snapped = sharing.snap_to_row_end(at, jnp.maximum(PER_THREAD.take(mem.ends, last), at))
         place = jnp.where(snapped > at, following(last), place)
         row_begin = exclusive_sum(mem.ends, place)
         into = snapped - row_begin
-        piece = sharing.piece(number, row_begin - begin, into, exclusive_sum(mem.piece_ends, place), share)
-        _list_programs(static, plan, program, (place, sharing.page(into), piece))
+        split = sharing.piece(number, row_begin - begin, into, exclusive_sum(mem.split_ends, place), share)
+        _list_ctas(static, plan, cta, (place, sharing.page(into), split))
 
-    mem.lanes.each_chunk(static.programs + 1, list_programs)
+    mem.lanes.each_chunk(static.ctas + 1, list_ctas)
 
 
 # --- lists of the plan
 
 
 def _list_in_order(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, lanes: Lanes) -> None:
-    """List rows in their own order."""
+    """List rows in their original order."""
 
     def write(row: Any, _: None) -> None:
         _list(static, plan, row, row, _walk(static, x, row))
@@ -387,19 +395,21 @@ def _list_rows(static: PlanStatic, plan: PlanOutputs, mem: PlanScratch, followin
     """Write `next_row`, `split_indptr` and `merged_rows` of the plan.
 
     Args:
-      following: maps a place to the next one that is not idle.
+      following: maps a place to the next place that is not idle.
     """
 
     def write(place: Any, merged_before: Any) -> Any:
         exists, is_last = place < static.rows, place == static.rows - 1
-        end, begin = PER_THREAD.take(mem.piece_ends, place), exclusive_sum(mem.piece_ends, place)
+        end, begin = PER_THREAD.take(mem.split_ends, place), exclusive_sum(mem.split_ends, place)
         PER_THREAD.put(plan.next_row, jnp.where(exists, place, -1), following(place))
         PER_THREAD.put(plan.split_indptr, jnp.where(exists, place, -1), begin)
         PER_THREAD.put(plan.split_indptr, jnp.where(is_last, static.rows, -1), end)
         is_merged = exists & (end - begin != 1)
         so_far, total = mem.lanes.prefix_sums(jnp.where(is_merged, 1, 0))
         so_far += merged_before
-        at = jnp.where(is_merged, so_far - 1, static.rows - (place - so_far))  # others fill the list from its end
+        at = jnp.where(
+            is_merged, so_far - 1, static.rows - (place - so_far)
+        )  # rows with one split fill the list from its end
         PER_THREAD.put(plan.merged_rows, jnp.where(exists, at, -1), jnp.where(is_merged, place, static.rows))
         PER_THREAD.put(plan.merged_rows, jnp.where(is_last, so_far, -1), _of_each(static.rows))
         return merged_before + total
@@ -407,9 +417,9 @@ def _list_rows(static: PlanStatic, plan: PlanOutputs, mem: PlanScratch, followin
     mem.lanes.each_chunk(static.rows, write, _of_each(0))
 
 
-def _list_programs(static: PlanStatic, plan: PlanOutputs, program: Any, start: tuple[Any, Any, Any]) -> None:
-    """Write the place, page and piece that each program starts with."""
-    at = jnp.where(program <= static.programs, program, -1)
+def _list_ctas(static: PlanStatic, plan: PlanOutputs, cta: Any, start: tuple[Any, Any, Any]) -> None:
+    """Write the place, page and split that each CTA starts with."""
+    at = jnp.where(cta <= static.ctas, cta, -1)
     for ref, values in zip((plan.cta_row, plan.cta_page, plan.cta_split), start, strict=True):
         PER_THREAD.put(ref, at, values)
 
@@ -446,4 +456,4 @@ def _of_each(number: Any) -> Any:
 
 def _last(static: PlanStatic, sums: Ref) -> Any:
     """Total of prefix sums."""
-    return sums[static.padded_rows - 1 + opaque_zero()]  # constants are no indices
+    return sums[static.padded_rows - 1 + opaque_zero()]  # constants are not valid indices

@@ -1,4 +1,4 @@
-"""`plan_decode` in plain JAX, which XLA compiles to some ten kernels."""
+"""`plan_decode` in plain JAX, which XLA compiles to about ten kernels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
 
 
 class PlanCuts(NamedTuple):
-    """The fields of a `DecodePlan` that say where rows are cut and where programs start."""
+    """Fields of a `DecodePlan` that define the cuts of rows and the starts of CTAs."""
 
     split_indptr: Int32[Array, "rows_plus_1"]
     cta_row: Int32[Array, "programs_plus_1"]
@@ -64,7 +64,9 @@ class PlanCuts(NamedTuple):
 
 
 def _snake_order(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array, Array]:
-    """Rows in snake order, the longest first and back and forth over the groups, and how many are not idle."""
+    """Return rows in snake order (longest first, alternating in direction over the groups), and the number of busy
+    rows.
+    """
     rows = jnp.arange(num_pages.shape[0], dtype=jnp.int32)
     busy = jnp.sum(num_pages > 0, dtype=jnp.int32)
     place = Groups.of(busy, num_programs).place(rows)
@@ -73,12 +75,12 @@ def _snake_order(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple
 
 
 def _unless(others: PlanCuts, are_worse: Bool[Array, ""], cuts: PlanCuts) -> PlanCuts:
-    """`others`, or `cuts` where the others are worse."""
+    """Return `others`, or `cuts` where the others are worse."""
     return jax.tree.map(functools.partial(jnp.where, are_worse), cuts, others)
 
 
 def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program: Array) -> PlanCuts:
-    """Cuts rows laid end to end where equal shares of their total cost end."""
+    """Cut concatenated rows at equal shares of their total cost."""
     start = jnp.minimum(sharing.start(program, share, offsets[-1]), offsets[-1])
     split_indptr = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share))
     place, into = _locate(sharing, offsets, start)
@@ -87,7 +89,7 @@ def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program:
 
 
 def _locate(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array]:
-    """The row that each program starts in, as an index of the order, and the offset of the start in that row."""
+    """Return the row that each CTA starts in, as an index of the order, and the offset of the start in that row."""
     ends = offsets[1:]
     start = sharing.snap_to_row_end(start, jnp.append(ends, ends[-1])[segment_of(ends, start)])
     place = segment_of(ends, start)
@@ -97,7 +99,7 @@ def _locate(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Arra
 def _in_groups(
     sharing: Sharing, offsets: Array, share: Array, program: Array, busy: Array
 ) -> tuple[PlanCuts, Bool[Array, ""]]:
-    """Cuts each group's rows for that group's programs alone; also returns whether the shares are too uneven."""
+    """Cut each group's rows for that group's CTAs; also return whether the shares are too uneven."""
     rows, num_programs = offsets.shape[0] - 1, program.shape[0] - 1
     groups = Groups.of(busy, num_programs)
 
@@ -118,8 +120,9 @@ def _in_groups(
 
 
 def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Array) -> tuple[PlanCuts, Bool[Array, ""]]:
-    """Gives each row programs of its own, with equal parts of it, and leaves rows in their own order; also returns
-    whether the parts are too uneven or need more programs than there are.
+    """Give each row its own CTAs with equal parts, and keep the order of rows.
+
+    Also return whether the parts are too uneven or need too many CTAs.
     """
     own_share = sharing.own_share(jnp.sum(num_pages, dtype=jnp.int32), program.shape[0] - 1)
     parts, part = sharing.parts(num_pages, own_share)
@@ -131,14 +134,14 @@ def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Arr
 
 
 def _next_busy(num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
-    """Index of the next row that has pages, for each row; the number of rows after the last."""
+    """Return for each row the index of the next row that has pages; the number of rows after the last."""
     rows = num_pages.shape[0]
     busy = jnp.where(num_pages > 0, jnp.arange(rows, dtype=jnp.int32), rows)
     return jnp.append(lax.cummin(busy, reverse=True)[1:], jnp.int32(rows))
 
 
 def _merged(split_indptr: Int32[Array, "rows_plus_1"]) -> Int32[Array, "rows_plus_1"]:
-    """Indices of the rows without exactly one split, then the number of rows."""
+    """Return the indices of the rows without exactly one split, then the number of rows."""
     (rows_plus_1,) = split_indptr.shape
     (places,) = jnp.nonzero(jnp.diff(split_indptr) != 1, size=rows_plus_1, fill_value=rows_plus_1 - 1)
     return places.astype(jnp.int32)

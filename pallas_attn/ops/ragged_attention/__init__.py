@@ -1,4 +1,4 @@
-"""Attention of packed sequences of any lengths, unpaged; query and value widths may differ."""
+"""Attention within packed sequences of any lengths. Keys and values may have different widths."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ def ragged_attention(
     """Attention within each of S packed sequences.
 
     Args:
-      q: packed queries; sequence s has rows cu_q_lens[s] to cu_q_lens[s + 1], other rows are padding.
-      k, v: packed keys and values in q's dtype; sequence s has rows cu_kv_lens[s] to cu_kv_lens[s + 1]. Rows of
-        no sequence may hold anything.
-      cu_q_lens, cu_kv_lens: prefix sums; a sequence may have no queries, no keys, or neither. One that falls, such as a
-        0 at the end, counts as the largest before it.
-      causal: aligned bottom-right: the last query sees all keys, the one before it all but one, and so on.
-      sm_scale: multiplies the scores; None for Dk**-0.5.
-      window: how many of the keys that causality shows it a query sees, the last ones; None for all. Needs `causal`.
-      sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
-      soft_cap: scores become soft_cap · tanh(score / soft_cap).
+      q: packed queries. Sequence s has rows cu_q_lens[s] to cu_q_lens[s + 1]; other rows are padding.
+      k, v: packed keys and values in the dtype of q. Sequence s has rows cu_kv_lens[s] to cu_kv_lens[s + 1]. Rows of no
+        sequence may have any value.
+      cu_q_lens, cu_kv_lens: prefix sums of the lengths. A sequence may have no queries, no keys, or neither. An entry
+        less than an earlier one, such as a 0 at the end, counts as the largest earlier entry.
+      causal: whether the last query sees all keys, the query before it all keys but one, and so on.
+      sm_scale: factor of the scores; None for Dk**-0.5.
+      window: number of newest keys that a query sees, out of the keys that causality shows; None for all. A window
+        needs `causal`.
+      sinks: float32 logits, one per head, that are added to the softmax denominator, unscaled and uncapped.
+      soft_cap: if given, scores become soft_cap · tanh(score / soft_cap).
       return_lse: also return the LSE.
-      out_dtype: of the output; None for q's.
+      out_dtype: dtype of the output; None for the dtype of q.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The output, exactly 0 for padding rows and queries that see no key; with `return_lse` also the float32
-      natural-log LSE of the scaled, capped, masked scores without the learned sinks, -inf for those.
+      The output, exactly 0 for padding rows and queries that see no key. With `return_lse` also the float32 natural-log
+      LSE of the scaled, capped, masked scores without the sinks, -inf where the output is 0 for these reasons.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: arguments do not match each other.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> q, k, v = jnp.ones((5, 2, 8)), jnp.ones((9, 1, 8)), jnp.ones((9, 1, 4))

@@ -1,9 +1,8 @@
-"""One call of `ragged_attention`, as every implementation takes it."""
+"""Arguments of one call of `ragged_attention`."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
@@ -11,12 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
+from pallas_attn.ops.call_base import AttentionCall
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RaggedAttentionCall:
-    """The arguments of `ragged_attention`, described there; `implementation` is not the kernel's."""
+class RaggedAttentionCall(AttentionCall):
+    """Validated arguments of `ragged_attention` without `implementation`."""
 
     op: ClassVar[str] = "ragged_attention"
 
@@ -61,23 +61,16 @@ class RaggedAttentionCall:
     def value_dim(self) -> int:
         return self.v.shape[2]
 
-    @property
-    def scale(self) -> float:
-        """`sm_scale`, or Dk**-0.5 for None."""
-        return 1.0 / math.sqrt(self.key_dim) if self.sm_scale is None else self.sm_scale
-
-    @property
-    def output_dtype(self) -> jnp.dtype:
-        """`out_dtype`, or q's for None."""
-        return checks.output_dtype(self.out_dtype, self.q.dtype)
-
     def without_keys(self) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
-        """Output and LSE of a call in which nothing sees a key."""
+        """Return the output and LSE of a call in which no query sees a key."""
         out = jnp.zeros((self.num_tokens, self.num_q_heads, self.value_dim), self.output_dtype)
         return out, jnp.full(out.shape[:2], -jnp.inf, jnp.float32)
 
     def bounded(self) -> RaggedAttentionCall:
-        """The call as implementations take it: lengths held to what there is room for, no window that hides nothing."""
+        """Return the call that implementations receive: lengths are clipped to the sizes of the arrays.
+
+        A window that hides no key becomes None.
+        """
         hides = self.window is not None and self.window < self.num_keys
         return dataclasses.replace(
             self,
@@ -87,7 +80,7 @@ class RaggedAttentionCall:
         )
 
     def validate(self) -> None:
-        """Raises ValueError unless the arguments fit each other."""
+        """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
         dims.check("q", self.q, "T Hq Dk", checks.PLAIN)
         dims.check("k", self.k, "U Hkv Dk", (self.q.dtype,))

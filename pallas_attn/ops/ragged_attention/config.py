@@ -13,7 +13,7 @@ from pallas_attn.triton import tiles
 
 
 def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
-    """Tile and group sizes of the portable implementation, by the number of packed queries and of sequences."""
+    """Return tile and group sizes of the portable implementation by the number of packed queries and of sequences."""
 
     def heuristic() -> XlaConfig:
         tile = tile_queries(num_tokens, num_sequences)
@@ -25,7 +25,7 @@ def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedAttentionKey:
-    """Facts of a call that the best sizes of the Mosaic kernel depend on.
+    """Facts of a call that determine the best sizes of the Mosaic kernel.
 
     Attributes:
       key_dim, value_dim: Dk and Dv.
@@ -38,30 +38,32 @@ class RaggedAttentionKey:
 
 
 LONG = 512
-"""Queries of a sequence from which on blocks of three consumers leave few rows empty."""
+"""Number of queries per sequence from which blocks of three consumer warpgroups have few empty rows."""
 
 
 def mosaic_config(key: RaggedAttentionKey) -> FlashConfig:
-    """Sizes of the Mosaic kernel."""
+    """Return the sizes of the Mosaic kernel."""
     return tuning.lookup("ragged_attention/mosaic", dataclasses.asdict(key), FlashConfig, lambda: _heuristic(key))
 
 
 def _heuristic(key: RaggedAttentionKey) -> FlashConfig:
-    """The largest tile whose scores, probabilities and output fit the registers of two consumers, or of three if heads
-    are narrow.
+    """Return the largest tile whose scores, probabilities and output fit the registers of the consumer warpgroups.
+
+    There are two consumers, or three if heads are narrow.
     """
     tile_keys = 128 if key.value_dim <= 128 else 64
     return FlashConfig(tile_keys, stages=2, consumers=3 if key.key_dim == 64 and key.long else 2)
 
 
 def sm100_config(key: RaggedAttentionKey) -> FlashConfig:
-    """Sizes of the Mosaic kernel on Blackwell."""
+    """Return the sizes of the Mosaic kernel on Blackwell."""
     return tuning.lookup("ragged_attention/mosaic", dataclasses.asdict(key), FlashConfig, lambda: _sm100_heuristic(key))
 
 
 def _sm100_heuristic(key: RaggedAttentionKey) -> FlashConfig:
-    """Take as many rows, then keys, then stages as fit shared memory and TMEM: one consumer if heads are wide, or if
-    the blocks of two would be half empty.
+    """Maximize rows, then keys, then stages within shared memory and TMEM.
+
+    There is one consumer if heads are wide, or if the blocks of two consumers would be half empty.
     """
     if key.value_dim > 128:
         return FlashConfig(tile_keys=64, stages=2, consumers=1)
@@ -73,7 +75,9 @@ def _sm100_heuristic(key: RaggedAttentionKey) -> FlashConfig:
 
 
 def triton_tile(card: Device, rows: int, key_dim: int, value_dim: int, *, capped: bool) -> tiles.FlashTile:
-    """Sizes of the Triton kernel, by the query rows that share keys, on average, and Dk and Dv; see `flash_tile`."""
+    """Return the sizes of the Triton kernel by the average number of query rows that share keys, and Dk and Dv; see
+    `flash_tile`.
+    """
     rows = min(tiles.MOST_ROWS, tiles.power_of_two(rows))
     key = {"key_dim": key_dim, "value_dim": value_dim, "rows": rows, "demanding": capped}
     make = functools.partial(tiles.flash_tile, card, rows, max(key_dim, value_dim), demanding=capped)
@@ -81,13 +85,15 @@ def triton_tile(card: Device, rows: int, key_dim: int, value_dim: int, *, capped
 
 
 CACHE_BYTES = 32 * 2**20
-"""Bytes of keys and values that programs which run at the same time share, at most, in an L2 cache of 50 MB."""
+"""Maximum bytes of keys and values that concurrent CTAs share in an L2 cache of 50 MB."""
 
 
 def l2_head_group(num_heads: int, num_kv_heads: int, kv_bytes: int) -> int:
-    """Number of query heads whose blocks alternate: those of as many KV heads as fit the L2 cache.
+    """Return the number of query heads whose blocks alternate: the query heads of the KV heads that fit the L2 cache.
 
     Args:
+      num_heads: query heads, or sets of query heads that share a block.
+      num_kv_heads: Hkv.
       kv_bytes: bytes of the keys and values of one KV head.
     """
     most = max(1, CACHE_BYTES // kv_bytes)

@@ -1,4 +1,4 @@
-"""Definition of `ragged_attention`: every query against every key, those of other sequences masked."""
+"""Definition of `ragged_attention`: every query against every key, with keys of other sequences masked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     def attend(
         query: tuple[Float[Array, "Hq Dk"], Bool[Array, "U"]],
     ) -> tuple[Float[Array, "Hq Dv"], Float[Array, "Hq"]]:
-        """One query alone, so that NaN among what others see leaves no trace in it."""
+        """Compute one query separately, so that NaN in keys that only other queries see does not affect it."""
         q, visible = query
         out, lse = oracle.attention(
             q[None, None],

@@ -1,4 +1,4 @@
-"""`ragged_attention` in Triton, for any card from Ampere (sm80) on: see `triton.flash`."""
+"""`ragged_attention` in Triton, for cards from Ampere (sm80) on. The main loop is in `pallas_attn.triton.flash`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pallas_attn.triton import caches, flash, tiles
 
 
 def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"]]:
-    caches.refuse_queries(call.q)
-    caches.refuse_width(max(call.key_dim, call.value_dim))
+    caches.require_queries(call.q)
+    caches.require_head_dim(max(call.key_dim, call.value_dim))
     card = device.triton_card()
     rows = call.num_q_heads // call.num_kv_heads * -(-call.num_tokens // call.num_sequences)
     return flash.attend(

@@ -1,4 +1,4 @@
-"""`ragged_attention` on any device: tiles of queries walk the keys of their sequence with an online softmax."""
+"""`ragged_attention` on any device: tiles of queries iterate over the keys of their sequence (online softmax)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     tiles = QueryTiles(call.cu_q_lens, num_tokens, settings.tile_queries)
     tile_tokens = min(settings.tile_tokens, num_keys)
     num_kv = jnp.diff(cu_kv_lens)
-    # How many keys each query sees: all of its sequence's, or all but those of the queries after it.
+    # Number of keys that each query sees: all keys of its sequence, or all except the keys of later queries.
     newer = jnp.diff(call.cu_q_lens)[tiles.sequence][:, None] - 1 - tiles.index
     hidden = newer if call.causal else jnp.zeros_like(newer)
     num_visible = jnp.where(tiles.real, jnp.maximum(num_kv[tiles.sequence][:, None] - hidden, 0), 0)
-    # A tile's queries are neighbours, so the first one sees the oldest key.
+    # A tile's queries are consecutive, so its first query sees the oldest key.
     oldest = jnp.zeros_like(num_visible[:, 0])
     if call.window is not None:
         oldest = jnp.maximum(num_visible[:, 0] - call.window, 0)

@@ -1,8 +1,9 @@
-"""Attention of a step that mixes decodes and chunks of prompts, in one call that writes its new tokens first.
+"""Attention of a step with decodes and prompt chunks in one call that first writes the new tokens.
 
-The call that JAX engines for TPUs make. There are no kernels of its own: `write_kv`, `paged_decode` and `paged_prefill`
-do the work. Over 16 bits Mosaic's prefill takes all sequences. Elsewhere decode and prefill get all of them, those of
-the other one as idle rows, so that which of them decode may be known on the device only.
+JAX engines for TPUs make this call. There are no kernels of its own: it calls `write_kv`, `paged_decode` and
+`paged_prefill`. With a 16-bit cache, Mosaic's prefill kernel processes all sequences. Otherwise decode and prefill both
+get all sequences, and each sees the sequences of the other as idle rows. So only the device needs to know which
+sequences decode.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pallas_attn import checks
 from pallas_attn.ops.paged_decode import paged_decode
 from pallas_attn.ops.paged_prefill import paged_prefill
 from pallas_attn.ops.write_kv import write_kv
-from pallas_attn.portable.gradients import refuse_gradients
+from pallas_attn.portable.arguments import refuse_gradients
 from pallas_attn.portable.metadata import slot_mapping
 from pallas_attn.portable.mixed_step import MixedStep
 from pallas_attn.runtime import dispatch, sharded_calls
 from pallas_attn.types import QMAX, HeadWindow, Implementation, PagedKV
 
 type StaticScale = Float[Array, ""] | Float[Array, "Hkv"] | Float[Array, "Hkv D"] | float | None
-"""One scale for all heads, one a head [Hkv], one a channel [Hkv, D], or None for the cache's own."""
+"""One scale for all heads, one per head [Hkv], one per channel [Hkv, D], or None for the scales of the cache."""
 
 
 @sharded_calls.over_devices
@@ -51,42 +52,45 @@ def ragged_paged_attention(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T Hq Dv"], PagedKV]:
-    """Writes each sequence's new tokens into its pages, and attends over them: for engines written for TPUs.
+    """Write the new tokens of each sequence to its pages and attend to them, with the signature of TPU engines.
 
-    Sequences of one new token run on the kernel of `paged_decode` wherever they stand, others on that of
-    `paged_prefill`, or all of them on the latter where that is faster, in one call and one output. All arrays may be
-    known on the device only.
+    A sequence with one new token runs on the kernel of `paged_decode`, any other on the kernel of `paged_prefill`, into
+    one output. If prefill is faster for both, all sequences run on its kernel. The order of sequences is free. All
+    arrays may be known on the device only.
 
     Args:
-      q: packed queries in bfloat16, float16 or float32, with `q_scale` also in a cache's float8; rows before
-        cu_q_lens[0] and after its largest are padding.
-      k, v: keys and values of the same tokens, in any of these dtypes; or for static scales quantised already, in the
-        cache's dtype. Unused with `update_kv_cache=False`, and may be None then.
-      kv: the cache; under donation written in place.
-      kv_lens: tokens each sequence holds, the new ones included.
-      page_indices: page ids, in a row for each sequence or all rows in one; or row ids for head-wise tables. Entries
-        past a sequence's tokens may hold anything.
-      cu_q_lens: prefix sums of the new tokens. One that falls, such as a 0 at the end, counts as the largest before it.
-      distribution: [i, j, n]: n sequences are real, and what stands past them may be anything. Those from i to j are
-        prefills even of one token. Or n alone, [1] or []. None for S sequences.
-      sm_scale: multiplies the scores.
-      causal: False for queries that see every key of their sequence.
-      sliding_window: None, the number of newest keys every head sees, or a `HeadWindow`; either needs `causal`.
-      soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      attention_sink: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
-      update_kv_cache: False where the new tokens are in the pages already, as with layers that share a cache.
-      q_scale: attends with 8-bit queries over a float8 cache, as `paged_prefill` says. Over a cache of 16 or 32 bits
-        queries are as they are: what is divided by it is multiplied with it again.
-      k_scale, v_scale: of a quantised cache, in place of its own in this call; None for its own.
-      out_dtype: of the output; None for q's, unless that is a float8.
-      implementation: of all three operations.
+      q: packed queries in bfloat16, float16 or float32; with `q_scale` also in the float8 dtype of the cache. Rows
+        before cu_q_lens[0] and from the largest entry of cu_q_lens on are padding.
+      k, v: keys and values of the new tokens in bfloat16, float16 or float32, or, for static scales, already quantised
+        in the dtype of the cache. Unused with `update_kv_cache=False`, and may then be None.
+      kv: the cache. It is written in place if it is donated.
+      kv_lens: tokens of each sequence, including the new ones.
+      page_indices: page ids, [S, P] or flattened [S·P], or per-head row ids [S, Hkv, P]. Entries past the tokens of a
+        sequence may have any value.
+      cu_q_lens: prefix sums of the numbers of new tokens. An entry less than an earlier one, such as a 0 at the end,
+        counts as the largest earlier entry.
+      distribution: [i, j, n] or n alone, [1] or []: the first n sequences are real, and metadata of the others may have
+        any value. Sequences i to j - 1 run as prefills even with one new token. None for S real sequences.
+      sm_scale: factor of the scores.
+      causal: False for queries that see all keys of their sequence.
+      sliding_window: number of newest keys that every head sees, a `HeadWindow`, or None for all. A window needs
+        `causal`.
+      soft_cap: if given, scores become soft_cap · tanh(score / soft_cap).
+      attention_sink: float32 logits, one per head, that are added to the softmax denominator, unscaled and uncapped.
+      update_kv_cache: False if the new tokens are in the pages already, as in layers that share a cache.
+      q_scale: quantises the queries for a float8 cache, as in `paged_prefill`. Ignored with a 16-bit or 32-bit cache,
+        where dividing the queries and multiplying the scores would cancel.
+      k_scale, v_scale: scales that replace the scales of a quantised cache in this call; None for the scales of the
+        cache.
+      out_dtype: dtype of the output; None for the dtype of q, which then must not be float8.
+      implementation: implementation of all three operations.
 
     Returns:
       The output, exactly 0 for padding rows, and the cache.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: a `q_scale` over int8; or the implementation named does not support the call.
+      ValueError: arguments do not match each other.
+      NotImplementedError: `q_scale` with an int8 cache, or the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
@@ -145,20 +149,20 @@ def ragged_paged_attention(
 
 
 def _attend_at_once(q: Any, kv: PagedKV, step: MixedStep, *, implementation: Implementation, **options: Any) -> Any:
-    """Attention of all sequences by one kernel of prefill, where that is the faster way; None elsewhere.
+    """Attend with all sequences in one prefill kernel if that is faster; return None otherwise.
 
-    Mosaic's reads the keys of a single query as fast as its decode does, and then there is one launch and no plan.
+    Mosaic's prefill reads the keys of a single query as fast as its decode, and takes one launch and no plan.
     """
     if kv.k.dtype not in checks.PLAIN or dispatch.candidates("paged_prefill", implementation)[0] != "mosaic":
         return None
     try:
         return paged_prefill(q, kv, step.block_tables, step.cu_q_lens, step.kv_lens, implementation="mosaic", **options)
-    except NotImplementedError:  # another card, or a call that its kernels do not take
+    except NotImplementedError:  # another GPU, or an unsupported call
         return None
 
 
 def _attend_apart(q: Any, kv: PagedKV, step: MixedStep, *, causal: bool, **options: Any) -> Any:
-    """Attention of sequences of one new token as decodes and of the others as chunks, into one output."""
+    """Attend with sequences of one new token in decode and with all others in prefill, into one output."""
     num_tokens, num_sequences = q.shape[0], step.kv_lens.shape[0]
     first = jnp.minimum(step.cu_q_lens[:-1], num_tokens - 1)
     prefill_lens, decode_lens = (jnp.where(mine, step.kv_lens, 0) for mine in (~step.single, step.single))
@@ -169,7 +173,7 @@ def _attend_apart(q: Any, kv: PagedKV, step: MixedStep, *, causal: bool, **optio
 
 
 def _with_scales(kv: PagedKV, k_scale: StaticScale, v_scale: StaticScale) -> PagedKV:
-    """The cache with the scales that are given in place of its own."""
+    """Return the cache with `k_scale` and `v_scale` instead of its scales, where they are given."""
     checks.check_class("kv", kv, PagedKV)
     checks.check_array("kv.k", kv.k)
     return dataclasses.replace(
@@ -180,7 +184,7 @@ def _with_scales(kv: PagedKV, k_scale: StaticScale, v_scale: StaticScale) -> Pag
 
 
 def _static_scale(name: str, given: Any, own: Any, pages: Any) -> Any:
-    """The scale that is given, as a cache has it, or the cache's own."""
+    """Return the given scale in the shape of a cache scale, or the scale of the cache if none is given."""
     if given is None:
         return own
     if jnp.dtype(pages.dtype) not in QMAX:
@@ -194,10 +198,10 @@ def _static_scale(name: str, given: Any, own: Any, pages: Any) -> Any:
 
 
 def _check_new(k: Any, v: Any, kv: PagedKV, dims: checks.Dims) -> None:
-    """Raises ValueError unless the new tokens are what the cache is written with."""
+    """Raise ValueError if the new tokens cannot be written to the cache."""
     for name, new in (("k", k), ("v", v)):
         if new is None:
-            raise ValueError(f"{name}: expected the new tokens', or update_kv_cache=False; got None")
+            raise ValueError(f"{name}: expected the new tokens, or update_kv_cache=False; got None")
     quantised = (kv.k.dtype,) if jnp.dtype(kv.k.dtype) in QMAX else ()
     dims.check("k", k, "T Hkv D", (*checks.PLAIN, *quantised))
     if k.dtype not in checks.PLAIN and kv.k_scale is not None and kv.k_scale.ndim == 3:
@@ -208,12 +212,12 @@ def _check_new(k: Any, v: Any, kv: PagedKV, dims: checks.Dims) -> None:
 
 
 def _write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: Implementation) -> PagedKV:
-    """The cache with new tokens, of which quantised ones are taken as they are."""
+    """Write the new tokens to the cache. Quantised tokens are stored unchanged."""
     if k.dtype in checks.PLAIN:
         return write_kv(kv, k, v, slots, implementation=implementation)
     ones = jnp.ones(kv.k.shape[1:2], jnp.float32)
     unscaled = dataclasses.replace(kv, k_scale=ones, v_scale=ones)
-    # bfloat16 holds all that these dtypes do, and quotients by 1 are exact.
+    # bfloat16 represents all int8 and float8 values, and quotients by 1 are exact.
     k, v = (jnp.asarray(x).astype(jnp.bfloat16) for x in (k, v))
     written = write_kv(unscaled, k, v, slots, implementation=implementation)
     return dataclasses.replace(kv, k=written.k, v=written.v)

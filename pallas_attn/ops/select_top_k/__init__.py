@@ -1,4 +1,4 @@
-"""Choosing the best-scored keys of each token."""
+"""Select the keys with the highest scores for each token."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pallas_attn.types import Implementation
 def select_top_k(
     scores: Float32[Array, "T K"], *, top_k: int, implementation: Implementation = None
 ) -> Int32[Array, "T top_k"]:
-    """Positions of each row's `top_k` highest scores, exactly; of equal scores the lower positions are chosen.
+    """Return the positions of each row's `top_k` highest scores, exactly. Ties go to the lower position.
 
     Args:
-      scores: as `index_scores` gives them. -inf is never chosen; NaN counts as +inf.
-      top_k: positions wanted, which may be more than there are.
+      scores: result of `index_scores`. -inf is never selected. NaN counts as +inf.
+      top_k: number of positions. May exceed K.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      Positions in rising order, then -1 where a row has fewer than `top_k`.
+      Positions in ascending order, followed by -1 if a row has fewer than `top_k` scores above -inf.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: the arguments are inconsistent.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> scores = jnp.array([[1.0, 3.0, 3.0, 2.0, 3.0], [0.5, -jnp.inf, -2.0, -jnp.inf, -jnp.inf]])

@@ -1,4 +1,4 @@
-"""One call of `select_top_k`, as every implementation takes it."""
+"""Arguments of one call of `select_top_k`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ import jax
 from jaxtyping import Array, Float32
 
 from pallas_attn import checks
+from pallas_attn.ops.call_base import OperationCall
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SelectTopKCall:
-    """The arguments of `select_top_k`, described there."""
+class SelectTopKCall(OperationCall):
+    """Validated arguments of `select_top_k`; see its docstring."""
 
     op: ClassVar[str] = "select_top_k"
 
     scores: Float32[Array, "T K"]
     top_k: int = dataclasses.field(metadata={"static": True})
 
-    def bounded(self) -> SelectTopKCall:
-        """The call itself: there are no lengths."""
-        return self
-
     def validate(self) -> None:
-        """Raises ValueError unless the scores are right."""
+        """Raise ValueError unless `scores` has the right shape and dtype."""
         checks.Dims().check("scores", self.scores, "T K", checks.F32)

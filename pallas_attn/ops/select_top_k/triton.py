@@ -1,4 +1,4 @@
-"""`select_top_k` in Triton, for any card from Ampere (sm80) on."""
+"""`select_top_k` in Triton, for cards from Ampere (sm80) on."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from pallas_attn.triton import top_k
 
 def select_top_k(call: SelectTopKCall) -> Int32[Array, "T top_k"]:
     num_tokens, width = call.scores.shape
-    top_k.refuse(num_tokens, width, call.top_k)
+    top_k.require_supported(num_tokens, width, call.top_k)
     return top_k.highest(call.scores, None, call.top_k)

@@ -12,5 +12,5 @@ from pallas_attn.portable.index_tiles import as_positions, comparable
 
 def select_top_k(call: SelectTopKCall) -> Int32[Array, "T top_k"]:
     found = min(call.top_k, call.scores.shape[1])
-    best, chosen = lax.top_k(comparable(call.scores), found)  # of equal scores the lower positions
+    best, chosen = lax.top_k(comparable(call.scores), found)  # ties select the lower position
     return jnp.pad(as_positions(chosen, best), ((0, 0), (0, call.top_k - found)), constant_values=-1)

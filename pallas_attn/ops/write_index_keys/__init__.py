@@ -1,4 +1,4 @@
-"""Writing new index keys into their pages."""
+"""Write new index keys into their pages."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def write_index_keys(
     *,
     implementation: Implementation = None,
 ) -> PagedIndexKeys:
-    """Writes each token's index key into its slot; in place where the cache is donated.
+    """Write each token's index key into its slot; in place if the cache is donated.
 
-    A float8_e4m3fn cache gets the scale amax / 448 of each token (1 for zeros) and the quotients.
+    A float8_e4m3fn cache stores for each token the scale amax / 448 (1 for zeros) and the quotients.
 
     Args:
       index: of any dtype.
-      keys: normed and rotated index keys, in any 16-bit or 32-bit dtype; they are cast to the cache's.
-      slots: page · ps + offset of each token, those of its latents; PAGE_NONE, or any slot outside the pool, writes
-        nothing; no two other slots may be equal.
+      keys: normed and rotated index keys, in any 16-bit or 32-bit dtype. They are cast to the cache's dtype.
+      slots: page · ps + offset of each token, equal to the slots of its latents. PAGE_NONE and other slots outside the
+        pool write nothing. All other slots must be distinct.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The cache with the tokens written and every other element untouched.
+      The cache with the tokens written. All other elements are unchanged.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: the arguments are inconsistent.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.index_cache_spec(num_pages=8, page_size=4, index_dim=6, dtype=jnp.float32)

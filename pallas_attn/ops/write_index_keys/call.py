@@ -1,4 +1,4 @@
-"""One call of `write_index_keys`, as every implementation takes it."""
+"""Arguments of one call of `write_index_keys`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
+from pallas_attn.ops.call_base import OperationCall
 from pallas_attn.types import PagedIndexKeys
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class WriteIndexKeysCall:
-    """The arguments of `write_index_keys`, described there."""
+class WriteIndexKeysCall(OperationCall):
+    """Validated arguments of `write_index_keys`; see its docstring."""
 
     op: ClassVar[str] = "write_index_keys"
 
@@ -23,12 +24,8 @@ class WriteIndexKeysCall:
     keys: Float[Array, "T Di"]
     slots: Int32[Array, "T"]
 
-    def bounded(self) -> WriteIndexKeysCall:
-        """The call itself: slots outside the pool write nothing."""
-        return self
-
     def validate(self) -> None:
-        """Raises ValueError unless the arguments fit each other."""
+        """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
         checks.check_index_keys(self.index, dims)
         dims.check("keys", self.keys, "T Di", checks.PLAIN)

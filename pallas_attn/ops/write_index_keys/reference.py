@@ -1,4 +1,4 @@
-"""Definition of `write_index_keys`: one token after the other."""
+"""Definition of `write_index_keys`: token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`write_index_keys` in Triton, for any card from Ampere (sm80) on."""
+"""`write_index_keys` in Triton, for cards from Ampere (sm80) on."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from pallas_attn.types import PagedIndexKeys
 def write_index_keys(call: WriteIndexKeysCall) -> PagedIndexKeys:
     index = call.index
     if index.scale is None:
-        return PagedIndexKeys(row_writes.copied(call.keys, call.slots, index.keys))
-    return PagedIndexKeys(*row_writes.quantised(call.keys, call.slots, index.keys, index.scale))
+        return PagedIndexKeys(row_writes.copy_rows(call.keys, call.slots, index.keys))
+    return PagedIndexKeys(*row_writes.quantise_rows(call.keys, call.slots, index.keys, index.scale))

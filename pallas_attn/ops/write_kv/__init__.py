@@ -1,4 +1,4 @@
-"""Writing new keys and values into their pages, rotated and normed and quantised on the way."""
+"""Write new keys and values into their pages, after norm, rotation and quantisation."""
 
 from __future__ import annotations
 
@@ -48,39 +48,42 @@ def write_kv(
     q: Float[Array, "T Hq D"] | None = None,
     implementation: Implementation = None,
 ) -> PagedKV | tuple[PagedKV, Float[Array, "T Hq D"]]:
-    """Writes T new tokens' keys and values into their slots; under donation, in place.
+    """Write the keys and values of T new tokens into their slots; in place if the cache is donated.
 
-    Keys (and q) are normed and rotated in float32 as `rope` says, values never. From float32 they are then cast to the
-    cache's dtype or, by the kind of its scales, quantised (`pallas_attn.portable.quantise` has the arithmetic, which
-    all implementations follow to the bit; only norm and rotation may differ, by a unit in the last place):
+    Keys and q are normed and rotated in float32 according to `rope`. Values are not. Keys and values are then cast to
+    the cache's dtype, or quantised if the cache has scales. All implementations quantise with identical bits
+    (`pallas_attn.portable.quantise`). Their norms and rotations may differ by one unit in the last place.
 
-    - Static scales are used as given: x is stored as clip(x / scale, -qmax, qmax), rounded half to even for int8 and
-      cast for float8_e4m3fn and float8_e5m2; qmax is 127, 448 or 57344.
-    - Dynamic scales belong to groups of ps/g tokens. The group's tokens in this call are reduced together. The tokens
-      that count beside them are the group's *earlier* ones, at offsets below the lowest that this call writes; those
-      above it that are not written are stale, since a sequence is written in order. Then the group's new scale is the
-      larger of amax / qmax, amax being of this call's tokens, and old scale · (m / qmax), m being the largest magnitude
-      stored for an earlier token; 1 if neither reaches the smallest normal float32. This call's tokens are quantised
-      with it, and each earlier one is re-quantised from float32(stored · old scale), which changes nothing where the
-      scale stays. A call that writes a group's first token therefore starts the group afresh. Stale tokens keep their
-      bytes and count for nothing.
+    Static scales: x is stored as clip(x / scale, -qmax, qmax), rounded half to even for int8, and cast for
+    float8_e4m3fn and float8_e5m2. qmax is 127, 448 or 57344.
+
+    Dynamic scales: a scale belongs to a group of ps/g tokens of a page. For each group that the call writes to:
+
+    - New tokens are the group's tokens in this call. Earlier tokens are at offsets below the lowest new token. Other
+      tokens are stale, because sequences are written in order. Stale tokens do not affect the scale and are unchanged.
+    - The new scale is max(amax / qmax, old scale · (m / qmax)), where amax is the largest magnitude of new tokens and m
+      the largest stored magnitude of earlier tokens. A scale below the smallest normal float32 is replaced by 1.
+    - New tokens are quantised with the new scale. Earlier tokens are requantised from float32(stored · old scale),
+      which changes no bits if the scale is unchanged.
+
+    A call that writes a group's first token therefore resets the group.
 
     Args:
       kv: the cache; see `PagedKV`.
       k, v: bfloat16, float16 or float32.
-      slots: page·ps + offset of each token or, for head-wise tables, row·ps + offset of each token and head, in rows of
-        any head's pages. Slots outside the pool, -1 among them, write nothing; no two may be equal otherwise. Dynamic
-        scales follow the row, static ones the head.
-      rope: rotation and norms, or None when k comes ready.
-      q: queries to norm and rotate alike, in bfloat16, float16 or float32; needs `rope`.
+      slots: page · ps + offset of each token. For head-wise tables: pool row · ps + offset of each token and head,
+        where the pool row may belong to any head. Slots outside the pool, such as -1, write nothing. All other slots
+        must be distinct. Dynamic scales are stored with the pool row, static scales belong to the head.
+      rope: rotation and norms; None if k needs neither.
+      q: queries to norm and rotate in the same way, in bfloat16, float16 or float32; requires `rope`.
       implementation: None, a name, or names to try in order.
 
     Returns:
       The cache or, if q is given, the cache and the rotated q in q's dtype.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: the arguments are inconsistent.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""One call of `write_kv`, as every implementation takes it."""
+"""Arguments of one call of `write_kv`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
+from pallas_attn.ops.call_base import OperationCall
 from pallas_attn.types import PagedKV, Rope
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class WriteKVCall:
-    """The arguments of `write_kv`, described there."""
+class WriteKVCall(OperationCall):
+    """Validated arguments of `write_kv`; see its docstring."""
 
     op: ClassVar[str] = "write_kv"
 
@@ -32,24 +33,20 @@ class WriteKVCall:
 
     @property
     def key_columns(self) -> slice:
-        """Columns of the cache's k that keys are written to."""
+        """Columns of `kv.k` that keys are written to."""
         return slice(0, self.k.shape[-1])
 
     @property
     def value_columns(self) -> slice:
-        """Columns of the array that holds values, which values are written to."""
+        """Columns that values are written to, in the array that holds the values."""
         _, first = self.kv.values
         return slice(first, first + self.v.shape[-1])
 
-    def bounded(self) -> WriteKVCall:
-        """The call itself: slots outside the pool write nothing."""
-        return self
-
     def validate(self) -> None:
-        """Raises ValueError unless the arguments fit each other."""
+        """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
         checks.check_class("kv", self.kv, PagedKV)
-        if self.kv.is_fused:  # whose columns do not say how many of them are a key's
+        if self.kv.is_fused:  # the number of columns does not determine D
             dims.check("k", self.k, "T Hkv D", checks.PLAIN)
         checks.check_kv(self.kv, dims)
         dims.check("k", self.k, "T Hkv D", checks.PLAIN)

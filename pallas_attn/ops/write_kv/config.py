@@ -13,11 +13,11 @@ type Rotation = Literal["none", "neox", "interleaved"]
 
 @dataclasses.dataclass(frozen=True)
 class WriteKVConfig:
-    """Shares of the Mosaic kernel's work that threads and programs take.
+    """Division of the Mosaic kernel's work among threads and CTAs.
 
     Attributes:
-      row_threads: threads that share a token of a head, if it has columns for so many.
-      scan_tokens: tokens among which a program looks for leaders of groups, where groups of tokens share a scale.
+      row_threads: threads that share an entry (a token of a head), at most.
+      scan_tokens: number of tokens that a CTA checks for leaders of scale groups.
     """
 
     row_threads: int
@@ -32,14 +32,14 @@ class WriteKVConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WriteKVKey:
-    """Facts of a call that the best configuration depends on.
+    """Properties of a call that determine its configuration.
 
     Attributes:
       head_dim: D.
       rotary_half: number of pairs of columns that are rotated.
-      rotation: which columns make a pair.
+      rotation: which columns are pairs.
       entries: T·Hkv, rounded up to a power of two.
-      group_tokens: tokens that share a dynamic scale; 0 without one.
+      group_tokens: tokens that share a dynamic scale; 0 without dynamic scales.
     """
 
     head_dim: int
@@ -50,33 +50,33 @@ class WriteKVKey:
 
     @property
     def unit(self) -> int:
-        """The largest power of two that divides every segment of columns that are treated alike."""
+        """Largest power of two that divides the lengths of the rotated and the other columns."""
         rotated = self.rotary_half if self.rotation == "neox" else 2 * self.rotary_half
         common = math.gcd(rotated, self.head_dim - 2 * self.rotary_half) if rotated else self.head_dim
         return common & -common
 
     def threads_and_vector(self, config: WriteKVConfig) -> tuple[int, int]:
-        """Threads that share a row, and the neighbouring columns that each takes at a time."""
+        """Number of threads that share a row, and number of neighbouring columns per access of a thread."""
         threads = min(config.row_threads, self.unit // (2 if self.rotation == "interleaved" else 1), 32)
         return threads, min(8, self.unit // threads)
 
 
 def mosaic_config(key: WriteKVKey) -> WriteKVConfig:
-    """The configuration of the Mosaic kernel."""
+    """Return the configuration of the Mosaic kernel."""
     return tuning.lookup("kv_write/mosaic", dataclasses.asdict(key), WriteKVConfig, lambda: _mosaic_heuristic(key))
 
 
-PROGRAMS = 264
-"""Two programs for each multiprocessor: with fewer, some of them only wait for memory."""
+MIN_CTAS = 264
+"""Two CTAs per multiprocessor of an H100. With fewer, multiprocessors are idle while they wait for memory."""
 
 
 def _mosaic_heuristic(key: WriteKVKey) -> WriteKVConfig:
-    """16 columns a thread; fewer where a program would have rows to spare, tokens or those of a group being few."""
+    """16 columns per thread, or fewer if a CTA would otherwise have more rows than needed."""
     row_threads = 1
-    while row_threads < 32 and (key.head_dim > 16 * row_threads or _rows_to_spare(key, 128 // row_threads)):
+    while row_threads < 32 and (key.head_dim > 16 * row_threads or _has_spare_rows(key, 128 // row_threads)):
         row_threads *= 2
     return WriteKVConfig(row_threads, scan_tokens=min(16, max(1, key.entries // 4096)))
 
 
-def _rows_to_spare(key: WriteKVKey, rows: int) -> bool:
-    return rows > key.group_tokens if key.group_tokens > 1 else key.entries < PROGRAMS * rows
+def _has_spare_rows(key: WriteKVKey, rows: int) -> bool:
+    return rows > key.group_tokens if key.group_tokens > 1 else key.entries < MIN_CTAS * rows

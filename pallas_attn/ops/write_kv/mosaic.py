@@ -1,24 +1,39 @@
 """`write_kv` on Hopper and data-center Blackwell.
 
-An entry is one token of one KV head: a row of k, a row of v, and a row of the pool for each. A program is one warpgroup
-and takes some entries. The threads that share an entry hold its columns in registers, where it is normed, rotated and
-quantised, and load and store them without shared memory (`mosaic.primitives.row_io`):
+An entry is one token of one KV head: a row of k, a row of v, and a row of the pool for each. A CTA is one warpgroup and
+writes several entries. The threads that share an entry hold its columns in registers, and load and store them without
+shared memory (`mosaic.primitives.row_io`).
 
-    slots of 16 entries -> rows of the pool
-    k, v of 16 entries  -> registers -> norm, rotate -> quantise -> rows of the pool          queries likewise
+CTAs without shared scales (`_write_entries`), and CTAs of queries (`_norm_and_rotate_queries`):
 
-Neox style rotates columns that are half a head apart, so the halves are loaded separately and one thread has both.
+    row = pool rows of the CTA's entries, from their slots
+    k, v = rows of the entries                       # [entries, columns]; does not wait for slots
+    k = norm and rotate k
+    store k and v in the pool rows, cast or quantised, with dynamic scales
 
-Where groups of tokens share a scale, the tokens of a group may be anywhere in the call. A first kernel therefore
-records for every slot which token writes it. These records are never cleared: one counts if the token that it names
-does have that slot. So a program can tell which of its tokens lead their groups, that is, are the first of their group
-that the call writes. For each leader it takes the whole group, tokens of the call and earlier ones alike:
+Neox style rotates columns that are half a head apart. The halves are therefore loaded separately, and one thread has
+both columns of a pair.
 
-    token t leads     ->  its group, n rows:  0 1 2 | 3 4 5 6 | 7 ...
-                                              cached  from k    left as they are
-                          largest of both -> scale; all of them quantised with it and written
+If groups of tokens share a scale (`_write_groups`), the tokens of a group can be anywhere in the call. A first kernel
+records for each slot the token that writes it. Records are never cleared: a record is valid if the recorded token has
+this slot. The leader of a group is the group's lowest slot that the call writes. A CTA checks `scan_tokens` tokens:
 
-No program waits for another, and no two touch the same bytes: a group has one leader, and slots are distinct.
+    for token in the CTA's tokens:
+        if the token is the leader of its group of n rows:
+
+            0 1 2 | 3 4 5 6 | 7 ...
+            cached  from k    unchanged
+
+            scale = scale of the cached and new rows
+            write both, quantised with the scale
+
+| synchronisation | arrives | waits | protects |
+|---|---|---|---|
+| end of the first kernel | `_record_kernel` | `_write_groups` | records of writers |
+| `commit_smem` | all threads of a CTA | all threads of the CTA | list of leaders in shared memory |
+
+CTAs do not wait for one another, so there is no deadlock. No two CTAs write the same bytes, because a group has one
+leader and slots are distinct.
 """
 
 from __future__ import annotations
@@ -48,10 +63,13 @@ from pallas_attn.portable.quantise import amax_scale, held_scale
 from pallas_attn.types import PagedKV, ScaleLayout
 
 FEW_VALUES = 32
-"""Values of k in a thread, of a row or of a group's rows, up to which there are registers for as many of v."""
+"""Maximum number of k values per thread with v in registers at the same time."""
 
 MANY_VALUES = 64
-"""Values of k in a thread, up to which v is taken after k; accesses have to be of 8 values then, to save addresses."""
+"""Maximum number of k values per thread. Above `FEW_VALUES`, v is loaded after k.
+
+Accesses then must have 8 values, so that addresses need fewer registers.
+"""
 
 
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
@@ -83,12 +101,12 @@ def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]
 
 
 def flat(a: Array) -> Array:
-    """[rows, columns] of an array whose leading axes count rows."""
+    """Reshape to [rows, columns], where the leading axes are rows."""
     return a.reshape(-1, a.shape[-1])
 
 
 class WriteKVInputs(NamedTuple):
-    """Operands of the kernel: arrays, or in the kernel references to them.
+    """Operands of the kernel: arrays, or references to them inside the kernel.
 
     Attributes:
       q: [T·Hq, D] or None.
@@ -96,7 +114,7 @@ class WriteKVInputs(NamedTuple):
       slots: [T] or [T·Hkv].
       cos, sin: [T, half] or None.
       q_norm, k_norm: [1, D] or None.
-      k_scale, v_scale: static ones, [Hkv] or [Hkv, D], or None.
+      k_scale, v_scale: static scales [Hkv] or [Hkv, D], or None.
     """
 
     q: Any
@@ -129,8 +147,11 @@ class WriteKVInputs(NamedTuple):
 
 
 class KVPool(NamedTuple):
-    """Arrays that are written: k, v [N, Hkv, ps, D] and dynamic scales [N, Hkv, g] or None; in the kernel references to
-    their rows, [N·Hkv·ps, D], and [N·Hkv·g].
+    """Arrays that the kernel writes, or references to them inside the kernel.
+
+    Attributes:
+      k, v: [N, Hkv, ps, D]; inside the kernel [N·Hkv·ps, D].
+      k_scale, v_scale: dynamic scales [N, Hkv, g], or None; inside the kernel [N·Hkv·g].
     """
 
     k: Any
@@ -146,16 +167,17 @@ class KVPool(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WriteKVStatic:
-    """Compile-time facts of a kernel, beside shapes and dtypes.
+    """Compile-time parameters of a kernel, in addition to shapes and dtypes.
 
     Attributes:
-      few_values: whether there are registers for k and v at once.
+      tile: layout of entries in registers.
+      few_values: whether k and v fit into registers at the same time.
       num_tokens, num_kv_heads, page_size: T, Hkv and ps.
       num_slots: number of slots in the pool.
-      head_slots: whether every head has slots of its own, in rows.
-      q_rows: T·Hq, 0 without queries.
-      scales: scales of the cache.
-      norm_after: whether norms come after the rotation.
+      head_slots: whether slots are head-wise, one for each token and head.
+      q_rows: T·Hq; 0 without queries.
+      scales: layout of the cache's scales.
+      norm_after: whether the norm follows the rotation.
       norm_eps: epsilon of the norms.
       scan_tokens: see `WriteKVConfig`.
     """
@@ -191,8 +213,8 @@ class WriteKVStatic:
         limit = MANY_VALUES if group > 1 and layout.vector == 8 else FEW_VALUES
         if values > limit:
             raise NotImplementedError(
-                f"takes up to {limit} values a thread; {max(1, group)} tokens of {head_dim} columns, alike in "
-                f"stretches of {key.unit}, are {values}"
+                f"takes up to {limit} values per thread, got {values}: {max(1, group)} tokens of {head_dim} columns in "
+                f"segments of {key.unit}"
             )
         return WriteKVStatic(
             tile=HeadTile(layout, head_dim, half, rotation == "interleaved"),
@@ -211,17 +233,17 @@ class WriteKVStatic:
 
     @property
     def group_tokens(self) -> int:
-        """Tokens of a group with a scale of its own; 0 if scales are static or there are none."""
+        """Number of tokens that share a dynamic scale; 0 without dynamic scales."""
         return self.page_size // self.scales if isinstance(self.scales, int) else 0
 
     @property
     def grouped(self) -> bool:
-        """True if groups have more than one token."""
+        """Whether groups have more than one token."""
         return self.group_tokens > 1
 
     @property
     def scan(self) -> RowLayout:
-        """Layout of tokens [rows] and the slots of their groups [rows, group_tokens]."""
+        """Register layout for tokens [rows] and the slots of their groups [rows, group_tokens]."""
         return RowLayout(math.gcd(self.group_tokens, 8), 1)
 
     @property
@@ -230,7 +252,7 @@ class WriteKVStatic:
 
     @property
     def num_slots_given(self) -> int:
-        """Number of slots that the call gives."""
+        """Number of slots in the call's arguments."""
         return self.entries if self.head_slots else self.num_tokens
 
     @property
@@ -244,7 +266,7 @@ class WriteKVStatic:
         return pl.cdiv(self.q_rows, self.tile.layout.rows)
 
     def row(self, slot: Any, head: Any) -> Any:
-        """Row of the pool of a slot that is in it."""
+        """Row of the pool for a slot inside the pool."""
         if self.head_slots:
             return slot
         page_size = jnp.full_like(slot, self.page_size)
@@ -265,7 +287,11 @@ class WriteKVStatic:
 
 
 def _kernel(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref | None, *memory: Ref) -> None:
-    """Run a program for k and v, or for q. `memory` holds the rotated q, if there is one, and the leaders of groups."""
+    """Run a CTA for k and v, or for q.
+
+    Args:
+      memory: output q if there are queries, and shared memory for the leaders of groups.
+    """
     program = lax.axis_index("program")
 
     @pl.when(program < static.kv_programs)
@@ -295,7 +321,7 @@ def _index_or_none(there: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.where(there, index, -1)
 
 
-# --- entries on their own
+# --- entries without shared scales
 
 
 def _write_entries(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, program: Any) -> None:
@@ -305,7 +331,7 @@ def _write_entries(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, progra
     slot = layout.take(x.slots, jnp.minimum(entry if static.head_slots else token, static.num_slots_given - 1))
     exists = entry < static.entries
     row = _index_or_none(exists & (slot >= 0) & (slot < static.num_slots), static.row(slot, head))
-    # Tokens without a slot are loaded, too: so loads need not wait for slots.
+    # Load tokens without a slot too, so that loads do not wait for slots.
     entry, token = _index_or_none(exists, entry), _index_or_none(exists, token)
     k, v = tile.load(x.k, entry), tile.load(x.v, entry)
     if x.cos is not None:
@@ -332,13 +358,13 @@ def _divide_rows(layout: RowLayout) -> Callable[[jax.Array, jax.Array], jax.Arra
 
 
 def _row_divisors(tile: HeadTile, scale: jax.Array, dtype: Any) -> list[Divisor]:
-    """Divisors of one scale a row, for each segment of columns."""
+    """Divisors for each segment of columns, from one scale per row."""
     divisor = Divisor.of(scale, dtype, tile.layout.per_row)
     return [divisor.spread(tile.layout, columns) for _, columns in tile.segments]
 
 
 def _static_divisors(static: WriteKVStatic, scale: Ref, head: jax.Array, dtype: Any) -> list[Divisor]:
-    """Divisors of the static scales that entries of these heads have."""
+    """Divisors for each segment of columns, from the static scales of the entries' heads."""
     if static.scales == "head":
         return _row_divisors(static.tile, static.tile.layout.take(scale, head), dtype)
     return [Divisor.of(segment, dtype, static.tile.layout.tile) for segment in static.tile.load(scale, head)]
@@ -358,7 +384,7 @@ def _store_quantised(
 
 
 def _record_writers(static: WriteKVStatic, slots: Int32[Array, "n"]) -> Int32[Array, "slots"]:
-    """Index in `slots` of each slot that the call writes; arbitrary for other slots."""
+    """Index in `slots` for each slot of the pool that the call writes; undefined for other slots."""
     return plgpu.kernel(
         functools.partial(_record_kernel, static),
         out_type=jax.ShapeDtypeStruct((static.num_slots,), jnp.int32),
@@ -379,7 +405,7 @@ def _record_kernel(static: WriteKVStatic, slots: Ref, writers: Ref) -> None:
 def _writer(
     static: WriteKVStatic, slots: Ref, writers: Ref, slot: jax.Array, layout: RowLayout, registers: Any
 ) -> jax.Array:
-    """Index in the call's `slots` of each given slot, all in the pool; -1 if the call does not write it."""
+    """Index in the call's `slots` for each slot of the pool; -1 if the call does not write the slot."""
     place = layout.take(writers, slot, registers)
     inside = jnp.clip(place, 0, static.num_slots_given - 1)
     return _index_or_none((place == inside) & (layout.take(slots, inside, registers) == slot), place)
@@ -388,7 +414,7 @@ def _writer(
 def _write_groups(
     static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref, leaders: Ref, program: Any
 ) -> None:
-    """Write the groups that some tokens of one head lead."""
+    """Write the groups of one head whose leaders are among the CTA's tokens."""
     head = lax.rem(program, static.num_kv_heads)
     first_token = lax.div(program, static.num_kv_heads) * static.scan_tokens
     leaders[...] = _leading_slots(static, x.slots, writers, first_token, head)
@@ -402,14 +428,14 @@ def _write_groups(
 
 
 def _leading_slots(static: WriteKVStatic, slots: Ref, writers: Ref, first_token: Any, head: Any) -> jax.Array:
-    """Slots of tokens that lead their groups, int32 [scan.rows]; -1 for the other tokens."""
+    """Slots of tokens that are leaders, int32 [scan.rows]; -1 for other tokens."""
     scan, group = static.scan, static.group_tokens
     number = scan.iota(scan.rows)
     token = first_token + number
     place = token * static.num_kv_heads + head if static.head_slots else token
     slot = scan.take(slots, jnp.minimum(place, static.num_slots_given - 1))
     there = (number < static.scan_tokens) & (token < static.num_tokens) & (slot >= 0) & (slot < static.num_slots)
-    slot = jnp.where(there, slot, 0)  # of which nothing comes before
+    slot = jnp.where(there, slot, 0)  # slot 0 has no slots before it
     offset = scan.spread(lax.rem(slot, jnp.full_like(slot, group)), group)
     other = plgpu.broadcasted_iota(jnp.int32, (scan.rows, group), 1, layout=scan.tile)
     before = jnp.where(other < offset, scan.spread(slot, group) - offset + other, 0)
@@ -419,14 +445,14 @@ def _leading_slots(static: WriteKVStatic, slots: Ref, writers: Ref, first_token:
 
 
 class ScaleGroup(NamedTuple):
-    """Tokens that share a scale, as rows of a tile.
+    """The tokens of a group, as rows of a tile.
 
     Attributes:
       index: index of the scale.
-      before: number of tokens that come before the call's.
-      row: [rows], row of the pool for each token that is written; -1 for others.
-      new: [rows], whether the call brings the token.
-      earlier: [rows], row of the pool for each token that comes before the call's; -1 for others.
+      before: number of tokens before the leader.
+      row: [rows], row of the pool for each token that is written, new or earlier; -1 for other tokens.
+      new: [rows], whether the token is in the call.
+      earlier: [rows], row of the pool for each token before the leader; -1 for other tokens.
     """
 
     index: Any
@@ -437,10 +463,10 @@ class ScaleGroup(NamedTuple):
 
 
 def _write_group(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref, leader: Any, head: Any) -> None:
-    """Write the group that the token at slot `leader` leads, in rows of its own head."""
+    """Write the group whose leader is the slot `leader`, in pool rows of `head`."""
     tile, layout, size = static.tile, static.tile.layout, static.group_tokens
     offset = layout.iota(pl.cdiv(size, layout.rows) * layout.rows)
-    before = lax.rem(leader, size)  # so many tokens come before those of this call
+    before = lax.rem(leader, size)  # number of tokens before the leader
     slot = leader - before + jnp.minimum(offset, size - 1)
     place = _writer(static, x.slots, writers, slot, layout, layout.per_row)
     new = (place >= 0) & (offset < size)
@@ -459,12 +485,16 @@ def _write_group(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers:
 
 
 def _requantise_group(tile: HeadTile, group: ScaleGroup, pages: Ref, scales: Ref, new: Sequence[jax.Array]) -> None:
-    """Quantise a group's new tokens (0 in other rows) together with those that it holds from before."""
+    """Quantise a group's new tokens, and requantise its earlier tokens.
+
+    Args:
+      new: segments of the new tokens; 0 in other rows.
+    """
     layout, rows, divide_rows = tile.layout, group.row.shape[0], _divide_rows(tile.layout)
     new = [segment.astype(jnp.float32) for segment in new]
 
     def earlier() -> tuple[list[jax.Array], jax.Array]:
-        """Values of the earlier tokens, and the scale that they need."""
+        """Return the dequantised earlier tokens, and the smallest scale for them."""
         held = [segment.astype(jnp.float32) for segment in tile.load(pages, group.earlier)]
         scale = layout.filled(scales[group.index], rows)
         amax = layout.filled(jnp.max(tile.largest(held)), rows)

@@ -16,11 +16,13 @@ from pallas_attn.mosaic.primitives.row_io import RowLayout
 
 @dataclasses.dataclass(frozen=True)
 class HeadTile:
-    """Layout of some heads in registers: one array for each segment of columns that are treated alike.
+    """Layout of rows (heads of tokens) in registers: one array for each segment of columns.
+
+    Segments are the rotated columns and the remaining columns. In neox style the rotated columns are two segments.
 
     Attributes:
-      half: number of pairs of columns that are rotated.
-      interleaved: whether pairs are neighbours; else they are `half` apart.
+      half: number of rotated pairs of columns.
+      interleaved: whether the columns of a pair are neighbours; otherwise they are `half` columns apart.
     """
 
     layout: RowLayout
@@ -36,11 +38,11 @@ class HeadTile:
         return [(first, columns) for first, columns in (*rotated, rest) if columns]
 
     def load(self, ref: Ref, row: jax.Array) -> list[jax.Array]:
-        """Rows of ref [n, D]; zeros, and no access, where they are negative."""
+        """Load rows of ref [n, D]. Negative rows are not accessed and are 0."""
         return [self.layout.load(ref, row, first, columns) for first, columns in self.segments]
 
     def store(self, ref: Ref, row: jax.Array, values: Sequence[jax.Array]) -> None:
-        """Writes rows of ref [n, D] that are not negative."""
+        """Store rows of ref [n, D]. Negative rows are skipped."""
         for (first, _), segment in zip(self.segments, values, strict=True):
             self.layout.store(ref, row, first, segment)
 
@@ -49,11 +51,11 @@ class HeadTile:
         return functools.reduce(jnp.maximum, (jnp.max(jnp.abs(segment), axis=1) for segment in values))
 
     def spread(self, per_row: jax.Array) -> list[jax.Array]:
-        """A value of each row for all of its columns."""
+        """Broadcast a value per row to all columns of the row."""
         return [self.layout.spread(per_row, columns) for _, columns in self.segments]
 
     def rotate(self, x: Sequence[jax.Array], cos: Ref, sin: Ref, token: jax.Array) -> list[jax.Array]:
-        """Apply `portable.rope.rotate` to rows that belong to these tokens."""
+        """Apply `portable.rope.rotate` to rows that belong to the tokens `token` [rows]."""
         pairs = self.layout.halved if self.interleaved else self.layout
         cosine, sine = (pairs.load(ref, token, 0, self.half) for ref in (cos, sin))
         first, second = self.layout.unzip(x[0]) if self.interleaved else x[:2]

@@ -1,7 +1,7 @@
 """Correctly rounded quotients of float32 in Mosaic GPU kernels, and quantisation with them.
 
-`portable.quantise` defines the arithmetic. It divides in float64, of which a GPU does too little; here a quotient is
-made of float32 operations alone, and is the same to the bit.
+`portable.quantise` defines the arithmetic. It divides in float64, which is slow on a GPU. The functions here use
+float32 operations only, and give identical bits.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from pallas_attn.portable import quantise
 from pallas_attn.types import QMAX
 
 EXPONENT = 0x7F800000
-"""The exponent bits of a float32."""
+"""Exponent bits of a float32."""
 
 SMALLEST_RECIPROCAL = 0.5 + 2.0**-24
-"""The smallest reciprocal of a float32 below 2."""
+"""Reciprocal of the largest float32 below 2."""
 
 
 def divide(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
-    """x / y of float32, correctly rounded. Dozens of instructions: for a few values only."""
+    """x / y of float32, correctly rounded. It takes dozens of instructions, so use it for few values only."""
     if interpreted():
         return quantise.divide(x, y)
     return _elementwise(_instruction("div.rn.f32"), layout, x, y)
 
 
 class Divisor(NamedTuple):
-    """Scales below 2**127, prepared for the quantisation of many values.
+    """Scales below 2**127, with precomputed numbers for the quantisation of many values.
 
     Attributes:
       power: a power of two.
       normal: power · scale, from 1 to 2.
-      reciprocal: of `normal`, correctly rounded.
-      bound: what values times `power` are clipped to, qmax · power · scale. This is rounded, so the quotient is about
-        qmax, which is near enough: it is stored as qmax.
+      reciprocal: 1 / normal, correctly rounded.
+      bound: qmax · power · scale, the limit that values times `power` are clipped to. It is rounded, so the quotient of
+        a clipped value is close enough to qmax to be stored as qmax.
     """
 
     scale: Any
@@ -57,7 +57,7 @@ class Divisor(NamedTuple):
 
     @staticmethod
     def of(scale: jax.Array, dtype: Any, layout: Any) -> Divisor:
-        """Prepare float32 scales of a cache of this dtype, in registers of this layout."""
+        """Compute the divisor of float32 scales in registers, for a cache of `dtype`."""
         if interpreted():
             return Divisor(*[scale] * 5)
         exponent = lax.bitcast_convert_type(scale, jnp.int32) & EXPONENT
@@ -70,7 +70,7 @@ class Divisor(NamedTuple):
         return Divisor(scale, power, normal, reciprocal, normal * QMAX[jnp.dtype(dtype)])
 
     def spread(self, layout: RowLayout, columns: int) -> Divisor:
-        """Spread a divisor for each row over the row's columns."""
+        """Broadcast a divisor per row to all columns of the row."""
         return Divisor(*(layout.spread(each, columns) for each in self))
 
     def quantise(self, x: jax.Array, dtype: Any, layout: Any) -> jax.Array:
@@ -80,14 +80,14 @@ class Divisor(NamedTuple):
         x = jnp.clip(x * self.power, -self.bound, self.bound)
         quotient = _elementwise(functools.partial(refined_quotient, MLIR), layout, x, self.normal, self.reciprocal)
         if jnp.issubdtype(dtype, jnp.integer):
-            # Not by adding 1.5 · 2**23 for the low bits: when a byte of a register that holds a float is to be stored,
-            # ptxas before 13.5 converts the float.
+            # Adding 1.5 · 2**23 and storing the low byte is not an option: ptxas before 13.5 converts the float when a
+            # byte of a register with a float is stored.
             return _elementwise(_instruction("cvt.rni.s32.f32"), layout, quotient, dtype=jnp.int32).astype(dtype)
         return quotient.astype(dtype)
 
 
 class Arithmetic[T](NamedTuple):
-    """Operations that a quotient takes: multiply(a, b), fma(a, b, c) = a · b + c and negate(a), each rounded once."""
+    """Operations for quotients: multiply(a, b), fma(a, b, c) = a · b + c and negate(a), each rounded once."""
 
     multiply: Callable[[T, T], T]
     fma: Callable[[T, T, T], T]
@@ -98,10 +98,11 @@ MLIR = Arithmetic(arith.mulf, mlir_math.fma, arith.negf)
 
 
 def refined_reciprocal[T](arithmetic: Arithmetic[T], y: T, guess: T, one: T) -> T:
-    """1 / y of float32, from a guess that errs by two units in the last place at most.
+    """1 / y of float32, from a guess with an error of at most two units in the last place.
 
-    The first correction leaves less than one, from where the second rounds correctly (Markstein, IBM Journal of
-    Research and Development 34, 1990) but where y has all bits set: there it is a tie, and may leave a power of two.
+    After the first correction the error is below one unit. The second correction then rounds correctly (Markstein, IBM
+    Journal of Research and Development 34, 1990), except if all mantissa bits of y are set. In this case the result may
+    be a power of two, the next lower number, because of a tie.
     """
     _, fma, negate = arithmetic
     for _ in range(2):
@@ -112,9 +113,9 @@ def refined_reciprocal[T](arithmetic: Arithmetic[T], y: T, guess: T, one: T) -> 
 def refined_quotient[T](arithmetic: Arithmetic[T], x: T, y: T, reciprocal: T) -> T:
     """x / y of float32, correctly rounded, from `refined_reciprocal`.
 
-    The first correction brings the error of the product below a unit in the last place. Then the remainder is exact,
-    and the second correction rounds as division does (Markstein again). The division instruction does the same where
-    nothing can overflow, but first has to check that. Signs are such that -0 stays -0.
+    After the first correction the error of the quotient is below one unit in the last place. The remainder is then
+    exact, and the second correction rounds like a division (Markstein 1990). The division instruction runs the same
+    steps after a check for overflow. The signs are chosen so that -0 gives -0.
     """
     multiply, fma, negate = arithmetic
     quotient, step = multiply(x, reciprocal), negate(reciprocal)
@@ -126,7 +127,7 @@ def refined_quotient[T](arithmetic: Arithmetic[T], x: T, y: T, reciprocal: T) ->
 def _elementwise(
     function: Callable[..., ir.Value], layout: Any, *operands: jax.Array, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """Apply a function of registers, vectors of float32 that it maps to vectors of `dtype`, to all those of arrays."""
+    """Apply a function to the registers of arrays. It maps vectors of float32 to vectors of `dtype`."""
 
     @plgpu.inline_mgpu(
         arg_types=(layout,) * len(operands),
@@ -139,7 +140,10 @@ def _elementwise(
 
 
 def _instruction(name: str) -> Callable[..., ir.Value]:
-    """A PTX instruction of float32 operands as a function of vectors; the first type in its name is the result's."""
+    """A PTX instruction with float32 operands as a function of vectors.
+
+    The first type in the name is the result type.
+    """
     rounds_to_integer = ".s32." in name
 
     def apply(*vectors: ir.Value) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Definition of `write_kv`, over the whole pool: every token is put into its slot, then each group is scaled once."""
+"""Definition of `write_kv` over the whole pool: put every token into its slot, then quantise each scale group."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _write(
     if scale is None or scale.ndim < 3:
         if scale is None:
             values = x.astype(pages.dtype)
-        else:  # static: follows the head
+        else:  # static scales belong to the head
             values = quantise(x.astype(jnp.float32), scale.reshape(1, num_kv_heads, -1), pages.dtype)
         laid = pool.astype(pages.dtype).at[row, offset].set(values, mode="drop")
         return jnp.where(written[..., None], laid, pages.reshape(pool.shape)).reshape(pages.shape), scale
@@ -66,7 +66,7 @@ def _write(
 def _rows(
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"], num_pages: int, num_kv_heads: int, page_size: int
 ) -> tuple[Int32[Array, "T Hkv"], Int32[Array, "T Hkv"]]:
-    """Row (one past the last where nothing is written) and offset of each token and head."""
+    """Pool row and offset of each token and head. Tokens that are not written have the row after the last."""
     page_or_row, offset = slots // page_size, slots % page_size
     if slots.ndim == 1:
         head = jnp.arange(num_kv_heads, dtype=jnp.int32)
@@ -84,10 +84,15 @@ def _write_groups(
     new: Float[Array, "N Hkv g n D"],
     written: Bool[Array, "N Hkv g n"],
 ) -> tuple[Num[Array, "N Hkv g n D"], Float[Array, "N Hkv g"]]:
-    """Groups of n tokens; `written` says which of them this call writes, `new` holds those and zeros."""
+    """Write groups of n tokens.
+
+    Args:
+      new: values of this call's tokens, and zeros elsewhere.
+      written: whether this call writes a token.
+    """
     dtype = stored.dtype
     touched = written.any(axis=-1)
-    first = jnp.argmax(written, axis=-1)  # the group's lowest offset that this call writes
+    first = jnp.argmax(written, axis=-1)  # lowest offset of the group that this call writes
     earlier = (jnp.arange(written.shape[-1])[None, None, None, :] < first[..., None]) & touched[..., None]
     stored_amax = jnp.max(jnp.where(earlier[..., None], jnp.abs(stored.astype(jnp.float32)), 0.0), axis=(-2, -1))
     amax = jnp.max(jnp.abs(new), axis=(-2, -1))

@@ -1,4 +1,4 @@
-"""`write_kv` on any device: scatters that touch only what is written, and update the cache in place."""
+"""`write_kv` on any device: scatters that access only the written tokens and their groups, in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import PagedKV
 
 _BLOCK_ELEMENTS = 2**23
-"""Elements of the cache in flight at a time while earlier tokens are re-quantised."""
+"""Maximum number of cache elements that one iteration of the requantisation loop processes."""
 
 
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
@@ -40,8 +40,8 @@ def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]
 class _Location(NamedTuple):
     """Destination of each of the E = T·Hkv entries (one token of one head).
 
-    Page, head and offset are kept apart because their product may not fit an int32. An entry that is not written has a
-    page past the end of the pool, a different one for each entry, so that scatters may be told all indices are unique.
+    Page, head and offset are separate because a combined index may not fit int32. An entry that is not written has a
+    page after the end of the pool, different for each entry, so that the indices of a scatter are unique.
     """
 
     page: Int32[Array, "E"]
@@ -73,20 +73,20 @@ def _write_static(
 ) -> Num[Array, "N Hkv ps W"]:
     if scale is None:
         values = x.astype(pages.dtype)
-    else:  # follows the head, whichever head's row it writes
+    else:  # static scales belong to the head, whose slots may be in any head's pool rows
         values = quantise(x.astype(jnp.float32), scale.reshape(1, x.shape[1], -1), pages.dtype)
     return put(pages, (at.page, at.head, at.offset), values.reshape(-1, x.shape[-1]), columns)
 
 
 class _Groups(NamedTuple):
-    """The scale groups that a call writes to, each known by its leader: of its entries the one of lowest offset.
+    """The scale groups that a call writes to. The leader of a group is its entry with the lowest offset.
 
     Attributes:
-      size: tokens of a group.
-      index: the place in its page of each entry's group.
-      leader: the entry that leads each entry's group.
-      leads: whether an entry is a leader, and written.
-      earlier: how many tokens of each entry's group precede its leader.
+      size: number of tokens of a group.
+      index: index of each entry's group in its page.
+      leader: leader of each entry's group.
+      leads: whether an entry is a leader and is written.
+      earlier: number of tokens before the leader in each entry's group.
     """
 
     size: int
@@ -116,7 +116,7 @@ def _write_dynamic(
 ) -> tuple[Num[Array, "N Hkv ps W"], Float[Array, "N Hkv g"]]:
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     amax = jnp.zeros_like(x[:, 0]).at[groups.leader].max(jnp.max(jnp.abs(x), axis=-1))
-    new_scale = amax_scale(amax, pages.dtype)  # of the group each entry leads; meaningless where it leads none
+    new_scale = amax_scale(amax, pages.dtype)  # scale of the group that an entry leads; unused for other entries
     if groups.size > 1:
         pages, new_scale = _requantise_earlier(pages, scale, amax, new_scale, at, groups, columns)
     values = quantise(x, new_scale[groups.leader][:, None], pages.dtype)
@@ -134,9 +134,9 @@ def _requantise_earlier(
     groups: _Groups,
     columns: slice,
 ) -> tuple[Num[Array, "N Hkv ps W"], Float[Array, "E"]]:
-    """Brings the tokens before each leader to their group's new scale, a block of groups at a time.
+    """Requantise the tokens before each leader with the new scale of their group, a block of groups at a time.
 
-    Only groups that have such tokens are visited: one a sequence and head at most, however long its chunk.
+    The loop visits only groups that have earlier tokens: at most one per sequence and head, for chunks of any length.
     """
     num_entries, width = amax.shape[0], columns.stop - columns.start
     block = min(num_entries, max(1, _BLOCK_ELEMENTS // (groups.size * width)))
@@ -150,7 +150,7 @@ def _requantise_earlier(
         entry = queue[place]
         page = page_or_none(at.page[entry], place < num_waiting, pages.shape[0])
         index = (page, at.head[entry], groups.index[entry])
-        # Read whole before anything is written: a GPU kernel that did both could not write the pool in place.
+        # The barrier separates reads from writes. A fused GPU kernel could not update the pool in place.
         read = grouped.at[(*index, slice(None), columns)].get(mode="clip"), scale.at[index].get(mode="clip")
         stored, old_scale = lax.optimization_barrier(read)
         earlier = jnp.arange(groups.size)[None, :, None] < groups.earlier[entry][:, None, None]
@@ -160,7 +160,7 @@ def _requantise_earlier(
         entry = jnp.where(place < num_waiting, entry, num_entries + place)
         return put(grouped, index, jnp.where(earlier, values, stored), columns), put(new_scale, (entry,), scales)
 
-    # A trip count known beforehand spares a GPU the wait for `num_waiting` in the steps that matter, those of decode.
+    # Decode steps have one block. Their trip count is static, so the host does not wait for `num_waiting`.
     trips = 1 if num_entries == block else -(-num_waiting // block)
     grouped = pages.reshape(*scale.shape, groups.size, -1)
     carry = varying_like((grouped, new_scale), (scale, amax, at))

@@ -1,4 +1,4 @@
-"""Writing new latents into their pages."""
+"""Write new latents into their pages."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def write_latent(
     *,
     implementation: Implementation = None,
 ) -> PagedLatent:
-    """Writes each token's latent into its slot; in place where the cache is donated.
+    """Write each token's latent into its slot; in place if the cache is donated.
 
-    A quantised cache gets, for each 128 columns of each token's latent, the scale amax / 448 (1 for zeros) and the
-    quotients as float8_e4m3fn; rotated keys are cast to the dtype of its `rope`. One of 8 bits without scales gets a
-    cast, which makes NaN or infinities of what it cannot hold.
+    A quantised cache stores, for each group of 128 latent columns of a token, the scale amax / 448 (1 for zeros) and
+    the quotients as float8_e4m3fn. Rotated keys are cast to the dtype of the cache's `rope`. For an 8-bit cache without
+    scales latents are cast. Numbers outside its range become NaN or infinite.
 
     Args:
       cache: of any dtype.
-      latent: normed latents and rotated keys, in the cache's dtype or cast to it; in any 16-bit or 32-bit dtype for a
-        quantised one.
-      slots: page · ps + offset of each token; PAGE_NONE, or any slot outside the pool, writes nothing; no two
-        other slots may be equal.
+      latent: normed latents and rotated keys. They are cast to the cache's dtype. For a quantised cache, any 16-bit or
+        32-bit dtype.
+      slots: page · ps + offset of each token. PAGE_NONE and other slots outside the pool write nothing. All other slots
+        must be distinct.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The cache with the tokens written and every other element untouched.
+      The cache with the tokens written. All other elements are unchanged.
 
     Raises:
-      ValueError: arguments that do not fit each other.
-      NotImplementedError: the implementation named does not support the call.
+      ValueError: the arguments are inconsistent.
+      NotImplementedError: the named implementation does not support the call.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)

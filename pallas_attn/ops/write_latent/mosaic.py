@@ -1,12 +1,12 @@
 """`write_latent` on Hopper and data-center Blackwell.
 
-A slot is a row of the pool. A program is one warpgroup and takes as many tokens as it has groups of threads that share
-a row. They look up the token's slot, load its latent to registers and store it there, 16 bytes an access:
+A slot is a row of the pool. A CTA is one warpgroup. Groups of its threads each copy one token, 16 bytes per access:
 
-    slots of 16 tokens -> rows of the pool          latents of 16 tokens -> registers -> these rows
+    slot = slots[token]
+    latent[token] -> registers -> rows[slot]
 
-Tokens without a slot are not read. No program waits for another, and no two write the same bytes, because slots are
-distinct. The latency of memory is hidden by the number of programs: five and more fit a multiprocessor.
+Tokens without a slot are not read. Slots are distinct, so no two CTAs write the same bytes, and there are no barriers.
+Five or more CTAs fit on a multiprocessor, which hides the memory latency.
 """
 
 from __future__ import annotations

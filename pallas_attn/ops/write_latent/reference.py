@@ -1,4 +1,4 @@
-"""Definition of `write_latent`: one token after the other."""
+"""Definition of `write_latent`: token by token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`write_latent` in Triton, for any card from Ampere (sm80) on: rows of latents, copied, or in 8 bits by groups of 128
-columns; beside those, rotated keys are copied by a launch of their own.
+"""`write_latent` in Triton, for cards from Ampere (sm80) on.
+
+16-bit latents are copied. 8-bit latents are quantised in groups of 128 columns, and a second launch copies the rotated
+keys.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ def write_latent(call: WriteLatentCall) -> PagedLatent:
     if cache.pages.dtype == jnp.float8_e5m2:
         raise NotImplementedError(f"takes latents of 8 bits in float8_e4m3fn, got {cache.pages.dtype.name}")
     if cache.scale is None or cache.rope is None:
-        return PagedLatent(row_writes.copied(latent, slots, cache.pages))
-    pages, scale = row_writes.quantised(latent, slots, cache.pages, cache.scale)
-    rope = row_writes.copied(latent, slots, cache.rope, first_column=cache.pages.shape[-1])
+        return PagedLatent(row_writes.copy_rows(latent, slots, cache.pages))
+    pages, scale = row_writes.quantise_rows(latent, slots, cache.pages, cache.scale)
+    rope = row_writes.copy_rows(latent, slots, cache.rope, first_column=cache.pages.shape[-1])
     return dataclasses.replace(cache, pages=pages, scale=scale, rope=rope)

@@ -1,1 +1,1 @@
-"""Cases that several benchmarks share: the least work of a call, and its arguments on the device."""
+"""Cases that several benchmarks share: minimum bytes and operations of a call, and its arguments on the device."""

@@ -1,4 +1,4 @@
-"""One layer's absorbed decode step as a benchmark's case: its least work, and its arguments on the device."""
+"""Benchmark cases of one layer's absorbed decode step: minimum bytes and operations, and arguments on the device."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class MlaDecodeInputs:
     """Arguments of a chain of calls.
 
     Attributes:
-      cache: pool that all calls read from.
+      cache: pool that all calls read.
       kv_lens: int32 [B].
-      owns: queries and a table for each call; all differ, or the compiler would merge calls.
+      owns: queries and a block table per call. All differ; otherwise XLA would merge calls.
     """
 
     cache: PagedLatent
@@ -59,20 +59,20 @@ class MlaDecodeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the latents that queries see."""
+        """Bytes of the latents that the queries see."""
         s = self.shape
         spec = latent_cache_spec(num_pages=1, dtype=latent_dtype(self.cache), rope_dtype=None, **self.pool_sizes)
         return int(self.lens.sum()) * spec.bytes_per_page // s.page_size
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of both products. All queries are taken to see all latents."""
+        """Multiplications and additions of both products. Every query counts as seeing all latents."""
         s = self.shape
         return 2 * s.heads * s.queries * int(self.lens.sum()) * (2 * s.latent_dim + s.rope_dim)
 
     @functools.cached_property
     def lens(self) -> np.ndarray:
-        """Number of tokens of each sequence."""
+        """Number of tokens per sequence."""
         s = self.shape
         if not self.varied:
             return np.full(s.batch, s.context, np.int32)
@@ -81,7 +81,7 @@ class MlaDecodeCase:
 
     @property
     def sm_scale(self) -> float:
-        """DeepSeek's scale for keys with 128 columns that are not rotated."""
+        """Score scale of DeepSeek for keys with 128 columns without rotation."""
         return (128 + self.shape.rope_dim) ** -0.5
 
     @property
@@ -91,7 +91,7 @@ class MlaDecodeCase:
 
     @property
     def cold_calls(self) -> int:
-        """Number of calls that read pages of their own; they read so much that the first one's pages are cold again."""
+        """Number of calls with separate pages. They read so much that the pages of the first call leave the cache."""
         return calls_of(self.num_bytes)
 
     @property
@@ -100,7 +100,7 @@ class MlaDecodeCase:
         return {"page_size": s.page_size, "latent_dim": s.latent_dim, "rope_dim": s.rope_dim}
 
     def inputs(self, pools: Pools) -> MlaDecodeInputs:
-        """Makes the arguments of a chain.
+        """Make the arguments of a chain.
 
         Raises:
           MemoryError: the pages do not fit.

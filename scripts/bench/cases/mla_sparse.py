@@ -1,5 +1,5 @@
-"""Attention to chosen latents as a benchmark's case: decode rows, or the tokens of a chunk, of a long context, other
-latents in every call.
+"""Benchmark cases of sparse latent attention: decode rows or chunk tokens of a long context, with different latents in
+each call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SM_SCALE = 192**-0.5
 
 @dataclasses.dataclass(frozen=True)
 class MlaSparseCase:
-    """A step of `batch` sequences of `context` tokens, each of whose new tokens attends to `top_k` of them.
+    """A step of `batch` sequences of `context` tokens. Each new token attends to `top_k` of them.
 
     Attributes:
-      cache: kind of the cache, "fp8" for latents in 8 bits.
-      new_tokens: of each sequence.
+      cache: kind of cache; "fp8" for fp8 latents.
+      new_tokens: new tokens per sequence.
     """
 
     batch: int
@@ -58,14 +58,14 @@ class MlaSparseCase:
 
     @property
     def spec(self) -> CacheSpec:
-        """The pool that all calls read from."""
+        """Pool that all calls read."""
         pages = self.batch * self.context // self.page_size
         sizes = {"page_size": self.page_size, "latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
         return latent_cache_spec(num_pages=pages, dtype=latent_dtype(self.cache), **sizes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the latents that are chosen, each read once."""
+        """Bytes of the selected latents, each read once."""
         chosen = self.batch * min(self.context, self.new_tokens * self.top_k)
         return chosen * self.spec.bytes_per_page // self.page_size
 
@@ -82,14 +82,14 @@ class MlaSparseCase:
 
 @dataclasses.dataclass(frozen=True)
 class MlaSparseInputs:
-    """Arguments of a chain of calls: the cache, and the queries and slots of each call."""
+    """Arguments of a chain of calls: the cache, and queries and slots per call."""
 
     cache: PagedLatent
     owns: list[dict[str, Array]]
 
 
 def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
-    """Makes the arguments of a chain.
+    """Make the arguments of a chain.
 
     Raises:
       MemoryError: the pool does not fit.
@@ -108,8 +108,10 @@ def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
 
 
 def _choose(rng: np.random.Generator, case: MlaSparseCase) -> np.ndarray:
-    """Draws positions [rows, top_k], in rising order: at random, or for the many rows of chunks, where that takes long,
-    one of each share of the context.
+    """Draw sorted positions [rows, top_k].
+
+    Decode rows draw without replacement. Chunks have many rows, for which this takes long: they draw one position from
+    each of `top_k` equal parts of the context.
     """
     if case.new_tokens == 1:
         chosen = [rng.choice(case.context, case.top_k, replace=False) for _ in range(case.num_rows)]

@@ -1,4 +1,4 @@
-"""One layer's decode step as a benchmark's case: its least work, and its arguments on the device."""
+"""Benchmark cases of one layer's decode step: minimum bytes and operations, and arguments on the device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class DecodeArrays:
     """Arguments of a chain of calls.
 
     Attributes:
-      kv: pool that all calls read from.
+      kv: pool that all calls read.
       kv_lens: int32 [B].
-      q, block_tables: one for each call; all differ, or the compiler would merge calls.
+      q, block_tables: one array per call. All differ; otherwise XLA would merge calls.
     """
 
     kv: PagedKV
@@ -37,11 +37,12 @@ class DecodeCase:
     """A decode step over one kind of cache.
 
     Attributes:
-      shape: of the step.
-      cache: kind, of `pools.CACHES`.
-      varied: sequences are of 1 to `context` tokens, not all of `context`.
-      windowed_heads: KV heads that see `shape.window` keys, the others see all; None for no windows of heads.
-      sink_tokens: that windowed heads see too.
+      shape: shape of the step.
+      cache: kind of cache, a key of `pools.CACHES`.
+      varied: whether lengths are drawn from 1 to `context`; otherwise all are `context`.
+      windowed_heads: number of KV heads that see `shape.window` keys; the other heads see all keys. None for no head
+        windows.
+      sink_tokens: sink tokens that windowed heads also see.
     """
 
     shape: Decode
@@ -63,7 +64,7 @@ class DecodeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the keys and values that queries see; with windows, of all pages that hold one."""
+        """Bytes of the keys and values that the queries see; with windows, of all pages with a visible key."""
         page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
         if self.window is None:
             return page * int(self.lens.sum()) // self.shape.page_size
@@ -77,7 +78,7 @@ class DecodeCase:
 
     @functools.cached_property
     def lens(self) -> np.ndarray:
-        """Number of tokens of each sequence."""
+        """Number of tokens per sequence."""
         s = self.shape
         if not self.varied:
             return np.full(s.batch, s.context, np.int32)
@@ -85,7 +86,7 @@ class DecodeCase:
 
     @functools.cached_property
     def walked_pages(self) -> np.ndarray:
-        """Number of pages [B, Hkv] with a token that a query sees: those of sink tokens, and those of the window."""
+        """Number of pages [B, Hkv] with a visible token: pages of sink tokens and pages of the window."""
         s = self.shape
         windowed = np.arange(s.kv_heads) < (s.kv_heads if self.windowed_heads is None else self.windowed_heads)
         width = np.where(windowed, s.window or FULL, FULL)
@@ -95,7 +96,7 @@ class DecodeCase:
 
     @property
     def window(self) -> int | HeadWindow | None:
-        """The window in the form that the operation takes."""
+        """Window in the form of the operation's argument."""
         if self.windowed_heads is None or self.shape.window is None:
             return self.shape.window
         windowed = np.arange(self.shape.kv_heads) < self.windowed_heads
@@ -114,7 +115,7 @@ class DecodeCase:
 
     @property
     def cold_calls(self) -> int:
-        """Number of calls that read pages of their own; they read so much that the first one's pages are cold again."""
+        """Number of calls with separate pages. They read so much that the pages of the first call leave the cache."""
         return calls_of(self.num_bytes)
 
     @property
@@ -127,12 +128,12 @@ class DecodeCase:
         """Number of pages that the calls of a chain read."""
         return self.cold_calls * self.shape.batch * self.table_pages
 
-    def in_turn[Own](self, owns: Sequence[Own]) -> list[Own]:
-        """Repeats the arguments of the cold calls for all calls of a chain, in turn."""
+    def repeated[Own](self, owns: Sequence[Own]) -> list[Own]:
+        """Repeat the arguments of the cold calls cyclically for all calls of a chain."""
         return [owns[i % len(owns)] for i in range(self.calls)]
 
     def inputs(self, pools: Pools) -> DecodeArrays:
-        """Makes the arguments of a chain.
+        """Make the arguments of a chain.
 
         Raises:
           MemoryError: the pages do not fit.
@@ -146,5 +147,5 @@ class DecodeCase:
             kv=kv,
             kv_lens=jnp.asarray(self.lens),
             q=[random_values(key, shape, dtype) for key in jax.random.split(jax.random.key(1), self.calls)],
-            block_tables=self.in_turn(tables(rng, kv.k.shape[0], self.cold_calls, (s.batch, self.table_pages))),
+            block_tables=self.repeated(tables(rng, kv.k.shape[0], self.cold_calls, (s.batch, self.table_pages))),
         )

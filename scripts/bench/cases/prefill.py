@@ -1,4 +1,4 @@
-"""Prefill chunks as benchmarks' cases: sequences of new tokens after cached ones."""
+"""Benchmark cases of prefill chunks: sequences of new tokens after cached tokens."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from scripts.bench.harness.pools import CACHES, Pools, cache_spec, random_values
 from scripts.bench.shapes import MlaPrefill, Prefill
 
 CHAIN_SECONDS = 2e-3
-"""Least time of a chain in seconds; starting one takes some 15 microseconds."""
+"""Minimum time of a chain in seconds. Starting a chain takes about 15 microseconds."""
 
 PORTABLE_FLOPS = 4e12
-"""Largest call for the portable implementations, which may take a second for so many operations."""
+"""Maximum operations of a call for the portable implementations, which may take a second for this number."""
 
 
 LENGTHS = tuple((new, cached) for cached in (0, 8192, 32768) for new in (8192, 2048, 512))
-"""(new tokens, cached tokens); the longest chunks come first, since most depends on them."""
+"""(new tokens, cached tokens). The longest chunks come first, because they matter most."""
 
 
 def mixed(*lengths: tuple[int, int]) -> tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]:
-    """Numbers that a shape begins with for sequences of these (new tokens, cached tokens), and the lengths for a
-    case."""
+    """Return the first numbers of a shape with sequences of these (new tokens, cached tokens), and the lengths for a
+    case.
+    """
     return (len(lengths), max(new for new, _ in lengths), max(cached for _, cached in lengths)), lengths
 
 
 MIXED = mixed((1500, 0), (200, 9000), (3000, 1000), (64, 4000), (800, 0))
-"""A step of prompts that are new, nearly done, and in between; its number of tokens is no multiple of 8."""
+"""A step of new, nearly complete and intermediate prompts. Its number of tokens is not a multiple of 8."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedPrefill:
-    """Shape of a chunk whose keys and values are one array each: `sequences` of `new_tokens` each after `cached_tokens`
-    each."""
+    """Shape of a chunk with contiguous keys and values: `sequences` sequences of `new_tokens` after `cached_tokens`."""
 
     sequences: int
     new_tokens: int
@@ -51,7 +51,7 @@ class RaggedPrefill:
 
 
 def offsets(lengths: list[int]) -> Array:
-    """Offsets at which sequences of these lengths begin, and the last one ends."""
+    """Offsets of sequences of these lengths, including the end of the last sequence."""
     return jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
 
 
@@ -61,9 +61,9 @@ class PrefillCase:
 
     Attributes:
       shape: shape of the chunk.
-      cache: kind of the cache (`pools.CACHES`); for arrays, their dtype.
-      lengths: (new tokens, cached tokens) of each sequence where they differ. The shape has their number, and the
-        largest of either; see `mixed`.
+      cache: kind of cache (`pools.CACHES`); for contiguous arrays, their dtype.
+      lengths: (new tokens, cached tokens) per sequence, if they differ. The shape then has their number and maxima; see
+        `mixed`.
     """
 
     shape: Any
@@ -72,7 +72,7 @@ class PrefillCase:
 
     @property
     def each(self) -> tuple[tuple[int, int], ...]:
-        """(new tokens, cached tokens) of each sequence."""
+        """(new tokens, cached tokens) per sequence."""
         return self.lengths or ((self.shape.new_tokens, self.shape.cached_tokens),) * self.shape.sequences
 
     @property
@@ -82,17 +82,17 @@ class PrefillCase:
 
     @property
     def held(self) -> int:
-        """Number of tokens of all sequences, new ones included."""
+        """Number of tokens of all sequences, including new tokens."""
         return sum(self.held_by_each)
 
     @property
     def held_by_each(self) -> list[int]:
-        """Number of tokens of each sequence, new ones included."""
+        """Number of tokens per sequence, including new tokens."""
         return [new + cached for new, cached in self.each]
 
     @property
     def pairs(self) -> int:
-        """Number of (query, visible key) pairs; with a window, of those within it."""
+        """Number of (query, visible key) pairs; with a window, of pairs within the window."""
         window = getattr(self.shape, "window", None)
         counts = collections.Counter(self.each)
         seen = {(new, cached): cached + 1 + np.arange(new) for new, cached in counts}
@@ -122,17 +122,17 @@ class PrefillCase:
         return ", ".join(f"{f'{n} x ' if n > 1 else ''}{new} on {cached}" for (new, cached), n in counts)
 
     def check_one_length(self) -> None:
-        """Raises NotImplementedError for sequences of several lengths."""
+        """Raise NotImplementedError for sequences of different lengths."""
         if self.lengths:
-            raise NotImplementedError("takes sequences of one length")
+            raise NotImplementedError("needs sequences of equal length")
 
     def calls(self, num_bytes: int, flops: int) -> int:
-        """Number of calls in a chain, on a card with the rates of the fastest one."""
+        """Number of calls in a chain, for a card with the rates of the fastest card."""
         seconds = max(flops / 8e14, num_bytes / 4.8e12)
         return max(2, min(16, round(CHAIN_SECONDS / seconds)))
 
     def check_portable(self, implementation: str, flops: int) -> None:
-        """Raises NotImplementedError for a call that would take the portable implementation too long."""
+        """Raise NotImplementedError for a call that would take the portable implementation too long."""
         if implementation == "xla" and flops > PORTABLE_FLOPS:
             raise NotImplementedError(f"would take too long for {flops / 1e12:.0f} TFLOP")
 
@@ -153,7 +153,7 @@ class RaggedAttentionCase(PrefillCase):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of queries and outputs, keys and values."""
+        """Bytes of queries, outputs, keys and values."""
         s = self.shape
         rows = self.new * s.q_heads + self.held * s.kv_heads
         return rows * (s.qk_dim + s.v_dim) * jnp.dtype(self.dtype).itemsize
@@ -164,7 +164,7 @@ class RaggedAttentionCase(PrefillCase):
         return 2 * s.q_heads * (s.qk_dim + s.v_dim) * self.pairs
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Makes the arguments: q for each call, and the arguments that all calls share."""
+        """Make the arguments: q per call, and the arguments that all calls share."""
         pools.release()
         s = self.shape
         calls = range(self.calls(self.num_bytes, self.flops))
@@ -191,8 +191,7 @@ class PagedPrefillCase(PrefillCase):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of queries and outputs, and of the pages of all tokens; with a window, of those that some query
-        sees."""
+        """Bytes of queries, outputs, and the pages of all tokens; with a window, of the pages with a visible token."""
         s = self.shape
         page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
         seen = sum(new - 1 + min(cached + 1, s.window or cached + 1) for new, cached in self.each)
@@ -209,7 +208,7 @@ class PagedPrefillCase(PrefillCase):
         return {"page_size": s.page_size, "num_kv_heads": s.kv_heads, "head_dim": s.head_dim}
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Makes the arguments: q for each call, and the arguments that all calls share.
+        """Make the arguments: q per call, and the arguments that all calls share.
 
         Raises:
           MemoryError: the pages do not fit.
@@ -233,7 +232,7 @@ class MlaPrefillCase(PrefillCase):
     """A call of `mla_prefill`.
 
     Attributes:
-      piece_tokens: tokens of the prefix that are expanded at a time; None for the operation's own choice.
+      piece_tokens: prefix tokens expanded per step; None for the operation's default.
     """
 
     shape: MlaPrefill
@@ -248,14 +247,14 @@ class MlaPrefillCase(PrefillCase):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of queries and outputs, weights, and latents, all of which are read once."""
+        """Bytes of queries, outputs, weights and latents, each read once."""
         s = self.shape
         heads = self.new * (s.nope_dim + s.rope_dim + s.value_dim) + (s.nope_dim + s.value_dim) * s.latent_dim
         return (s.heads * heads + self.held * self.width) * jnp.dtype(self.dtype).itemsize
 
     @property
     def flops(self) -> int:
-        """Operations of the attention, and of expanding every latent once."""
+        """Operations of the attention, and of the expansion of each latent once."""
         s = self.shape
         attention = self.pairs * (s.nope_dim + s.rope_dim + s.value_dim)
         return 2 * s.heads * (attention + self.held * s.latent_dim * (s.nope_dim + s.value_dim))
@@ -269,7 +268,7 @@ class MlaPrefillCase(PrefillCase):
         return (self.shape.nope_dim + self.shape.rope_dim) ** -0.5
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Makes the arguments: queries and new latents for each call, and the arguments that all calls share.
+        """Make the arguments: queries and new latents per call, and the arguments that all calls share.
 
         Raises:
           MemoryError: the pages do not fit.

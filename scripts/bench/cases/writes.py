@@ -1,4 +1,4 @@
-"""Cases of writing new tokens into a pool that is updated in place; each call of a chain writes to slots of its own."""
+"""Benchmark cases of writes into a pool that is updated in place. Each call of a chain writes to different slots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from scripts.bench.harness.pools import calls_of
 
 @dataclasses.dataclass(frozen=True)
 class WriteCase(abc.ABC):
-    """A write of new tokens, `run` consecutive ones of each sequence.
+    """A write of new tokens: runs of `run` consecutive tokens, one run per sequence.
 
     Attributes:
-      cache: kind of the cache (`pools.CACHES`).
-      pool_bytes: least size of the pool, so that the pages written to are seldom in the L2.
+      cache: kind of cache (`pools.CACHES`).
+      pool_bytes: minimum size of the pool. A large pool makes L2 hits of the written pages rare.
     """
 
     tokens: int
@@ -31,12 +31,12 @@ class WriteCase(abc.ABC):
 
     @abc.abstractmethod
     def spec(self, num_pages: int) -> CacheSpec:
-        """Shapes of a pool of so many pages."""
+        """Shapes of a pool of `num_pages` pages."""
 
     @property
     @abc.abstractmethod
     def num_bytes(self) -> int:
-        """Bytes that a call has to read or write."""
+        """Bytes that a call must read or write."""
 
     @property
     def flops(self) -> int:
@@ -49,13 +49,14 @@ class WriteCase(abc.ABC):
 
     @property
     def pool(self) -> CacheSpec:
-        """A pool with at least the pages that the calls of a chain write to, and at least `pool_bytes`."""
+        """Pool with the pages that all calls of a chain write to, and with at least `pool_bytes`."""
         return self.spec(max(-(-self.pool_bytes // self.spec(1).bytes_per_page), math.prod(self._run_pages)))
 
     @property
     def slots(self) -> list[Array]:
-        """Slots of each call: runs in pages of their own, from the start of a page or, if they fit one, from anywhere
-        in it."""
+        """Slots of each call. A run has separate pages and starts at a page boundary, or anywhere in the page if it
+        fits into one page.
+        """
         rng = np.random.default_rng(0)
         pages = rng.permutation(self.pool.num_pages)[: math.prod(self._run_pages)].reshape(self._run_pages)
         place = np.arange(self.run)
@@ -65,5 +66,5 @@ class WriteCase(abc.ABC):
 
     @property
     def _run_pages(self) -> tuple[int, int, int]:
-        """Number of calls of a chain, of runs of a call, and of pages of a run."""
+        """Number of calls per chain, of runs per call, and of pages per run."""
         return self.calls, -(-self.tokens // self.run), -(-self.run // self.page_size)

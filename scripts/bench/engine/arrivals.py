@@ -1,11 +1,10 @@
-"""Measures waiting times while requests arrive at random: Poisson arrivals at set rates, prompts and outputs of random
-lengths.
+"""Measure latencies with random arrivals: Poisson arrivals at given rates, random prompt and output lengths.
 
-Time to the first token counts from when a request was due, so a step that was running then counts, too. Time between
-tokens is that of each request's neighbouring tokens, as its caller gets them. Of the steps from the first arrival to
-the last, the longest is compared with the median: how much a prompt that arrives holds up those that decode. The
-report says which steps were the longest, what they computed, how long the host took to launch them, and how long Python
-collected garbage meanwhile.
+Time to the first token starts when a request is due, so it includes the rest of a step that is running. Time between
+tokens is the interval between successive tokens of a request at its caller. The longest step between the first and the
+last arrival is compared with the median step: it shows how much an arriving prompt delays decoding requests. For the
+longest steps, the report has what they computed, how long the host took to launch them, and how long Python's garbage
+collection took.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ CONFIGS: dict[str, ModelConfig] = {**PRESETS, **GQA_PRESETS}
 
 @dataclasses.dataclass(frozen=True)
 class Arrivals:
-    """Requests that arrive.
+    """Random traffic.
 
     Attributes:
-      rates: requests a second, one measurement for each.
+      rates: requests per second, one measurement per rate.
       requests: requests of a measurement.
-      prompt_tokens, new_tokens: means of their lengths, each drawn from half to one and a half of it.
-      step_tokens: new tokens of a step at most; one engine for each.
-      max_num_seqs: requests that run at once.
-      page_size: tokens a page holds.
+      prompt_tokens, new_tokens: mean lengths. Each length is drawn from 0.5 to 1.5 of the mean.
+      step_tokens: maximum new tokens of a step; one engine per value.
+      max_num_seqs: maximum number of running requests.
+      page_size: tokens per page.
     """
 
     rates: tuple[float, ...]
@@ -70,7 +69,7 @@ class Arrivals:
 def run(
     config: ModelConfig, work: Arrivals, settings: AttentionSettings, dtype: str, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Yields the result of each rate for each size of steps."""
+    """Yield the result of each rate for each step size."""
     model = random_model(config, dtype, settings)
     for step_tokens in work.step_tokens:
         engine = Engine(model, work.engine_config(step_tokens))
@@ -82,7 +81,7 @@ def run(
 
 
 def measure(engine: Engine, work: Arrivals, rate: float, vocab_size: int, rng: np.random.Generator) -> dict[str, Any]:
-    """Serves requests that arrive at a rate, to the end of the last one."""
+    """Serve requests that arrive at a rate, until the last request ends."""
     due = np.cumsum(rng.exponential(1 / rate, work.requests))
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in _lengths(rng, work.prompt_tokens, work.requests)]
     outputs = _lengths(rng, work.new_tokens, work.requests)
@@ -122,8 +121,11 @@ def measure(engine: Engine, work: Arrivals, rate: float, vocab_size: int, rng: n
 
 
 def longest(steps: Sequence[StepRecord], collected_s: Sequence[float], count: int = 5) -> list[dict[str, Any]]:
-    """Describes the longest steps, the longest first: which one each is, milliseconds, tokens, and milliseconds in
-    which the host launched it and in which Python collected garbage, of which `collected_s` has the seconds of each."""
+    """Describe the longest steps, the longest first.
+
+    Each entry has the index of the step, its milliseconds and tokens, and the milliseconds of its launch on the host
+    and of garbage collection. `collected_s` has the seconds of garbage collection per step.
+    """
     order = sorted(range(len(steps)), key=lambda i: -steps[i].duration_s)[:count]
     return [
         {
@@ -140,7 +142,7 @@ def longest(steps: Sequence[StepRecord], collected_s: Sequence[float], count: in
 
 @contextlib.contextmanager
 def _garbage_collection() -> Iterator[list[float]]:
-    """Appends the seconds of every collection of garbage, while it lasts."""
+    """Yield a list to which each garbage collection appends its seconds."""
     seconds: list[float] = []
     began = 0.0
 
@@ -159,7 +161,7 @@ def _garbage_collection() -> Iterator[list[float]]:
 
 
 def _noting(times: list[float], began: float) -> Callable[..., None]:
-    """A callback that notes when each token came."""
+    """Return a callback that records when each token arrives."""
     return lambda *_: times.append(time.perf_counter() - began)
 
 
@@ -168,14 +170,14 @@ def _lengths(rng: np.random.Generator, mean: int, count: int) -> list[int]:
 
 
 def summary(seconds: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Milliseconds: median, 90th and 99th percentile, and the largest."""
+    """Milliseconds: median, 90th and 99th percentile, and maximum."""
     milliseconds = 1e3 * np.asarray(seconds)
     quantiles = np.quantile(milliseconds, (0.5, 0.9, 0.99)).tolist()
     return dict(zip(("p50", "p90", "p99"), quantiles, strict=True)) | {"max": float(milliseconds.max())}
 
 
 def line(result: dict[str, Any]) -> str:
-    """A result in one line."""
+    """Format a result as one line."""
 
     def times(name: str) -> str:
         return " / ".join(f"{result[name][key]:,.1f}" for key in ("p50", "p90", "p99"))

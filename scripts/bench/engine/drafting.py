@@ -1,13 +1,13 @@
-"""Measures speculative decoding with acceptance set at will, compared with plain decoding and with what arithmetic
-allows; and n-grams on text that repeats itself and on text that never does.
+"""Measure speculative decoding at given acceptance rates, compared with plain decoding and with an arithmetic bound;
+and n-gram drafts on text with and without repetition.
 
-The model has random weights of a real size, but its input embeddings are so large that layers hardly change them: the
-next token is then a function of the newest one, known before, and costs as much as any other. A proposer that knows the
-function is right as often as it is told to be.
+The model has random weights of a real size. Its input embeddings are so large that layers hardly change them, so the
+next token is a known function of the newest token, at the cost of any other model of this size. A proposer that knows
+the function can be right at any given rate.
 
-The bound of a case is a verifying step's time if it took the plain step's, and what the additional tokens must read
-(experts that no other token chose) or compute, whichever is longer; with acceptance rate p it gives
-1 + p + ... + p^d tokens a row. Drafting costs nothing here.
+The bound of a case assumes that a verification step takes as long as a plain step, plus the longer of two times:
+reading what the additional tokens need (experts that no other token selected), and computing them. At acceptance rate p
+a row gets 1 + p + ... + p^d tokens. Drafting costs nothing in this bound.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ from scripts.bench.harness.device import measure_rates
 from scripts.bench.harness.timing import Stopwatch
 
 EMBEDDING_SCALE = 2.0**20
-"""Factor of the input embeddings, beyond which a sum with what a layer adds rounds to the embedding, all but always."""
+"""Factor of the input embeddings. Adding the output of a layer then almost always rounds to the embedding."""
 
 SETTLING_STEPS = 32
-"""Steps after the last prompt that are not measured: by then the number of drafts follows the acceptance."""
+"""Number of steps after the last prompt that are not measured. The number of drafts adapts to the acceptance rate in
+this time.
+"""
 
 
 FEWEST_TOKENS = 128
-"""Tokens of each request that are measured, if so many are in all."""
+"""Minimum number of measured tokens per request, if the total number allows it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftingWork:
-    """Cases: every batch, context and acceptance rate.
+    """Cases: every combination of batch, context and acceptance rate.
 
     Attributes:
-      batches, contexts, rates: of the cases.
-      num_drafts: drafts of a row, at most.
-      new_tokens: tokens that are measured, of all requests together.
-      page_size, max_batched_tokens: of the engine.
+      batches, contexts, rates: values of the cases.
+      num_drafts: maximum drafts per row.
+      new_tokens: measured tokens of all requests together.
+      page_size, max_batched_tokens: settings of the engine.
     """
 
     batches: tuple[int, ...]
@@ -66,17 +68,18 @@ class DraftingWork:
     max_batched_tokens: int = 4096
 
     def measured_tokens(self, batch: int) -> int:
-        """Tokens of each request that are measured."""
+        """Measured tokens per request."""
         return max(self.new_tokens // batch, min(self.new_tokens, FEWEST_TOKENS))
 
     def output_tokens(self, batch: int, context: int) -> int:
-        """Tokens of a request until measuring has ended, whatever is accepted: the first ones get some while later
-        prompts are computed."""
+        """Tokens of a request until the measurement ends, for any acceptance rate. The first requests get tokens while
+        later prompts are computed.
+        """
         prompt_steps = batch * context // max(1, self.max_batched_tokens - batch) + batch
         return self.measured_tokens(batch) + (prompt_steps + SETTLING_STEPS + 4) * (1 + self.num_drafts)
 
     def engine_config(self, speculate: Speculation | None) -> EngineConfig:
-        """Sizes that hold every case, so that all of them run the same programs."""
+        """Engine sizes that hold every case, so that all cases run the same programs."""
         cases = [(batch, context) for batch in self.batches for context in self.contexts]
         longest = [context + self.output_tokens(batch, context) + 1 for batch, context in cases]
         most = max(self.batches)
@@ -96,10 +99,10 @@ class DraftingWork:
 
 
 class TabledProposer(Proposer):
-    """Follows a table of next tokens, and is right as often as a rate says.
+    """Proposer that follows a table of next tokens and is right at a given rate.
 
     Attributes:
-      weights: int32 [V], the token after each one; float32, the rate.
+      weights: int32 [V], the token after each token; and float32, the rate.
     """
 
     def __init__(self, next_tokens: Int32[Array, "V"], rate: float):
@@ -107,7 +110,7 @@ class TabledProposer(Proposer):
         self.set_rate(rate)
 
     def set_rate(self, rate: float) -> None:
-        """Changes how often drafts are right."""
+        """Set the rate of correct drafts."""
         self.weights = (self._next_tokens, jnp.asarray(rate, jnp.float32))
 
     def propose(
@@ -125,18 +128,19 @@ class TabledProposer(Proposer):
 
 
 def _mixed(x: Array) -> Array:
-    """Bits that follow from others without showing it (the finaliser of MurmurHash3)."""
+    """Hash the bits of `x` (the finalizer of MurmurHash3)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 class ChosenProposer(Proposer):
-    """One of several proposers without state, exchanged between steps: all run the same programs, which take minutes
-    to compile.
+    """One of several stateless proposers, selected between steps.
+
+    All proposers run the same compiled programs, which take minutes to compile.
 
     Attributes:
-      weights: number of the one that proposes, and the weights of each.
+      weights: index of the selected proposer, and the weights of all proposers.
     """
 
     def __init__(self, *proposers: Proposer):
@@ -144,7 +148,7 @@ class ChosenProposer(Proposer):
         self.choose(0)
 
     def choose(self, index: int) -> None:
-        """Lets one of them propose from the next step on, with the weights that it has now."""
+        """Select a proposer, with its current weights, from the next step on."""
         self.weights = (jnp.asarray(index, jnp.int32), tuple(proposer.weights for proposer in self._proposers))
 
     def propose(
@@ -159,7 +163,7 @@ class ChosenProposer(Proposer):
 
 
 def following_model(config: DeepSeekConfig, dtype: str, settings: AttentionSettings) -> tuple[Decoder, Array]:
-    """Makes a random model whose next token follows from the newest one, and the table of what follows."""
+    """Return a random model whose next token depends on the newest token only, and the table of next tokens."""
     model = random_model(config, dtype, settings)
     model.embed_tokens[...] = model.embed_tokens[...] * jnp.asarray(EMBEDDING_SCALE, dtype)
 
@@ -170,8 +174,10 @@ def following_model(config: DeepSeekConfig, dtype: str, settings: AttentionSetti
 
 @functools.partial(jax.jit, static_argnums=0)
 def _following(graph: Any, norm: Any, embeddings: Array, head: Array) -> Int32[Array, "V"]:
-    """The likeliest token after each, some rows at a time. Weights are arguments: as constants of the program they
-    would be copied to the host and back."""
+    """Most likely token after each token, computed for some rows at a time.
+
+    The weights are arguments: as constants of the program they would be copied to the host and back.
+    """
 
     def of_row(row: Array) -> Int32[Array, ""]:
         x = nnx.merge(graph, norm)(row[None])
@@ -184,16 +190,16 @@ def _following(graph: Any, norm: Any, embeddings: Array, head: Array) -> Int32[A
 def decode(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, work: DraftingWork
 ) -> dict[str, Any]:
-    """Decodes requests side by side.
+    """Decode requests in one batch.
 
     Returns:
-      Their tokens per second while all of them decode, and of these steps the mean time, drafts and accepted drafts of
-      a request, and by the number of drafts of a row the number of steps and their median time.
+      Tokens per second while all requests decode. For these steps: mean time, mean drafts and accepted drafts per
+        request, and by number of drafts per row the number of steps and their median time.
     """
     arrived: Counter[int | str] = Counter()
     ids = [
         engine.add_request(prompt, dataclasses.replace(params, seed=seed), on_token=lambda i, *_: arrived.update((i,)))
-        for seed, prompt in enumerate(prompts)  # with one seed, all would draw the same tokens, and the same experts
+        for seed, prompt in enumerate(prompts)  # one seed would give all requests the same tokens and experts
     ]
 
     def step() -> None:
@@ -232,18 +238,21 @@ def decode(
 
 
 def fastest(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest of some runs: of plain decoding, which must not have been slow by being the first thing measured, and
-    of what may not be slower by 3%, which a pause of the host exceeds."""
+    """Return the fastest of some runs.
+
+    A single run may be slow: plain decoding because it is measured first, any run because of a pause of the host. A
+    pause costs more than the 3% that an adaptive engine may lose.
+    """
     return max(runs, key=lambda run: run["tokens_per_s"])
 
 
 def expected_tokens(rate: float, num_drafts: int) -> float:
-    """Tokens that a row gets on average, if a draft is accepted with probability `rate` where those before it are."""
+    """Mean tokens per row, if each draft after accepted drafts is accepted with probability `rate`."""
     return sum(rate**i for i in range(num_drafts + 1))
 
 
 def verifying_s(costs: Costs, plain_s: float, batch: int, num_drafts: int, itemsize: int) -> float:
-    """Least seconds of a step with drafts, given a plain step's."""
+    """Minimum seconds of a step with drafts, given the seconds of a plain step."""
     tokens, config = batch * (1 + num_drafts), costs.config
     read = (costs.weight_bytes(tokens) - costs.weight_bytes(batch)) / costs.rates.copy
     share = config.num_experts_per_tok / config.n_routed_experts
@@ -254,8 +263,10 @@ def verifying_s(costs: Costs, plain_s: float, batch: int, num_drafts: int, items
 def run(
     config: DeepSeekConfig, work: DraftingWork, settings: AttentionSettings, dtype: str, *, adaptive: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yields the result of each case: tokens per second, as a multiple of plain decoding's, and as a share of the
-    bound, which for an adaptive engine is that of the best number of drafts."""
+    """Yield the result of each case: tokens per second, the ratio to plain decoding, and the share of the bound.
+
+    For an adaptive engine, the bound is the bound of the best number of drafts.
+    """
     rates = measure_rates(Stopwatch(samples=3))
     model, table = following_model(config, dtype, settings)
     costs, itemsize = Costs.of(model, rates), np.dtype(model.embed_tokens[...].dtype).itemsize
@@ -268,7 +279,7 @@ def run(
     new_control = copy.deepcopy(scheduler._draft_control)
 
     def measure(prompts: Sequence[Sequence[int]], params: SamplingParams, repeats: int) -> dict[str, Any]:
-        """The fastest run, each of which knows nothing of what was accepted before and how long steps took."""
+        """Return the fastest run. Each run starts without statistics of acceptance and step times."""
         runs = []
         for _ in range(repeats):
             scheduler._draft_control = copy.deepcopy(new_control)
@@ -307,8 +318,9 @@ def run(
 
 
 def warm_up(engines: Sequence[Engine]) -> None:
-    """Compiles every step of the engines, and runs each program again after the last was made: XLA drops the CUDA
-    graphs of all whenever it makes another."""
+    """Compile all steps of the engines, then run each program again. XLA drops all CUDA graphs when it creates another
+    one.
+    """
     for engine in engines:
         engine.warmup()
     for engine in engines:
@@ -317,7 +329,7 @@ def warm_up(engines: Sequence[Engine]) -> None:
 
 
 def follow(table: np.ndarray, first: int, length: int) -> list[int]:
-    """A text that the model would go on with as it has begun."""
+    """Return a text that the model would continue in the same way."""
     tokens = [int(first)]
     while len(tokens) < length:
         tokens.append(int(table[tokens[-1]]))
@@ -325,14 +337,14 @@ def follow(table: np.ndarray, first: int, length: int) -> list[int]:
 
 
 def ratios(got: dict[str, Any], plain: dict[str, Any], bound: float | None = None) -> dict[str, float]:
-    """Tokens per second as a multiple of plain decoding's, and as a share of the bound if there is one."""
+    """Tokens per second relative to plain decoding, and as a share of the bound if there is a bound."""
     rate, plain_rate = got["tokens_per_s"], plain["tokens_per_s"]
     result = {"plain_tokens_per_s": plain_rate, "plain_step_s": plain["step_s"], "of_plain": rate / plain_rate}
     return result if bound is None else result | {"bound_tokens_per_s": bound, "of_bound": rate / bound}
 
 
 def line(result: dict[str, Any]) -> str:
-    """A result in one line."""
+    """Format a result as one line."""
     drafts = f"acceptance {result['rate']:g}" if "rate" in result else f"ngram, {result['text']} text"
     bound = f", {result['of_bound']:.0%} of the bound" if "of_bound" in result else ""
     return (

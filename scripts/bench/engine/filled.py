@@ -1,9 +1,8 @@
-"""Measures decode steps over long contexts, with sparse attention and without, over caches of 16 and of 8 bits.
+"""Measure decode steps over long contexts, with sparse and dense attention, over 16-bit and fp8 caches.
 
-No prompt is computed: pages of random values are imported for every context, as from another engine, and each request
-adds one token to one of them. Without sparse attention it is the same model without indexers. One engine serves all
-cases of a model and a dtype of cache. A case is `batch` contexts of `context` tokens; only steps in which all of them
-decode count.
+No prompt is computed. Pages of random values are imported for every context, as from another engine, and each request
+appends one token to one context. The dense model is the same model without indexers. One engine serves all cases of a
+model and a cache dtype. A case is `batch` contexts of `context` tokens. Only steps in which all contexts decode count.
 """
 
 from __future__ import annotations
@@ -42,20 +41,21 @@ CONFIGS: dict[str, DeepSeekConfig] = {
         index_head_dim=128,
     ),
 }
-"""Name to configuration: a tiny one for trying, and two layers of DeepSeek-V3.2's widths, one dense and one with 16
-of 256 experts, and an eighth of the vocabulary: about what one of 16 devices reads for a layer."""
+"""Configurations by name: a tiny one for tests, and two layers of DeepSeek-V3.2's widths with an eighth of the
+vocabulary, one dense layer and one with 16 of 256 experts. One of 16 devices reads about this much per layer.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class FilledWork:
-    """Model, contexts and caches that are measured.
+    """Measured model, contexts and caches.
 
     Attributes:
       config: name of a configuration in `CONFIGS`.
-      cases: (batch, context) of each; contexts of whole pages.
-      caches: names of the caches' dtypes.
-      new_tokens: of each request.
-      page_size: tokens a page holds.
+      cases: (batch, context) per case; contexts are multiples of the page size.
+      caches: names of the cache dtypes.
+      new_tokens: new tokens per request.
+      page_size: tokens per page.
     """
 
     config: str
@@ -77,7 +77,7 @@ class FilledWork:
                     f"cases: expected at most {limit} tokens, got {context} in the cache and {1 + self.new_tokens} more"
                 )
         if self.new_tokens < 3:
-            raise ValueError(f"new_tokens: expected at least 3, for a step that all decode in, got {self.new_tokens}")
+            raise ValueError(f"new_tokens: expected at least 3, so that all decode in one step, got {self.new_tokens}")
 
     def engine_config(self, cache: str) -> EngineConfig:
         batches = tuple(sorted({batch for batch, _ in self.cases}))
@@ -97,12 +97,12 @@ class FilledWork:
 
 
 def dense(config: DeepSeekConfig) -> DeepSeekConfig:
-    """The same model without indexers."""
+    """Return the configuration without indexers."""
     return dataclasses.replace(config, model_type="deepseek_v3", index_topk=0, index_n_heads=0, index_head_dim=0)
 
 
 def run(work: FilledWork, settings: AttentionSettings, dtype: str, limit_seconds: float) -> Iterator[dict[str, Any]]:
-    """Yields the result of each case; makes no engine and begins no case after the limit."""
+    """Yield the result of each case. No engine and no case is started after the limit."""
     began = time.perf_counter()
     rates = measure_rates(Stopwatch(samples=3))
     config = CONFIGS[work.config]
@@ -126,11 +126,11 @@ def run(work: FilledWork, settings: AttentionSettings, dtype: str, limit_seconds
                 **measure(engine, work, batch, context, least / rates.copy),
             }
         del engine
-        gc.collect()  # or the next caches would be made beside these
+        gc.collect()  # free the caches before the next ones are allocated
 
 
 def decode_bytes(model: Decoder, costs: Costs, cache: str, batch: int, context: int) -> float:
-    """Bytes that a step has to read: weights, index keys of all tokens, and latents of those that are attended to."""
+    """Bytes that a step must read: weights, index keys of all tokens, and the latents that are attended to."""
     specs = model.cache_specs(1, 1, cache)
     arrays = [named for spec in specs for named in spec.arrays.items()]
     index = sum(array.size * array.dtype.itemsize for name, array in arrays if name.startswith(INDEX))
@@ -140,13 +140,13 @@ def decode_bytes(model: Decoder, costs: Costs, cache: str, batch: int, context: 
 
 
 def measure(engine: Engine, work: FilledWork, batch: int, context: int, floor_s: float) -> dict[str, Any]:
-    """Fills the cache and measures decode steps over it."""
+    """Fill the cache and measure decode steps."""
     began = time.perf_counter()
     prompts = fill(engine, batch, context)
     filled_s = time.perf_counter() - began
     outputs, steps = generate(engine, prompts, [work.new_tokens] * batch)
     if any(output.cached_tokens != context for output in outputs):
-        raise RuntimeError(f"expected {context} tokens of each request in the cache, a request found fewer")
+        raise RuntimeError(f"expected {context} tokens per request in the cache, but a request found fewer")
     decodes = [step.duration_s for step in steps if not step.prefill_tokens and step.decode_tokens == batch]
     step_s = statistics.median(decodes)
     return {
@@ -159,19 +159,19 @@ def measure(engine: Engine, work: FilledWork, batch: int, context: int, floor_s:
 
 
 def fill(engine: Engine, batch: int, context: int) -> list[list[int]]:
-    """Imports pages of random values for as many contexts; returns a prompt of one token more for each."""
+    """Import pages of random values for `batch` contexts. Return a prompt of one more token for each context."""
     rng = np.random.default_rng(batch)
     made_for, page_size = engine.cache_format, engine.config.page_size
     num_pages, vocabulary = context // page_size, made_for["config.vocab_size"]
     values = {}
     for arrays in made_for["arrays"].values():
         for name, (shape, dtype) in arrays.items():
-            if name not in values:  # layers may be alike
+            if name not in values:  # layers may share a cache shape
                 drawn = rng.standard_normal((num_pages, *shape), np.float32)
                 values[name] = (np.abs(drawn) if name.endswith("scale") else drawn).astype(jnp.dtype(dtype))
     contents = {f"{layer}.{name}": values[name] for layer, arrays in made_for["arrays"].items() for name in arrays}
     prompts = rng.integers(0, vocabulary, (batch, context + 1)).tolist()
-    for prompt in prompts:  # each has the pages in an order of its own
+    for prompt in prompts:  # each prompt has a different page order
         rows = rng.permutation(num_pages).astype(np.int32)[None]
         sequence = CachedSequence(tuple(prompt[:-1]), "", (rows,))
         engine.import_pages(CachedPages(made_for, (sequence,), (contents,)))
@@ -179,7 +179,7 @@ def fill(engine: Engine, batch: int, context: int) -> list[list[int]]:
 
 
 def line(result: dict[str, Any]) -> str:
-    """One line for people."""
+    """Format a result as one line."""
     step = result["step_s"]["median"]
     return (
         f"{'sparse' if result['sparse'] else 'dense'}, {result['cache']}, {result['batch']} x {result['context']}:"

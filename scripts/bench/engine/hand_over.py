@@ -1,14 +1,14 @@
-"""Measures handing a cache over: the cost of steps launched layer by layer, and the time to the first token of prompts
+"""Measure a KV-cache transfer: the cost of steps launched layer by layer, and the time to the first token of prompts
 that another process computes.
 
-- Cost. One engine computes prompts as whole steps and layer by layer, with a consumer that drops the pages, in turn:
-  seconds to the first token of both, and the share of the pages' bytes that were on the host when it came.
-- Whole. What exporting the same pages after the prompt takes, which is the least that whole pages add.
-- Two processes. Prompts computed by a second process and continued here: seconds from handing one in to its first
-  token; the share of the pages' bytes that had been read from the transport by the time that whole steps take to a
-  first token; and how many of the first tokens are those of the same prompts computed here.
+- Cost. One engine computes prompts as whole steps and layer by layer (interleaved), with a consumer that drops the
+  pages. The report has the seconds to the first token of both, and the share of page bytes on the host at that time.
+- Whole. Time to export the same pages after the prompt, the minimum that an export of whole pages adds.
+- Two processes. A second process computes prompts, and this process continues them. The report has the seconds from
+  submission to the first token; the share of page bytes received within the time to the first token of whole steps; and
+  how many first tokens equal the tokens computed in this process.
 
-Prompts are random, so that none is found in a prefix cache.
+Prompts are random, so no prompt is in a prefix cache.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from scripts.bench.engine.random_model import random_model
 CONFIGS = PRESETS | GQA_PRESETS
 
 PIECES = 4
-"""Pieces of a step unless told otherwise, as `Engine.watch_written` and so `serve_prefill` have them."""
+"""Default number of chunks per step, like `Engine.watch_written` and `serve_prefill`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HandOver:
-    """Model and traffic that are measured.
+    """Measured model and traffic.
 
     Attributes:
-      config: name of the model's configuration; weights are random.
-      dtype: of weights and cache.
-      implementation: of attention; None for the fastest that runs.
-      lengths: of prompts, in tokens.
-      step_tokens: of a step.
-      page_size: of the caches.
-      repeats: of each measurement.
-      pieces: that a step with a consumer is launched in.
+      config: name of the model's configuration. Weights are random.
+      dtype: dtype of weights and cache.
+      implementation: implementation of attention; None for the default.
+      lengths: prompt lengths (tokens).
+      step_tokens: maximum tokens per step.
+      page_size: tokens per page.
+      repeats: repetitions of each measurement.
+      pieces: launches per step with a consumer.
     """
 
     config: str
@@ -73,7 +73,9 @@ class HandOver:
 
 
 def make_engine(work: HandOver) -> Engine:
-    """Makes an engine for prompts one by one, with room for two. Its steps have few sizes: each is compiled twice."""
+    """Return an engine for one prompt at a time, with room for two. Few step sizes are used, because each one is
+    compiled twice.
+    """
     settings = AttentionSettings(implementation=work.implementation)
     longest = max(work.lengths) + 2
     config = EngineConfig(
@@ -89,7 +91,7 @@ def make_engine(work: HandOver) -> Engine:
 
 
 def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
-    """Measures each length of prompts; yields the results of one at a time."""
+    """Measure each prompt length; yield one result at a time."""
     rng = np.random.default_rng(0)
 
     def prompt(length: int) -> list[int]:
@@ -115,7 +117,7 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
                 feed.wait(600)
                 feed.close()
                 arrived.append(_share(bytes_at, began + layered[-1]))
-            for _ in range(work.repeats):  # apart: what exporting leaves of the host's memory slows down what follows
+            for _ in range(work.repeats):  # in a separate loop: memory left by exports slows down later steps
                 _local(engine, prompt(length), exported=exported.append)
             apart, read, equal, equal_to_whole = [], [], 0, 0
             for _ in range(work.repeats):
@@ -144,8 +146,7 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
 
 
 def warm_up(engine: Engine, pieces: int, *, whole: bool) -> None:
-    """Compiles and runs the steps that have prompts alone, layer by layer and, if wanted, whole ones: no request here
-    decodes."""
+    """Compile and run the steps with prompts only, layer by layer and optionally whole. No request decodes here."""
     buckets = [bucket for bucket in engine._runner.buckets() if not bucket.decode_rows]
     if whole:
         engine._runner.compile(buckets)
@@ -154,7 +155,7 @@ def warm_up(engine: Engine, pieces: int, *, whole: bool) -> None:
 
 
 class _TimedTransport(SocketTransport):
-    """Remembers when the bytes of pages were read.
+    """Transport that records when page bytes were read.
 
     Attributes:
       arrived: time and bytes of each message with pages.
@@ -177,7 +178,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def line(result: dict[str, Any]) -> str:
-    """One line for people."""
+    """Format a result as one line."""
     times = {
         name: f"{result[name]['median'] * 1e3:.1f} ms"
         for name in ("whole_ttft_s", "layered_ttft_s", "export_s", "two_processes_ttft_s")
@@ -194,7 +195,9 @@ def line(result: dict[str, Any]) -> str:
 def _local(
     engine: Engine, prompt: list[int], *, salt: str = "", exported: Callable[[float], None] | None = None
 ) -> tuple[float, tuple[int, ...]]:
-    """Seconds to the first token here, and the token; `exported` is told of those that exporting takes then."""
+    """Return the seconds to the first token in this process, and the token. `exported` receives the seconds of an
+    export.
+    """
     began = time.perf_counter()
     request = engine.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True), salt=salt)
     ended, token = _finish(engine, request)
@@ -207,7 +210,7 @@ def _local(
 
 
 def _remote(engine: Engine, remote: RemotePrefill, prompt: list[int]) -> tuple[float, tuple[int, ...]]:
-    """Seconds to the first token of a prompt that the other process computes, and the token."""
+    """Return the seconds to the first token of a prompt that the other process computes, and the token."""
     began, name = time.perf_counter(), "remote"
     remote.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True), request_id=name)
     while remote.pending:
@@ -218,7 +221,7 @@ def _remote(engine: Engine, remote: RemotePrefill, prompt: list[int]) -> tuple[f
 
 
 def _finish(engine: Engine, request: int | str) -> tuple[float, tuple[int, ...]]:
-    """Steps until a request and all launched steps have ended; returns when the request did, and its tokens."""
+    """Step until the request and all launched steps have ended. Return the end time of the request and its tokens."""
     while engine.output(request).finish_reason is None:
         engine.step()
     ended = time.perf_counter()
@@ -234,7 +237,7 @@ def _share(bytes_at: Sequence[tuple[float, int]], end: float) -> float:
 
 @contextlib.contextmanager
 def _prefill_process(work: HandOver, device: str | None) -> Iterator[Callable[[], socket.socket]]:
-    """Starts the process that computes prompts; yields a function that waits until it is ready, and connects to it."""
+    """Start the process that computes prompts. Yield a function that waits for this process and connects to it."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         address = str(Path(folder) / "pages")
         listener.bind(address)
@@ -254,7 +257,7 @@ def _prefill_process(work: HandOver, device: str | None) -> Iterator[Callable[[]
 
 
 def main(argv: list[str]) -> None:
-    """Computes prompts for the process that started this one, given an address and the work as JSON."""
+    """Compute prompts for the parent process. The arguments are an address and the work as JSON."""
     address, text = argv
     given: dict[str, Any] = json.loads(text)
     given["lengths"] = tuple(given["lengths"])

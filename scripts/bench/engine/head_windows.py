@@ -1,16 +1,16 @@
-"""Measures the savings of head-wise windows in the engine: contexts that a pool holds, their throughput, waiting times.
+"""Measure the savings of head windows in the engine: contexts per pool, throughput, latencies.
 
-In every layer some KV heads see everything and the others their sink tokens and a window. Measured are:
+In every layer some KV heads see all tokens, and the other heads see sink tokens and a window. Measurements:
 
-- Contexts. Requests that arrive at once, more than fit a pool, with and without recycling of windowed heads' pages. The
-  number held is the most that decoded in one step. Arithmetic allows Hkv / (F + (Hkv - F)·resident/context) times as
-  many with recycling, where F heads are full and the others keep `resident` tokens, those of the window and the sinks.
-- Waiting. The same requests to a model that windows its heads and to one that does not, in turn: time to the first
+- Contexts. More requests than fit the pool arrive at once, with and without recycling of the pages of windowed heads.
+  The number of contexts is the maximum that decoded in one step. The arithmetic bound of the gain is Hkv / (F + (Hkv -
+  F)·resident/context), where F heads are full and the others have `resident` tokens (window and sinks) in the pool.
+- Waiting. The same requests run on a model with head windows and on a model without, interleaved: time to the first
   token, time between tokens.
-- Rows in use over one long decode, for a picture.
+- Rows in use over one long decode, for a plot.
 
-On a CPU sizes are a sixteenth of those on a GPU (contexts of 32,768 tokens, windows of 4,096, pages of 64), a quarter
-where waiting is measured, so that their ratios are the same.
+On a CPU, sizes are a sixteenth of the sizes on a GPU (contexts of 32,768 tokens, windows of 4,096, pages of 64), and a
+quarter for the waiting times, so that the ratios are the same.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class HeadWindowSizes:
 
     Attributes:
       context: final length of a request, prompt and output.
-      new_tokens: length of each output; more than the steps in which all prompts are computed, so that all requests
-        that fit decode at the same time.
+      new_tokens: length of each output. It exceeds the number of steps that compute prompts, so that all requests that
+        fit decode at the same time.
       window, sink_tokens: window and sink tokens of a windowed head.
-      page_size: tokens a page holds.
-      pool_contexts: number of contexts that fill the pool if nothing is recycled.
+      page_size: tokens per page.
+      pool_contexts: number of contexts that fill the pool without recycling.
       step_tokens: tokens of a step, decode and prefill together.
-      waiting_context, waiting_window, waiting_batch, waiting_tokens: lengths of prompts and windows, number of requests
-        and length of outputs in the measurement of waiting.
-      repeats: repetitions of that measurement.
-      serving_repeats: repetitions of the measurement of contexts and throughput.
+      waiting_context, waiting_window, waiting_batch, waiting_tokens: prompt length, window, number of requests and
+        output length of the waiting measurement.
+      repeats: repetitions of the waiting measurement.
+      serving_repeats: repetitions of the contexts and throughput measurement.
     """
 
     context: int
@@ -70,7 +70,7 @@ class HeadWindowSizes:
         return self.pool_contexts * -(-self.context // self.page_size)
 
     def allowed(self, num_heads: int, windowed: int) -> float:
-        """Largest possible gain in contexts from recycling: the ratio of rows held without it to rows held with it."""
+        """Maximum gain in contexts from recycling: the ratio of rows without recycling to rows with recycling."""
         resident = min(1.0, (self.window + self.sink_tokens) / self.context)
         return num_heads / (num_heads - windowed + windowed * resident)
 
@@ -101,7 +101,7 @@ SIZES = {
         waiting_batch=32,
     ),
 }
-"""Sizes by jax's name of the backend."""
+"""Sizes by jax backend."""
 
 MODELS = {
     "cpu": GQAConfig(
@@ -128,17 +128,17 @@ MODELS = {
         dtype="bfloat16",
     ),
 }
-"""Models by backend: on a GPU 8 of the 36 layers of Qwen3-8B, with a smaller vocabulary."""
+"""Models by jax backend. On a GPU: 8 of the 36 layers of Qwen3-8B, with a smaller vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadWindowBench:
-    """A model without windows, and the way it is run.
+    """A model without windows, and its run settings.
 
     Attributes:
-      config, dtype, settings: of the model, whose weights are random.
+      config, dtype, settings: the model. Its weights are random.
       sizes: sizes of requests and pools.
-      windowed: numbers of KV heads with windows, a case each.
+      windowed: numbers of KV heads with windows, one case each.
     """
 
     config: GQAConfig
@@ -148,8 +148,9 @@ class HeadWindowBench:
     windowed: tuple[int, ...]
 
     def model(self, windowed: int = 0, window: int = 0) -> Decoder:
-        """Makes the model with this window in the last `windowed` heads of every layer; the weights do not depend on
-        it."""
+        """Return the model with this window in the last `windowed` heads of every layer. The weights do not depend on
+        the window.
+        """
         heads, sinks = self.config.num_key_value_heads, self.sizes.sink_tokens
         widths = (FULL,) * (heads - windowed) + (window,) * windowed
         layer = HeadWindows(widths, (0,) * (heads - windowed) + (sinks,) * windowed)
@@ -161,9 +162,7 @@ class HeadWindowBench:
 
 
 def run(bench: HeadWindowBench, limit_seconds: float) -> Iterator[dict[str, Any]]:
-    """Yields the report as it grows, first without cases and then a case at a time; none is begun after
-    `limit_seconds`.
-    """
+    """Yield the report, first without cases and then after each case. No case starts after `limit_seconds`."""
     began = time.perf_counter()
     report: dict[str, Any] = {
         "model": bench.config.to_hf(),
@@ -181,8 +180,9 @@ def run(bench: HeadWindowBench, limit_seconds: float) -> Iterator[dict[str, Any]
 
 
 def contexts(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
-    """Measures the contexts that one pool holds and their throughput, with recycling and without in turn; reports runs
-    of median time."""
+    """Measure contexts per pool and throughput with and without recycling, interleaved. The report has the runs of
+    median time.
+    """
     sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
     allowed = sizes.allowed(bench.config.num_key_value_heads, windowed)
     most = round(1.1 * allowed * sizes.pool_contexts)
@@ -206,8 +206,9 @@ def contexts(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
 
 
 def _serve(engine: Engine, sizes: HeadWindowSizes, prompts: list[list[int]]) -> dict[str, Any]:
-    """Measures how many of these requests decode at once, and their throughput: in all, and while nearly as many
-    decode."""
+    """Measure how many requests decode at once, the total throughput, and the throughput while nearly this number
+    decodes.
+    """
     preempted = engine.stats().preemptions
     _, steps = generate(engine, prompts, [sizes.new_tokens] * len(prompts))
     run_s = sum(step.duration_s for step in steps)
@@ -225,7 +226,7 @@ def _serve(engine: Engine, sizes: HeadWindowSizes, prompts: list[list[int]]) -> 
 
 
 def _engine(model: Decoder, sizes: HeadWindowSizes, max_num_seqs: int, recycling: bool) -> Engine:
-    """Makes an engine with two sizes of decode steps, so that padding is small with recycling and without."""
+    """Return an engine with two sizes of decode steps, so that padding is small with and without recycling."""
     return Engine(
         model,
         EngineConfig(
@@ -244,7 +245,7 @@ def _engine(model: Decoder, sizes: HeadWindowSizes, max_num_seqs: int, recycling
 
 
 def waiting(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
-    """Measures waiting times with head-wise tables and with uniform ones, and the share of them that is saved."""
+    """Measure latencies with head-wise and with uniform tables, and the saved share."""
     sizes = bench.sizes
     models = {"uniform": bench.model(), "head_wise": bench.model(windowed, sizes.waiting_window)}
     longest = sizes.waiting_context + sizes.waiting_tokens
@@ -265,7 +266,7 @@ def waiting(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
     for engine in engines.values():
         engine.warmup()
         generate(engine, prompts[:1], [3])
-    for name in list(engines) * sizes.repeats:  # in turn, because a machine's speed drifts
+    for name in list(engines) * sizes.repeats:  # interleaved, because the speed of a machine drifts
         outputs, steps = generate(engines[name], prompts, [sizes.waiting_tokens] * len(prompts))
         firsts[name] += [output.ttft_s for output in outputs]
         betweens[name] += [s.duration_s for s in steps if not s.prefill_tokens and s.decode_tokens == len(prompts)]
@@ -278,8 +279,7 @@ def waiting(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
 
 
 def long_decode(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
-    """Counts the rows in use after each step of one request that grows to a whole context, with recycling and
-    without."""
+    """Count rows in use after each step of a request that grows to a whole context, with and without recycling."""
     sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
     prompt = bench.prompts(1, sizes.page_size)
     series: dict[str, Any] = {"windowed": windowed, "prompt_tokens": sizes.page_size}
@@ -291,7 +291,7 @@ def long_decode(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
 
 
 def most_rows(bench: HeadWindowBench, windowed: int, tokens: int) -> int:
-    """Upper bound of the rows of a sequence of so many tokens with recycling, decoding a token a step."""
+    """Upper bound of the rows of a sequence of `tokens` tokens with recycling, decoding one token per step."""
     sizes = bench.sizes
     pages = -(-tokens // sizes.page_size)
     in_window = (sizes.window + sizes.page_size - 2) // sizes.page_size + 1  # the window may begin anywhere in a page
@@ -300,7 +300,7 @@ def most_rows(bench: HeadWindowBench, windowed: int, tokens: int) -> int:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """Table of the results, one line a case."""
+    """Table of the results, one line per case."""
     sizes, heads = report["sizes"], report["model"]["num_key_value_heads"]
     title = (
         f"contexts of {sizes['context']:,} in a pool for {sizes['pool_contexts']}, windows of {sizes['window']:,};"
@@ -328,11 +328,11 @@ def _waited(case: dict[str, Any], kind: str) -> str:
 
 
 def plot_long_decode(file: BinaryIO, bench: HeadWindowBench, series: dict[str, Any]) -> None:
-    """Writes a PNG of the rows in use as one context grows, and of their upper bound.
+    """Write a PNG of the rows in use as one context grows, and their upper bound.
 
     Raises:
       ImportError: matplotlib is not installed.
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure  # an optional dependency
 

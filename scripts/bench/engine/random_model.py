@@ -1,5 +1,4 @@
-"""Models with random weights, made on the device one parameter at a time, since a model of a real size fits there only
-once."""
+"""Models with random weights. The device makes one parameter at a time, because a model of real size fits only once."""
 
 from __future__ import annotations
 
@@ -23,8 +22,10 @@ from models.decoder.mesh import num_devices, over_mesh
 def random_model(
     config: ModelConfig, dtype: DTypeLike, settings: AttentionSettings, seed: int = 0, mesh: Mesh | None = None
 ) -> Decoder:
-    """Makes a model whose weights keep activations near 1, so that tokens go to experts evenly and nothing
-    overflows. On a mesh each device makes its own slices, whose values are not those of a model on one device."""
+    """Return a model whose weights keep activations near 1, so that experts are selected evenly and nothing overflows.
+
+    On a mesh, each device makes its slices. The values differ from a model on one device.
+    """
     model = nnx.eval_shape(lambda: Decoder(config, settings, dtype, mesh))
     graph, state = nnx.split(model)
     axes = {} if model.mesh is None else weight_axes(config, model.mesh)
@@ -53,7 +54,7 @@ def _centre_and_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]
 
 
 type Split = tuple[Mesh, tuple[str, ...]]
-"""Devices that make a weight, and the axes along which they have different slices."""
+"""Devices that make a weight, and the mesh axes along which their slices differ."""
 
 
 def _random(
@@ -64,8 +65,11 @@ def _random(
 
 @functools.cache
 def _maker(shape: tuple[int, ...], dtype: DTypeLike, split: Split | None) -> Any:
-    """A compiled function that draws values of a shape, each device its own; matrices of experts and heads one after
-    the other, since what a device draws from takes twice the memory of weights in 16 bits."""
+    """Return a compiled function that draws values of a shape, different ones on each device.
+
+    Matrices of experts and heads are drawn one after the other: the random bits take twice the memory of 16-bit
+    weights.
+    """
     mesh, axes = split or (None, ())
     own = shape if mesh is None else (shape[0] // num_devices(mesh, axes), *shape[1:])
 

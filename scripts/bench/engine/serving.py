@@ -1,10 +1,10 @@
-"""Measures the engine on a model of real size: prefill, decode and waiting times by batch and context, compared with
-the fastest that the card could do.
+"""Measure the engine with a model of real size: prefill, decode and latencies by batch and context, compared with the
+roofline of the card.
 
 A case is `batch` requests that arrive at once, each with a prompt of `context` random tokens. One engine serves all
-cases; its steps are compiled before. Requests whose prompts are computed early get more tokens than the last ones, so
-that in the end all of them decode at the same time: only those steps count as decoding. Cases are in the order of their
-cost. A case whose prompts would take longer than the remaining time is skipped, and the report says so.
+cases; its steps are compiled before. Requests with early prompts get more tokens, so that at the end all requests
+decode at the same time. Only these steps count as decoding. Cases run in the order of their cost. A case whose prompts
+would exceed the remaining time is skipped, with a note in the report.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from scripts.bench.harness.device import Rates, measure_rates
 from scripts.bench.harness.timing import Stopwatch
 
 ROUTED = ("mlp.gate_up_proj", "mlp.down_proj")
-"""Suffixes of the names of routed experts' weights."""
+"""Suffixes of the names of routed expert weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """Workload: batches, contexts and the sizes of steps.
+    """Workload: batches, contexts and step sizes.
 
     Attributes:
-      batches, contexts: batches and contexts of the cases, which are all combinations.
+      batches, contexts: batches and contexts of the cases, in all combinations.
       new_tokens: new tokens of the last request.
-      limit_seconds: time limit, from the first weight on.
-      page_size: tokens a page holds.
-      max_batched_tokens, prefill_seqs: new tokens of a step, and requests whose prompts one step computes, at most.
-      most_tokens: cases whose prompts have more tokens in all are left out.
+      limit_seconds: time limit, starting with the first weight.
+      page_size: tokens per page.
+      max_batched_tokens, prefill_seqs: maximum new tokens of a step, and maximum number of requests whose prompts are
+        in one step.
+      most_tokens: maximum prompt tokens of a case; larger cases are skipped.
     """
 
     batches: tuple[int, ...]
@@ -55,16 +56,16 @@ class Serving:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """(batch, context) of every case, the cheapest prompts first."""
+        """(batch, context) of every case, in rising order of prompt cost."""
         every = [(batch, context) for batch in self.batches for context in self.contexts]
         if self.most_tokens is not None:
             every = [(batch, context) for batch, context in every if batch * context <= self.most_tokens]
         return sorted(every, key=lambda case: case[0] * case[1] ** 2)
 
     def tokens_each(self, batch: int, context: int) -> list[int]:
-        """New tokens of each request: one more for every step in which prompts of later requests may be computed.
+        """New tokens of each request: one more for every step that may compute prompts of later requests.
 
-        Such a step either is full of prompt tokens, or completes the largest number of prompts.
+        Such a step is full of prompt tokens, or completes the maximum number of prompts.
         """
         prompt_tokens = max(1, self.max_batched_tokens - batch)
         return [
@@ -91,13 +92,13 @@ class Serving:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Least costs of a model's steps.
+    """Minimum costs of a model's steps.
 
     Attributes:
       config: the model.
       dense_bytes: bytes of the weights that every step reads.
       routed_bytes: bytes of all routed experts.
-      token_bytes: bytes of a token in the caches of all layers.
+      token_bytes: cache bytes per token, all layers.
       rates: rates of the card, measured in the same run.
     """
 
@@ -110,27 +111,29 @@ class Costs:
     @staticmethod
     def of(model: Decoder, rates: Rates) -> Costs:
         if not isinstance(model.config, DeepSeekConfig):
-            raise NotImplementedError(f"costs of a {model.config.model_type}: only those of mixtures are known here")
+            raise NotImplementedError(
+                f"costs of a {model.config.model_type}: only mixture-of-experts models are supported"
+            )
         sizes = {
             ".".join(map(str, path)): weight.size * weight.dtype.itemsize
             for path, weight in nnx.to_flat_state(nnx.state(model, nnx.Param))
         }
         routed = sum(size for name, size in sizes.items() if name.endswith(ROUTED))
-        rows_only = 0 if model.lm_head is None else sizes["embed_tokens"]  # a step reads only its tokens' rows
+        rows_only = 0 if model.lm_head is None else sizes["embed_tokens"]  # a step reads the rows of its tokens only
         token_bytes = sum(spec.bytes_per_page for spec in model.cache_specs(1, 1))
         return Costs(model.config, sum(sizes.values()) - routed - rows_only, routed, token_bytes, rates)
 
     def weight_bytes(self, tokens: int) -> float:
-        """Expected bytes of weights that a step of so many tokens reads, if experts are chosen evenly."""
+        """Expected bytes of weights that a step of `tokens` tokens reads, if experts are selected evenly."""
         missed = (1 - self.config.num_experts_per_tok / self.config.n_routed_experts) ** tokens
         return self.dense_bytes + (1 - missed) * self.routed_bytes
 
     def decode_floor(self, batch: int, context: float) -> float:
-        """Seconds to move the weights and latents that a decode step needs."""
+        """Seconds to move the weights and latents of a decode step."""
         return (self.weight_bytes(batch) + batch * context * self.token_bytes) / self.rates.copy
 
     def prefill_floor(self, batch: int, context: int, itemsize: int) -> float:
-        """Seconds to multiply with the weights that each token needs, and for expanded causal attention."""
+        """Seconds for the GEMMs of each token and for expanded causal attention."""
         c = self.config
         share = c.num_experts_per_tok / c.n_routed_experts
         weights = (self.dense_bytes + share * self.routed_bytes) / itemsize - c.vocab_size * c.hidden_size
@@ -140,7 +143,7 @@ class Costs:
 
 
 def run(config: DeepSeekConfig, serving: Serving, settings: AttentionSettings, dtype: str) -> Iterator[dict[str, Any]]:
-    """Yields the report as it grows: after the model was made and compiled, and after each case."""
+    """Yield the report after the model is compiled, and after each case."""
     began = time.perf_counter()
     rates = measure_rates(Stopwatch(samples=3))
     model = jax.block_until_ready(random_model(config, dtype, settings))
@@ -160,7 +163,7 @@ def run(config: DeepSeekConfig, serving: Serving, settings: AttentionSettings, d
         "cases": [],
     }
     yield report
-    reached = 1.0  # share of the floor that prefills have reached so far
+    reached = 1.0  # best share of the floor of all prefills until now
     for batch, context in serving.cases:
         floor = costs.prefill_floor(batch, context, np.dtype(model.embed_tokens.dtype).itemsize)
         left = began + serving.limit_seconds - time.perf_counter()
@@ -178,7 +181,7 @@ def run(config: DeepSeekConfig, serving: Serving, settings: AttentionSettings, d
 def generate(
     engine: Engine, prompts: list[list[int]], new_tokens: list[int]
 ) -> tuple[list[RequestOutput], list[StepRecord]]:
-    """Runs requests that come at once; returns their outputs and steps."""
+    """Run requests that arrive at once; return their outputs and steps."""
     before = engine.stats().num_steps
     outputs = engine.generate(prompts, [SamplingParams(max_tokens=tokens, ignore_eos=True) for tokens in new_tokens])
     for output, tokens in zip(outputs, new_tokens, strict=True):
@@ -190,7 +193,7 @@ def generate(
 def measure(
     engine: Engine, costs: Costs, serving: Serving, batch: int, context: int, prefill_floor: float
 ) -> dict[str, Any]:
-    """Measures one case: times of its steps and requests, and their ratios to the floors."""
+    """Measure one case: times of its steps and requests, and their ratios to the floors."""
     prompts = np.random.default_rng(batch).integers(0, costs.config.vocab_size, (batch, context)).tolist()
     new_tokens = serving.tokens_each(batch, context)
     outputs, steps = generate(engine, prompts, new_tokens)
@@ -215,7 +218,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def latest(report: dict[str, Any]) -> str:
-    """Summary of the newest case of a report in one line; of the model before the first case."""
+    """Format the newest case of a report as one line; before the first case, the model."""
     if not report["cases"]:
         return (
             f"{report['parameters'] / 1e9:.2f}B parameters made in {report['made_s']:.1f} s,"

@@ -1,10 +1,10 @@
-"""Measures the engine on several devices: prefill and decode speed of each layout of a mesh beside one device's, and
-what the layouts exchange.
+"""Measure the engine on several devices: prefill and decode speed of each mesh layout compared with one device, and the
+exchanges of the layouts.
 
-- Cases. Requests that arrive at once, as scripts/bench/engine/serving.py measures them, on one model after the other:
-  one device's, then each layout's. Weights are random, and made on their devices.
-- Exchanges. An all-reduce and an exchange of parts among all devices, by bytes, in a compiled program.
-- Operation. `mla_decode` of 128 heads, contexts on one device and split over all (`decode_over_contexts`).
+- Cases. Requests that arrive at once, as in scripts/bench/engine/serving.py. The models run one after another: on one
+  device, then in each layout. Weights are random and made on their devices.
+- Exchanges. An all-reduce and an all-to-all among all devices, by bytes, in a compiled program.
+- Operation. `mla_decode` of 128 heads, with contexts on one device and split over all devices (`decode_over_contexts`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ CONFIGS: dict[str, ModelConfig] = {
     "v3-2-layers": DEEPSEEK_V3,
     "v3-3-layers": dataclasses.replace(DEEPSEEK_V3, num_hidden_layers=3),
 }
-"""Name to configuration: tiny ones for trying, DeepSeek-V2-Lite, a dense model of Llama-3-8B's widths, and models of
-DeepSeek-V3's widths with a dense layer and one or two of experts: 28 and 51 GB of weights."""
+"""Configurations by name: tiny ones for tests, DeepSeek-V2-Lite, a dense model of Llama-3-8B's widths, and models of
+DeepSeek-V3's widths with a dense layer and one or two expert layers (28 and 51 GB of weights).
+"""
 
 type Layout = Mapping[str, int]
 """Devices along each axis of a mesh; empty for one device without a mesh."""
@@ -64,17 +65,17 @@ type Layout = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class MeshWork:
-    """Models, layouts and traffic that are measured.
+    """Measured models, layouts and traffic.
 
     Attributes:
       config: name of a configuration in `CONFIGS`.
-      layouts: meshes, in their order.
-      batches: requests that arrive at once, of all devices together; with `per_device`, of each.
-      contexts: tokens of a prompt.
+      layouts: meshes, in order.
+      batches: requests that arrive at once on all devices together; with `per_device`, on each device.
+      contexts: tokens per prompt.
       new_tokens: new tokens of the last request.
-      max_batched_tokens: new tokens of a step, on each data rank.
-      page_size: tokens a page holds.
-      most_tokens: cases whose prompts have more tokens in all, on a data rank, are left out.
+      max_batched_tokens: maximum new tokens of a step on each data rank.
+      page_size: tokens per page.
+      most_tokens: maximum prompt tokens of a case on a data rank; larger cases are skipped.
     """
 
     config: str
@@ -106,8 +107,9 @@ class MeshWork:
 def run(
     work: MeshWork, settings: AttentionSettings, dtype: str, processes: Processes | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields the result of each layout as it grows: once it is compiled, and after each case. With several processes,
-    whose devices the layouts have, all run this."""
+    """Yield the result of each layout after its compilation and after each case. All processes of the devices run this
+    function.
+    """
     for layout in work.layouts:
         mesh = make_mesh(layout) if layout else None
         result: dict[str, Any] = {"mesh": dict(layout), "devices": 1 if mesh is None else mesh.size, "cases": []}
@@ -131,7 +133,7 @@ def run(
 
 
 def measure(engine: Engine, serving: Serving, prompts: list[list[int]], ranks: int) -> dict[str, Any]:
-    """Measures prompts of equal lengths, which data ranks take in turn."""
+    """Measure prompts of equal lengths, assigned to data ranks round-robin."""
     batch, context = len(prompts), len(prompts[0])
     new_tokens = [tokens for tokens in serving.tokens_each(batch // ranks, context) for _ in range(ranks)]
     outputs, steps = generate(engine, prompts, new_tokens)
@@ -148,7 +150,7 @@ def measure(engine: Engine, serving: Serving, prompts: list[list[int]], ranks: i
 
 
 def line(result: dict[str, Any]) -> str:
-    """The newest of a layout's results, for people."""
+    """Format the newest result of a layout as one line."""
     name = ",".join(f"{axis}={size}" for axis, size in result["mesh"].items()) or "one device"
     if not result["cases"]:
         return f"{name}: made in {result['made_s']:.1f} s, compiled in {result['compile_s']:.1f} s"
@@ -168,8 +170,10 @@ ROWS = (1, 8, 64, 512, 4096)
 
 
 def exchanges(stopwatch: Stopwatch, num_calls: int = 32) -> list[dict[str, Any]]:
-    """Times exchanges among all devices, each in a chain of calls that depend on one another: bytes on each device, and
-    microseconds; `device_us` is the time behind products that keep the devices busy while the host starts the chain."""
+    """Time exchanges among all devices in chains of dependent calls: bytes per device, and microseconds.
+
+    For `device_us`, GEMMs before the chain occupy the devices while the host starts the chain.
+    """
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("all",), axis_types=(AxisType.Auto,))
     width = 8192 if jax.default_backend() == "gpu" else 128
@@ -201,7 +205,7 @@ def exchanges(stopwatch: Stopwatch, num_calls: int = 32) -> list[dict[str, Any]]
 
 
 PRODUCTS = 3
-"""Products of matrices before a chain, some 1.6 ms each on an H100: longer than the host takes to start it."""
+"""Number of GEMMs before a chain, about 1.6 ms each on an H100. The host starts the chain in this time."""
 
 
 def _all_to_all(x: jax.Array) -> jax.Array:
@@ -218,12 +222,12 @@ EXCHANGES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def serial() -> dict[str, str]:
-    """Options of the compiler that keep a chain in order."""
+    """Compiler options that run a chain in order."""
     return SERIAL if jax.default_backend() == "gpu" else {}
 
 
 def _time(run: Callable[[Any], Any], given: Any, stopwatch: Stopwatch) -> float:
-    """Median seconds of a program that gives back what it is given."""
+    """Median seconds of a program that returns its argument."""
     held = [given]
 
     def repeat(count: int) -> float:
@@ -231,7 +235,7 @@ def _time(run: Callable[[Any], Any], given: Any, stopwatch: Stopwatch) -> float:
         for _ in range(count):
             held[0] = run(held[0])
             if jax.default_backend() == "cpu":
-                jax.block_until_ready(held[0])  # devices share threads, and wait for ever if others' runs hold them
+                jax.block_until_ready(held[0])  # devices share threads; pending runs of others could block them forever
         jax.block_until_ready(held[0])
         return time.perf_counter() - began
 
@@ -244,11 +248,11 @@ def _time(run: Callable[[Any], Any], given: Any, stopwatch: Stopwatch) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class SplitDecode:
-    """Latent decode whose contexts are split.
+    """Latent decode with split contexts.
 
     Attributes:
-      batch, context, heads: of the call.
-      calls: calls in a chain, each with queries that follow from the output before.
+      batch, context, heads: sizes of the call.
+      calls: calls in a chain. The queries of a call depend on the output of the call before.
     """
 
     batch: int = 64
@@ -259,7 +263,7 @@ class SplitDecode:
 
 
 def decode_over_contexts(work: SplitDecode, stopwatch: Stopwatch) -> Iterator[dict[str, Any]]:
-    """Times `mla_decode` on one device, and with contexts split over two, four and so on, up to all of them."""
+    """Time `mla_decode` on one device, and with contexts split over two, four, ... up to all devices."""
     columns = -(-work.context // work.page_size)
     table = np.random.default_rng(0).permutation(work.batch * columns).astype(np.int32).reshape(work.batch, columns)
     for devices in sorted({2**i for i in range(jax.device_count().bit_length())} | {jax.device_count()}):
@@ -295,7 +299,7 @@ def _decode_seconds(work: SplitDecode, mesh: Mesh, table: jax.Array, stopwatch: 
             out, _ = parallel.decode_over_contexts(
                 mla_decode, [q_latent, q_rope], latent, table, lens, axis="context", sm_scale=192**-0.5, plan=plan
             )
-            # Heads of this device take its output, as their projections would: the next call depends on this one.
+            # The output becomes the queries of this device's heads, so that the next call depends on this one.
             first = lax.axis_index("context") * (work.heads // devices)
             own = lax.dynamic_slice_in_dim(q_latent, first, work.heads // devices, axis=2)
             q_latent = lax.dynamic_update_slice_in_dim(q_latent, own + 0 * out, first, axis=2)

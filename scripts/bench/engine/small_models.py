@@ -1,5 +1,6 @@
-"""Measures the engine on models small enough to be written to disk: prefill and decode speed by batch size, savings of
-the prefix cache, and transformers' own `generate` on the same weights."""
+"""Measure the engine with models small enough to be written to disk: prefill and decode speed by batch size, savings of
+the prefix cache, and transformers' `generate` with the same weights.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from models.decoder import AttentionSettings
 from models.engine import Engine, EngineConfig, SamplingParams
 
 OWN_TOKENS = 32
-"""Tokens of a request after the shared prefix, in the measurement of the prefix cache."""
+"""Tokens of a request after the shared prefix, for the prefix-cache measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Workload:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of the shared prefix, in the measurement of the prefix cache."""
+        """Tokens of the shared prefix, for the prefix-cache measurement."""
         return 4 * self.prompt_tokens
 
     @property
@@ -60,7 +61,7 @@ class Workload:
 
 
 def num_cores() -> int:
-    """Number of cores this process may use, which may be fewer than the machine has."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -86,7 +87,7 @@ def make_engine(model: Any, work: Workload, batch: int, max_len: int, *, prefix_
 
 
 def bench_batch(model: Any, work: Workload, batch: int) -> dict[str, Any]:
-    """Measures prefill and decode speed of `batch` requests at once that share nothing."""
+    """Measure prefill and decode speed of `batch` simultaneous requests without a common prefix."""
     engine = make_engine(model, work, batch, work.prompt_tokens + work.new_tokens, prefix_caching=False)
     rng = np.random.default_rng(batch)
     vocab_size = model.config.vocab_size
@@ -110,8 +111,9 @@ def bench_batch(model: Any, work: Workload, batch: int) -> dict[str, Any]:
 
 
 def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]:
-    """Measures requests that share all but `OWN_TOKENS` of a long prompt, after one that computed it; cache off and
-    on."""
+    """Measure requests that share all but `OWN_TOKENS` tokens of a long prompt, after a request that computed the
+    prefix, with prefix cache off and on.
+    """
     shared, own, requests = work.shared_tokens, OWN_TOKENS, 2 * batch
     rng = np.random.default_rng(0)
     row: dict[str, Any] = {"requests": requests, "shared_tokens": shared, "own_tokens": own, "batch": batch}
@@ -132,7 +134,7 @@ def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]
 def bench_transformers(
     python: str, checkpoint: Path, work: Workload, batches: Sequence[int], dtype: str
 ) -> dict[str, Any]:
-    """Times the same weights under transformers' own generate."""
+    """Time transformers' `generate` with the same weights."""
     script = Path(__file__).parents[1] / "peers" / "transformers_generate.py"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "transformers.json"
@@ -151,13 +153,13 @@ def bench_config(
     dtype: str,
     transformers: str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the measurements of a configuration, and again with transformers' times if a Python that has it is named.
+    """Yield the measurements of a configuration, and again with transformers' times if `transformers` is given.
 
     Args:
       name: name of the configuration in `PRESETS`.
-      work: workload, run at each of `batches`.
-      settings, dtype: of the model.
-      transformers: a Python with torch and transformers.
+      work: workload, run for each of `batches`.
+      settings, dtype: settings of the model.
+      transformers: path of a Python with torch and transformers.
     """
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / name

@@ -1,4 +1,4 @@
-"""Benchmarks of one operation: cases, their least work, and contenders.
+"""Benchmarks of one operation: cases, their minimum work, and baselines.
 
 An operation is a module in `bench.ops` with a `BENCH`, listed in `session.OPERATIONS`.
 """
@@ -17,7 +17,7 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 class Case(Protocol):
-    """One set of arguments: a frozen dataclass, whose fields go into the report."""
+    """One set of arguments: a frozen dataclass whose fields are written to the report."""
 
     @property
     def name(self) -> str:
@@ -26,18 +26,19 @@ class Case(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that have to be read or written."""
+        """Bytes that must be read or written."""
         ...
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions that have to be done."""
+        """Multiplications and additions that must be done."""
         ...
 
 
 type Contender = Callable[[Any, Any, Stopwatch], Timing]
-"""contender(case, inputs, stopwatch): times one implementation. Raises NotImplementedError or ImportError, with the
-reason, if it cannot take part; any other exception is a failure."""
+"""contender(case, inputs, stopwatch) times one implementation, ours or a baseline. It raises NotImplementedError or
+ImportError with the reason if it does not support the case; any other exception is a failure.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Bench:
 
     Attributes:
       grids: cases by name of the grid.
-      contenders: our implementations and peers, by name.
-      inputs: inputs(case, pools), the arguments of a case on the device, shared by all contenders. Raises MemoryError,
-        with the reason, if they do not fit.
+      contenders: our implementations and baselines, by name.
+      inputs: inputs(case, pools) returns the arguments of a case on the device, shared by all contenders. Raises
+        MemoryError with the reason if they do not fit.
     """
 
     grids: Mapping[str, Sequence[Any]]
@@ -57,13 +58,13 @@ class Bench:
 
 
 def by_name(ours: Callable[[str, Any, Any, Stopwatch], Timing]) -> dict[str, Contender]:
-    """Makes contenders of our implementations, given a function that takes an implementation's name first."""
+    """Make contenders of our implementations from a function whose first argument is the name of the implementation."""
     return {name: functools.partial(ours, name) for name in ("mosaic", "triton", "xla")}
 
 
 @contextlib.contextmanager
 def noting_configs() -> Iterator[dict[str, Any]]:
-    """Records, within its context, the configurations that are looked up, by operation and backend."""
+    """Record the configurations that are looked up in the block, by operation and backend."""
     noted: dict[str, Any] = {}
 
     def note(op: str, key: Mapping[str, Any], config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The device of a benchmark, its rates, and the versions and commit that a result depends on."""
+"""The device of a benchmark, its rates, and the versions and commit of the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES += ("flashinfer-python", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvi
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "PALLAS_ATTN_COMMIT"
-"""Environment variable that names the commit for a copy of the tree without git."""
+"""Environment variable with the commit of a source tree without git."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +30,20 @@ class Rates:
     """Rates that this card reached in this run.
 
     Attributes:
-      copy: bytes per second of a copy within its memory, counting both reads and writes.
-      matrix: operations per second of a bfloat16 matrix product.
+      copy: bytes per second of a copy in device memory, counting reads and writes.
+      matrix: operations per second of a bfloat16 GEMM.
     """
 
     copy: float
     matrix: float
 
     def floor(self, num_bytes: int, flops: int) -> float:
-        """Seconds that no implementation can beat: to move so many bytes, or to compute so much."""
+        """Minimum seconds to move `num_bytes` and compute `flops`."""
         return max(num_bytes / self.copy, flops / self.matrix)
 
 
 def measure_rates(stopwatch: Stopwatch) -> Rates:
-    """Measures both rates, on random data, since a card's clock depends on its operands."""
+    """Measure both rates with random data. The clock of a card depends on the operands."""
     on_gpu = jax.default_backend() == "gpu"
     elements, width = (2**28, 8192) if on_gpu else (2**24, 512)
     stopwatch = dataclasses.replace(stopwatch, kernels=False)
@@ -52,24 +52,24 @@ def measure_rates(stopwatch: Stopwatch) -> Rates:
     copy = 2 * sources[0].nbytes / copied.median
     del sources
     factors = [jax.random.normal(jax.random.key(i), (width, width), jnp.bfloat16) for i in range(3)]
-    vendors = {"xla_gpu_enable_triton_gemm": False}  # without a search through other libraries
+    vendors = {"xla_gpu_enable_triton_gemm": False}  # no autotuning over other libraries
     multiplied = stopwatch.chain(lambda _, b, a: (None, a @ b), factors[1:], shared=factors[0], options=vendors)
     return Rates(copy, 2 * width**3 / multiplied.median)
 
 
 def memory_bytes() -> int:
-    """Bytes that arrays may take on this device."""
+    """Bytes of device memory that arrays may use."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 def multiprocessors() -> int:
-    """Number of multiprocessors of a GPU; 1 elsewhere."""
+    """Number of multiprocessors of a GPU; 1 for other devices."""
     return getattr(jax.local_devices()[0], "core_count", 1) if jax.default_backend() == "gpu" else 1
 
 
 def driver() -> str | None:
-    """Version of NVIDIA's driver; None without one."""
+    """Version of NVIDIA's driver; None without a driver."""
     answer = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return answer.splitlines()[0].strip() if answer else None
 
@@ -85,10 +85,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> dict[str, Any]:
-    """The measured commit, and whether files differ from it; both None if unknown.
+    """Return the measured commit, and whether files differ from it; both None if unknown.
 
-    The environment variable `COMMIT` names it for a copy of the tree that is without git or has another's, with the
-    suffix "-dirty" if files differ. Files in benchmarks/, such as results, do not count.
+    The environment variable `COMMIT` overrides git, for a source tree without git or inside another repository. The
+    suffix "-dirty" marks changed files. Files in benchmarks/, such as results, do not count as changed.
     """
     if given := os.environ.get(COMMIT):
         sha, _, dirty = given.partition("-")
@@ -104,7 +104,7 @@ def commit() -> dict[str, Any]:
 
 
 def _output(*command: str) -> str | None:
-    """Returns a command's standard output; None if it cannot be run, or fails."""
+    """Return the standard output of a command; None if it cannot be run or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
@@ -112,6 +112,6 @@ def _output(*command: str) -> str | None:
 
 
 def description() -> dict[str, Any]:
-    """The device, all that runs on it, the commit and today's date (UTC), for JSON."""
+    """Device, software versions, commit and today's date (UTC), for JSON."""
     here = {"device": jax.local_devices()[0].device_kind, "driver": driver(), "versions": versions()}
     return here | commit() | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}

@@ -1,4 +1,4 @@
-"""Pictures of a benchmark: results under the roofline of the card's bandwidth and arithmetic."""
+"""Plots of a benchmark: results under the roofline of the card."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-# Okabe and Ito's colours, which can be told apart with any kind of colour vision.
+# Okabe and Ito's colors, which are distinct for all kinds of color vision.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 _MARKERS = "osD^vPX"
 _GREY = "#666666"
 
 
 def plot_report(file: BinaryIO, report: dict[str, Any]) -> None:
-    """Writes a PNG: arithmetic by intensity under the roofline, and the fraction of the floor by the bytes of a call.
+    """Write a PNG: arithmetic by intensity under the roofline, and the fraction of the floor by the bytes of a call.
 
     Raises:
       ImportError: matplotlib is not installed.
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure  # an optional dependency
 
@@ -42,7 +42,7 @@ def plot_report(file: BinaryIO, report: dict[str, Any]) -> None:
 
 
 def _draw_roof(axes: Any, report: dict[str, Any]) -> None:
-    """Draws the roofline over all intensities that occur, and some more."""
+    """Draw the roofline over all intensities of the report, with a margin."""
     rates = report["rates"]
     ridge = rates["matrix"] / rates["copy"]
     intensities = [case["flops"] / case["bytes"] for case in report["cases"] if case["flops"]] or [ridge]
@@ -53,7 +53,7 @@ def _draw_roof(axes: Any, report: dict[str, Any]) -> None:
 
 
 def _styles(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields every contender with a result, and its style."""
+    """Yield every contender with a result, and its plot style."""
     names = list(dict.fromkeys(name for case in report["cases"] for name in case.get("results", ())))
     for number, name in enumerate(name for name in names if any(_measured(report, name))):
         colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
@@ -61,7 +61,7 @@ def _styles(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _measured(report: dict[str, Any], name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields cases with a time of this contender, and its entry."""
+    """Yield the cases with a time of this contender, and its entry."""
     for case in report["cases"]:
         entry = case.get("results", {}).get(name, {})
         if "median_us" in entry:

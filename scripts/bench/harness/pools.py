@@ -1,5 +1,6 @@
-"""Page pools for benchmarks: random pages, with pages of its own for every call of a chain, so that none is in a
-cache."""
+"""Page pools for benchmarks: random pages, with separate pages for every call of a chain, so that no page is in a
+cache.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +26,32 @@ CACHES: dict[str, tuple[Any, Any]] = {
     "fp8-token": (jnp.float8_e4m3fn, "token"),
     "f32": (jnp.float32, None),
 }
-"""Kinds of caches by name: dtype, and the layout of scales; "token" stands for as many groups as a page has tokens."""
+"""Kinds of caches by name: dtype, and the layout of scales. "token" means one group per token."""
 
 COLD_BYTES = 2 * 2**30
-"""Bytes that the calls of a chain read before one reads the same again: many times the L2 (60 MB on an H200), and
-enough for the host to keep ahead."""
+"""Bytes that the calls of a chain read before a page is read again. This is many times the L2 (60 MB on an H200), and
+enough work for the host to stay ahead.
+"""
 
 MIN_CALLS = 16
-"""Fewest calls in a chain that only reads, however large: starting a chain takes some 15 microseconds, which would
-count."""
+"""Minimum number of calls in a chain that only reads, for calls of any size. Starting a chain takes about 15
+microseconds, which would count in a short chain.
+"""
 
 MAX_CALLS = 64
-"""Most calls in a chain: enough for calls of 10 microseconds, and few enough to compile."""
+"""Maximum number of calls in a chain: enough for calls of 10 microseconds, and few enough to compile."""
 
 PORTABLE_CALLS = 8
-"""Most calls in a chain of XLA's own code, since each call is compiled anew. So few calls of small caches may find them
-in the L2."""
+"""Maximum number of calls in a chain of XLA's own code, because each call is compiled separately. A chain of few calls
+over small caches may hit the L2.
+"""
 
 CHUNK_BYTES = 64 * 2**20
-"""Size of the chunks in which random pages are made."""
+"""Bytes of the chunks in which random pages are made."""
 
 
 def latent_dtype(cache: str) -> Any:
-    """Dtype of latents or index keys of this kind, of which "fp8" has 8 bits."""
+    """Dtype of latents or index keys of this kind. "fp8" has 8 bits."""
     return jnp.float8_e4m3fn if cache == "fp8" else CACHES[cache][0]
 
 
@@ -70,39 +74,39 @@ def cache_spec(cache: str, *, num_pages: int, page_size: int, num_kv_heads: int,
 
 
 def calls_of(num_bytes: int) -> int:
-    """Number of calls of so many bytes, each on pages of its own, until the first one's are cold again."""
+    """Number of calls of `num_bytes` bytes with separate pages, until the pages of the first call are cold again."""
     return max(1, min(MAX_CALLS, math.ceil(COLD_BYTES / num_bytes)))
 
 
 def at_least(calls: int) -> int:
-    """Number of calls in a chain that only reads, if so many calls have pages of their own."""
+    """Number of calls in a chain that only reads, if `calls` calls have separate pages."""
     return max(MIN_CALLS, calls)
 
 
 def chain_of[Own](implementation: str, owns: list[Own]) -> list[Own]:
-    """Selects the calls that a chain of this implementation is made of."""
+    """Select the calls for a chain of this implementation."""
     return owns if implementation in ("mosaic", "triton") else owns[:PORTABLE_CALLS]
 
 
 def check_fits(num_bytes: int) -> None:
-    """Raises MemoryError if a pool would take more than its share of the memory."""
+    """Raise MemoryError if a pool would exceed its share of the memory."""
     limit = int(0.8 * memory_bytes())
     if num_bytes > limit:
-        raise MemoryError(f"its pages take {num_bytes / 1e9:.1f} GB, and there is room for {limit / 1e9:.1f}")
+        raise MemoryError(f"its pages take {num_bytes / 1e9:.1f} GB, and the limit is {limit / 1e9:.1f}")
 
 
 def random_pool(spec: CacheSpec) -> PagedKV:
-    """Makes pages of normal values, and scales that bring quantised ones back to about that size."""
+    """Make pages of normal values, with scales that bring quantized values back to about this size."""
     return PagedKV(**_random_arrays(spec))
 
 
 def random_latents(spec: CacheSpec) -> PagedLatent:
-    """Makes pages of normal values, and scales as `random_pool` does."""
+    """Make pages of normal values, with scales like `random_pool`."""
     return PagedLatent(**_random_arrays(spec))
 
 
 def random_index_keys(spec: CacheSpec) -> PagedIndexKeys:
-    """Makes index keys of normal values, and scales as `random_pool` does."""
+    """Make index keys of normal values, with scales like `random_pool`."""
     return PagedIndexKeys(**_random_arrays(spec))
 
 
@@ -115,20 +119,20 @@ def _random_arrays(spec: CacheSpec) -> dict[str, Array]:
 
 
 def random_values(key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
-    """Draws normal values; for an integer dtype, whole numbers with the spread of int8."""
+    """Draw normal values; for an integer dtype, integers with the spread of int8."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(40.0 * jax.random.normal(key, shape)), -127, 127).astype(dtype)
     return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
 
 
 def _random_pages(key: Array, array: jax.ShapeDtypeStruct) -> Array:
-    """Makes pages chunk by chunk, since their intermediate values take several times the memory."""
+    """Make pages chunk by chunk. The intermediate values take several times the memory of the pages."""
     page_bytes = math.prod(array.shape[1:]) * array.dtype.itemsize
     pages = max(1, min(array.shape[0], CHUNK_BYTES // page_bytes))
 
     def fill(i: Array, made: Array) -> Array:
         chunk = random_values(jax.random.fold_in(key, i), (pages, *array.shape[1:]), array.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(made, chunk, i * pages, axis=0)  # the last one moves back
+        return jax.lax.dynamic_update_slice_in_dim(made, chunk, i * pages, axis=0)  # the last chunk may overlap
 
     chunks = -(-array.shape[0] // pages)
     return jax.jit(lambda: jax.lax.fori_loop(0, chunks, fill, jnp.zeros(array.shape, array.dtype)))()
@@ -139,43 +143,43 @@ def _random_scales(key: Array, array: jax.ShapeDtypeStruct) -> Array:
 
 
 class Pools:
-    """Keeps the last pool for the next cases that can use it."""
+    """Holder of the last pool, which following cases may reuse."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Any, int, Any] | None = None
+        self._cached: tuple[Any, int, Any] | None = None
 
     def get(self, cache: str, num_pages: int, **sizes: int) -> PagedKV:
-        """Returns a pool of this kind with at least so many pages.
+        """Return a pool of this kind with at least `num_pages` pages.
 
         Raises:
-          MemoryError: it does not fit.
+          MemoryError: the pool does not fit.
         """
         return self._get((cache, sizes), cache_spec(cache, num_pages=num_pages, **sizes), random_pool)
 
     def get_latents(self, cache: str, num_pages: int, **sizes: int) -> PagedLatent:
-        """Returns a pool of latents of this kind with at least so many pages.
+        """Return a latent pool of this kind with at least `num_pages` pages.
 
         Raises:
-          MemoryError: it does not fit.
+          MemoryError: the pool does not fit.
         """
         spec = latent_cache_spec(num_pages=num_pages, dtype=latent_dtype(cache), rope_dtype=None, **sizes)
         return self._get((cache, sizes), spec, random_latents)
 
     def _get[Pool](self, kind: Any, spec: CacheSpec, make: Callable[[CacheSpec], Pool]) -> Pool:
-        if self._kept is not None and self._kept[0] == kind and self._kept[1] >= spec.num_pages:
-            return self._kept[2]
+        if self._cached is not None and self._cached[0] == kind and self._cached[1] >= spec.num_pages:
+            return self._cached[2]
         self.release()
         check_fits(spec.num_bytes)
         pool = make(spec)
-        self._kept = kind, spec.num_pages, pool
+        self._cached = kind, spec.num_pages, pool
         return pool
 
     def release(self) -> None:
-        """Drops the pool, so that its memory is free."""
-        self._kept = None
+        """Drop the pool to free its memory."""
+        self._cached = None
 
 
 def tables(rng: np.random.Generator, num_pages: int, calls: int, shape: tuple[int, ...]) -> list[Array]:
-    """Draws a block table for each call, with pages that no other call reads, from anywhere in the pool."""
+    """Draw a block table for each call, with random pages that no other call reads."""
     ids = rng.permutation(num_pages)[: calls * math.prod(shape)].astype(np.int32)
     return [jnp.asarray(table) for table in ids.reshape(calls, *shape)]

@@ -1,4 +1,4 @@
-"""Text output of a benchmark of operations: a line for each case while it runs, and a table."""
+"""Text output of a benchmark of operations: one line per case during the run, and a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def cell(entry: dict[str, Any]) -> str:
-    """Formats a contender's result in a few characters."""
+    """Format a contender's result in a few characters."""
     if "median_us" not in entry:
         return "absent" if "absent" in entry else "failed"
     waits = " of the host" if entry.get("host_us", 0.0) > 0.9 * entry["median_us"] else ""
@@ -17,14 +17,14 @@ def cell(entry: dict[str, Any]) -> str:
 
 
 def summary(case: dict[str, Any]) -> str:
-    """Formats a case in a line."""
+    """Format a case as one line."""
     if "skipped" in case:
         return f"{case['case']}: skipped, {case['skipped']}"
     return f"{case['case']}: " + ", ".join(f"{name} {cell(entry)}" for name, entry in case["results"].items())
 
 
 def results_table(report: dict[str, Any]) -> Table:
-    """Makes a table of medians, and of the fractions of the floor."""
+    """Return a table of medians and fractions of the floor."""
     names = list(dict.fromkeys(name for case in report["cases"] for name in case.get("results", ())))
     title = f"{report['operation']} on {report['device']}: median, and floor / median"
     table = Table(title=title, title_justify="left", header_style="bold")
@@ -41,7 +41,7 @@ def results_table(report: dict[str, Any]) -> Table:
 
 
 def reasons(report: dict[str, Any]) -> list[str]:
-    """Collects the reasons for missing results, each once."""
+    """Collect the reasons for missing results, without repetition."""
     found = {}
     for case in report["cases"]:
         if "skipped" in case:
@@ -54,7 +54,7 @@ def reasons(report: dict[str, Any]) -> list[str]:
 
 
 def cache_ratios(report: dict[str, Any]) -> list[str]:
-    """Compares times of quantised caches with bfloat16, for cases that differ in nothing else."""
+    """Compare times of quantized caches with bfloat16, for cases that are otherwise equal."""
     plain: dict[str, dict[str, Any]] = {}
     lines = []
     for case in report["cases"]:
@@ -69,5 +69,5 @@ def cache_ratios(report: dict[str, Any]) -> list[str]:
             if cache != "bf16" and "median_us" in entry and "median_us" in base.get(name, {})
         ]
         if ratios:
-            lines.append(f"{case['case']} beside bf16: {', '.join(ratios)}")
+            lines.append(f"{case['case']} relative to bf16: {', '.join(ratios)}")
     return lines

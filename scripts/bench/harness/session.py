@@ -1,5 +1,6 @@
-"""One run of a benchmark: every contender in each case, one case after the other, and a report that may end at any
-case."""
+"""One run of a benchmark: every contender in each case, one case after the other. The report is complete after each
+case.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ OPERATIONS = (
     "cascade_decode",
     "ragged_paged_attention",
 )
-"""Operations with a benchmark: a module of that name in scripts/bench/ops, with a `BENCH`."""
+"""Operations with a benchmark: modules of this name in scripts/bench/ops, with a `BENCH`."""
 
 ABSENT = (ImportError, NotImplementedError, ExceptionGroup)
-"""Exceptions of a contender that cannot take part."""
+"""Exceptions of a contender that is not installed or does not support a case."""
 FAILURES = (AttributeError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """Exceptions that other projects' code may raise when it fails."""
 
@@ -50,7 +51,7 @@ class Session:
 
     Attributes:
       bench: benchmark of the operation.
-      contenders: names of those that take part.
+      contenders: names of the measured contenders.
       stopwatch: settings of the measurement.
       rates: rates of the device.
     """
@@ -62,7 +63,7 @@ class Session:
     pools: Pools = dataclasses.field(default_factory=Pools)
 
     def run(self, case: Case) -> dict[str, Any]:
-        """Measures one case for the report."""
+        """Measure one case for the report."""
         floor = self.rates.floor(case.num_bytes, case.flops)
         bound = "memory" if case.num_bytes / self.rates.copy == floor else "math"
         report: dict[str, Any] = {"case": case.name, "bytes": case.num_bytes, "flops": case.flops, "bound": bound}
@@ -78,10 +79,10 @@ class Session:
     def attempt(
         self, name: str, case: Case, inputs: Any, floor: float, outputs: dict[str, np.ndarray]
     ) -> dict[str, Any]:
-        """Measures one contender: its times, or the reason why there are none.
+        """Measure one contender. Return its times, or the reason why it has none.
 
         Args:
-          outputs: outputs of earlier contenders, by name; this one's is added.
+          outputs: outputs of earlier contenders by name; the output of this contender is added.
         """
         began = time.perf_counter()
         try:
@@ -103,8 +104,7 @@ class Session:
 
 
 def differences(output: np.ndarray, others: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Distance of an output from the first of the others, so that a contender that computes something else is
-    noticed."""
+    """Distance of an output from the first of the others. It shows contenders that compute something else."""
     for name, other in others.items():
         distance, largest = np.abs(output.reshape(other.shape) - other).max(), np.abs(other).max()
         return {"compared_with": name, "largest_difference": float(distance), "largest_value": float(largest)}
@@ -112,7 +112,7 @@ def differences(output: np.ndarray, others: Mapping[str, np.ndarray]) -> dict[st
 
 
 def reason(error: BaseException) -> str:
-    """Describes an exception in a few words, with the parts of a group."""
+    """Describe an exception in a few words, including the parts of a group."""
     if isinstance(error, ExceptionGroup):
         return "; ".join(reason(part) for part in error.exceptions)
     text = " ".join(str(error).split())
@@ -121,7 +121,7 @@ def reason(error: BaseException) -> str:
 
 
 def cases_until(end: float, cases: list[Any]) -> Iterator[Any]:
-    """Yields the cases that are reached before a time of `time.perf_counter`."""
+    """Yield the cases that start before `end` (in `time.perf_counter` seconds)."""
     for case in cases:
         if time.perf_counter() >= end:
             return

@@ -1,17 +1,17 @@
-"""Timing of operations: chains of calls that the device works through without waiting for the host.
+"""Timing of operations: chains of calls that the device executes without waiting for the host.
 
-A chain is one compiled program that calls an operation many times, each time on other data, and is run repeatedly. On a
-GPU, XLA turns a chain of five or more kernels into a CUDA graph and replays it; the outputs of one run are donated to
-the next, so that the graph is never rewritten for other addresses. The host queues runs faster than the device finishes
-them. The time of a call is the difference in wall time between more runs and fewer (`Stopwatch.take`), divided by the
-difference in calls: it includes kernels and the gaps between them, but neither the host nor the nearly constant
-millisecond of the first launch and the last notice.
+A chain is one compiled program that calls an operation many times with different data. It runs repeatedly. On a GPU,
+XLA turns a chain of five or more kernels into a CUDA graph and replays it. The outputs of a run are donated to the next
+run, so that the graph is never rewritten for other addresses. The host queues runs faster than the device finishes
+them. The time of a call is the difference in wall time between more and fewer runs (`Stopwatch.take`), divided by the
+difference in calls. It includes kernels and the gaps between them, but neither host time nor the nearly constant
+millisecond of the first launch and the completion notice.
 
-XLA's dumps show whether graphs are used (XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"): kCommandBuffer in the
-sequence of thunks. Comparison with the times of single kernels, from CUPTI, gives the gaps.
+XLA's dumps show if graphs are used (XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"): kCommandBuffer in the
+sequence of thunks. The difference to the sum of kernel times, from CUPTI, is the gaps.
 
-Calls cannot overlap: the graph is serial (`SERIAL`), and runs follow one another on a stream. No call can be left out:
-each has operands of its own, and every output is returned.
+Calls cannot overlap: the graph is serial (`SERIAL`), and runs follow one another on a stream. No call can be
+eliminated: each has different operands, and every output is returned.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 
 SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
-"""XLA's option that runs the kernels of a graph one after the other, as on a stream."""
+"""XLA option that runs the kernels of a graph one after another, as on a stream."""
 
 type Call = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""call(carried, shared, own) -> carried, output: one call of an operation. `carried` is updated in place by each call
-for the next, `shared` is the same for all, `own` belongs to one call. Each may be any pytree of arrays, or None."""
+"""call(carried, shared, own) -> carried, output: one call of an operation. Each call updates `carried` in place for the
+next call. All calls have the same `shared`, and each call has its `own`. Each argument may be any pytree of arrays, or
+None.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +43,12 @@ class Timing:
     """Measurement of one implementation in one case.
 
     Attributes:
-      samples: seconds per call, one number for each sample.
+      samples: seconds per call, one value per sample.
       calls: number of calls in a sample.
-      method: description of how the samples were taken.
+      method: description of the measurement.
       kernels: seconds per call by kernel, from CUPTI; None if not measured.
       output: output of the first call, for a comparison; None if it cannot be compared.
-      host: seconds per call that the host takes to queue a run. If they equal the samples, the host was measured.
+      host: seconds per call to queue a run on the host. If they equal the samples, the samples measure the host.
     """
 
     samples: Sequence[float]
@@ -82,9 +84,9 @@ class Stopwatch:
     """Settings of a measurement.
 
     Attributes:
-      sample_seconds: least time of a sample.
-      samples: number of samples, of which the median counts.
-      kernels: whether to measure also the times of single kernels on a GPU, with CUPTI, in a second compilation of the
+      sample_seconds: minimum time of a sample.
+      samples: number of samples. The report has their median.
+      kernels: whether to also measure the times of single kernels on a GPU with CUPTI, in a second compilation of the
         chain.
     """
 
@@ -93,11 +95,13 @@ class Stopwatch:
     kernels: bool = False
 
     def take(self, run: Callable[[int], float]) -> tuple[list[float], int]:
-        """Takes samples of run(repeats), which returns the seconds of so many repeats. Returns seconds per repeat, and
-        the repeats of a sample.
+        """Take samples of run(repeats), which returns the seconds of `repeats` repeats.
 
-        A sample is the additional time of three times as many repeats, per repeat. That leaves out the constant time of
-        a run, such as the latency of the first launch and of the last result.
+        A sample is the additional time of three times as many repeats, per repeat. The difference cancels the constant
+        time of a run, such as the latency of the first launch and of the last result.
+
+        Returns:
+          Seconds per repeat of each sample, and the repeats of a sample.
         """
         run(1)
         repeats = 1
@@ -107,7 +111,7 @@ class Stopwatch:
 
         def sample() -> float:
             shorter, longer = run(repeats), run(3 * repeats)
-            # Not positive only if noise exceeds the sample; then the longer run is the best estimate.
+            # The difference is not positive only if noise exceeds the sample. The longer run is then the best estimate.
             return (longer - shorter) / (2 * repeats) if longer > shorter else longer / (3 * repeats)
 
         return [sample() for _ in range(self.samples)], 4 * repeats
@@ -121,11 +125,11 @@ class Stopwatch:
         shared: Any = None,
         options: Mapping[str, Any] | None = None,
     ) -> Timing:
-        """Times calls of an operation, one for each of `owns`, in turn.
+        """Time calls of an operation, one for each of `owns`, in order.
 
         Args:
           carried: state that calls pass on; donated.
-          options: the compiler's options for GPUs.
+          options: compiler options for GPUs.
         """
         on_gpu = jax.default_backend() == "gpu"
         kernels = _kernel_times(call, carried, shared, owns) if self.kernels and on_gpu else None
@@ -137,12 +141,12 @@ class Stopwatch:
         return Timing(samples, repeats * len(owns), method, kernels, runs.first_output(), host)
 
     def graph(self, calls: Sequence[Callable[[], Any]], *, compared: bool = False) -> Timing:
-        """Times calls of torch, captured in a CUDA graph one after the other.
+        """Time torch calls that are captured in a CUDA graph, one after another.
 
         Args:
-          compared: whether to keep the first call's result for a comparison.
+          compared: whether to store the first call's result for a comparison.
         """
-        torch: Any = importlib.import_module("torch")  # needed by contenders alone, so no dependency
+        torch: Any = importlib.import_module("torch")  # used by baselines only, so not a dependency
         calls[0]()  # the first call may compile
         graph, began, ended = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -164,7 +168,7 @@ class Stopwatch:
 
 
 class _Runs:
-    """A compiled chain, and the arrays that its last run left for the next."""
+    """A compiled chain, and the arrays that its last run returned for the next run."""
 
     def __init__(self, call: Call, carried: Any, shared: Any, owns: Sequence[Any], options: Mapping[str, Any]):
         chain = _chain(call)
@@ -174,12 +178,12 @@ class _Runs:
         self._run = jax.jit(
             lambda outputs, carried, shared, owns: chain(carried, shared, owns),
             donate_argnums=(0, 1),
-            keep_unused=True,  # or the donated outputs would not be there to be written to
+            keep_unused=True,  # else the donated outputs have no buffers to write to
             compiler_options=dict(options),
         )
 
     def run(self, repeats: int) -> float:
-        """Seconds for so many runs."""
+        """Seconds of `repeats` runs."""
         began = time.perf_counter()
         self._queue(repeats)
         jax.block_until_ready((self._outputs, self._carried))
@@ -198,14 +202,15 @@ class _Runs:
             self._outputs, self._carried = self._run(self._outputs, self._carried, self._shared, self._owns)
 
     def first_output(self) -> np.ndarray | None:
-        """Output of the first call in float32; None if that is no single array."""
+        """Output of the first call in float32; None if it is not a single array."""
         output = self._outputs[0]
         return np.asarray(output.astype(jnp.float32)) if isinstance(output, jax.Array) else None
 
 
 def _chain(call: Call) -> Callable[[Any, Any, Sequence[Any]], tuple[list[Any], Any]]:
-    """Makes a function that calls once for each of `owns`; the operation is traced and lowered once, as a function of
-    it."""
+    """Return a function that calls once for each of `owns`. The operation is traced and lowered once, as a function of
+    `own`.
+    """
     once = jax.jit(call)
 
     def chain(carried: Any, shared: Any, owns: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -219,9 +224,11 @@ def _chain(call: Call) -> Callable[[Any, Any, Sequence[Any]], tuple[list[Any], A
 
 
 def _kernel_times(call: Call, carried: Any, shared: Any, owns: Sequence[Any]) -> dict[str, float]:
-    """Seconds per call by name of kernel. Nothing is donated, so arrays that are updated in place are copied first,
-    which is no kernel."""
-    from jax.experimental.mosaic.gpu import profiler  # available on Linux alone
+    """Seconds per call by kernel name.
+
+    Nothing is donated, so XLA first copies arrays that are updated in place. These copies are not kernels.
+    """
+    from jax.experimental.mosaic.gpu import profiler  # available on Linux only
 
     _, launches = profiler.measure(jax.jit(_chain(call)), aggregate=False)(carried, shared, owns)
     total: dict[str, float] = {}

@@ -1,1 +1,1 @@
-"""One module for each operation, named as the operation, with a `BENCH` that `harness.session.load` finds."""
+"""One module per operation with a `BENCH`. `harness.session.load` finds the module by the operation's name."""

@@ -1,5 +1,6 @@
-"""Benchmark of `cascade_decode`: a decode step of samples that begin with one prompt, beside `paged_decode` of the same
-tables."""
+"""Benchmark of `cascade_decode`: a decode step of samples with a common prompt, compared with `paged_decode` on the
+same tables.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from scripts.bench.harness.pools import Pools, cache_spec, random_values, tables
 from scripts.bench.harness.timing import Stopwatch, Timing
 
 CALLS = (4, 8)
-"""Calls of a chain, at least and at most: a third of a second to compile each kernel of each."""
+"""Minimum and maximum number of calls in a chain. Each kernel of each call takes a third of a second to compile."""
 
 COLD_BYTES = 2e8
-"""Bytes that a chain reads, if so many calls can: four times L2."""
+"""Bytes that a chain reads, if the number of calls allows it: four times the L2."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CascadeCase:
-    """A step of `samples` sequences of `shared` tokens in pages of all, and `own` in pages of their own.
+    """A step of `samples` sequences with `shared` tokens in common pages and `own` tokens in separate pages.
 
     Attributes:
       shared, own: multiples of the page size.
@@ -54,7 +55,7 @@ class CascadeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the shared keys and values, once, and of all own ones."""
+        """Bytes of the shared keys and values, once, and of all separate keys and values."""
         page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
         return page * (self.shared + self.samples * self.own) // self.page_size
 
@@ -63,7 +64,7 @@ class CascadeCase:
         return 4 * self.q_heads * self.head_dim * self.samples * (self.shared + self.own)
 
     def inputs(self, pools: Pools) -> DecodeArrays:
-        """Makes the arguments of a chain.
+        """Make the arguments of a chain.
 
         Raises:
           MemoryError: the pages do not fit.
@@ -89,7 +90,7 @@ class CascadeCase:
 
 
 def cascade(case: CascadeCase, arrays: DecodeArrays, stopwatch: Stopwatch, *, found: bool) -> Timing:
-    """Times cascades: shared pages are found by each call, or given. Their plans are made by each call, too."""
+    """Time cascades. Each call finds the shared pages, or receives their number. Each call also makes its plans."""
     pages = None if found else case.shared // case.page_size
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
@@ -99,7 +100,7 @@ def cascade(case: CascadeCase, arrays: DecodeArrays, stopwatch: Stopwatch, *, fo
 
 
 def plain(case: CascadeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times `paged_decode`, which reads the shared pages once a sequence, with a plan that was made before."""
+    """Time `paged_decode`, which reads the shared pages once per sequence, with a plan that was made before."""
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
         return None, paged_decode(**own, **shared)
@@ -117,7 +118,7 @@ def _owns(arrays: DecodeArrays) -> list[dict[str, Any]]:
 SAMPLES = [CascadeCase(samples, shared) for samples, shared in itertools.product((16, 64), (2048, 8192, 32768))]
 LARGE = [CascadeCase(256, shared) for shared in (2048, 8192, 32768)]
 LARGE += [CascadeCase(16, 64, 2048), CascadeCase(64, 64, 2048), CascadeCase(64, 1024, 8192)]
-"""Many samples, and those whose own parts dominate."""
+"""Many samples, and samples with long separate parts."""
 
 BENCH = Bench(
     grids={

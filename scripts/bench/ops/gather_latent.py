@@ -1,4 +1,4 @@
-"""Benchmark of `gather_latent`: prefixes from pages that no other call reads, and new latents after them."""
+"""Benchmark of `gather_latent`: prefixes from pages that no other call reads, followed by new latents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 @dataclasses.dataclass(frozen=True)
 class GatherCase:
-    """A gather of `sequences` with `cached` tokens in pages and `new` ones after them."""
+    """A gather of `sequences` sequences with `cached` tokens in pages, followed by `new` tokens."""
 
     sequences: int
     cached: int
@@ -61,7 +61,7 @@ class GatherCase:
 
     @property
     def cold_calls(self) -> int:
-        """Number of calls that read pages of their own; they read so much that the first one's pages are cold again."""
+        """Number of calls with separate pages. They read so much that the pages of the first call leave the cache."""
         return calls_of(self.num_bytes)
 
     @property
@@ -74,9 +74,9 @@ class GatherInputs:
     """Arguments of a chain of calls.
 
     Attributes:
-      cache: pool that all calls read from.
+      cache: pool that all calls read.
       cu_q_lens, kv_lens: lengths, the same for all calls.
-      owns: new latents and a table for each call.
+      owns: new latents and a block table per call.
     """
 
     cache: PagedLatent
@@ -86,7 +86,7 @@ class GatherInputs:
 
 
 def inputs(case: GatherCase, pools: Pools) -> GatherInputs:
-    """Makes the arguments of a chain.
+    """Make the arguments of a chain.
 
     Raises:
       MemoryError: the pages do not fit.

@@ -1,4 +1,4 @@
-"""Benchmark of `index_top_k`: decode rows that choose among all keys of a long context, each call in other pages."""
+"""Benchmark of `index_top_k`: decode rows that select keys of a long context, each call in different pages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 @dataclasses.dataclass(frozen=True)
 class IndexTopKCase:
-    """A choice of `top_k` keys by each of `batch` sequences of `context` tokens, after so many new tokens each.
+    """A selection of `top_k` keys by each new token of `batch` sequences of `context` tokens.
 
     Attributes:
-      cache: kind of the index keys, "fp8" for 8 bits.
+      cache: kind of the index keys; "fp8" for 8 bits.
     """
 
     batch: int
@@ -57,7 +57,7 @@ class IndexTopKCase:
 
     @property
     def spec(self) -> CacheSpec:
-        """The pool that all calls read from: each pages of its own, until the first one's are cold again."""
+        """Pool of all calls. Calls have separate pages until the pages of the first call are cold again."""
         pages = calls_of(self.num_bytes) * self.batch * self.table_pages
         return self.pool_spec(pages)
 
@@ -68,25 +68,25 @@ class IndexTopKCase:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of all products. All new tokens are taken to see all keys."""
+        """Multiplications and additions of all products. Every new token counts as seeing all keys."""
         return 2 * self.batch * self.new_tokens * self.context * self.heads * self.index_dim
 
     def pool_spec(self, num_pages: int) -> CacheSpec:
-        """A pool of so many pages."""
+        """Pool of `num_pages` pages."""
         sizes = {"page_size": self.page_size, "index_dim": self.index_dim}
         return index_cache_spec(num_pages=num_pages, dtype=latent_dtype(self.cache), **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class IndexTopKInputs:
-    """Arguments of a chain of calls: those that all share, and the queries, weights and table of each."""
+    """Arguments of a chain of calls: shared arguments, and queries, weights and block table per call."""
 
     shared: dict[str, Any]
     owns: list[dict[str, Array]]
 
 
 def inputs(case: IndexTopKCase, pools: Pools) -> IndexTopKInputs:
-    """Makes the arguments of a chain.
+    """Make the arguments of a chain.
 
     Raises:
       MemoryError: the pool does not fit.

@@ -29,7 +29,7 @@ class MergeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of outputs in bfloat16 and float32 LSEs, of the parts and of the result."""
+        """Bytes of bfloat16 outputs and float32 LSEs, of the parts and of the result."""
         return (self.parts + 1) * self.tokens * self.heads * (2 * self.head_dim + 4)
 
     @property
@@ -38,7 +38,7 @@ class MergeCase:
 
 
 def inputs(case: MergeCase, pools: Pools) -> list[tuple[Array, Array]]:
-    """Makes the outputs and LSEs of each call."""
+    """Make the outputs and LSEs of each call."""
     pools.release()
     shape = case.parts, case.tokens, case.heads
     keys = jax.random.split(jax.random.key(0), calls_of(case.num_bytes))

@@ -1,4 +1,4 @@
-"""Benchmark of `mla_decode`: one layer's absorbed step over a pool of which every call reads other pages."""
+"""Benchmark of `mla_decode`: one layer's absorbed step over a pool. Each call reads different pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scripts.bench.shapes import MlaDecode
 
 
 def ours(implementation: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Times calls with a plan that was made before, as an engine makes one for all layers of a step."""
+    """Time calls with a plan that was made before, as an engine makes one plan per step for all layers."""
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
         return None, mla_decode(**own, **shared, sm_scale=case.sm_scale, implementation=implementation)
@@ -70,14 +70,14 @@ FP8 = (
     MlaDecode(128, 8192, 16, 2),
     *(MlaDecode(batch, 32768, 16) for batch in (1, 8)),
 )
-"""Few heads over latents in 16 and in 8 bits."""
+"""Few heads over 16-bit and fp8 latents."""
 
 FP8_ROWS = (
     *(MlaDecode(128, context, 128) for context in (2048, 8192)),
     *(MlaDecode(128, context, 64) for context in (2048, 8192)),
     MlaDecode(8, 32768, 128),
 )
-"""Many heads over latents in 16 and in 8 bits."""
+"""Many heads over 16-bit and fp8 latents."""
 
 UNEVEN = (
     MlaDecodeCase(MlaDecode(23, 3000, 128)),
@@ -85,7 +85,7 @@ UNEVEN = (
     MlaDecodeCase(MlaDecode(128, 2048, 16, 2), varied=True),
     MlaDecodeCase(MlaDecode(128, 4096, 16, 2), varied=True),
 )
-"""Sizes that no number of programs divides."""
+"""Sizes that no number of CTAs divides."""
 
 BENCH = Bench(
     grids={
@@ -95,7 +95,6 @@ BENCH = Bench(
         "mla-quick": _quick(),
         "mla-widths": _widths(64, 8192, (16, 128)),
         "triton-peers": [MlaDecodeCase(MlaDecode(128, 8192, heads)) for heads in (128, 16)],
-        "tune": _widths(128, 2048, (64, 128)),
         "fp8": [MlaDecodeCase(shape, cache) for shape in FP8 for cache in ("bf16", "fp8")],
         "fp8-rows": [MlaDecodeCase(shape, cache) for shape in FP8_ROWS for cache in ("fp8", "bf16")],
         "mla-uneven": UNEVEN,

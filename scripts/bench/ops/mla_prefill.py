@@ -47,7 +47,7 @@ FORMS = [
     MlaPrefillCase(MlaPrefill(8, 64, 8192, 128)),
     MlaPrefillCase(MlaPrefill(8, 64, 8192, 16)),
 ]
-"""Short chunks, over expanded and absorbed prefixes; the most informative come first."""
+"""Short chunks after expanded and absorbed prefixes, the most informative first."""
 
 BENCH = Bench(
     grids={
@@ -61,9 +61,6 @@ BENCH = Bench(
             MlaPrefillCase(MlaPrefill(1, 2048, 32768, heads), piece_tokens=piece_tokens)
             for heads in (128, 16)
             for piece_tokens in (1024, 2048, 4096, 8192, 16384)
-        ],
-        "tune": [
-            MlaPrefillCase(MlaPrefill(1, *size, heads)) for heads in (128, 16) for size in ((2048, 8192), (512, 32768))
         ],
         "forms": FORMS,
         "models": [MlaPrefillCase(shape) for shape in shapes.MLA_PREFILL.values()],

@@ -1,4 +1,4 @@
-"""Benchmark of `paged_decode`: one layer's step over a pool of which every call reads other pages."""
+"""Benchmark of `paged_decode`: one layer's step over a pool. Each call reads different pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scripts.bench.shapes import Decode
 
 
 def ours(implementation: str, case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times calls with a plan that was made before, as an engine makes one for all layers of a step."""
+    """Time calls with a plan that was made before, as an engine makes one plan per step for all layers."""
     width = case.window if not isinstance(case.window, HeadWindow) else None
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
@@ -48,7 +48,7 @@ def ours(implementation: str, case: DecodeCase, arrays: DecodeArrays, stopwatch:
 # --- grids
 
 GQA_HEADS = ((32, 8, 128), (64, 8, 128), (32, 4, 128), (14, 1, 128), (64, 8, 64))
-"""(query heads, KV heads, head width)."""
+"""(query heads, KV heads, head dimension)."""
 
 
 def _gqa() -> list[DecodeCase]:
@@ -61,7 +61,7 @@ def _gqa() -> list[DecodeCase]:
 
 
 def _gqa_quick() -> list[DecodeCase]:
-    """The most informative sizes, for one cache after the other."""
+    """The most informative sizes, ordered by cache."""
     shapes = [Decode(*size, 32, 8, 128) for size in ((1, 8192), (1, 131072), (16, 2048), (64, 2048), (64, 8192))]
     shapes += [Decode(256, 2048, 32, 8, 128), Decode(64, 8192, 32, 8, 128, queries=4)]
     shapes += [Decode(64, 8192, 32, 8, 128, page_size=16), Decode(64, 8192, 64, 8, 128), Decode(64, 8192, 64, 8, 64)]
@@ -78,19 +78,8 @@ def _head_wise() -> list[DecodeCase]:
 
 
 def _ordered(grid: Iterable[DecodeCase]) -> list[DecodeCase]:
-    """Sorts cases so that those that can share a pool follow one another."""
+    """Sort cases so that cases that can share a pool are neighbors."""
     return sorted(grid, key=lambda case: (case.cache, *case.pool_sizes.values(), -case.pool_pages))
-
-
-def _tune() -> list[DecodeCase]:
-    """Every value that a configuration depends on, in a step that fills the card and in one that does not."""
-    heads = ((32, 8, 128, 1), (32, 8, 128, 4), (64, 8, 64, 1), (8, 4, 256, 1))
-    return [
-        DecodeCase(Decode(batch, context, q_heads, kv_heads, head_dim, queries=queries), cache)
-        for cache in ("bf16", "int8-head", "fp8-head", "fp8-token")
-        for q_heads, kv_heads, head_dim, queries in heads
-        for batch, context in ((64, 8192), (16, 2048))
-    ]
 
 
 GRIDS = {
@@ -106,7 +95,6 @@ GRIDS = {
         DecodeCase(Decode(64, 8192, 32, 8, 128, page_size=16)),
         DecodeCase(Decode(256, 8192, 14, 1, 128)),
     ],
-    "tune": _tune(),
     "models": [DecodeCase(shape) for shape in shapes.DECODE.values()],
     "small": [DecodeCase(Decode(2, 64, 4, 2, 16, page_size=16), cache) for cache in ("f32", "int8-head", "fp8-token")],
 }

@@ -1,4 +1,4 @@
-"""Benchmark of `paged_prefill`: prefill chunks over pages that hold them and their prefixes."""
+"""Benchmark of `paged_prefill`: prefill chunks over pages that hold the chunks and their prefixes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def ours(implementation: str, case: PagedPrefillCase, arrays: dict[str, Any], st
 
 
 def _tune() -> list[PagedPrefillCase]:
-    """Widths and kinds of caches, in one sequence and in several, in an order that reuses pools."""
+    """Head dimensions and kinds of caches, with one and several sequences, in an order that reuses pools."""
     kinds = itertools.product((64, 128, 256), ("bf16", "int8-head", "fp8-token"), (1, 16))
     return [PagedPrefillCase(Prefill(n, 8192 // n, 0, 32, 8, width), cache) for width, cache, n in kinds]
 
 
 HEADS = ((16, 16), (28, 4), (40, 8), (64, 8), (128, 8))
-"""(query heads, KV heads) of width 128."""
+"""(query heads, KV heads) of head dimension 128."""
 
 
 def _of_mixed_lengths(heads: tuple[int, int], page_size: int, cache: str = "bf16") -> PagedPrefillCase:
@@ -45,7 +45,7 @@ def _of_mixed_lengths(heads: tuple[int, int], page_size: int, cache: str = "bf16
 
 
 def _wide() -> list[PagedPrefillCase]:
-    """Batches, chunks, prefixes and heads that the other grids lack; none takes a hundredth of a second."""
+    """Batches, chunks, prefixes and heads that the other grids lack. Each case takes less than 10 ms."""
     lengths = ((1, 16, 65536), (1, 1000, 65536), (1, 9000, 0), (5, 200, 9000), (16, 100, 1000), (64, 16, 2000))
     cases = [
         PagedPrefillCase(Prefill(*sizes, *heads, 128, page_size))
@@ -69,11 +69,13 @@ WIDE_QUICK = [
     PagedPrefillCase(Prefill(3, 3000, 0, 28, 4, 128, 64, window=1000)),
     PagedPrefillCase(Prefill(5, 200, 9000, 40, 8, 128, 16), "int8-head"),
 ]
-"""The cases of the wide grid that tell most."""
+"""The most informative cases of the wide grid."""
 
 
 def _peers() -> list[PagedPrefillCase]:
-    """Each batch, chunk, prefix, page size and kind of heads of the wide grid at least once, for a run beside peers."""
+    """Each batch, chunk, prefix, page size and head count of the wide grid at least once, for a comparison with
+    baselines.
+    """
     shapes_of = (
         ((1, 16, 65536), (16, 16), 16),
         ((1, 16, 65536), (28, 4), 64),

@@ -1,4 +1,4 @@
-"""Benchmark of `plan_decode`, which an engine runs once a step, before the layers that share the plan."""
+"""Benchmark of `plan_decode`, which an engine runs once per step, before the layers that share the plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PlanCase:
 
 
 def inputs(case: PlanCase, pools: Pools) -> list[Array]:
-    """Draws the lengths of each call."""
+    """Draw the lengths of each call."""
     del pools
     lens = np.random.default_rng(0).integers(1, case.context + 1, (MAX_CALLS, case.batch), np.int32)
     return [jnp.asarray(row) for row in lens]

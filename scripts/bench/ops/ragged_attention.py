@@ -1,4 +1,4 @@
-"""Benchmark of `ragged_attention`: prefill chunks with keys and values that lie in order."""
+"""Benchmark of `ragged_attention`: prefill chunks with contiguous keys and values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers import flash_attention, flashinfer_chunk, torch_chunk
 
 HEADS = ((128, 128, 192, 128), (16, 16, 192, 128), (32, 8, 128, 128))
-"""(query heads, KV heads, width of queries and keys, width of values)."""
+"""(query heads, KV heads, key dimension, value dimension)."""
 
 
 def ours(implementation: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
@@ -31,12 +31,6 @@ def _quick() -> list[RaggedAttentionCase]:
     return [RaggedAttentionCase(RaggedPrefill(1, new, cached, *heads)) for new, cached, heads in sizes]
 
 
-def _tune() -> list[RaggedAttentionCase]:
-    """All widths with a kernel, in one sequence and in several."""
-    heads = (HEADS[1], *((32, 8, width, width) for width in (64, 128, 256)))
-    return [RaggedAttentionCase(RaggedPrefill(n, 8192 // n, 0, *sizes)) for sizes in heads for n in (1, 16)]
-
-
 GROUPED = ((28, 4, 128, 128), (40, 8, 128, 128), (64, 8, 128, 128), (128, 8, 128, 128))
 """Heads of other models, in the order of `HEADS`."""
 
@@ -47,7 +41,7 @@ def _of_mixed_lengths(heads: tuple[int, int, int, int]) -> RaggedAttentionCase:
 
 
 def _wide() -> list[RaggedAttentionCase]:
-    """Batches, chunks, prefixes and heads that the other grids lack; none takes a hundredth of a second."""
+    """Batches, chunks, prefixes and heads that the other grids lack. Each case takes less than 10 ms."""
     lengths = (
         (1, 1000, 65536),
         (1, 9000, 0),
@@ -69,11 +63,11 @@ WIDE_QUICK = [
     RaggedAttentionCase(RaggedPrefill(5, 200, 9000, *GROUPED[1])),
     RaggedAttentionCase(RaggedPrefill(64, 57, 1024, *GROUPED[0])),
 ]
-"""The cases of the wide grid that tell most."""
+"""The most informative cases of the wide grid."""
 
 
 def _peers() -> list[RaggedAttentionCase]:
-    """Each batch, chunk, prefix and kind of heads of the wide grid at least once, for a run beside peers."""
+    """Each batch, chunk, prefix and head count of the wide grid at least once, for a comparison with baselines."""
     shapes = (
         ((1, 1000, 65536), HEADS[1]),
         ((1, 1000, 65536), GROUPED[3]),
@@ -102,7 +96,6 @@ BENCH = Bench(
         "wide": _wide(),
         "wide-quick": WIDE_QUICK,
         "wide-peers": _peers(),
-        "tune": _tune(),
         "small": [RaggedAttentionCase(RaggedPrefill(2, 8, 8, 4, 2, 24, 16), cache) for cache in ("f32", "bf16")],
     },
     contenders=by_name(ours)

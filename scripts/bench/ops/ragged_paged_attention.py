@@ -1,5 +1,8 @@
-"""Benchmark of `ragged_paged_attention`: a step of decode rows and chunks of prompts in one call, beside a caller who
-knows which rows decode and calls `paged_decode` and `paged_prefill`, and beside `paged_prefill` for all rows."""
+"""Benchmark of `ragged_paged_attention`: decode rows and prompt chunks in one call.
+
+Baselines: a caller that knows the decode rows and calls `paged_decode` and `paged_prefill`, and `paged_prefill` for all
+rows.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.shapes import Prefill
 
 CALLS = 4
-"""Calls of a chain, at most: a third of a second to compile each kernel of each."""
+"""Maximum number of calls in a chain. Each kernel of each call takes a third of a second to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +29,8 @@ class MixedCase:
     """A step in which the first sequences decode.
 
     Attributes:
-      rows, context: sequences that decode, and the tokens each holds.
-      chunks, new, cached: the other sequences, and their tokens.
+      rows, context: number of decoding sequences, and tokens of each.
+      chunks, new, cached: number of the other sequences, and their tokens.
     """
 
     rows: int
@@ -50,7 +53,7 @@ class MixedCase:
 
     @property
     def as_prefill(self) -> PagedPrefillCase:
-        """The step as one of chunks alone, those of decode rows of one token."""
+        """The step as a case of chunks only. A decode row is a chunk of one token."""
         sizes, lengths = mixed(*[(1, self.context - 1)] * self.rows, *[(self.new, self.cached)] * self.chunks)
         shape = Prefill(*sizes, self.q_heads, self.kv_heads, self.head_dim, self.page_size)
         return PagedPrefillCase(shape, self.cache, lengths)
@@ -69,13 +72,13 @@ class MixedCase:
         return self.head_dim**-0.5
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Makes the arguments of a chain: q for each call; all layers of a step have the same tables."""
+        """Make the arguments of a chain: q per call. All layers of a step have the same tables."""
         arrays = self.as_prefill.inputs(pools)
         return arrays | {"q": arrays["q"][:CALLS]}
 
 
 def one_call(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times calls that find out on the device which rows decode."""
+    """Time calls that find the decode rows on the device."""
 
     def call(_: None, shared: dict[str, Any], q: Any) -> tuple[None, Any]:
         lens, pages, offsets = shared["kv_lens"], shared["block_tables"], shared["cu_q_lens"]
@@ -86,7 +89,7 @@ def one_call(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> T
 
 
 def split(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times a caller's own split: static slices, with a plan made once for all layers, and the outputs joined."""
+    """Time a caller that splits the step by static slices and concatenates the outputs. One plan serves all layers."""
     rows, sm_scale = case.rows, case.sm_scale
     shared = _shared(arrays)
 
@@ -109,7 +112,7 @@ def split(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timi
 
 
 def prefill_alone(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times `paged_prefill` for all rows."""
+    """Time `paged_prefill` for all rows."""
 
     def call(_: None, shared: dict[str, Any], q: Any) -> tuple[None, Any]:
         return None, paged_prefill(q, **shared, sm_scale=case.sm_scale)
@@ -142,7 +145,7 @@ FEW_OR_NARROW: Sequence[MixedCase] = [
     MixedCase(256, 1024, 0, 1, 0, 64, 8, 64),
     MixedCase(16, 2048, 1, 256, 0, page_size=16),
 ]
-"""Few rows, caches of 8 bits, groups of other sizes, small pages."""
+"""Few rows, int8 and fp8 caches, other group sizes, small pages."""
 
 BENCH = Bench(
     grids={"mixed": MIXED, "mixed-varied": FEW_OR_NARROW, "small": [MixedCase(3, 40, 2, 8, 24, 4, 2, 16, 16, "f32")]},

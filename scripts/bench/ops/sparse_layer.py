@@ -1,7 +1,7 @@
-"""Benchmark of a whole attention step of a layer of DeepSeek-V3.2: sparse, or dense over the same latents.
+"""Benchmark of the attention step of a DeepSeek-V3.2 layer: sparse, or dense over the same latents.
 
-Sparse is the choice of keys by index scores and attention to the latents chosen; dense is `mla_decode`. Projections,
-and writes of the new tokens, are in neither. Which implementation runs is up to dispatch.
+Sparse is the selection of keys by index scores and the attention to the selected latents. Dense is `mla_decode`.
+Neither includes projections or writes of new tokens. Dispatch chooses the implementations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SparseLayerCase:
     """A decode step of `batch` sequences of `context` tokens, with DeepSeek-V3.2's index heads.
 
     Attributes:
-      cache: kind of latents and of index keys, "fp8" for 8 bits.
+      cache: kind of latents and index keys; "fp8" for 8 bits.
     """
 
     batch: int
@@ -46,28 +46,28 @@ class SparseLayerCase:
 
     @property
     def dense(self) -> MlaDecodeCase:
-        """The step as one of `mla_decode`, whose arguments it shares."""
+        """The step as a case of `mla_decode`, with the same arguments."""
         return MlaDecodeCase(MlaDecode(self.batch, self.context, self.heads, page_size=self.page_size), self.cache)
 
     @property
     def index(self) -> IndexTopKCase:
-        """The choice of keys."""
+        """The selection of keys as a case."""
         return IndexTopKCase(self.batch, self.context, self.cache, top_k=self.top_k, page_size=self.page_size)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all index keys and of the latents that are chosen."""
+        """Bytes of all index keys and of the selected latents."""
         return self.index.num_bytes + self.dense.num_bytes * min(self.top_k, self.context) // self.context
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of index scores and of attention to the latents that are chosen."""
+        """Multiplications and additions of index scores and of attention to the selected latents."""
         return self.index.flops + self.dense.flops * min(self.top_k, self.context) // self.context
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseLayerInputs:
-    """Arguments of a chain of calls: those that all share, and queries, weights and a table of each."""
+    """Arguments of a chain of calls: shared arguments, and queries, weights and block table per call."""
 
     cache: PagedLatent
     index: PagedIndexKeys
@@ -76,10 +76,10 @@ class SparseLayerInputs:
 
 
 def inputs(case: SparseLayerCase, pools: Pools) -> SparseLayerInputs:
-    """Makes the arguments of a chain.
+    """Make the arguments of a chain.
 
     Raises:
-      MemoryError: the pools do not fit.
+      MemoryError: the pages do not fit.
     """
     pools.release()
     dense = case.dense.inputs(pools)
@@ -106,7 +106,7 @@ def sparse(case: SparseLayerCase, arrays: SparseLayerInputs, stopwatch: Stopwatc
 
 
 def dense(case: SparseLayerCase, arrays: SparseLayerInputs, stopwatch: Stopwatch) -> Timing:
-    """Times `mla_decode` with a plan that was made before, as an engine makes one for all layers of a step."""
+    """Time `mla_decode` with a plan that was made before, as an engine makes one plan per step for all layers."""
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
         own = {name: own[name] for name in ("q_latent", "q_rope", "block_tables")}

@@ -1,4 +1,4 @@
-"""Benchmark of `write_kv`: new tokens into a pool that is updated in place, to other slots in every call."""
+"""Benchmark of `write_kv`: new tokens into a pool that is updated in place, to different slots in every call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class WriteKVCase(WriteCase):
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values, read in bfloat16 and written in the cache's dtype; with rope also of queries, read
-        and written."""
+        and written.
+        """
         written = self.tokens * self.spec(1).bytes_per_page // self.page_size
         rotated = 2 * self.q_heads if self.rope else 0
         angles = 2 * 4 * (self.head_dim // 2) if self.rope else 0
@@ -51,7 +52,7 @@ class WriteKVCase(WriteCase):
 
 
 def inputs(case: WriteKVCase, pools: Pools) -> list[dict[str, Array]]:
-    """Makes the arguments of each call, slots included.
+    """Make the arguments of each call, including slots.
 
     Raises:
       MemoryError: the pool does not fit.
@@ -68,7 +69,7 @@ def inputs(case: WriteKVCase, pools: Pools) -> list[dict[str, Array]]:
 
 
 def ours(implementation: str, case: WriteKVCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
-    """Times calls over a pool of their own, since they change it."""
+    """Time calls over a separate pool, because they change it."""
 
     def call(kv: Any, rope: Any, own: dict[str, Any]) -> tuple[Any, Any]:
         written: Any = write_kv(kv, **own, rope=rope, implementation=implementation)
@@ -80,7 +81,7 @@ def ours(implementation: str, case: WriteKVCase, owns: list[dict[str, Array]], s
 
 
 def _grid() -> list[WriteKVCase]:
-    """Tokens of a decode step, each of a sequence of its own, and prefill chunks."""
+    """Tokens of a decode step, one per sequence, and prefill chunks."""
     sizes = ((64, 1), (256, 1), (2048, 2048), (8192, 8192))
     caches = ("bf16", "int8-head", "fp8-head", "fp8-token")
     return [

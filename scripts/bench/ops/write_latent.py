@@ -1,4 +1,4 @@
-"""Benchmark of `write_latent`: new latents into a pool that is updated in place, each call to other slots."""
+"""Benchmark of `write_latent`: new latents into a pool that is updated in place, to different slots in every call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WriteLatentCase(WriteCase):
 
 
 def inputs(case: WriteLatentCase, pools: Pools) -> list[dict[str, Array]]:
-    """Makes the arguments of each call, slots included.
+    """Make the arguments of each call, including slots.
 
     Raises:
       MemoryError: the pool does not fit.
@@ -54,7 +54,7 @@ def inputs(case: WriteLatentCase, pools: Pools) -> list[dict[str, Array]]:
 
 
 def ours(implementation: str, case: WriteLatentCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
-    """Times calls over a pool of their own, since they change it."""
+    """Time calls over a separate pool, because they change it."""
 
     def call(cache: Any, _: None, own: dict[str, Any]) -> tuple[Any, None]:
         return write_latent(cache, **own, implementation=implementation), None

@@ -1,1 +1,1 @@
-"""Other projects' kernels as contenders: each takes the same cases and the same memory."""
+"""Kernels of other projects as baselines. Each baseline runs the same cases on the same memory."""

@@ -1,8 +1,8 @@
-"""FlashAttention-3 as a contender, over the same pages and arrays as ours.
+"""FlashAttention-3 as a baseline, over the same pages and arrays as our kernels.
 
-Its schedule of a decode step depends on lengths alone and serves all layers, so it is made before, like ours, and not
-timed. Its second kernel, which merges the parts of split sequences, is timed. A prefill of sequences of any lengths
-makes its schedule in a kernel, which is timed. Sequences of one length need no schedule.
+Its schedule of a decode step depends on lengths only and serves all layers. It is made before the calls, like our plan,
+and not timed. Its second kernel, which merges splits, is timed. A prefill of sequences of different lengths makes its
+schedule in a kernel, which is timed. Sequences of equal length need no schedule.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 MAX_ROPE_DIM = 64
-"""Largest width of rotated keys with which it takes latents."""
+"""Maximum number of rotated key columns for latents."""
 LATENT_DIMS = range(256, 513)
-"""Widths of values that it also takes as keys."""
+"""Value dimensions that it supports for latents, which are keys too."""
 
 
 def import_interface() -> Any:
-    """Imports its module, if torch sees a GPU.
+    """Import its module.
 
     Raises:
-      ImportError: one of the two is not installed.
-      NotImplementedError: torch sees none.
+      ImportError: torch or FlashAttention-3 is not installed.
+      NotImplementedError: torch finds no GPU.
     """
     import_torch()
     return importlib.import_module("flash_attn_interface")
 
 
-def refuse_all_but_bf16(cache: str) -> None:
+def check_bf16(cache: str) -> None:
     if cache != "bf16":
-        raise NotImplementedError(f"takes no {cache} here")
+        raise NotImplementedError(f"does not support {cache} here")
 
 
 def of_a_step(
     case: MlaDecodeCase | DecodeCase, lens: Any, heads: tuple[int, int], widths: tuple[int, int]
 ) -> dict[str, Any]:
-    """Arguments that its calls of one step share.
+    """Arguments that the calls of one step share.
 
     Args:
       heads: numbers of query heads and KV heads.
-      widths: widths of keys and of values.
+      widths: key dimension and value dimension.
     """
     s = case.shape
     schedule = import_interface().get_scheduler_metadata(
@@ -65,13 +65,14 @@ def of_a_step(
 
 
 def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Times latent attention: rotated keys as its keys, latents as its values and, with queries of their own, also as
-    keys."""
+    """Time latent attention. Its keys are the rotated keys; its values are the latents, which a second query array also
+    uses as keys.
+    """
     attend = import_interface().flash_attn_with_kvcache
-    refuse_all_but_bf16(case.cache)
+    check_bf16(case.cache)
     s = case.shape
     if s.rope_dim > MAX_ROPE_DIM or s.latent_dim not in LATENT_DIMS:
-        raise NotImplementedError(f"takes no latents of {s.latent_dim} + {s.rope_dim}")
+        raise NotImplementedError(f"does not support latents of {s.latent_dim} + {s.rope_dim}")
     pages = as_torch(arrays.cache.pages)[:, :, None]
     latents, keys = pages[..., : s.latent_dim], pages[..., s.latent_dim :]
     options = of_a_step(case, as_torch(arrays.kv_lens), (s.heads, 1), (s.rope_dim, s.latent_dim))
@@ -84,12 +85,12 @@ def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> T
 
 
 def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times paged decode. Heads are outside of tokens in our pages, and it takes any strides."""
+    """Time paged decode. Our pages have heads before tokens; it supports any strides."""
     attend = import_interface().flash_attn_with_kvcache
-    refuse_all_but_bf16(case.cache)
+    check_bf16(case.cache)
     s = case.shape
     if case.window is not None or s.soft_cap is not None or s.learned_sinks:
-        raise NotImplementedError("takes no windows, caps or sinks here")
+        raise NotImplementedError("does not support windows, caps or sinks here")
     k, v = (as_torch(pages).swapaxes(1, 2) for pages in (arrays.kv.k, arrays.kv.v))
     options = of_a_step(case, as_torch(arrays.kv_lens), (s.q_heads, s.kv_heads), (s.head_dim, s.head_dim))
     calls = [
@@ -100,13 +101,13 @@ def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timi
 
 
 def ragged(num_splits: int, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times sequences one after the other, as ours are.
+    """Time sequences one after another, like ours.
 
     Args:
-      num_splits: splits of the keys; 0 for its own choice, where 1 is what it does unless asked.
+      num_splits: splits of the keys; 0 lets it choose. Its default is 1.
     """
     attend = functools.partial(import_interface().flash_attn_varlen_func, num_splits=num_splits)
-    refuse_all_but_bf16(case.cache)
+    check_bf16(case.cache)
     k, v, *offsets = (as_torch(arrays[name]) for name in ("k", "v", "cu_q_lens", "cu_kv_lens"))
     longest = max(new for new, _ in case.each), max(case.held_by_each)
     calls = [functools.partial(attend, as_torch(q), k, v, *offsets, *longest, causal=True) for q in arrays["q"]]
@@ -114,12 +115,12 @@ def ragged(num_splits: int, case: RaggedAttentionCase, arrays: dict[str, Any], s
 
 
 def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times chunks over pages, of which it takes any strides."""
+    """Time chunks over pages; it supports any strides."""
     attend = import_interface().flash_attn_with_kvcache
-    refuse_all_but_bf16(case.cache)
+    check_bf16(case.cache)
     s = case.shape
     if s.learned_sinks:
-        raise NotImplementedError("takes no sinks here")
+        raise NotImplementedError("does not support sinks here")
     k, v = (as_torch(pages).swapaxes(1, 2) for pages in (arrays["kv"].k, arrays["kv"].v))
     options = {
         "cache_seqlens": as_torch(arrays["kv_lens"]),
@@ -135,9 +136,9 @@ def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
 
 
 def of_one_length(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times sequences as rows of one array, a regularity that ours cannot use."""
+    """Time sequences as rows of one array. Our kernels cannot use this regularity."""
     attend = import_interface().flash_attn_func
-    refuse_all_but_bf16(case.cache)
+    check_bf16(case.cache)
     case.check_one_length()
 
     def by_sequence(array: Any) -> Any:

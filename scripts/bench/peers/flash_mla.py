@@ -1,4 +1,4 @@
-"""FlashMLA as a contender, over the same pages as ours."""
+"""FlashMLA as a baseline, over the same pages as our kernels."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 WIDTHS = (512, 64)
-"""Widths of latents and of rotated keys that its kernel is written for."""
+"""Supported widths of latents and of rotated keys."""
 PAGE_SIZE = 64
-"""Tokens per page that its kernel is written for."""
+"""Supported page size (tokens)."""
 
 
 def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Times its dense kernel for Hopper.
+    """Time its dense kernel for Hopper.
 
-    Not timed are its schedule, which depends on lengths alone and serves all layers of a step, like ours, and joining
-    the two parts of queries, which it takes as one array. Its second kernel, which merges the parts of split sequences,
-    is timed.
+    Two things are not timed: its schedule, which like our plan depends on lengths only and serves all layers of a step,
+    and the concatenation of the two query parts into one array. Its second kernel, which merges splits, is timed.
     """
     torch = import_torch()
     flash_mla = importlib.import_module("flash_mla")
     s = case.shape
     if case.cache != "bf16":
-        raise NotImplementedError(f"takes no {case.cache} cache here")
+        raise NotImplementedError(f"does not support {case.cache} caches here")
     if (s.latent_dim, s.rope_dim) != WIDTHS or s.page_size != PAGE_SIZE:
-        raise NotImplementedError(f"takes widths of {WIDTHS} in pages of {PAGE_SIZE} only")
+        raise NotImplementedError(f"supports only widths of {WIDTHS} in pages of {PAGE_SIZE}")
     lens, pages = as_torch(arrays.kv_lens), as_torch(arrays.cache.pages)[:, :, None]
-    # Newer versions fill it in on the first call, which no graph holds; older ones return it filled.
+    # In newer versions the first call fills in the metadata, which a graph cannot record. Older versions return it
+    # complete.
     schedule = flash_mla.get_mla_metadata(lens, s.queries * s.heads, 1)
 
     def call(q: Any, table: Any) -> Any:
@@ -51,18 +51,17 @@ def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -
 
 
 def sparse(case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -> Timing:
-    """Times its sparse kernels for Hopper: that of decode over its records of 8 bits, that of prefill over 16 bits, for
-    which it has no other.
+    """Time its sparse kernels for Hopper: decode over its fp8 records, and prefill over 16-bit latents.
 
-    Neither records of the same latents nor a schedule, which depends on sizes alone, are timed, nor is joining the two
-    parts of queries.
+    Not timed are the conversion of latents to records, the schedule, which depends on sizes only, and the concatenation
+    of the two query parts.
     """
     torch = import_torch()
     flash_mla = importlib.import_module("flash_mla")
     if (case.latent_dim, case.rope_dim) != WIDTHS or case.page_size != PAGE_SIZE or case.heads % 64:
-        raise NotImplementedError(f"takes widths of {WIDTHS} in pages of {PAGE_SIZE} and heads by 64 only")
+        raise NotImplementedError(f"supports only widths of {WIDTHS} in pages of {PAGE_SIZE} and multiples of 64 heads")
     if case.cache == "fp8" and case.new_tokens > 1:
-        raise NotImplementedError("its kernel of prefill takes no fp8 cache")
+        raise NotImplementedError("its prefill kernel does not support an fp8 cache")
     calls, options = [], {"softmax_scale": SM_SCALE, "is_fp8_kvcache": True}
     if case.cache == "fp8":
         records = as_torch(jax.jit(to_records)(arrays.cache))[:, :, None]

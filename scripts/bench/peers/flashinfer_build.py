@@ -1,11 +1,11 @@
-"""Compiles FlashInfer's kernels ahead of their first use, in a process of its own with limited time. To have them
-compiled before:
+"""Compile FlashInfer's kernels before their first use, in a separate process with a time limit. To compile kernels by
+hand:
 
     python -m scripts.bench.peers.flashinfer_build mla fa3 512 64 bfloat16
     python -m scripts.bench.peers.flashinfer_build attention fa2 192 128 bfloat16 0 0
 
-Latent attention by widths of latents and rotated keys, and dtype of the cache; other attention by widths of keys and of
-values, dtype of the cache, and with a window or a soft cap, 1 or 0.
+The arguments of `mla` are the widths of latents and rotated keys, and the cache dtype. The arguments of `attention` are
+key dimension, value dimension, cache dtype, and 1 or 0 for window and soft cap.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from pathlib import Path
 from scripts.bench.peers.torch_decode import import_torch
 
 BUILD_SECONDS = 150
-"""Limit for compiling one kind of kernel."""
+"""Time limit for one kind of kernel."""
 
 
 @functools.cache
 def unbuilt(*arguments: str | int) -> str | None:
-    """Reason why the kernels that these arguments of the command line name cannot be built; None once they are
-    built."""
+    """Reason why the kernels of these command-line arguments cannot be built; None after they are built."""
     command = [sys.executable, "-m", "scripts.bench.peers.flashinfer_build", *map(str, arguments)]
     root = Path(__file__).resolve().parents[3]
     try:
@@ -37,7 +36,7 @@ def unbuilt(*arguments: str | int) -> str | None:
 
 
 def require(*arguments: str | int) -> None:
-    """Raises NotImplementedError if kernels of the kind cannot be built."""
+    """Raise NotImplementedError if kernels of this kind cannot be built."""
     if why := unbuilt(*arguments):
         raise NotImplementedError(why)
 

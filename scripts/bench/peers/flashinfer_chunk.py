@@ -1,4 +1,4 @@
-"""FlashInfer's prefill as a contender, over the same arrays and pages as ours."""
+"""FlashInfer's prefill as a baseline, over the same arrays and pages as our kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 
 def ragged(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times ragged prefill, planned on the host before, as FlashInfer requires."""
+    """Time ragged prefill. It is planned on the host before the calls, as FlashInfer requires."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
     if case.cache != "bf16":
-        raise NotImplementedError(f"takes no {case.cache} here")
+        raise NotImplementedError(f"does not support {case.cache} here")
     flashinfer_build.require("attention", backend, s.qk_dim, s.v_dim, "bfloat16", 0, 0)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
@@ -40,12 +40,12 @@ def ragged(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stop
 
 
 def paged(backend: str, case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times paged prefill, planned on the host before, as FlashInfer requires."""
+    """Time paged prefill. It is planned on the host before the calls, as FlashInfer requires."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
     if case.cache not in ("bf16", "f16") or s.learned_sinks:
-        raise NotImplementedError("takes no 8-bit caches and no sinks here")
+        raise NotImplementedError("does not support 8-bit caches and sinks here")
     kind = (s.head_dim, s.head_dim, CACHES[case.cache], int(s.window is not None), int(s.soft_cap is not None))
     flashinfer_build.require("attention", backend, *kind)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""FlashInfer's batch decode as a contender, over the same pages as ours."""
+"""FlashInfer's batch decode as a baseline, over the same pages as our kernels."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 WORKSPACE_BYTES = 256 * 2**20
-"""Size of the workspace for its partial results."""
+"""Bytes of the workspace for its partial results."""
 
 CACHES = {"bf16": "bfloat16", "f16": "float16", "fp8-head": "float8_e4m3fn"}
-"""Caches that it takes, by torch's name of their dtype. It has one scale for all heads, at best as fast as ours."""
+"""Supported caches and torch's name of their dtype. FlashInfer has one scale for all heads, which is less work than our
+scales per head.
+"""
 
 
 def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times its tensor-core kernels, which take any group of heads; planned on the host before, as FlashInfer
-    requires."""
+    """Time its tensor-core kernels, which support any group of heads. They are planned on the host before the calls, as
+    FlashInfer requires.
+    """
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     if case.cache not in CACHES:
-        raise NotImplementedError(f"takes no {case.cache} cache")
+        raise NotImplementedError(f"does not support {case.cache} caches")
     if case.windowed_heads is not None or case.shape.learned_sinks:
-        raise NotImplementedError("takes no windows of heads and no sinks here")
+        raise NotImplementedError("does not support head windows and sinks here")
     s = case.shape
     kind = (s.head_dim, s.head_dim, CACHES[case.cache], int(s.window is not None), int(s.soft_cap is not None))
     flashinfer_build.require("attention", "fa2", *kind)
@@ -43,7 +46,7 @@ def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timi
 
 
 def page_lists(torch: Any, lens: np.ndarray, table: np.ndarray, page_size: int) -> tuple[Any, Any]:
-    """Makes its tables: where each sequence's pages begin, on the host, and the pages of all, on the device."""
+    """Make its tables: the index at which each sequence's pages begin, on the host, and all page ids, on the device."""
     counts = -(-lens // page_size)
     pages = np.concatenate([row[:n] for row, n in zip(table, counts, strict=True)])
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -53,7 +56,7 @@ def page_lists(torch: Any, lens: np.ndarray, table: np.ndarray, page_size: int) 
 def planned(
     flashinfer: Any, torch: Any, workspace: Any, case: DecodeCase, table: np.ndarray, q_dtype: Any, kv_dtype: Any
 ) -> Callable[..., Any]:
-    """Returns its function of queries and pages, planned for one table."""
+    """Return its function of queries and pages, planned for one table."""
     s = case.shape
     offsets, indices = page_lists(torch, case.lens, table, s.page_size)
     last = torch.from_numpy((case.lens - 1) % s.page_size + 1)
@@ -68,7 +71,7 @@ def planned(
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
         queries = torch.arange(s.batch + 1, dtype=torch.int32) * s.queries
         wrapper.plan(queries, offsets, indices, last, *sizes, causal=True, **options)
-    scale = 0.02 if case.cache.startswith("fp8") else None  # a scale of values would be multiplied in by another kernel
+    scale = 0.02 if case.cache.startswith("fp8") else None  # a scale of values would take another kernel
     return functools.partial(wrapper.run, k_scale=scale)
 
 

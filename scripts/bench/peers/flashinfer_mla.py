@@ -1,4 +1,4 @@
-"""FlashInfer's latent attention as a contender, over the same pages as ours."""
+"""FlashInfer's latent attention as a baseline, over the same pages as our kernels."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from scripts.bench.peers.flashinfer_decode import WORKSPACE_BYTES, page_lists
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 CACHES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
-"""Caches that it takes, by torch's name of their dtype."""
+"""Supported caches and torch's name of their dtype."""
 
 
 def decode(backend: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Times one of its backends, planned on the host before, as FlashInfer requires.
+    """Time one of its backends, planned on the host before the calls, as FlashInfer requires.
 
-    Over latents in 8 bits (from 0.7 on; run by its kernel alone, without the package) it takes the same numbers and
-    scales, but rotated keys in 8 bits too: 592 bytes a token where ours are 656.
+    Over fp8 latents (FlashInfer 0.7 or newer; only its kernel runs, without the package) it has the same values and
+    scales, but also fp8 rotated keys: 592 bytes per token instead of our 656.
     """
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
     if case.cache not in CACHES:
-        raise NotImplementedError(f"takes no {case.cache} cache here")
+        raise NotImplementedError(f"does not support {case.cache} caches here")
     flashinfer_build.require("mla", backend, s.latent_dim, s.rope_dim, CACHES[case.cache])
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     cache, pages = arrays.cache, as_torch(arrays.cache.pages)
@@ -49,7 +49,7 @@ def decode(backend: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch
 
 
 def planned(wrapper: Any, torch: Any, case: MlaDecodeCase, table: np.ndarray) -> Callable[..., Any]:
-    """Returns its function of queries and pages, planned for one table."""
+    """Return its function of queries and pages, planned for one table."""
     s = case.shape
     offsets, indices = page_lists(torch, case.lens, table, s.page_size)
     wrapper.plan(

@@ -1,5 +1,7 @@
-"""SGLang's Triton kernels as contenders, over the same tokens as ours: its pools hold all heads of a token side by
-side, so keys and values are copied into that order first."""
+"""SGLang's Triton kernels as baselines, over the same tokens as our kernels.
+
+SGLang's pools have all heads of a token next to each other, so keys and values are first copied into this order.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,20 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 OPS = "sglang.kernels.ops.attention"
 SPLITS, MLA_TOKENS_OF_SPLIT = 8, 32
-"""Most splits of a row; over latents as many as there are multiprocessors, of so many tokens each. See its Triton
-backend."""
+"""Maximum number of splits per row, and tokens per split over latents. Over latents the number of splits may reach the
+number of multiprocessors. SGLang's Triton backend uses the same values.
+"""
 
 
 def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times its decode over keys and values. Not timed are the number of splits and the list of slots, which it makes
-    once a step."""
+    """Time its decode over keys and values. The number of splits and the slot list, which it makes once per step, are
+    not timed.
+    """
     torch = import_torch()
     s = case.shape
     decode = importlib.import_module(f"{OPS}.decode_attention").decode_attention_fwd
     if case.cache != "bf16" or s.learned_sinks or s.queries > 1 or s.window is not None:
-        raise NotImplementedError("takes bf16 and one query a sequence, without sinks and windows, here")
+        raise NotImplementedError("supports only bf16 and one query per sequence, without sinks and windows, here")
     k, v = (_pool(pages) for pages in (arrays.kv.k, arrays.kv.v))
     shared = _Rows(torch, as_torch(arrays.kv_lens), s.q_heads, s.kv_heads, s.head_dim, SPLITS)
 
@@ -44,12 +48,12 @@ def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timin
 
 
 def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Times its decode over latents. Not timed is joining the two parts of queries, too."""
+    """Time its decode over latents. The slot list and the concatenation of the two query parts are not timed."""
     torch = import_torch()
     s = case.shape
     decode = importlib.import_module(f"{OPS}.decode_attention").decode_attention_fwd
     if case.cache != "bf16" or s.queries > 1:
-        raise NotImplementedError("takes bf16 and one query a sequence here")
+        raise NotImplementedError("supports only bf16 and one query per sequence here")
     k = as_torch(arrays.cache.pages).view(-1, 1, s.latent_dim + s.rope_dim)
     cores, most = _multiprocessors(torch), -(-int(case.lens.max()) // MLA_TOKENS_OF_SPLIT)
     splits = max(SPLITS, min(_power_of_two(cores), _power_of_two(most)))
@@ -69,13 +73,15 @@ def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) 
 
 
 def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times its attention of new tokens, whose keys and values it takes in order, to themselves and a cached prefix."""
+    """Time its attention of new tokens to themselves and to a cached prefix. It reads the new keys and values from
+    contiguous arrays.
+    """
     torch = import_torch()
     case.check_one_length()
     s = case.shape
     extend = importlib.import_module(f"{OPS}.extend_attention").extend_attention_fwd
     if case.cache != "bf16" or s.learned_sinks or s.window is not None:
-        raise NotImplementedError("takes bf16 without sinks and windows here")
+        raise NotImplementedError("supports only bf16 without sinks and windows here")
     k, v = (_pool(pages) for pages in (arrays["kv"].k, arrays["kv"].v))
     slots = _all_slots(torch, as_torch(arrays["block_tables"]), s.page_size)
     prefix, new = slots[:, : s.cached_tokens], slots[:, s.cached_tokens : s.cached_tokens + s.new_tokens]
@@ -93,7 +99,7 @@ def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
 
 
 class _Rows:
-    """Metadata of a decode step, as its backend makes it: splits of each sequence, and where their results go."""
+    """Metadata of a decode step, as in its backend: number of splits per sequence, and buffers of their results."""
 
     def __init__(self, torch: Any, lens: Any, heads: int, kv_heads: int, width: int, most_splits: int):
         self._torch, self._lens, self._most = torch, lens, most_splits
@@ -108,7 +114,7 @@ class _Rows:
         self._lse = torch.empty(batch, heads, most_splits, device="cuda")
 
     def slots(self, table: Any, page_size: int) -> Any:
-        """Slots of all tokens of a table, one sequence after the other."""
+        """Slots of all tokens of a block table, one sequence after another."""
         every = _all_slots(self._torch, table, page_size)
         held = self._torch.arange(every.shape[1], device="cuda") < self._lens[:, None]
         return every[held]
@@ -124,7 +130,7 @@ def _all_slots(torch: Any, table: Any, page_size: int) -> Any:
 
 
 def _pool(pages: Any) -> Any:
-    """Pages [N, H, ps, D] as the tensor [slots, H, D] of its pools, which is a copy."""
+    """Copy pages [N, H, ps, D] to a tensor [slots, H, D] of its pool layout."""
     tokens = as_torch(pages).transpose(1, 2)
     return tokens.reshape(-1, *tokens.shape[2:])
 

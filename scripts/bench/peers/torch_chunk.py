@@ -1,4 +1,4 @@
-"""Torch's attention as a contender, over prefill chunks of sequences that are all of one length."""
+"""torch's attention as a baseline, for prefill chunks of sequences of equal length."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from scripts.bench.peers.torch_decode import as_torch, check_accepted, import_to
 
 
 def by_head(case: RaggedAttentionCase, array: Any) -> Any:
-    """Views [S·tokens, H, D] as [S, H, tokens, D], in the same memory."""
+    """View [S·tokens, H, D] as [S, H, tokens, D] in the same memory."""
     return as_torch(array).unflatten(0, (case.shape.sequences, -1)).transpose(1, 2)
 
 
 def time_calls(
     call: Callable[..., Any], case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch
 ) -> Timing:
-    """Times a function of queries, keys and values by head, whose outputs are put in the order of ours."""
+    """Time a function of queries, keys and values by head. Its outputs are reordered to the layout of ours."""
     k, v = (by_head(case, arrays[name]) for name in ("k", "v"))
 
     def attend(q: Any) -> Any:
@@ -31,7 +31,7 @@ def time_calls(
 
 
 def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times torch's scaled_dot_product_attention with one of its backends."""
+    """Time torch's scaled_dot_product_attention with one of its backends."""
     torch = import_torch()
     case.check_one_length()
     s = case.shape
@@ -54,11 +54,11 @@ def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str
 
 
 def flex(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times torch's flex_attention, compiled for the case."""
+    """Time torch's flex_attention, compiled for the case."""
     torch = import_torch()
     case.check_one_length()
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    torch.compiler.reset()  # it gives up on a function after a few shapes
+    torch.compiler.reset()  # dynamo stops compiling a function after a few shapes
     s = case.shape
 
     def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Torch's attention as a contender: its kernels over keys and values that lie in order.
+"""torch's attention as a baseline, over contiguous keys and values.
 
-Torch has no paged kernel. The closest is attention over contiguous keys and values of the same number of tokens,
-without tables: the pool's own memory, read in order, so that it takes no more room.
+torch has no paged kernel. The closest is attention over contiguous keys and values of the same number of tokens,
+without tables. The baseline reads the memory of the pool in order, which needs no additional memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 class _Memory:
-    """Shows a JAX array's bytes by the CUDA array interface, and keeps them alive."""
+    """Exposes a JAX array's bytes through the CUDA array interface and keeps the array alive."""
 
     def __init__(self, array: jax.Array):
         self._array = jax.block_until_ready(array)
@@ -29,62 +29,62 @@ class _Memory:
 
 
 def import_torch() -> Any:
-    """Imports torch, if it sees a GPU.
+    """Import torch.
 
     Raises:
-      ImportError: it is not installed.
-      NotImplementedError: it sees none.
+      ImportError: torch is not installed.
+      NotImplementedError: torch finds no GPU.
     """
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
-        raise NotImplementedError("torch sees no GPU")
+        raise NotImplementedError("torch finds no GPU")
     return torch
 
 
 def as_torch(array: jax.Array) -> Any:
-    """Views the same memory as a tensor, whatever the dtype; DLPack knows fp8 only in the newest versions of both."""
+    """View the same memory as a tensor of any dtype. DLPack has fp8 only in new versions of jax and torch."""
     torch = import_torch()
     flat = torch.as_tensor(_Memory(array), device="cuda")
     return flat.view(getattr(torch, array.dtype.name)).view(array.shape)
 
 
 def contiguous(case: DecodeCase, arrays: DecodeArrays) -> tuple[list[Any], list[Any]]:
-    """Views the memory of the pool as keys and values [B, Hkv, S, D] of each call."""
+    """View the memory of the pool as keys and values [B, Hkv, S, D] of each call."""
     s = case.shape
     shape = (case.cold_calls, s.batch, s.kv_heads, case.table_pages * s.page_size, s.head_dim)
     elements = case.pool_pages * s.kv_heads * s.page_size * s.head_dim
     k, v = (as_torch(pages).view(-1)[:elements].view(shape) for pages in (arrays.kv.k, arrays.kv.v))
-    return case.in_turn(list(k[..., : s.context, :])), case.in_turn(list(v[..., : s.context, :]))
+    return case.repeated(list(k[..., : s.context, :])), case.repeated(list(v[..., : s.context, :]))
 
 
-def refuse(case: DecodeCase) -> None:
-    """Raises NotImplementedError for cases that attention over contiguous keys cannot stand in for."""
+def check_supported(case: DecodeCase) -> None:
+    """Raise NotImplementedError for cases without an equivalent over contiguous keys."""
     if case.cache not in ("bf16", "f16"):
-        raise NotImplementedError(f"takes no {case.cache} cache")
+        raise NotImplementedError(f"does not support {case.cache} caches")
     if case.varied:
-        raise NotImplementedError("takes sequences of one length")
+        raise NotImplementedError("needs sequences of equal length")
     if case.shape.window is not None or case.shape.soft_cap is not None or case.shape.learned_sinks:
-        raise NotImplementedError("takes no windows, caps or sinks here")
+        raise NotImplementedError("does not support windows, caps or sinks here")
 
 
 def check_accepted(call: Callable[..., Any], *arguments: Any) -> None:
-    """Calls once; raises NotImplementedError with torch's warnings as the reason if torch refuses the arguments."""
+    """Call once. Raise NotImplementedError with torch's warnings if torch does not support the arguments."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             call(*arguments)
-        except RuntimeError as refused:
+        except RuntimeError as error:
             why = "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in said)
-            raise NotImplementedError(why or str(refused)) from refused
+            raise NotImplementedError(why or str(error)) from error
 
 
 def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times torch's scaled_dot_product_attention with one of its backends.
+    """Time torch's scaled_dot_product_attention with one of its backends.
 
-    The query heads of a KV head are passed as its queries: all see all keys, which are read once for them.
+    The query heads of a KV head are passed as queries of this head: all see all keys, which are read once.
     """
     torch = import_torch()
-    refuse(case)
+    check_supported(case)
     if case.shape.queries > 1:
         raise NotImplementedError("has no causal mask for drafts that end with the keys")
     s = case.shape
@@ -104,11 +104,11 @@ def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeArrays, sto
 
 
 def flex(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times torch's flex_attention, compiled for the case, over contiguous keys."""
+    """Time torch's flex_attention over contiguous keys, compiled for the case."""
     torch = import_torch()
-    refuse(case)
+    check_supported(case)
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    torch.compiler.reset()  # it gives up on a function after a few shapes
+    torch.compiler.reset()  # dynamo stops compiling a function after a few shapes
     s = case.shape
     past = s.context - s.queries
     mask = None

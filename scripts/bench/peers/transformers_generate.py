@@ -1,14 +1,14 @@
-"""Time Hugging Face transformers' own `generate` on a checkpoint, for comparison with scripts/bench_engine.py.
+"""Time Hugging Face transformers' `generate` on a checkpoint, for comparison with scripts/bench_engine.py.
 
     pip install torch==2.13.0 transformers==5.23.0
     python scripts/bench/peers/transformers_generate.py --model DIR [--batch 1 8 32]
                                          [--prompt-tokens 128] [--new-tokens 64]
                                          [--dtype float32 bfloat16] [--threads 2] [--json OUT]
 
-Greedy decoding with the KV cache on, all prompts of a batch equally long (no padding, transformers' best case), in the
-attention and expert implementations that transformers chooses. After a warm-up, the median of several runs is reported.
-The first token ends the prefill: prefill speed is batch x prompt tokens by the time to it, decode speed is batch x
-(new tokens - 1) by the time after it.
+Greedy decoding with the KV cache. All prompts of a batch have equal length (no padding, the best case of transformers),
+with the attention and expert implementations that transformers chooses. The report has the median of several runs after
+a warm-up. The first token ends the prefill: prefill speed is batch x prompt tokens divided by the time to it, decode
+speed is batch x (new tokens - 1) divided by the time after it.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from scripts.cli.output_files import output_file
 
 @dataclass(frozen=True)
 class GenerateTiming:
-    """The speed of one batch size in one dtype."""
+    """Speed of one batch size in one dtype."""
 
     dtype: str
     attention: str
@@ -49,7 +49,7 @@ class GenerateTiming:
 
 
 class StepClock(StoppingCriteria):
-    """Records when each token was chosen, and never stops."""
+    """Stopping criterion that records when each token was selected, and never stops."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -60,7 +60,7 @@ class StepClock(StoppingCriteria):
 
 
 def load(directory: Path, dtype: str) -> PreTrainedModel:
-    """Loads the checkpoint's model, or makes one with random weights if the directory holds a config.json alone."""
+    """Load the model of a checkpoint; make random weights if the folder has only a config.json."""
     if any(directory.glob("*.safetensors")):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
     else:
@@ -72,7 +72,7 @@ def load(directory: Path, dtype: str) -> PreTrainedModel:
 
 
 def time_generate(model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds until the first token of a run, and from there to the last."""
+    """Seconds until the first token of a run, and from the first token to the last."""
     clock = StepClock()
     start = time.perf_counter()
     model.generate(prompts, max_new_tokens=new_tokens, do_sample=False, use_cache=True, stopping_criteria=[clock])

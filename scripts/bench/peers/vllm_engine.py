@@ -5,10 +5,10 @@
                                               [--new-tokens 64] [--eager] [--json OUT]
 
 DIR has a config.json. The engine runs in this process, with its compiled graphs unless `--eager` is given, and chooses
-its kernels itself; there is no tokenizer. Cases are BATCHxCONTEXT, requests that come at once. Their prompts are first
-computed alone, some times, with one new token each: the best time counts as prefill, since its first times compile
-kernels. Then, as in ours, requests whose prompts come early get more tokens, so that in the end all decode together:
-only those steps count as decoding, in the better of two runs where prompts are few.
+its kernels. There is no tokenizer. A case is BATCHxCONTEXT: requests that arrive at once. The prompts are first
+computed several times with one new token each. The best time counts as prefill, because the first times compile
+kernels. Then, as in our benchmark, requests with early prompts get more tokens, so that at the end all requests decode
+together. Only these steps count as decoding. Cases with few prompt tokens run twice, and the better run counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights are reached into, and steps are timed
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # this process modifies weights and times steps
 
 import numpy as np
 import torch  # pyrefly: ignore[missing-import]
@@ -34,15 +34,18 @@ import vllm  # pyrefly: ignore[missing-import]
 from scripts.cli.output_files import output_file
 
 FEW_TOKENS = 2**16
-"""Prompt tokens of all requests up to which a case is repeated: more take seconds each time."""
+"""Maximum number of prompt tokens of a case that is repeated. A larger case takes seconds."""
 
 PREFILL_SEQS = 16
-"""Prompts that one step completes at most, of which the number of additional tokens is computed."""
+"""Maximum number of prompts that one step completes. The number of additional tokens is computed from it."""
 
 
 def spread_weights(model: torch.nn.Module, latent_dim: int) -> int:
-    """Draws weights that keep activations near 1, as ours do: by vLLM's own, which are far smaller, rows may become
-    alike and choose the same experts. Returns the number of absorbed projections, which were made of others before."""
+    """Draw weights that keep activations near 1, like our random weights. vLLM's own random weights are far smaller:
+    rows may become equal and select the same experts.
+
+    Returns the number of absorbed projections, which vLLM had computed from the earlier weights.
+    """
     absorbed = 0
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -62,7 +65,9 @@ def spread_weights(model: torch.nn.Module, latent_dim: int) -> int:
 
 
 class Requests:
-    """Requests that come at once: when each step ended, how many tokens it gave, and how many requests had some."""
+    """Requests that arrive at once: end time of each step, number of its tokens, and number of requests with at least
+    one token.
+    """
 
     def __init__(self, llm: Any, prompts: list[list[int]], new_tokens: list[int], name: str):
         engine, counts = llm.llm_engine, {}
@@ -83,11 +88,11 @@ class Requests:
                 self.steps.append((ended, grown, len(counts)))
 
     def all_began(self, batch: int) -> float:
-        """Seconds after which each of so many requests had a token."""
+        """Seconds until each of `batch` requests had a token."""
         return next(ended for ended, _, begun in self.steps if begun == batch)
 
     def between_tokens(self, batch: int) -> list[float]:
-        """Seconds of the steps in which all of so many requests decode."""
+        """Seconds of the steps in which all of `batch` requests decode."""
         return [
             after - before
             for (before, _, _), (after, grown, _) in itertools.pairwise(self.steps)
@@ -96,7 +101,7 @@ class Requests:
 
 
 def tokens_each(batch: int, context: int, new_tokens: int, step_tokens: int) -> list[int]:
-    """New tokens of each request: one more for every step in which prompts of later requests may be computed."""
+    """New tokens of each request: one more for every step that may compute prompts of later requests."""
     prompt_tokens = max(1, step_tokens - batch)
     return [
         new_tokens + behind * context // prompt_tokens + -(-behind // PREFILL_SEQS) for behind in reversed(range(batch))
@@ -104,7 +109,7 @@ def tokens_each(batch: int, context: int, new_tokens: int, step_tokens: int) -> 
 
 
 def measure(llm: Any, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Measures one case."""
+    """Measure one case."""
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
     num_alone, num_together = (5, 2) if batch * context <= FEW_TOKENS else (2, 1)
     shape = (num_alone + num_together, batch, context)
@@ -129,7 +134,7 @@ def measure(llm: Any, batch: int, context: int, args: argparse.Namespace) -> dic
 
 
 def copy_rate() -> float:
-    """Bytes that a copy on the card reads and writes each second."""
+    """Bytes per second that a copy on the card reads and writes."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
     target, seconds = torch.empty_like(source), []
     for _ in range(10):
@@ -150,7 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a directory with the model's config.json")
     parser.add_argument("--cases", nargs="+", default=["1x1024", "64x1024", "64x8192", "1x8192"], metavar="BxN")
-    parser.add_argument("--step-tokens", type=int, default=16384, help="new tokens of a step, at most")
+    parser.add_argument("--step-tokens", type=int, default=16384, help="maximum new tokens of a step")
     parser.add_argument("--new-tokens", type=int, default=64, help="at least 3")
     parser.add_argument("--eager", action="store_true", help="no compiled graphs")
     parser.add_argument("--json", type=Path, metavar="OUT", help="written after each case")

@@ -1,4 +1,4 @@
-"""vLLM's Triton kernels as contenders, over the same pages as ours."""
+"""vLLM's Triton kernels as baselines, over the same pages as our kernels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 OPS = "vllm.v1.attention.ops"
 SEGMENTS, SEQUENCES_IN_SEGMENTS = 16, 128
-"""Segments that its attention splits keys of decodes into, of up to so many query rows; see its Triton backend."""
+"""Number of segments into which its decode attention splits keys, and maximum query rows for this. vLLM's Triton
+backend uses the same values.
+"""
 
 
 def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Times its decode over latents, split as its backend does. Not timed is joining the two parts of queries."""
+    """Time its decode over latents, split like its backend does. Concatenating the two query parts is not timed."""
     torch = import_torch()
     decode = importlib.import_module(f"{OPS}.triton_decode_attention").decode_attention_fwd
     splits_of = importlib.import_module("vllm.v1.attention.backends.mla.triton_mla")._compute_num_kv_splits
     s = case.shape
     if case.cache != "bf16" or s.queries > 1:
-        raise NotImplementedError("takes bf16 and one query a sequence here")
+        raise NotImplementedError("supports only bf16 and one query per sequence here")
     lens, pages = as_torch(arrays.kv_lens), as_torch(arrays.cache.pages)[:, :, None]
     splits = splits_of(int(lens.max()), torch.cuda.get_device_properties(0).multi_processor_count)
     states = torch.empty(s.batch, s.heads, splits, s.latent_dim + 1, device="cuda")
@@ -45,12 +47,12 @@ def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) 
 
 
 def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Times its attention of chunks over pages, whose strides it takes as they are."""
+    """Time its attention of chunks over pages. It supports the strides of our pages."""
     import_torch()
     attend = importlib.import_module(f"{OPS}.triton_unified_attention").unified_attention
     s = case.shape
     if case.cache != "bf16" or s.learned_sinks:
-        raise NotImplementedError("takes bf16 without sinks here")
+        raise NotImplementedError("supports only bf16 without sinks here")
     k, v = (as_torch(pages).transpose(1, 2) for pages in (arrays["kv"].k, arrays["kv"].v))
     options = {
         "cu_seqlens_q": as_torch(arrays["cu_q_lens"]),
@@ -76,12 +78,12 @@ def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
 
 
 def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Times its attention of decodes over pages, split into segments as its backend does."""
+    """Time its decode attention over pages, split into segments like its backend does."""
     torch = import_torch()
     attend = importlib.import_module(f"{OPS}.triton_unified_attention").unified_attention
     s = case.shape
     if case.cache != "bf16" or s.learned_sinks or s.queries > 1 or s.window is not None:
-        raise NotImplementedError("takes bf16 and one query a sequence, without sinks and windows, here")
+        raise NotImplementedError("supports only bf16 and one query per sequence, without sinks and windows, here")
     k, v = (as_torch(pages).transpose(1, 2) for pages in (arrays.kv.k, arrays.kv.v))
     states = torch.empty(s.batch, s.q_heads, SEGMENTS, s.head_dim, device="cuda")
     tops, totals = (torch.empty(s.batch, s.q_heads, SEGMENTS, device="cuda") for _ in range(2))

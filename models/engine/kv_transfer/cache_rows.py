@@ -1,0 +1,109 @@
+"""Page rows of the device's caches, in the format in which engines exchange them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from models.decoder import Caches, Decoder
+from models.decoder.caches import cache_spec
+from models.engine.config import RunnerConfig
+from models.engine.group_sizes import GroupSizes
+from models.engine.kv_transfer.cached_pages import RowFormat, digest_of, read_rows, write_layer, write_rows
+from models.engine.kv_transfer.split_rows import SplitRows
+from pallas_attn import CacheSpec
+
+
+class CacheRows:
+    """Reads and writes page rows of a runner's caches. On a mesh a row is joined from the shards of the devices."""
+
+    def __init__(self, model: Decoder, config: RunnerConfig, specs: Sequence[CacheSpec]):
+        """Take the sizes from the runner.
+
+        Args:
+          model: the runner's model.
+          config: the runner's sizes.
+          specs: shapes of each layer's cache on a device.
+        """
+        self._model_config, self._dtype = model.config, config.cache_dtype or model.embed_tokens.dtype
+        self._index_topk = model.settings.index_topk
+        self._config, self._specs = config, specs
+        self._split_rows = None if model.mesh is None else SplitRows(model.config, model.mesh)
+
+    def row_format(self, group: GroupSizes) -> RowFormat:
+        """Return shapes and dtypes of one row of a cache group."""
+
+        def shape(a: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+            of_device = tuple(a.shape[2 if group.head_wise else 1 :])
+            return of_device if self._split_rows is None else self._split_rows.shape(of_device, group.head_wise)
+
+        paged = {
+            f"{layer}.{name}": (shape(a), np.dtype(a.dtype))
+            for layer in group.layers
+            for name, a in self._specs[layer].arrays.items()
+            if len(a.shape) > 2  # static scales have no pages
+        }
+        return RowFormat(group.num_heads, paged)
+
+    def read(self, caches: Caches, group: GroupSizes, rows: Int32[np.ndarray, "n"], rank: int) -> dict[str, np.ndarray]:
+        """Copy rows of a cache group of a data rank to the host: [n, ...] by layer and array."""
+        if self._split_rows is not None:
+            return self._split_rows.read(caches, group.layers, group.head_wise, rows, rank)
+        return read_rows(caches, group.layers, group.head_wise, rows)
+
+    def write(
+        self,
+        caches: Caches,
+        group: GroupSizes,
+        rows: Int32[np.ndarray, "n"],
+        contents: Mapping[str, np.ndarray],
+        rank: int,
+    ) -> Caches:
+        """Write rows of a cache group of a data rank in place; `contents` as returned by `read`."""
+        of_rows = (caches, group.layers, group.head_wise, rows, contents)
+        split = self._split_rows
+        return write_rows(*of_rows) if split is None else split.write(*of_rows, rank)
+
+    def write_layer(
+        self,
+        caches: Caches,
+        group: GroupSizes,
+        layer: int,
+        rows: Int32[np.ndarray, "n"],
+        contents: Mapping[str, np.ndarray],
+    ) -> Caches:
+        """Write rows of one layer in place, on one device; `contents` is [n, ...] by array."""
+        cache = write_layer(caches[layer], group.head_wise, rows, contents)
+        return (*caches[:layer], cache, *caches[layer + 1 :])
+
+    def cache_format(self, weights: Sequence[Array]) -> dict[str, Any]:
+        """Return facts by name that two engines must have in common to exchange pages: the model's configuration,
+        shapes and dtypes of its pages, static scales, `index_topk`, and a digest of the extreme values of every weight.
+        They are equal on any mesh."""
+        scales = self._config.kv_scales
+        pages = functools.partial(cache_spec, self._model_config, 1, self._config.page_size, self._dtype, scales)
+        arrays = {
+            str(layer): {name: [list(a.shape[1:]), a.dtype.name] for name, a in pages(layer=layer).arrays.items()}
+            for layer in range(len(self._specs))
+        }
+        extremes = jax.jit(lambda weights: [_extremes(weight) for weight in weights])(weights)
+        return {
+            "page_size": self._config.page_size,
+            **{f"config.{name}": value for name, value in dataclasses.asdict(self._model_config).items()},
+            "arrays": arrays,
+            "index_topk": self._index_topk,
+            "kv_scales": None if scales is None else digest_of([scales.k, scales.v]),
+            "weights": digest_of(jax.device_get(extremes)),
+        }
+
+
+def _extremes(weight: Array) -> Array:
+    """Return the minimum and maximum of a weight and 0. Zero is included because a shard may be padded with zeros."""
+    return jnp.stack([jnp.min(weight, initial=0), jnp.max(weight, initial=0)])

@@ -1,0 +1,245 @@
+"""KV-cache transfer of one engine: export and import of pages, pages that arrive, and pages reported as written.
+
+The public methods are those of `Engine`, which delegates to this class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from models.decoder.mesh import spans_processes
+from models.engine.config import EngineConfig
+from models.engine.group_sizes import GroupSizes
+from models.engine.kv_transfer.cached_pages import CachedPages, CachedSequence, difference, joined, numbered
+from models.engine.kv_transfer.incoming_pages import IncomingPages
+from models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
+from models.engine.request import Request
+from models.engine.runner import Runner, StepResult
+from models.engine.step.plan import StepPlan
+from models.engine.tracked_request import TrackedRequest
+from pallas_attn import PAGE_NONE
+from pallas_attn.cache import GroupPools, Prefix, PrefixCache
+
+
+class EngineTransfers:
+    """Transfers pages between the caches of an engine and the host.
+
+    Attributes:
+      feed: reports written pages; None before `watch`.
+      incoming: pages of prompts that another engine computes, while they are open.
+      awaited: requests and the incoming pages that are closed once the request has been admitted.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        groups: Sequence[GroupSizes],
+        pools: Sequence[GroupPools],
+        prefix_caches: Sequence[PrefixCache],
+        runner: Runner,
+        changing: Callable[[], contextlib.AbstractContextManager[None]],
+    ):
+        """Start without transfers.
+
+        Args:
+          config: the engine's.
+          groups: cache groups.
+          pools, prefix_caches: of each data rank; `prefix_caches` is empty without prefix caching.
+          runner: reads and writes the device's caches.
+          changing: context manager that surrounds every change of the engine.
+        """
+        self._config, self._groups, self._pools = config, tuple(groups), tuple(pools)
+        self._prefix_caches, self._runner = tuple(prefix_caches), runner
+        # A strong reference would form a cycle, which keeps the engine's device memory until garbage collection.
+        self._weak_changing = weakref.WeakMethod(changing)
+        self.feed: WrittenFeed | None = None
+        self.incoming: list[IncomingPages] = []
+        self.awaited: list[tuple[TrackedRequest, IncomingPages]] = []
+
+    def _changing(self) -> contextlib.AbstractContextManager[None]:
+        changing = self._weak_changing()
+        if changing is None:
+            raise RuntimeError("engine: it was deleted")
+        return changing()
+
+    @functools.cached_property
+    def cache_format(self) -> dict[str, Any]:
+        """See `Engine.cache_format`."""
+        groups = [[g.layers, g.heads.window, g.heads.sink_tokens, g.head_wise] for g in self._groups]
+        return json.loads(json.dumps(self._runner.cache_format() | {"groups": groups}))
+
+    # --- export and import
+
+    def intact_prefix_caches(self) -> tuple[PrefixCache, ...]:
+        """Return the prefix caches. They are empty if an interrupted call lost the contents of pages.
+
+        Raises:
+          ValueError: the engine was made without a prefix cache.
+          NotImplementedError: the engine runs as several processes.
+        """
+        if not self._prefix_caches:
+            raise ValueError("prefix_caching: expected True, because pages are found through the prefix cache")
+        if spans_processes(self._config.mesh):
+            raise NotImplementedError("processes: pages on devices of other processes can be neither read nor written")
+        with self._changing():
+            return self._prefix_caches
+
+    def export_request(self, request: Request) -> CachedPages:
+        """See `Engine.export_pages`."""
+        # A lookup leaves out the page of the last token. The extra token 0 makes it include all pages of the request.
+        found = [cache.lookup([*request.token_ids, 0], request.salt) for cache in self.intact_prefix_caches()]
+        rank = max(range(len(found)), key=lambda rank: found[rank][0].shape[1])  # the rank with the longest prefix
+        return self._export({rank: [(request.token_ids, request.salt, found[rank])]})
+
+    def export_all(self) -> CachedPages:
+        """See `Engine.export_prefix_cache`."""
+        return self._export(
+            {
+                rank: [(tokens, salt, cache.published(tokens, salt)) for tokens, salt in cache.sequences()]
+                for rank, cache in enumerate(self.intact_prefix_caches())
+            }
+        )
+
+    def _export(self, found_on_ranks: Mapping[int, Iterable[tuple[Sequence[int], str, Prefix]]]) -> CachedPages:
+        """Copy pages to the host: for each data rank (tokens, salt, page rows of the prefix)."""
+        page_size, parts = self._config.page_size, []
+        for rank, found in found_on_ranks.items():
+            taken = [CachedSequence(tuple(t[: r[0].shape[1] * page_size]), salt, r) for t, salt, r in found]
+            sequences, held = numbered([each for each in taken if each.tokens], len(self._groups))
+            rows = zip(self._groups, held, strict=True)
+            parts.append((sequences, [self._runner.read_rows(group, of_group, rank) for group, of_group in rows]))
+        return CachedPages(self.cache_format, *joined(parts))
+
+    def insert(self, pages: CachedPages, vocab_size: int) -> int:
+        """See `Engine.import_pages`."""
+        caches = self.intact_prefix_caches()
+        if (unlike := difference(pages.made_for, self.cache_format)) is not None:
+            raise ValueError(f"pages: expected pages of an engine like this one, got {unlike}")
+        formats = [self._runner.row_format(group) for group in self._groups]
+        pages.check(self._config.page_size, vocab_size, formats)
+        for sequence, (rank, cache) in itertools.product(pages.sequences, enumerate(caches)):
+            with self._changing():
+                known = [rows != PAGE_NONE for rows in sequence.rows]
+                self._write_pages(pages, sequence, cache.insert(sequence.tokens, known, sequence.salt), rank)
+        hits = (
+            min(cache.lookup([*sequence.tokens, 0], sequence.salt)[0].shape[1] for cache in caches)
+            for sequence in pages.sequences
+        )
+        return sum(hits) * self._config.page_size
+
+    def _write_pages(self, pages: CachedPages, sequence: CachedSequence, rows: Prefix, rank: int) -> None:
+        """Write pages of a sequence to `rows` of a data rank; pages without a row (PAGE_NONE) are skipped."""
+        for group, contents, theirs, own in zip(self._groups, pages.groups, sequence.rows, rows, strict=True):
+            given = own != PAGE_NONE
+            new = {name: array[theirs[given]] for name, array in contents.items()}
+            self._runner.write_rows(group, own[given], new, rank)
+
+    # --- pages that arrive from another engine
+
+    def receive(
+        self,
+        tokens: Sequence[int],
+        made_for: Mapping[str, Any],
+        salt: str,
+        *,
+        check_ids: Callable[[str, Sequence[int]], tuple[int, ...]],
+        max_len: int,
+    ) -> IncomingPages:
+        """See `Engine.receive_pages`."""
+        if self._config.mesh is not None:
+            raise NotImplementedError(
+                "mesh: pages can arrive layer by layer only on one device; import_pages works on a mesh"
+            )
+        (cache,) = self.intact_prefix_caches()
+        if (unlike := difference(made_for, self.cache_format)) is not None:
+            raise ValueError(f"made_for: expected an engine like this one, got {unlike}")
+        ids = check_ids("tokens", tokens)
+        if len(ids) > max_len:
+            raise ValueError(f"tokens: expected at most {max_len}, got {len(ids)}")
+        incoming = IncomingPages(ids, salt, self._groups, self._pools[0], cache, self._runner, self._changing)
+        self.incoming.append(incoming)
+        return incoming
+
+    def remove_closed(self) -> None:
+        """Forget incoming pages that are closed."""
+        self.incoming = [incoming for incoming in self.incoming if incoming.is_open]
+
+    def give_up_incoming(self) -> None:
+        """Release the page rows of all incoming pages."""
+        for incoming in self.incoming:
+            incoming.lose()
+
+    def close_found(self) -> None:
+        """Close the incoming pages of requests that have been admitted or have ended."""
+        found = [one for one in self.awaited if one[0].request.num_cached is not None or one[0].finish_reason]
+        if found:
+            self.awaited = [one for one in self.awaited if one not in found]
+            for _, incoming in found:
+                if incoming.is_open:
+                    incoming.lose()
+
+    # --- pages reported as written
+
+    def watch(self, consumer: Callable[[WrittenLayer], object], max_bytes: int, num_chunks: int) -> WrittenFeed:
+        """See `Engine.watch_written`."""
+        self._check_watch(consumer, max_bytes, num_chunks)
+        self._runner.cut_steps(num_chunks)
+        groups = {layer: number for number, group in enumerate(self._groups) for layer in group.layers}
+        row_bytes = {
+            layer: sum(math.prod(shape) * dtype.itemsize for shape, dtype in arrays.values())
+            for group in self._groups
+            for layer, arrays in self._runner.row_format(group).of_layers().items()
+        }
+        layers = sorted(groups)
+        self.feed = WrittenFeed(
+            consumer,
+            [groups[layer] for layer in layers],
+            [row_bytes[layer] for layer in layers],
+            self._pools[0],
+            max_bytes,
+        )
+        return self.feed
+
+    def _check_watch(self, consumer: Callable[[WrittenLayer], object], max_bytes: int, num_chunks: int) -> None:
+        """Raise ValueError or NotImplementedError as `Engine.watch_written`."""
+        if not callable(consumer):
+            raise ValueError(f"consumer: expected a function, got {consumer!r}")
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes: expected at least 1, got {max_bytes}")
+        if num_chunks < 1:
+            raise ValueError(f"pieces: expected at least 1, got {num_chunks}")
+        if self.feed is not None and self.feed.is_open:
+            raise ValueError("consumer: the engine already has an open feed; close it first")
+        if self._config.mesh is not None:
+            raise NotImplementedError("mesh: only steps on one device can be launched layer by layer")
+        if self._config.speculate is not None:
+            raise NotImplementedError("speculate: proposers need whole steps, not steps launched layer by layer")
+        if self._config.batch_invariant:
+            raise NotImplementedError("batch_invariant: steps launched layer by layer are different programs")
+
+    def launch(self, plans: Sequence[StepPlan | None], capture_logits: bool) -> StepResult:
+        """Launch a step. If it completes pages and a feed is open, launch it layer by layer with copies of the
+        pages."""
+        feed = self.feed
+        step = None if feed is None else feed.plan(plans[0])
+        if feed is None or step is None:
+            return self._runner.launch(plans, capture_logits)
+        on_layer = functools.partial(feed.add, step)
+        result = self._runner.launch(plans, capture_logits, rows=step.rows, on_layer=on_layer)
+        feed.launched(step)
+        return result
+
+    def start_over(self) -> None:
+        """Discard what depended on the lost caches. The call may be interrupted and repeated."""
+        if self.feed is not None:
+            self.feed.start_over()
+        for incoming in self.incoming:
+            incoming.lose(dropping=False)
+        self.incoming = []

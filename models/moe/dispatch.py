@@ -1,0 +1,197 @@
+"""Dispatch of rows to experts on one device: choose a method, sort pairs by expert if necessary, and sum the results.
+
+`apply_experts` uses a method for few rows if `few_rows_method` returns one. Otherwise it sorts the (row, expert) pairs
+by expert, so that each expert multiplies one contiguous group (`expert_gemms`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from models.decoder.layers import swiglu
+from models.moe.expert_gemms import (
+    blockwise,
+    hopper_all_experts,
+    hopper_gather,
+    hopper_grouped,
+    hopper_grouped_pairs,
+    hopper_supports,
+    row_by_row,
+)
+from models.moe.experts import Experts
+from pallas_attn import capability
+
+MAX_COUNTED_PAIRS = 4096
+"""Maximum number of pairs that are ranked by counting instead of sorting. Counting compares all pairs with all pairs
+twice, 17 million comparisons each; sorting takes six kernels."""
+
+MAX_UNSPLIT_PAIRS = 1024
+"""Maximum number of pairs that are multiplied at once if other devices have some of the experts."""
+
+UNUSED_ROWS = 512
+"""Number of different rows that pairs without an expert read. Few rows stay in the L2 cache. With a single row,
+all pairs of other ranks would read the same part of the cache: 676 us per layer on four H200s, instead of about 60."""
+
+MAX_FEW_ROWS = 64
+"""Maximum rows for which Hopper kernels for few rows take more pairs than their tiles have rows."""
+
+MIN_PAIRS_PER_EXPERT = 3.5
+"""Minimum average pairs per expert for which all experts are read, before the router's selection is known. With this
+many, 97% of the experts have a pair if all experts are equally likely. On an H100, steps of DeepSeek-V2-Lite take 1.4%
+longer this way with 3 pairs per expert, and 1.9% less time with 3.75."""
+
+
+def few_rows_method(
+    num_rows: int, num_pairs: int, experts: Experts, *, expected: int | None = None, are_distinct: bool = False
+) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
+    """Return the method for few rows, which does not sort pairs; None for many rows, or without a GPU.
+
+    On an H100, experts of DeepSeek-V2-Lite take 163 us for 30 pairs with `hopper_gather` and 196 us with `row_by_row`.
+    For 96 pairs they take 301 us with `hopper_gather` and 392 us with jax's ragged dot.
+
+    Args:
+      num_rows, num_pairs: of the step.
+      experts: weights of the experts.
+      expected: expected number of pairs that have one of these experts; None for all pairs.
+      are_distinct: whether no two pairs have the same expert.
+    """
+    if capability().platform != "gpu":
+        return None
+    if hopper_supports(experts):
+        from models.moe.kernels import all_expert_gemm
+        from models.moe.kernels.gather_gemm import MAX_ROWS
+
+        is_plain = experts.activation is swiglu and experts.gate_up_bias is None and experts.down_bias is None
+        per_expert = num_rows <= MAX_FEW_ROWS and is_plain
+        pairs_per_expert = (num_pairs if expected is None else expected) / experts.down.shape[0]
+        reads_all = per_expert and pairs_per_expert >= MIN_PAIRS_PER_EXPERT
+        if reads_all and all_expert_gemm.supports(experts.gate_up, experts.down):
+            return hopper_all_experts
+        if num_pairs <= MAX_ROWS or per_expert:
+            return functools.partial(hopper_gather, are_distinct=True) if are_distinct else hopper_gather
+    return row_by_row if num_pairs <= experts.gate_up.shape[0] else None
+
+
+def apply_experts(
+    x: Float[Array, "T D"],
+    chosen: Int32[Array, "T k"],
+    weights: Float32[Array, "T k"],
+    experts: Experts,
+    expected: int | None = None,
+) -> Float[Array, "T D"]:
+    """Sum weight · expert(x) over the chosen experts of each row that are among `experts`.
+
+    Args:
+      x: rows.
+      chosen: experts of each row; E, one past the last, for none.
+      weights: weight of each chosen expert.
+      experts: weights of E experts.
+      expected: expected number of pairs that have an expert; None if all pairs have one. The pairs are multiplied in
+        chunks of 1.25 times this number, so a larger number of pairs takes more chunks.
+    """
+    num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
+    num_pairs = chosen.size
+    has_expert = None if expected is None else chosen < num_experts
+    are_distinct = x.shape[0] == 1 and has_expert is None
+    multiply_rows = few_rows_method(x.shape[0], num_pairs, experts, expected=expected, are_distinct=are_distinct)
+    if multiply_rows is not None:
+        y = multiply_rows(x, experts, chosen.reshape(-1))
+        return weighted_sum(y, weights, x.dtype, has_expert)
+    groups = ExpertGroups.of(chosen.reshape(-1), num_experts)
+    on_hopper = hopper_supports(experts)
+    multiply = hopper_grouped if on_hopper else blockwise
+    source, place = groups.row // copies, groups.place
+    chunk = num_pairs if expected is None or num_pairs <= MAX_UNSPLIT_PAIRS else -(-5 * expected // 4 // 64) * 64
+    if chunk >= num_pairs:
+        if on_hopper:
+            own = jnp.arange(num_pairs, dtype=jnp.int32) // copies
+            y, row = hopper_grouped_pairs(x, own, chosen.reshape(-1), place, experts, groups.sizes)
+        else:
+            y, row = multiply(x, source, experts, groups.sizes)
+            row = row[place]
+        return weighted_sum(y[row], weights, x.dtype, has_expert)
+    # Memory is allocated for one chunk. Pairs without an expert read one of the first rows of its results.
+    ends = jnp.cumsum(groups.sizes)
+    source = jnp.pad(source, (0, -num_pairs % chunk))
+    place = jnp.where(place < ends[-1], place, place % min(chunk, UNUSED_ROWS))
+
+    def one_chunk() -> Array:
+        y, row = multiply(x, source[:chunk], experts, groups.sizes)
+        return weighted_sum(y[row[place]], weights, x.dtype, has_expert)
+
+    def several_chunks() -> Array:
+        def multiply_chunk(i: ArrayLike, out: Array) -> Array:
+            start = jnp.asarray(i, jnp.int32) * chunk
+            own = jnp.diff(jnp.clip(ends - start, 0, chunk), prepend=jnp.zeros(1, jnp.int32))
+            y, row = multiply(x, jax.lax.dynamic_slice_in_dim(source, start, chunk), experts, own)
+            return jax.lax.dynamic_update_slice_in_dim(out, y[row], start, axis=0)
+
+        empty = jnp.zeros((source.shape[0], experts.down.shape[2]), x.dtype)
+        y = jax.lax.fori_loop(0, (ends[-1] + chunk - 1) // chunk, multiply_chunk, empty)
+        return weighted_sum(y[place], weights, x.dtype, has_expert)
+
+    return jax.lax.cond(ends[-1] <= chunk, one_chunk, several_chunks)
+
+
+class ExpertGroups(NamedTuple):
+    """(token, expert) pairs sorted by expert. Pairs whose expert is E, one past the last, come last, in no group.
+
+    Attributes:
+      row: index of the pair at each place.
+      place: place of each pair.
+      sizes: number of pairs of each expert.
+    """
+
+    row: Int32[Array, "M"]
+    place: Int32[Array, "M"]
+    sizes: Int32[Array, "E"]
+
+    @staticmethod
+    def of(expert: Int32[Array, "M"], num_experts: int) -> ExpertGroups:
+        """Rank pairs by a stable sort, or by counting up to `MAX_COUNTED_PAIRS` pairs.
+
+        Counting takes three kernels with the sizes. Two sorts and two scatters take seven, which is slow in decode
+        steps, because they consist of small kernels.
+        """
+        sizes = jnp.sum(expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+        if expert.shape[0] > MAX_COUNTED_PAIRS:
+            row = jnp.argsort(expert).astype(jnp.int32)
+            return ExpertGroups(row, jnp.argsort(row).astype(jnp.int32), sizes)
+        number = jnp.arange(expert.shape[0], dtype=jnp.int32)
+        # One comparison of the combined key instead of two: comparisons dominate the time of the kernel.
+        key = expert * expert.shape[0] + number
+        comes_after = key[None] < key[:, None]
+        place = jnp.sum(comes_after, axis=1, dtype=jnp.int32)
+        return ExpertGroups(jnp.sum(jnp.where(place[None] == number[:, None], number[None], 0), axis=1), place, sizes)
+
+
+def weighted_sum(
+    y: Float[Array, "M D"],
+    weights: Float32[Array, "T k"],
+    dtype: DTypeLike,
+    counted: Bool[Array, "T k"] | None = None,
+) -> Float[Array, "T D"]:
+    """Sum the results of each row by their weights. Results that are not `counted` may be undefined."""
+    y = y.reshape(*weights.shape, -1).astype(jnp.float32)
+    if counted is not None:
+        y = jnp.where(counted[:, :, None], y, jnp.zeros_like(y))
+    return jnp.sum(y * weights[:, :, None], axis=1).astype(dtype)
+
+
+def sum_with_shared(
+    y: Float[Array, "results D"], weights: Float32[Array, "T k"], dtype: DTypeLike
+) -> Float[Array, "T D"]:
+    """Sum the results of each row by their weights, and add shared experts, as `hopper_all_experts` returns them."""
+    from models.moe.kernels.pipeline import round_up
+
+    num_rows, num_pairs = weights.shape[0], weights.size
+    total = weighted_sum(y[:num_pairs], weights, jnp.float32)
+    shared = y[round_up(num_pairs) :].reshape(-1, round_up(num_rows), y.shape[1])[:, :num_rows]
+    return (total + jnp.sum(shared.astype(jnp.float32), axis=0)).astype(dtype)

@@ -1,0 +1,74 @@
+"""Routers of mixtures of experts: scores of a token, and the experts with the largest scores."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from models.config import DeepSeekConfig
+from models.decoder.layers import project
+
+MAX_COMPARISONS = 2**23
+"""Maximum number of comparisons (rows · experts²) up to which experts are ranked by counting instead of sorting: 2,048
+rows of DeepSeek-V2-Lite, 128 rows of DeepSeek-V3."""
+
+
+class Router(nnx.Module):
+    """Router of DeepSeek-V2 and V3. It computes in float32, independent of the model's dtype."""
+
+    def __init__(self, config: DeepSeekConfig):
+        self.config = config
+        self.weight = nnx.Param(jnp.zeros((config.hidden_size, config.n_routed_experts), jnp.float32))
+        biased = config.topk_method == "noaux_tc"
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(config.n_routed_experts, jnp.float32)) if biased else None
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+        """Return the selected experts of each token, and their weights."""
+        config = self.config
+        logits = project(x, self.weight[...])
+        scores = jax.nn.softmax(logits) if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
+        choice = scores
+        if self.e_score_correction_bias is not None:
+            choice = scores + self.e_score_correction_bias[...][None, :]
+        if config.topk_method != "greedy" and config.topk_group < config.n_group:
+            choice = _mask_groups(choice, config)
+        experts, weights = best_experts(choice, scores, config.num_experts_per_tok)
+        if config.norm_topk_prob:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        # Without the barrier, XLA recomputes the selection in each thread block of the kernels that sum the results.
+        return jax.lax.optimization_barrier((experts, weights * config.routed_scaling_factor))
+
+
+def best_experts(
+    choice: Float32[Array, "T E"], scores: Float32[Array, "T E"], count: int
+) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+    """Return the `count` experts with the largest `choice`, and their scores. Of equal experts the first is selected.
+
+    Few rows are ranked by counting, which takes two kernels. XLA's sort takes one kernel between two copies, and the
+    gather of the scores another one. A row with a NaN selects arbitrary valid experts.
+    """
+    if choice.shape[0] * choice.shape[1] ** 2 > MAX_COMPARISONS:
+        experts = jax.lax.top_k(choice, count)[1]
+        return experts, jnp.take_along_axis(scores, experts, axis=-1)
+    number = jnp.arange(choice.shape[1], dtype=jnp.int32)
+    one, other = choice[:, :, None], choice[:, None]
+    comes_after = (other > one) | ((other == one) & (number[None] < number[:, None])[None])  # [T, E, E]
+    rank = jnp.sum(comes_after, axis=2, dtype=jnp.int32)
+    is_chosen = rank[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :, None]  # [T, k, E]
+    experts = jnp.sum(jnp.where(is_chosen, number[None, None], 0), axis=2)
+    return jnp.minimum(experts, len(number) - 1), jnp.sum(jnp.where(is_chosen, scores[:, None], 0), axis=2)
+
+
+def _mask_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> Float32[Array, "T E"]:
+    """Set experts outside the `topk_group` best groups to -inf.
+
+    The score of a group is its best expert in DeepSeek-V2, and the sum of its two best experts in V3.
+    """
+    grouped = choice.reshape(choice.shape[0], config.n_group, -1)  # [T, groups, E / groups]
+    counted = 2 if config.topk_method == "noaux_tc" else 1
+    group_scores = jnp.sum(jax.lax.top_k(grouped, counted)[0], axis=-1)
+    best = jax.lax.top_k(group_scores, config.topk_group)[1]
+    selected = jnp.any(best[:, :, None] == jnp.arange(config.n_group, dtype=jnp.int32)[None, None, :], axis=1)
+    return jnp.where(selected[:, :, None], grouped, -jnp.inf).reshape(choice.shape)

@@ -1,0 +1,463 @@
+"""Matrix products with fp8 latents in shared memory. Threads convert latents to float16, the left operand of wgmma.
+
+Scores S [tokens, rows] have tokens as rows. Outputs O [channels, rows] have channels as rows, in the order of
+`dequantize.as_values`; a row (column of the tile) is a query head. A token has one scale s_g for each group g of
+channels:
+
+    S = (... (q_rope Rᵀ / s_0 + C_0 q_0ᵀ) s_0 / s_1 + C_1 q_1ᵀ) s_1 / s_2 + ...   multiplied by the last s
+    O_g += (C_g s_g / s)ᵀ P     s is the token's largest scale; the caller multiplies P by s through the exponent
+
+Scores are accumulated from exact latents in one accumulator. Values are rounded to float16 relative to the token's
+largest scale, so they do not overflow, and values that round to 0 are negligible compared with the largest ones.
+
+A piece is 32 channels of 64 tokens (scores) or 32 tokens of 64 channels (values), i.e. two wgmma instructions. Threads
+convert the next piece while tensor cores multiply the current one. The interpreter does not split products into pieces.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from pallas_attn.mosaic.hopper import wgmma
+from pallas_attn.mosaic.hopper.dequantize import as_keys, as_values, load_matrices
+from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
+from pallas_attn.mosaic.primitives.basics import Ref, interpreted
+from pallas_attn.mosaic.primitives.dequantize import (
+    QUANTIZED_REF,
+    SMALLEST_SCALE,
+    ChunkPointers,
+    conversion,
+    converted,
+    i8,
+    i32,
+    masked,
+    plus,
+    shifted,
+    times,
+)
+from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES, operand_ref, over_tokens
+from pallas_attn.portable.quantise import QUERY_SCALE, float16_queries
+from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
+
+TOKENS = 64
+"""Tokens of a tile."""
+
+PIECE = 32
+"""Channels (scores) or tokens (values) of a piece, the unit of conversion."""
+
+BLOCK = 64
+"""Channels of values in one wgmma instruction (its M)."""
+
+FEW_COLUMNS = 32
+"""Maximum number of columns with which registers suffice for four pieces in flight instead of two."""
+
+
+def warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    """Return the index of the thread's warp in the warpgroup, and of its lane in the warp.
+
+    The assembly is marked as having side effects, so that the compiler recomputes derived addresses for each tile
+    instead of holding them in registers.
+    """
+    thread: Any = llvm.inline_asm(i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+    return masked(shifted(thread, 5), 3), masked(thread, 31)
+
+
+# --- products
+
+
+def convert_queries(q: Ref) -> None:
+    """Convert bfloat16 queries [N, columns] in shared memory to float16, in place.
+
+    Queries are multiplied by QUERY_SCALE, and columns are reordered as in `as_keys`. The function does not synchronise
+    threads: the caller must call `plgpu.commit_smem` afterwards.
+    """
+    rows, columns = q.shape
+    if interpreted():
+        converted_q = as_keys(float16_queries(q[...])[0])
+        q[...] = lax.bitcast_convert_type(converted_q, q.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(operand_ref(),))
+    def convert(_: Any, q: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        thread, in_row = plus(times(warp, 32), lane), columns // 16
+        (row_tile, column_tile, *_), _ = ir.MemRefType(q.type).get_strides_and_offset()
+        four = ir.VectorType.get((4,), i32())
+        base = mgpu.utils.memref_ptr(q)
+        for first in range(0, rows * in_row, 128):
+            index = plus(thread, mgpu.c(first, i32()))
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, mgpu.c(rows * in_row, i32()))):
+                row, group = (f(index, mgpu.c(in_row, i32())) for f in (arith.divui, arith.remui))
+                begin = plus(times(shifted(row, 3), 2 * row_tile), times(shifted(group, 2), 2 * column_tile))
+                begin = plus(begin, times(masked(row, 7), ROW_BYTES))
+                chunk, pointers = times(masked(group, 3), 2), []
+                for i in range(2):
+                    at = times(arith.xori(plus(chunk, mgpu.c(i, i32())), masked(row, 7)), 16)
+                    pointers.append(mgpu.utils.getelementptr(base, [plus(begin, at)], i8()))
+                words = [llvm.load(four, pointer, alignment=16) for pointer in pointers]
+                pairs = [_float16_query(vector.extract(word, [], [i])) for word in words for i in range(4)]
+                for pointer, ordered in zip(pointers, (pairs[::2], pairs[1::2]), strict=True):
+                    llvm.store(vector.from_elements(four, ordered), pointer, alignment=16)
+
+    convert(q)
+
+
+def _float16_query(pair: ir.Value) -> ir.Value:
+    """Convert two bfloat16 queries to float16."""
+    converted_pair: Any = llvm.inline_asm(i32(), [pair], BF16_TO_F16_QUERIES, "=r,r")
+    return converted_pair
+
+
+BF16_TO_F16_QUERIES = """
+{
+.reg .b32 low, high;
+.reg .f32 a, b, scale, most, least;
+shl.b32 low, $1, 16;
+and.b32 high, $1, 0xffff0000;
+mov.b32 a, low;
+mov.b32 b, high;
+mov.f32 scale, 0f3D800000;
+mov.f32 most, 0f477FE000;
+mov.f32 least, 0fC77FE000;
+mul.f32 a, a, scale;
+mul.f32 b, b, scale;
+min.NaN.f32 a, a, most;
+min.NaN.f32 b, b, most;
+max.NaN.f32 a, a, least;
+max.NaN.f32 b, b, least;
+cvt.rn.f16x2.f32 $0, b, a;
+}
+"""
+"""PTX: multiply by QUERY_SCALE = 2**-4, clamp to the float16 range of 65504, convert."""
+
+
+def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, page_tokens: int) -> jax.Array:
+    """Return (QUERY_SCALE · rotated + sum over groups of scale · latent @ qᵀ) / last scale, float32 [TOKENS, N].
+
+    Args:
+      rotated: [TOKENS, N], products of rotated columns, possibly in flight, in layout `wgmma.UNPAIRED`.
+      latent: e4m3 tile [TOKENS, L].
+      qs: arrays [N, columns] of `convert_queries`, consecutive ranges of the L columns.
+      scales: float32 [pages, at least page_tokens · groups] in shared memory; clamped to at least SMALLEST_SCALE.
+    """
+    channels, shape = latent.shape[1], rotated.shape
+    begins = list(itertools.accumulate((q.shape[1] for q in qs), initial=0))
+    groups = channels // LATENT_GROUP
+    if interpreted():
+        loaded = scales[...][:, : page_tokens * groups].reshape(TOKENS, groups)
+        each = jnp.maximum(loaded.T, SMALLEST_SCALE)
+        factors = [QUERY_SCALE / each[0], *(before / after for before, after in itertools.pairwise(each))]
+        left, total = as_keys(latent[...].astype(jnp.float16)), rotated
+        right = jnp.concatenate([lax.bitcast_convert_type(q[...], jnp.float16) for q in qs], axis=1).T
+        for i, factor in enumerate(factors):
+            group = slice(i * LATENT_GROUP, (i + 1) * LATENT_GROUP)
+            product = jnp.dot(left[:, group], right[group], preferred_element_type=jnp.float32)
+            total = total * over_tokens(factor, shape) + product
+        plgpu.commit_smem()  # in the interpreter, all threads finish their reads before copies overwrite the tile
+        return total
+
+    @plgpu.inline_mgpu(
+        arg_types=(wgmma.UNPAIRED, QUANTIZED_REF, plgpu.RefType(), *[operand_ref()] * len(qs)),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE),
+    )
+    def add(_: Any, total: Any, latent: ir.Value, scales: ir.Value, *qs: ir.Value) -> Any:
+        warp, lane = warp_and_lane()
+        token = plus(times(warp, 16), masked(lane, 15))
+        chunks = ChunkPointers(latent, channels, token, shifted(lane, 4))
+        rights = iter(qs)
+        row = plus(times(warp, 16), shifted(lane, 2))
+        own = _scales_of(scales, row, page_tokens, groups)
+        under_way = _pieces_under_way(shape[1])
+        before: list[ir.Value] = [mgpu.c(QUERY_SCALE, ir.F32Type.get())] * 2
+        words = [_load(chunks.pointer(0, first // 16), rows=True) for first in (0, PIECE)]
+        left = _keys(words.pop(0))
+        right, sums = wgmma.RightOperand(next(rights), dtype="f16"), list[ir.Value]()
+        for first in range(0, channels, PIECE):
+            if first in begins[1:]:
+                right = wgmma.RightOperand(next(rights), dtype="f16")
+            _await(under_way - 1 if first % LATENT_GROUP else 0)
+            if first % LATENT_GROUP == 0:
+                total = fragmented_array.optimization_barrier(total)
+                after = [_scale(own, 8 * i * groups + first // LATENT_GROUP) for i in range(2)]
+                factors = [_quotient(a, b) for a, b in zip(before, after, strict=True)]
+                before = after
+                sums = [
+                    arith.mulf(register, vector.broadcast(register.type, factors[i // 2 % 2]))
+                    for i, register in enumerate(total.registers.flat)
+                ]
+            nvvm.wgmma_fence_aligned()
+            sums = right.add(sums, left)
+            wgmma.commit()
+            if first + 2 * PIECE < channels:
+                words.append(_load(chunks.pointer(0, first // 16 + 2 * PIECE // 16), rows=True))
+            if first + PIECE < channels:
+                left = _keys(words.pop(0))
+            total = wgmma.fragments(sums, shape)
+        _await(0)
+        return fragmented_array.optimization_barrier(total).to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return add(rotated, latent, scales, *qs)
+
+
+def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -> jax.Array:
+    """Return total + (latent[:, first : first + K] · ratio)ᵀ @ pᵀ, float32 [K, N].
+
+    Args:
+      total: [K, N], rows in the order of `as_values`.
+      latent: e4m3 tile [TOKENS, L].
+      first: first channel, a multiple of 64.
+      p: float16 [N, TOKENS].
+      ratios: float16 [groups of channels, TOKENS] in shared memory.
+    """
+    (channels, columns), all_channels = total.shape, latent.shape[1]
+    if interpreted():
+        scaled = latent[...].astype(jnp.float32) * jnp.repeat(ratios[...].T.astype(jnp.float32), LATENT_GROUP, axis=1)
+        left = as_values(scaled[:, first : first + channels].T).astype(jnp.float16)
+        added = total + jnp.dot(left, p[...].T, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # in the interpreter, all threads finish their reads before copies overwrite the tile
+        return added
+
+    @plgpu.inline_mgpu(
+        arg_types=(QUANTIZED_REF, TILE, operand_ref(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=TILE),
+    )
+    def add(_: Any, latent: ir.Value, total: Any, p: ir.Value, ratios: ir.Value) -> Any:
+        warp, lane = warp_and_lane()
+        chunks = ChunkPointers(latent, all_channels, lane, warp)
+        own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ratios), [times(masked(lane, 3), 4)], i8())
+        total = fragmented_array.optimization_barrier(total.to_layout(wgmma.ACCUMULATOR))
+        pieces = list(itertools.product(range(channels // BLOCK), range(0, TOKENS, PIECE)))
+        blocks = [list(registers) for registers in total.registers.reshape(channels // BLOCK, -1)]
+        factors: dict[int, list[ir.Value]] = {}
+
+        def load(i: int) -> list[ir.Value]:
+            block, tokens = pieces[i]
+            return _load(chunks.pointer(tokens, (first + block * BLOCK) // 16), rows=False)
+
+        def piece(i: int, words: list[ir.Value]) -> list[list[ir.Value]]:
+            block, tokens = pieces[i]
+            group = (first + block * BLOCK) // LATENT_GROUP
+            if group not in factors:
+                factors.clear()
+                factors[group] = [_load_word(own, 2 * (group * TOKENS + 8 * k)) for k in range(TOKENS // 8)]
+            eights = factors[group][tokens // 8 : (tokens + PIECE) // 8]
+            return _values(words, eights)
+
+        under_way = _pieces_under_way(columns)
+        words = [load(0), load(1)]
+        left, right = piece(0, words.pop(0)), wgmma.RightOperand(p)
+        for i, (block, tokens) in enumerate(pieces):
+            if i and tokens == 0:
+                right = wgmma.RightOperand(p)
+            if i >= under_way:
+                _await(under_way - 1)
+            nvvm.wgmma_fence_aligned()
+            blocks[block] = right.add(blocks[block], left)
+            wgmma.commit()
+            if i + 2 < len(pieces):
+                words.append(load(i + 2))
+            if i + 1 < len(pieces):
+                left = piece(i + 1, words.pop(0))
+        _await(0)
+        done = wgmma.fragments([register for block in blocks for register in block], (channels, columns))
+        return fragmented_array.optimization_barrier(done).to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return add(latent, total, p, ratios)
+
+
+def _pieces_under_way(columns: int) -> int:
+    """Maximum number of pieces in flight while threads convert the next one. A piece takes 8 registers per thread."""
+    return 2 if columns > FEW_COLUMNS else 4
+
+
+def _await(under_way: int) -> None:
+    wgmma.assembly(f"wgmma.wait_group.sync.aligned {under_way};")
+
+
+def _load(pointer: ir.Value, *, rows: bool) -> list[ir.Value]:
+    """Load the words of a piece. Callers load two pieces ahead, because loads take longer than conversions."""
+    return list(load_matrices(pointer, rows=rows))
+
+
+def _keys(words: Sequence[ir.Value]) -> list[list[ir.Value]]:
+    """Return the left-operand registers of two wgmma instructions, each 64 tokens by 16 channels."""
+    assembly = conversion(LATENT_8BIT, (0, 1, 2, 3))
+    pairs = [converted(word, assembly) for word in words]
+    return [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in (pairs[:2], pairs[2:])]
+
+
+def _values(words: Sequence[ir.Value], factors: Sequence[ir.Value]) -> list[list[ir.Value]]:
+    """Return the left-operand registers of two wgmma instructions, each 64 channels by 16 tokens.
+
+    Args:
+      factors: pairs of float16 ratios, one pair for each eight tokens.
+    """
+    assembly = conversion(LATENT_8BIT, (0, 2, 1, 3))
+    eights = [
+        [_multiplied(pair, factor) for pair in converted(word, assembly)]
+        for word, factor in zip(words, factors, strict=True)
+    ]
+    return [[*eights[i], *eights[i + 1]] for i in (0, 2)]
+
+
+def _multiplied(pair: ir.Value, factor: ir.Value) -> ir.Value:
+    product: Any = llvm.inline_asm(i32(), [pair, factor], "mul.rn.f16x2 $0, $1, $2;", "=r,r,r")
+    return product
+
+
+def _scale(own: ir.Value, offset: int) -> ir.Value:
+    """Load a token's scale of a group, clamped to at least SMALLEST_SCALE."""
+    number = ir.F32Type.get()
+    loaded = llvm.load(number, mgpu.utils.getelementptr(own, [offset], number), alignment=4)
+    scale: Any = arith.maximumf(loaded, mgpu.c(SMALLEST_SCALE, number))
+    return scale
+
+
+def _quotient(a: ir.Value, b: ir.Value) -> ir.Value:
+    quotient: Any = llvm.inline_asm(ir.F32Type.get(), [a, b], "div.approx.f32 $0, $1, $2;", "=f,f,f")
+    return quotient
+
+
+def _load_word(base: ir.Value, offset: int) -> ir.Value:
+    pointer = mgpu.utils.getelementptr(base, [offset], i8())
+    word: Any = llvm.load(i32(), pointer, alignment=4)
+    return word
+
+
+def clear_scales(scales: Ref, live_mask: jax.Array, page_tokens: int, latent_dim: int) -> None:
+    """Set all scales of a token to 1 in shared memory where live_mask is false.
+
+    Args:
+      scales: as in `add_scores`.
+      live_mask: bool [TOKENS] in layout `PER_TOKEN`.
+    """
+    groups = latent_dim // LATENT_GROUP
+    if interpreted():
+        count = page_tokens * groups
+        kept = jnp.where(live_mask[:, None], scales[...][:, :count].reshape(TOKENS, groups), 1.0)
+        scales[:, pl.ds(0, count)] = kept.reshape(-1, count)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_TOKEN))
+    def write_ones(_: Any, scales: ir.Value, live_mask: Any) -> None:
+        warp, lane = warp_and_lane()
+        row = plus(times(warp, 16), shifted(lane, 2))
+        number, one = ir.F32Type.get(), mgpu.c(1.0, ir.F32Type.get())
+        own = _scales_of(scales, row, page_tokens, groups)
+        none: Any = mgpu.c(0, i32())
+        for i, register in enumerate(live_mask.registers.flat):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, vector.extract(register, [], [0]), none)):
+                for group in range(groups):
+                    place = mgpu.utils.getelementptr(own, [8 * i * groups + group], number)
+                    llvm.store(one, place, alignment=4)
+
+    write_ones(scales, jnp.where(live_mask, 1, 0))
+
+
+def _scales_of(scales: ir.Value, row: ir.Value, page_tokens: int, groups: int) -> ir.Value:
+    """Return a pointer to the scales of a token. The token 8 rows later is in the same page."""
+    in_page, page = masked(row, page_tokens - 1), shifted(row, page_tokens.bit_length() - 1)
+    place = plus(times(in_page, groups), times(page, ir.MemRefType(scales.type).shape[1]))
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [place], ir.F32Type.get())
+
+
+def token_index() -> jax.Array:
+    """Return the index of each token of a tile, int32 [TOKENS] in layout `PER_TOKEN`, recomputed for each tile."""
+    if interpreted():
+        return jnp.arange(TOKENS, dtype=jnp.int32)
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((TOKENS,), jnp.int32, layout=PER_TOKEN))
+    def index(_: Any) -> Any:
+        warp, lane = warp_and_lane()
+        first, layout = plus(times(warp, 16), shifted(lane, 2)), PER_TOKEN.to_mgpu()
+        registers = np.empty(layout.registers_shape((TOKENS,)), dtype=object)
+        for i in range(2):
+            row = plus(first, mgpu.c(8 * i, i32()))
+            registers.reshape(-1)[i] = vector.broadcast(ir.VectorType.get((1,), i32()), row)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    return index()
+
+
+# --- results
+
+
+def store_heads(total: jax.Array, to: Ref) -> None:
+    """Write total [K, N], with channels in the order of `as_values`, to [N, K] in global memory, channels in order.
+
+    A thread holds two adjacent channels of a head, eight threads hold 16 channels: 32 bytes of a 16-bit output.
+    """
+    if interpreted():
+        rows, columns = total.shape
+        to[...] = total.reshape(rows // 16, 2, 8, columns).swapaxes(1, 2).reshape(rows, columns).T.astype(to.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
+    def write(_: Any, total: Any, to: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        strides, _ = ir.MemRefType(to.type).get_strides_and_offset()
+        own = plus(times(masked(lane, 3), 2 * strides[0]), plus(times(warp, 16), times(shifted(lane, 2), 2)))
+        number = ir.MemRefType(to.type).element_type
+        first = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(to), [own], number)
+        for (block, j, c), pair in _channel_pairs(total):
+            value = vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), pair)
+            if not isinstance(number, ir.F32Type):
+                value = arith.truncf(ir.VectorType.get((2,), number), value)
+            place = mgpu.utils.getelementptr(first, [(8 * j + c) * strides[0] + BLOCK * block], number)
+            llvm.store(value, place, alignment=4)
+
+    write(total, to)
+
+
+def store_fragments(total: jax.Array, to: Ref) -> None:
+    """Write total [K, N], with channels in the order of `as_values`, in the format in which `merge.store_fragments`
+    writes [64, K]. Heads N to 63 are not written.
+    """
+    if interpreted():
+        rows, columns = total.shape
+        heads = total.reshape(rows // 16, 2, 8, columns).swapaxes(1, 2).reshape(rows, columns).T
+        heads = jnp.pad(heads, ((0, 64 - columns), (0, 0)))
+        to[...] = heads.reshape(64, rows // 8, 8).swapaxes(0, 1).reshape(to.shape)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(TILE, plgpu.RefType()))
+    def write(_: Any, total: Any, to: ir.Value) -> None:
+        warp, lane = warp_and_lane()
+        number = ir.F32Type.get()
+        group = shifted(lane, 2)  # index of a pair of channels
+        fragment = plus(times(warp, 2), shifted(group, 2))
+        thread = plus(times(masked(lane, 3), 8), masked(group, 3))
+        own = plus(times(fragment, 512), times(thread, 4))
+        first = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(to), [own], number)
+        for (block, j, c), pair in _channel_pairs(total):
+            offset = 8 * block * 512 + (32 * (j // 2) + 4 * c) * 4 + 2 * (j % 2)
+            value = vector.from_elements(ir.VectorType.get((2,), number), pair)
+            llvm.store(value, mgpu.utils.getelementptr(first, [offset], number), alignment=8)
+
+    write(total, to)
+
+
+def _channel_pairs(total: Any) -> list[tuple[tuple[int, int, int], list[ir.Value]]]:
+    """Return a thread's pairs of adjacent channels, each with its index (block of 64 channels, block of 8 heads, head).
+
+    The head index is 0 or 1: a thread holds two heads of each block.
+    """
+    channels, columns = total.shape
+    registers = total.registers.reshape(channels // BLOCK, columns // 8, 2)
+    return [
+        ((block, j, c), [vector.extract(registers[block, j, half], [], [c]) for half in range(2)])
+        for block, j, c in np.ndindex(channels // BLOCK, columns // 8, 2)
+    ]

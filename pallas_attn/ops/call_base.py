@@ -1,0 +1,168 @@
+"""Base classes of the call objects in `ops/<operation>/call.py`.
+
+A call object is a frozen dataclass, registered as a pytree, with the validated arguments of one call. Every
+implementation of an operation takes the operation's call object. The base classes have no fields; a subclass declares
+the fields that its base classes read. Type checkers do not know these fields, so methods have `self: Any`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_attn import checks
+from pallas_attn.portable.quantise import divide, rounded_to_float8
+from pallas_attn.types import FLOAT8, PlanKey
+
+
+class OperationCall:
+    """Call of any operation.
+
+    Attributes:
+      op: name of the operation.
+    """
+
+    op: ClassVar[str]
+
+    def bounded(self: Any) -> Any:
+        """Return the call that implementations receive: lengths are clipped to the sizes of the arrays.
+
+        An operation without lengths returns the call itself.
+        """
+        return self
+
+
+class ScaledCall(OperationCall):
+    """Call with queries `q` [..., D] and `sm_scale`."""
+
+    @property
+    def head_dim(self: Any) -> int:
+        return self.q.shape[-1]
+
+    @property
+    def scale(self: Any) -> float:
+        """`sm_scale`, or D**-0.5 if `sm_scale` is None."""
+        return 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale
+
+
+class AttentionCall(ScaledCall):
+    """Call with queries `q` [..., Hq, D], `sm_scale` and `out_dtype`."""
+
+    @property
+    def output_dtype(self: Any) -> jnp.dtype:
+        """`out_dtype`, or the dtype of `q` if `out_dtype` is None."""
+        return checks.output_dtype(self.out_dtype, self.q.dtype)
+
+
+class PagedAttentionCall(AttentionCall):
+    """Attention call over a K/V cache `kv`."""
+
+    @property
+    def num_kv_heads(self: Any) -> int:
+        return self.kv.k.shape[1]
+
+    @property
+    def group(self: Any) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[-2] // self.num_kv_heads
+
+    @property
+    def value_dim(self: Any) -> int:
+        return self.kv.value_dim(self.head_dim)
+
+    @property
+    def page_size(self: Any) -> int:
+        return self.kv.page_size
+
+    def rounded_queries(self: Any, q_scale: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return q / q_scale, rounded to the cache's float8 dtype, in q's dtype.
+
+        Queries in float8 are divided already; they are returned in float16.
+
+        Args:
+          q_scale: broadcasts against q.
+        """
+        if self.q.dtype in FLOAT8:
+            return self.q.astype(jnp.float16)
+        return rounded_to_float8(divide(self.q.astype(jnp.float32), q_scale), self.kv.k.dtype).astype(self.q.dtype)
+
+
+class LatentCall(OperationCall):
+    """Attention call over a latent cache, with queries `q_latent` [..., Hq, L] and `out_dtype`."""
+
+    @property
+    def output_dtype(self: Any) -> jnp.dtype:
+        """`out_dtype`, or the dtype of `q_latent` if `out_dtype` is None."""
+        return checks.output_dtype(self.out_dtype, self.q_latent.dtype)
+
+
+class DecodeCall(OperationCall):
+    """Decode call: Q queries of each of B sequences.
+
+    A subclass has the fields `block_tables`, `kv_lens`, `q_lens` and `window`, and the properties `batch`,
+    `num_queries`, `num_q_heads`, `num_kv_heads` and `page_size`.
+    """
+
+    @property
+    def plan_key(self: Any) -> PlanKey:
+        """Facts that a `DecodePlan` for this call depends on."""
+        return PlanKey(
+            op=self.op,
+            batch=self.batch,
+            num_queries=self.num_queries,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            page_size=self.page_size,
+            table_pages=self.block_tables.shape[-1],
+            window=checks.window_key(self.window),
+            q_lens=self.q_lens is not None,
+        )
+
+    def bounded_lens(self: Any) -> dict[str, Any]:
+        """Return the fields `kv_lens` and `q_lens`, clipped to the capacity of the tables and to Q."""
+        return {
+            "kv_lens": checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
+            "q_lens": None if self.q_lens is None else checks.bound_lens(self.q_lens, self.num_queries),
+        }
+
+
+class PackedCall(OperationCall):
+    """Call with packed queries `q` [T, ...] of S sequences over pages.
+
+    A subclass has the fields `block_tables`, `cu_q_lens` and `kv_lens`, and the property `page_size`.
+    """
+
+    def bounded_lens(self: Any) -> dict[str, Any]:
+        """Return the fields `cu_q_lens` and `kv_lens`, clipped to T and to the capacity of the tables."""
+        return {
+            "cu_q_lens": checks.bound_sums(self.cu_q_lens, self.q.shape[0]),
+            "kv_lens": checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
+        }
+
+
+class IndexKeysCall(ScaledCall, PackedCall):
+    """Call that scores index keys `index` with packed index queries `q` [T, Hi, Di] and `weights` [T, Hi]."""
+
+    @property
+    def page_size(self: Any) -> int:
+        return self.index.page_size
+
+    def bounded(self: Any) -> Any:
+        """Return the call that implementations receive: lengths are clipped to the sizes of the arrays."""
+        return dataclasses.replace(self, **self.bounded_lens())
+
+    def validate(self: Any) -> None:
+        """Raise ValueError unless the arguments fit each other."""
+        dims = checks.Dims()
+        dims.check("q", self.q, "T Hi Di", checks.PLAIN)
+        dims.check("weights", self.weights, "T Hi", checks.F32)
+        checks.check_index_keys(self.index, dims)
+        dims.check("block_tables", self.block_tables, "S P", checks.INT)
+        dims.check("cu_q_lens", self.cu_q_lens, "S+1", checks.INT)
+        dims.check("kv_lens", self.kv_lens, "S", checks.INT)
+        if self.draft_mask is not None:
+            dims.check("draft_mask", self.draft_mask, "T M", checks.BOOL)

@@ -1,0 +1,211 @@
+"""`mla_sparse` on Hopper over 16-bit latents: gathered tiles, masks and results.
+
+The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_bf16`. One CTA per SM:
+
+    for item in items of this CTA:                 warpgroup 2, producer
+        for pair of tiles:
+            look up the pool slots of the next pair
+            for tile, half in HALVES:              wait free[tile, half]; gather the half with cp.async
+            after the first pair: wait joint[Q_FREE]; copy the query with TMA
+    for item in items of this CTA:                 warpgroups 0 and 1
+        wait q_full; mla_bf16.attend(pairs of the item)
+        write the output, or a partial state if a token has several splits
+
+`full` has two kinds of barriers: one for each half of a tile and one for its rotated keys (`CopyBarriers`). All threads
+of the producer arrive when their asynchronous copies are done.
+
+A token without a latent, i.e. slot -1, is filled with zeros and its scores are masked. A tile without such tokens is
+not masked. The producer stores the mask of a tile after free of the half that the scoring warpgroup releases. That
+warpgroup reads the mask before it releases the half.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_attn.mosaic.hopper import gather, mla_bf16
+from pallas_attn.mosaic.hopper.copy_barriers import CopyBarriers, see_copies
+from pallas_attn.mosaic.hopper.mla_bf16 import (
+    HALVES,
+    Q_FREE,
+    ROPE,
+    Bf16LoopConfig,
+    Bf16Scratch,
+    Bf16TileAccess,
+)
+from pallas_attn.mosaic.hopper.mla_rows import ROWS, TOKENS, log_sum_exp, normalise
+from pallas_attn.mosaic.primitives import basics, register_tiles
+from pallas_attn.mosaic.primitives.register_tiles import PER_COLUMN, over_columns
+from pallas_attn.ops.mla_sparse.mosaic_items import (
+    ChosenScratch,
+    SparseInputs,
+    SparseItem,
+    SparseResults,
+    SparseStatic,
+    for_each_item,
+    gather_items,
+    results_of,
+)
+
+COMPUTE_REGISTERS, GATHER_REGISTERS = 216, 72
+"""Registers per thread of a consumer, and of the producer."""
+
+
+class GatherBarriers(NamedTuple):
+    """Barriers `full` of gathered tiles.
+
+    Attributes:
+      halves: of `CopyBarriers.types`, [2 tiles · 2 halves].
+      rope: of `CopyBarriers.types`, [2 tiles].
+    """
+
+    halves: Any
+    rope: Any
+
+
+def loop_config(static: SparseStatic) -> Bf16LoopConfig:
+    """Parameters of the main loop: one pair of tiles in shared memory."""
+    return Bf16LoopConfig(static.latent_dim, TOKENS, register_tiles.ROW_BYTES, static.sm_scale, pairs=1)
+
+
+def scratch_types(static: SparseStatic, dtype: jax.typing.DTypeLike) -> Bf16Scratch:
+    """Scratch types of the kernel, for queries and latents of a dtype."""
+    full = GatherBarriers(CopyBarriers.types(4), CopyBarriers.types(2))
+    return Bf16Scratch.types(loop_config(static), dtype, producer=ChosenScratch.types(2), full=full)
+
+
+def attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLike) -> Any:
+    """Run the kernel. Return `SparseResults` for one split per token, else `PartialStates`."""
+    num_tokens = x.q_latent.shape[0]
+    items, results = num_tokens * static.blocks, results_of(static, num_tokens, out_dtype)
+    return plgpu.kernel(
+        functools.partial(_kernel, static, type(results)),
+        out_type=results,
+        grid=(max(1, min(items * static.splits, basics.multiprocessors())),),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=scratch_types(static, x.q_latent.dtype),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.lane_semantics()),
+        kernel_name="mla_sparse_rows",
+    )(basics.materialize(x))
+
+
+def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *refs: Any) -> None:
+    """Roles of the three warpgroups."""
+    results, mem = kind(*refs[:2]), Bf16Scratch(*refs[2:])
+    CopyBarriers(mem.full.halves).begin()
+    CopyBarriers(mem.full.rope).begin()
+
+    def compute(half: int) -> None:
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        _consume(static, x, mem, half, results)
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch() -> None:
+        plgpu.set_max_registers(GATHER_REGISTERS, action="decrease")
+        _produce(static, x, mem)
+
+    branches = [functools.partial(compute, 0), functools.partial(compute, 1), fetch]
+    lax.switch(lax.axis_index("warpgroup"), branches)
+
+
+def _produce(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch) -> None:
+    """Gather latents and start the copies of queries (warpgroup 2)."""
+    widths = loop_config(static).widths
+
+    def copy_query(item: SparseItem) -> None:
+        plgpu.barrier_wait(mem.joint.at[Q_FREE])
+        token, block, _ = item.place(static)
+        heads, rows = pl.ds(block * ROWS, static.rows), pl.ds(0, static.rows)
+        left, right = widths
+        plgpu.copy_gmem_to_smem(x.q_latent.at[token, heads, pl.ds(0, left)], mem.q.left.at[0, rows], mem.q_full)
+        plgpu.copy_gmem_to_smem(x.q_latent.at[token, heads, pl.ds(left, right)], mem.q.right.at[0, rows], mem.q_full)
+        plgpu.copy_gmem_to_smem(x.q_rope.at[token, heads], mem.q.rope.at[0, rows], mem.q_full)
+
+    def gather_pair(pair: Any, slots: tuple[jax.Array, ...]) -> None:
+        """Gather each half of a pair when it becomes free.
+
+        The rotated keys come with the half that is released after the last read of the probabilities stored over them.
+        """
+        for tile, half in HALVES:
+            plgpu.barrier_wait(mem.free.at[2 * tile + half])
+            if tile == half:
+                gather.store_none(slots[tile], mem.producer.is_none.at[tile], mem.producer.all_given.at[tile])
+            gather.copy_rows(x.latents, slots[tile], half * widths[0], mem.k[half].at[tile])
+            CopyBarriers(mem.full.halves).arrive(2 * tile + half)
+            if tile != half:
+                rope, column = (x.latents, static.latent_dim) if x.rope is None else (x.rope, 0)
+                gather.copy_rows(rope, slots[tile], column, mem.k[ROPE].at[tile])
+                CopyBarriers(mem.full.rope).arrive(tile)
+
+    copy_query(SparseItem.first())
+    plgpu.commit_smem()  # prevents ptxas from moving these copies to where all registers hold pool slots
+    gather_items(static, x, copy_query, gather_pair)
+    plgpu.barrier_wait(mem.joint.at[Q_FREE])
+    for i in range(4):
+        plgpu.barrier_wait(mem.free.at[i])
+
+
+def _consume(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch, half: int, results: Any) -> None:
+    """Attend to all items (warpgroups 0 and 1)."""
+    loop, tiles = loop_config(static), _tile_access(mem)
+
+    def attend_item(item: SparseItem) -> None:
+        plgpu.barrier_wait(mem.q_full)
+        state = mla_bf16.attend(loop, mem, half, tiles, item.pair, item.count)
+        _write(static, mem, half, item, results, state)
+
+    mla_bf16.begin(loop, mem, half)
+    for_each_item(static, x, attend_item)
+
+
+def _tile_access(mem: Bf16Scratch) -> Bf16TileAccess:
+    """Waits and masks of gathered tiles."""
+
+    def await_part(pair: Any, slot: Any, part: int) -> None:
+        if part == ROPE:
+            CopyBarriers(mem.full.rope).wait(slot, pair)
+        else:
+            CopyBarriers(mem.full.halves).wait(2 * slot + part, pair)
+        see_copies()
+
+    def is_full(pair: Any, tile: int) -> Any:
+        return mem.producer.is_full(tile)
+
+    def mask(pair: Any, slot: Any, s: Any) -> Any:  # [ROWS, TOKENS]
+        is_none = basics.load(mem.producer.is_none.at[slot], PER_COLUMN)  # [TOKENS]
+        return jnp.where(over_columns(is_none, s.shape) == 0, s, -jnp.inf)
+
+    def clear_dead_rows(pair: Any, tile: int, slot: Any) -> None:
+        """Do nothing: the producer has filled missing latents with zeros."""
+
+    return Bf16TileAccess(await_part, is_full, mask, clear_dead_rows)
+
+
+def _write(
+    static: SparseStatic, mem: Bf16Scratch, half: int, item: SparseItem, results: Any, state: mla_bf16.RowState
+) -> None:
+    """Write this warpgroup's columns of the output, or of the partial state, of an item."""
+    loop = loop_config(static)
+    sums = mla_bf16.exchange_sums(mem, half, state)
+    if isinstance(results, SparseResults):
+        token, block, _ = item.place(static)
+        out = normalise(state.acc, sums).astype(results.out.dtype)
+        columns = pl.ds(half * loop.widths[0], loop.widths[half])
+        to = results.out.at[token, pl.ds(block * ROWS, static.rows), columns]
+        mla_bf16.write_output(loop, mem, half, out, to)
+        if half == 0:
+            results.lse[token, block] = log_sum_exp(state.m, sums)
+        return
+    index = item.state_index(static)
+    mla_bf16.release_query(mem)  # the next query is copied while the state is written
+    mla_bf16.write_partial(loop, half, state.acc, state.m, sums, results.acc.at[index], results.stats.at[index])

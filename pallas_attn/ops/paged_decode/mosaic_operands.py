@@ -1,0 +1,88 @@
+"""Operands of the `mosaic.decode` kernel for a call of `paged_decode`, and checks for unsupported calls."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStatic, DecodeTile
+from pallas_attn.mosaic.primitives import basics, unsupported
+from pallas_attn.mosaic.primitives.query_packing import QueryPacking
+from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.runtime.device import Architecture
+from pallas_attn.types import DecodePlan, HeadWindow
+
+
+def operands(
+    call: PagedDecodeCall,
+    plan: DecodePlan,
+    tile: DecodeTile,
+    stages: int,
+    query_parts: list[Array],
+    query_scale: float,
+) -> tuple[DecodeInputs, DecodeStatic]:
+    """Kernel operands and compile-time parameters of a call.
+
+    Args:
+      stages: tiles in shared memory.
+      query_parts: [B, Q, Hq, D] each; their sum is the queries times `query_scale`.
+    """
+    kv, draft_mask, sinks, window, packing = call.kv, call.draft_mask, call.sinks, call.window, tile.packing
+    q_scale = call.q_scale
+    packed = (
+        [] if tile.packs_queries else [packing.pack(x).reshape(-1, packing.width, call.head_dim) for x in query_parts]
+    )
+    rows = -1, tile.rows(call.page_size), call.head_dim * tile.tokens_per_row
+    inputs = DecodeInputs(
+        q=(call.q if tile.packs_queries else jnp.stack(packed),),
+        k=kv.k.reshape(rows),
+        v=kv.values[0].reshape(rows),
+        rope=None,
+        k_scale=None if tile.scales == "channel" else _one_axis(kv.k_scale),
+        v_scale=_one_axis(kv.v_scale),
+        q_scale=None if q_scale is None else packing.pack(q_scale[..., None]).reshape(-1, packing.width),
+        block_tables=call.block_tables,
+        kv_lens=call.kv_lens,
+        q_lens=call.q_lens,
+        plan=plan,
+        window=window if isinstance(window, HeadWindow) else None,
+        drafts=None if draft_mask is None else packing.drafts(draft_mask),
+        sinks=None if sinks is None else packing.per_head(sinks),
+    )
+    static = DecodeStatic(
+        tile=tile,
+        stages=stages,
+        num_kv_heads=call.num_kv_heads,
+        score_scale=call.scale / query_scale,
+        soft_cap=call.soft_cap,
+        window=window if isinstance(window, int) else None,
+    )
+    return inputs, static
+
+
+def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: int) -> None:
+    """Raise NotImplementedError for calls that the kernel does not support.
+
+    Args:
+      limit: maximum columns of a tile.
+    """
+    basics.require_capability(architecture)
+    unsupported.require_apart(call.kv)
+    unsupported.require_dtypes(call.q, call.kv.k)
+    unsupported.require_head_dim(call.head_dim)
+    unsupported.require_page_size(call.page_size)
+    if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
+        raise NotImplementedError(
+            f"takes {limit // 2} to {limit} query heads at once that divide a group; {call.group} have no such divisor"
+        )
+    if call.draft_mask is not None:
+        unsupported.require_draft_bits(call.num_queries)
+    unsupported.require_soft_cap(call.soft_cap)
+
+
+def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
+    """Flatten scales per token or token group, and pad them so that no copy of the kernel reads past the end."""
+    if scale is None or scale.ndim != 3:
+        return scale
+    scale = scale.reshape(-1)
+    return jnp.pad(scale, (0, -scale.size % SCALES_PER_COPY)) if scale.size % SCALES_PER_COPY else scale

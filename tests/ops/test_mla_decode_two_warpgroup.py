@@ -1,0 +1,142 @@
+"""Tests of the two-warpgroup kernels of `mla_decode` (many query rows) in addition to the contract tests.
+
+On a CPU kernels are interpreted with race detection; on a GPU they are compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_attn import explain, mla_decode
+from pallas_attn.ops.mla_decode.config import TwoWarpgroupConfig
+from tests.contract import backends
+from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
+from tests.kit import harness
+from tests.kit.harness import Variant
+
+# Masked latents may be NaN when they are multiplied.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
+    pytest.mark.usefixtures("short_rows_are_cut"),
+]
+
+MOSAIC = Variant("mosaic", TwoWarpgroupConfig(pairs=2, cluster=1), honours_plans=True)
+SINGLE = Variant("mosaic", TwoWarpgroupConfig(pairs=1, cluster=1), honours_plans=True)
+CLUSTER = Variant("mosaic", TwoWarpgroupConfig(pairs=1, cluster=2), honours_plans=True)
+
+
+@pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
+def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Interpret kernels on the CPU, or compile them on a GPU."""
+    with contextlib.nullcontext() if request.param == "compiled" else harness.interpreting(capsys):
+        yield
+
+
+# Two blocks of rows; tiles of four pages.
+TREE = MlaCase(
+    kv_lens=(0, 20, 137, 320),
+    q_lens=(0, 3, 1, 2),
+    queries=3,
+    heads=40,
+    page_size=16,
+    pages_per_row=20,
+    num_pages=100,
+    dtype="float16",
+    tree=True,
+    absent_pages=True,
+)
+# R = 64: probabilities overwrite rotated keys. A page of 128 tokens is a pair of tiles.
+ONE_BLOCK = MlaCase(
+    kv_lens=(1, 129, 64, 0, 300), heads=64, rope_dim=64, page_size=128, pages_per_row=3, num_pages=12, dtype="bfloat16"
+)
+SHAPES = {
+    "one block": ONE_BLOCK,
+    "three blocks, drafts": replace(
+        ONE_BLOCK, kv_lens=(2, 65, 200), queries=2, heads=67, page_size=64, pages_per_row=4, num_pages=12
+    ),
+}
+
+
+def call(arrays: dict[str, Any], variant: Variant) -> tuple[jax.Array, jax.Array]:
+    return harness.compiled(mla_decode, variant, sm_scale=SM_SCALE, return_lse=True)(**arrays)
+
+
+def draw(case: MlaCase) -> Inputs:
+    return Inputs.draw(case, harness.fresh_rng())
+
+
+def check(inputs: Inputs, variant: Variant) -> None:
+    """Compare the result for poisoned inputs with numpy."""
+    arguments = inputs.arguments()
+    plan = backends.plan_of(backends.MOSAIC, arguments, num_programs=3, mode="balanced")
+    got = call(arguments | {"plan": plan}, variant)
+    harness.assert_attention_close(got, inputs.expected(), variant.tolerance(inputs.case.dtype))
+
+
+STEEP = 16
+"""Factor of the queries that makes scores grow by more than the threshold of rescaling."""
+
+TWO_PAIRS = {
+    "draft trees, absent pages": TREE,
+    "tiles that end with the first draft": replace(TREE, kv_lens=(0, 66, 64, 129), absent_pages=False),
+    "all of maximum length": replace(TREE, kv_lens=(320,) * 4, absent_pages=False),
+}
+
+
+@pytest.mark.parametrize("case", TWO_PAIRS.values(), ids=TWO_PAIRS)
+def test_two_pairs_of_tiles(case: MlaCase) -> None:
+    """Two pairs of tiles in shared memory; scores are steep, so that maxima grow and accumulators are rescaled."""
+    inputs = draw(case)
+    check(replace(inputs, q=(STEEP * inputs.q.astype(np.float32)).astype(inputs.q.dtype)), MOSAIC)
+
+
+# Slow: the contract tests run pages of 128, odd numbers of heads, and drafts.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
+def test_one_pair_of_tiles(case: MlaCase) -> None:
+    """Shared memory holds one pair of tiles."""
+    check(draw(case), SINGLE)
+
+
+def test_cluster_of_two_blocks() -> None:
+    """Two CTAs of a cluster share the copies of latents."""
+    case = replace(ONE_BLOCK, kv_lens=(70, 200), heads=128, latent_dim=128, rope_dim=32, page_size=64, pages_per_row=4)
+    check(draw(case), CLUSTER)
+
+
+FP8 = replace(ONE_BLOCK, cache_dtype="float8_e4m3fn", latent_dim=256)
+FP8_CASES = {
+    "one block": replace(FP8, absent_pages=True),
+    "draft trees, tiles of four pages": replace(
+        TREE, heads=32, rope_dim=64, latent_dim=128, dtype="bfloat16", cache_dtype="float8_e4m3fn"
+    ),
+    "halves that split the columns of a scale": replace(FP8, kv_lens=(70, 0, 200), latent_dim=384, page_size=64),
+    "two blocks": replace(FP8, kv_lens=(2, 65, 300), queries=2, heads=64, page_size=32, pages_per_row=10, num_pages=40),
+}
+
+
+@pytest.mark.parametrize("case", FP8_CASES.values(), ids=FP8_CASES)
+def test_fp8_latents(case: MlaCase) -> None:
+    check(draw(case), CLUSTER)
+
+
+UNSUPPORTED = {
+    "float32": (replace(ONE_BLOCK, dtype="float32"), "takes bfloat16 and float16 queries, got float32"),
+    "mixed": (replace(ONE_BLOCK, cache_dtype="float16"), "got bfloat16 over float16"),
+    "narrow latents": (replace(ONE_BLOCK, latent_dim=96), "got 96 and 64"),
+    "small pages": (replace(ONE_BLOCK, page_size=8), "takes pages of 16, 32, 64 or 128 tokens, got 8"),
+}
+
+
+@pytest.mark.parametrize(("case", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_calls(case: MlaCase, reason: str) -> None:
+    explanation = explain("mla_decode", **draw(case).arguments(), sm_scale=SM_SCALE)
+    assert explanation.chosen != "mosaic"
+    assert reason in explanation.refused["mosaic"]
