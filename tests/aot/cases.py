@@ -98,4 +98,4 @@ ON_BOTH_PLUGINS = frozenset(
         "ragged-128-128",
     }
 )
-"""Cases that `make test` also compiles with the CUDA 12 plugin: one for each kind of instruction in the kernels."""
+"""Cases that `make test` also compiles with the CUDA 12 plugin: one case for each kind of instruction."""

@@ -55,7 +55,7 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), dict(case.arguments))
     jitted = jax.jit(case.function, donate_argnames=case.cache if case.donated else None)
     printed.take()
-    # A kernel that is lowered looks at the default device for what it is lowered for.
+    # The lowering of a kernel takes its target architecture from the default device.
     with jax.default_device(card), tempfile.TemporaryDirectory() as dumps:
         dumping = {"xla_dump_to": dumps, "xla_dump_hlo_as_text": True} if case.one_graph else {}
         compiled = jitted.lower(**arguments).compile((case.options or {}) | dumping)
@@ -125,7 +125,7 @@ def main(requests: IO[str], card_name: str) -> None:
         for line in requests:
             report = compile_case(cases[line.strip()], card, printed)
             answer = json.dumps(dataclasses.asdict(report))
-            print(f"\n{answer}", file=answers, flush=True)  # on a line of its own after any other output
+            print(f"\n{answer}", file=answers, flush=True)  # starts a new line after other output
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def stream_matmul(x: jax.Array, w: jax.Array, *, slots: int = 2, accumulators: i
       x: float32 [T, 64, 64], rounded to bfloat16 in the kernel.
       w: bfloat16 [T, 64, n].
       slots: number of pipeline stages. A large number exceeds shared memory.
-      accumulators: number of accumulators, each of which computes the whole sum. A large number spills registers.
+      accumulators: number of accumulators. Each one computes the whole sum. A large number spills registers.
     """
     n = w.shape[2]
 

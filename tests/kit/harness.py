@@ -84,7 +84,7 @@ HALF_SCALE = 0.125
 """Standard deviation of the values (V, or latents) of 16-bit inputs.
 
 The error of a weight rounded to bfloat16 is up to 2**-9 of the value that it multiplies, even if the output is small.
-The absolute tolerance is the one of FlashMLA, whose tests use a deviation of 0.1. With 0.25, queries that see few keys
+The absolute tolerance is from FlashMLA, and its tests use a deviation of 0.1. With 0.25, queries that see few keys
 sometimes exceed the tolerance.
 """
 
@@ -188,8 +188,8 @@ def paginate(
 ) -> np.ndarray:
     """Draw block tables for visible tokens.
 
-    Entries with a visible token get random pages other than page 0 (head-wise: random page rows). About one in four
-    shares its page with another entry. All other entries are garbage, or PAGE_NONE if `absent`.
+    Entries with a visible token get random pages other than page 0 (head-wise: random page rows). A quarter of the
+    entries shares its page with another entry. All other entries are garbage, or PAGE_NONE if `absent`.
 
     Args:
       visible: bool [B, Hkv, K], whether at least one query sees the token.
@@ -339,7 +339,7 @@ def assert_stays_put(call: Jitted, pages: Any, /, *args: Any, **kwargs: Any) -> 
     """Check that a compiled call does not copy the cache.
 
     The check fails if an instruction that cannot alias an operand has a result as large as `pages`, or if the call uses
-    that much temporary memory. So every other array of the call must be smaller than `pages`.
+    that much temporary memory. So all other arrays of the call must be smaller than `pages`.
 
     Args:
       pages: an array of the cache, or its shape and dtype.
