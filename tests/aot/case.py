@@ -32,16 +32,20 @@ class Case:
     """Call that must compile, and the requirements on its report.
 
     Attributes:
-      function: the compiled function. It takes `arguments` by keyword. arguments: pytrees of shapes, by argument name.
-      cache: name of the cache argument. The compiled module must not copy it. donated: whether the cache is donated. A
-      donated cache must be updated in place. kernels: whether the compiled module must contain a Mosaic GPU kernel.
-      tensor_cores: whether at least one kernel must use the tensor cores. temporaries: maximum bytes of temporary
-      memory, in addition to arguments and results. scratch_bytes: shared memory of one kernel, computed from
-      its scratch types. 0: not compared. tile: tile of the main loop, for `make tile-budget`. None if the kernel has no
-      tile of a cache. blocks: minimum number of thread blocks that fit a multiprocessor. one_graph: whether XLA must
-      record the whole module as one CUDA graph. card: card to compile for, a key of `device.CARDS`. output: shape of a
-      step's attention output. XLA must not concatenate or copy an array of this shape. (): not checked. options: XLA
-      compiler options.
+      function: the compiled function. It takes `arguments` by keyword.
+      arguments: pytrees of shapes, by argument name.
+      cache: name of the cache argument. The compiled module must not copy it.
+      donated: whether the cache is donated. A donated cache must be updated in place.
+      kernels: whether the compiled module must contain a Mosaic GPU kernel.
+      tensor_cores: whether at least one kernel must use the tensor cores.
+      temporaries: maximum bytes of temporary memory, in addition to arguments and results.
+      scratch_bytes: shared memory of one kernel, computed from its scratch types. 0: not compared.
+      tile: tile of the main loop, for `make tile-budget`. None if the kernel has no tile of a cache.
+      blocks: minimum number of thread blocks that fit a multiprocessor.
+      one_graph: whether XLA must record the whole module as one CUDA graph.
+      card: card to compile for, a key of `device.CARDS`.
+      output: shape of a step's attention output. XLA must not concatenate or copy it. (): not checked.
+      options: XLA compiler options.
     """
 
     function: Callable[..., Any]

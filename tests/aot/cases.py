@@ -51,12 +51,12 @@ FAMILIES: tuple[tuple[str, Mapping[str, Case | DeferredCase]], ...] = (
     ("triton_xla", TRITON),
     ("engine", TRITON_ENGINE),
 )
-"""Registry of the gate: module of this package, and its cases by name. To add a case, add it to its module's table."""
+"""Pairs of a module of this package and its cases by name. A new case belongs in a table of its module."""
 
 ALL: dict[str, Case | DeferredCase] = {name: case for _, cases in FAMILIES for name, case in cases.items()}
 CASES = Cases(ALL)
 MODULES = {name: module for module, cases in FAMILIES for name in cases}
-"""Module of this package that defines each case."""
+"""Name of the module that defines each case."""
 
 IN_EVERY_RUN = frozenset(
     {

@@ -1,7 +1,7 @@
 """Location and environment variables of the packages that compile for an NVIDIA GPU on a machine without one.
 
-`make aot-cuda13` and `make aot-cuda12` install the packages into folders of their plugins. Only processes of the
-compile gate use these folders: in the environment of the other tests, jax would warn at every start that the CUDA
+`make aot-cuda13` and `make aot-cuda12` install the packages into `.aot/cuda13` and `.aot/cuda12`. Only processes of
+the compile gate use these folders: in the environment of the other tests, jax would warn at every start that the CUDA
 plugin finds no driver.
 """
 

@@ -188,8 +188,8 @@ def paginate(
 ) -> np.ndarray:
     """Draw block tables for visible tokens.
 
-    Entries with a visible token get random pages other than page 0 (head-wise: random page rows). A quarter of the
-    entries shares its page with another entry. All other entries are garbage, or PAGE_NONE if `absent`.
+    Entries with a visible token get random pages other than page 0 (head-wise: random page rows). About a quarter of
+    the entries share a page with another entry. All other entries are garbage, or PAGE_NONE if `absent`.
 
     Args:
       visible: bool [B, Hkv, K], whether at least one query sees the token.

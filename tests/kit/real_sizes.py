@@ -15,7 +15,10 @@ from pallas_attn import PagedKV, PagedLatent, kv_cache_spec
 from scripts.bench.shapes import Decode, MlaDecode, MlaPrefill, Prefill
 
 LATENT_SIZE = 0.25
-"""Standard deviation of latents, as in FlashMLA's tests, which define the tolerances. Queries have its reciprocal."""
+"""Standard deviation of latents. The tolerances, taken from FlashMLA, assume values of about this size.
+
+Queries have the reciprocal as standard deviation.
+"""
 
 MLA_SM_SCALE = 192**-0.5
 
@@ -96,7 +99,7 @@ def _paged_kv(case: Decode | Prefill, sequences: int, longest: int, key: jax.Arr
     )
     shape = spec.arrays["k"].shape
     k, v, sinks = jax.random.split(key, 3)
-    # V has the standard deviation of FlashMLA's tests, which define the tolerances.
+    # The tolerances, taken from FlashMLA, assume V of about this size.
     kv = PagedKV(normal(k, shape), normal(v, shape, 0.1))
     ids = 1 + jax.random.permutation(table, sequences * pages_per_row).astype(jnp.int32)
     arrays = {"kv": kv, "block_tables": ids.reshape(sequences, pages_per_row)}
