@@ -29,7 +29,7 @@ class Import:
     in_function: bool
 
     def reaches(self, *modules: str) -> bool:
-        """Return whether the import is a module in `modules`, or is inside such a module."""
+        """Return whether the imported name equals an entry of `modules`, or starts with an entry and a dot."""
         return any(self.target == m or self.target.startswith(f"{m}.") for m in modules)
 
     @property

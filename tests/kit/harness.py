@@ -339,7 +339,7 @@ def assert_stays_put(call: Jitted, pages: Any, /, *args: Any, **kwargs: Any) -> 
     """Check that a compiled call does not copy the cache.
 
     The check fails if an instruction that cannot alias an operand has a result as large as `pages`, or if the call uses
-    that much temporary memory. So all other arrays of the call must be smaller than `pages`.
+    `pages.nbytes` or more of temporary memory. All other arrays of the call must be smaller than `pages`.
 
     Args:
       pages: an array of the cache, or its shape and dtype.
