@@ -7,6 +7,4 @@ which. Cases of backends in the contract suites are in `tests/contract/backends.
 
 SLOW = (
     r"contract/test_ragged_paged_attention.py::test_quantised_tokens\[xla-(int8-an array|float8_e4m3fn-(heads|a n))",
-    # Both plugins drive one compiler; each case of test_gate.py has it once.
-    r"aot/test_gate.py::test_spoilt.*cuda12-(leaves|does-not-fit|has-temp)",
 )

@@ -16,6 +16,7 @@ from tests.aot.compile import joins, kernels_on_slices, large_copies
 from tests.aot.gate import Compiler
 from tests.aot.report import Kernel, Report, complaints, parse_kernels, parse_shared_memory, parse_tmem_columns
 from tests.aot.samples import SAMPLES
+from tests.kit.slow_cases import slow_cases
 
 
 @pytest.fixture(params=environment.PLUGINS)
@@ -28,6 +29,11 @@ def test_correct_kernels_pass(compiler, name):
     assert not list(complaints(compiler.report(name), SAMPLES[name]))
 
 
+@slow_cases(  # the same cases with the CUDA 13 plugin are in every run
+    "cuda12-does-not-fit-shared-memory-words1",
+    "cuda12-leaves-the-tensor-cores-idle-words2",
+    "cuda12-has-temporaries-words6",
+)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
