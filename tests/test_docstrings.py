@@ -1,4 +1,4 @@
-"""Every public name has an example in its docstring, and the examples run on a CPU as they are shown."""
+"""Every public function and class has an example in its docstring, and the example gives the shown output on a CPU."""
 
 import doctest
 import inspect
@@ -17,14 +17,12 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Functions and classes that the package and `cache` export, and that `parallel` defines; constants have no
-    docstrings.
-    """
-    own = {
+    """Yield the functions and classes that the package and `cache` export, and that `parallel` defines."""
+    of_parallel = {
         name: value for name, value in vars(parallel).items() if getattr(value, "__module__", "") == parallel.__name__
     }
-    on_the_host = {name: value for name, value in vars(cache).items() if name in cache.__all__}
-    for name, value in (vars(pallas_attn) | own | on_the_host).items():
+    of_cache = {name: value for name, value in vars(cache).items() if name in cache.__all__}
+    for name, value in (vars(pallas_attn) | of_parallel | of_cache).items():
         if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value)):
             yield name, value
 
@@ -37,7 +35,7 @@ def test_there_are_public_names() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_examples_run_as_shown(name: str) -> None:
+def test_example_gives_the_shown_output(name: str) -> None:
     docstring = inspect.getdoc(PUBLIC[name]) or ""
     names = {"pallas_attn": pallas_attn, "jax": jax, "jnp": jnp, "np": np}
     example = doctest.DocTestParser().get_doctest(docstring, names, name, None, None)

@@ -1,4 +1,4 @@
-"""Documents name what exists, their examples run, and their tables are those of the results."""
+"""Names in documents exist, examples run, and tables match the result files."""
 
 import contextlib
 import functools
@@ -38,8 +38,8 @@ NAME = re.compile(r"(?<![\w/.])(?:pallas_attn|pa)\.([A-Za-z]\w*)(?![\w/]*\.(?:py
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)\b")
 FOREIGN_FLAGS = ("--xla", "--help")
-MADE = ("config.json", "tokenizer.json", "ids.json", "out.json", "run.png", "sample.json", "<device>.json")
-"""Files that users have or that commands write."""
+FOREIGN_FILES = ("config.json", "tokenizer.json", "ids.json", "out.json", "run.png", "sample.json", "<device>.json")
+"""Endings of names of files that users have or that commands write."""
 
 
 def relative(page: Path) -> str:
@@ -47,7 +47,7 @@ def relative(page: Path) -> str:
 
 
 def broken_links(page: Path, text: str) -> list[str]:
-    """Links to files that do not exist, and to headings that their files do not have."""
+    """Return the links of a page to missing files or headings."""
     broken = []
     for target, anchor in LINK.findall(text):
         if ":" in target:
@@ -65,8 +65,8 @@ def anchors(file: Path) -> frozenset[str]:
 
 
 @functools.cache
-def files_there_are() -> frozenset[str]:
-    """Paths from the root, and what ends one of them after a slash."""
+def existing_files() -> frozenset[str]:
+    """Return the path of every file from the root, and each suffix of the path that starts after a slash."""
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     found += [path for path in ROOT.iterdir() if path.is_file()]
     names = set()
@@ -77,19 +77,23 @@ def files_there_are() -> frozenset[str]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Names of files in inline code that no file has, from the root or as the end of a path."""
+    """Return the file names in inline code that match neither a path from the root nor the end of a path."""
     named = [name for code in CODE.findall(text) for name in FILE.findall(code)]
-    return [n for n in named if "<" not in n and not n.endswith(MADE) and n.removeprefix("./") not in files_there_are()]
+    return [
+        n
+        for n in named
+        if "<" not in n and not n.endswith(FOREIGN_FILES) and n.removeprefix("./") not in existing_files()
+    ]
 
 
 def missing_names(text: str) -> list[str]:
-    """Names of the library that it lacks, modules included."""
+    """Return the names after `pallas_attn.` or `pa.` that are neither an attribute nor a module of the library."""
 
-    def there(name: str) -> bool:
+    def exists(name: str) -> bool:
         module = ROOT / "pallas_attn" / name
         return hasattr(pallas_attn, name) or module.with_suffix(".py").exists() or module.is_dir()
 
-    return [name for name in NAME.findall(text) if not there(name)]
+    return [name for name in NAME.findall(text) if not exists(name)]
 
 
 @functools.cache
@@ -110,17 +114,17 @@ def missing_targets(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     assert broken_links(page, page.read_text()) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 @pytest.mark.parametrize("missing", [missing_files, missing_names, missing_flags, missing_targets])
-def test_what_a_page_names_exists(page, missing):
+def test_names_in_pages_exist(page, missing):
     assert missing(page.read_text()) == []
 
 
-def test_what_does_not_exist_is_found():
+def test_missing_names_are_detected():
     page = ROOT / "docs" / "page.md"
     assert broken_links(page, "[a](concepts.md#pages-and-rows) [b](nowhere.md) [c](concepts.md#nothing)") == [
         "nowhere.md",
@@ -142,17 +146,17 @@ def test_python_examples_run(page):
     assert len(namespace) > 1
 
 
-def test_tables_and_charts_are_those_of_the_results():
+def test_tables_and_charts_match_the_results():
     stale = [name for name, contents in performance.generated().items() if (ROOT / name).read_text() != contents]
     assert stale == [], "run python -m scripts.tools.performance"
 
 
-def test_a_table_without_a_maker_is_refused():
+def test_unknown_table_is_an_error():
     with pytest.raises(ValueError, match=r"page\.md has the unknown table 'nothing'; known tables: paged_decode, "):
         performance.with_tables("page.md", "<!-- table nothing -->\n<!-- end -->\n")
 
 
-def test_every_table_stands_in_a_document():
+def test_every_table_is_in_a_document():
     shown = {
         name for page in performance.DOCUMENTS for _, name, _ in performance.MARKED.findall((ROOT / page).read_text())
     }
@@ -160,7 +164,7 @@ def test_every_table_stands_in_a_document():
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=relative)
-def test_results_say_where_they_are_from(result):
+def test_results_have_device_versions_commit_and_date(result):
     report = json.loads(result.read_text())
     assert report["device"]
     assert "jax" in report["versions"]
@@ -169,13 +173,13 @@ def test_results_say_where_they_are_from(result):
 
 
 def test_every_result_file_is_linked_from_a_page() -> None:
-    """A result that no table, chart or page uses is removed; the history of the repository has it."""
+    """Remove a result file that no table, chart or page uses. The git history still has it."""
     pages = "".join(page.read_text() for page in PAGES)
     files = [path for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()]
     assert [relative(path) for path in files if f"/{path.name})" not in pages] == []
 
 
-def test_the_api_page_lists_the_public_surface():
+def test_api_page_lists_all_public_names():
     listed = re.findall(
         r"^::: pallas_attn\.(?:\w+\.)?(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE
     )
@@ -187,32 +191,32 @@ def test_the_api_page_lists_the_public_surface():
     assert sorted(listed) == sorted(exported)
 
 
-def test_the_matrix_of_the_readme_has_the_implementations_there_are():
+def test_implementation_table_of_the_readme_matches_dispatch():
     readme = (ROOT / "README.md").read_text()
     rows = [line.split("|")[1:-1] for line in readme.splitlines() if re.match(r"\| `.*\| \*\*xla\*\* \|$", line)]
     shown = {op: cells for ops, *cells in rows for op in CODE.findall(ops)}
     assert set(dispatch.MODULES) <= set(shown)
     for op, modules in dispatch.MODULES.items():
         for cell, architecture in zip(shown[op], [(9, 0), (10, 0), (8, 0)], strict=False):
-            held = [name for name in ("mosaic", "triton") if {(name, architecture), (name, None)} & set(modules)]
-            assert cell.replace("*", "").strip().split(", ") == (held or ["xla"]), (op, architecture)
+            available = [name for name in ("mosaic", "triton") if {(name, architecture), (name, None)} & set(modules)]
+            assert cell.replace("*", "").strip().split(", ") == (available or ["xla"]), (op, architecture)
 
 
-# --- what the pages on kernels say one should read
+# --- reading orders of the kernel pages
 
 
-PLUMBING = (
+COMMON_FILES = (
     "runtime/dispatch.py",
     "runtime/kernel_cache.py",
     "portable/arguments.py",
     "mosaic/primitives/basics.py",
 )
-"""Files on the way of every call."""
+"""Files that every call uses. The reading orders leave them out."""
 TILE_INSTRUCTIONS = ("copy_gmem_to_smem", "copy_smem_to_gmem", "wgmma", "tcgen05_mma", "async_load_tmem")
 
 
 def traced_calls() -> dict[str, Callable[[], Any]]:
-    """Calls that kernels take, by name."""
+    """Return calls that Mosaic kernels support, by name."""
     ints = functools.partial(jnp.array, dtype=jnp.int32)
     tables, lens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8), ints([400, 30])
     kv_spec = pallas_attn.kv_cache_spec(num_pages=16, page_size=64, num_kv_heads=2, head_dim=128, dtype=jnp.bfloat16)
@@ -233,9 +237,10 @@ def traced_calls() -> dict[str, Callable[[], Any]]:
     }
 
 
-def files_on_the_way(call: Callable[[], Any]) -> set[str]:
-    """Files of the library on the stack of any instruction that copies or multiplies a tile while a call is traced. The
-    kernel that plans is left out.
+def files_of_the_main_loop(call: Callable[[], Any]) -> set[str]:
+    """Trace a call, and return the library files on the call stack of any instruction that copies or multiplies a tile.
+
+    `COMMON_FILES` and the kernel of `plan_decode` are left out.
     """
     root, found = f"{ROOT / 'pallas_attn'}/", set()
 
@@ -252,11 +257,11 @@ def files_on_the_way(call: Callable[[], Any]) -> set[str]:
         for name, instruction in recorded.items():
             stack.enter_context(mock.patch.object(plgpu, name, instruction))
         jax.make_jaxpr(call)()
-    return found - set(PLUMBING)
+    return found - set(COMMON_FILES)
 
 
 def reading_orders(page: str) -> str:
-    """The sections of that name."""
+    """Return the text of all sections "Reading order" of a page."""
     text = (ROOT / "docs" / "kernels" / page).read_text()
     return "".join(re.findall(r"^#+ Reading order\n(.*?)(?=^#)", text, flags=re.MULTILINE | re.DOTALL))
 
@@ -271,10 +276,10 @@ def reading_orders(page: str) -> str:
         *((name, "10.0", "blackwell.md") for name in ("paged_decode", "mla_decode, many rows", "paged_prefill")),
     ],
 )
-def test_the_reading_order_has_every_file_that_a_tile_passes(
+def test_reading_order_lists_every_file_of_the_main_loop(
     name: str, architecture: str, page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(device.INTERPRET_VARIABLE, architecture)
-    passed, named = files_on_the_way(traced_calls()[name]), CODE.findall(reading_orders(page))
-    assert 4 <= len(passed) <= 8
-    assert [file for file in sorted(passed) if not any(f"/pallas_attn/{file}".endswith(f"/{n}") for n in named)] == []
+    files, named = files_of_the_main_loop(traced_calls()[name]), CODE.findall(reading_orders(page))
+    assert 4 <= len(files) <= 8
+    assert [file for file in sorted(files) if not any(f"/pallas_attn/{file}".endswith(f"/{n}") for n in named)] == []

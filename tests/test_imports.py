@@ -1,4 +1,4 @@
-"""Rules of imports, and constructs that the project does without, read off the syntax tree of every file."""
+"""Rules for imports, and banned constructs. The tests check the syntax tree of every Python file."""
 
 import ast
 import re
@@ -13,15 +13,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pallas_attn", "models", "scripts", "tests")
 OURS = re.compile(rf"({'|'.join(PACKAGES)})(\.|$)")
 IMPLEMENTATION = re.compile(r"pallas_attn\.ops\.(\w+)\.(?!config\b|call\b|composition\b)(\w+)$")
-"""Any module in the folder of an operation but its configuration, its call object and its composition of operations."""
+"""Any module in the folder of an operation, except its configuration, call object and composition of operations."""
 
 
-# --- reading
+# --- reading imports
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name: `module` as in `import module`, or as in `from module import name`."""
+    """One imported name: `import module` (`name` is None) or `from module import name`."""
 
     line: int
     module: str
@@ -29,17 +29,17 @@ class Import:
     in_function: bool
 
     def reaches(self, *modules: str) -> bool:
-        """Whether it imports one of these modules or something inside one."""
+        """Return whether the imported name equals an entry of `modules`, or starts with an entry and a dot."""
         return any(self.target == m or self.target.startswith(f"{m}.") for m in modules)
 
     @property
     def target(self) -> str:
-        """The imported module, or the dotted name that may be one."""
+        """Dotted name of the import: the module, or `module.name`, which may be a module too."""
         return self.module if self.name is None else f"{self.module}.{self.name}"
 
 
 def read_imports(tree: ast.Module) -> Iterator[Import]:
-    """All imports of a file, at its top and within functions."""
+    """Yield all imports of a file, including imports inside functions."""
     in_function = {
         id(inner)
         for outer in ast.walk(tree)
@@ -56,7 +56,7 @@ def read_imports(tree: ast.Module) -> Iterator[Import]:
 
 @cache
 def public_names(package: str) -> frozenset[str]:
-    """Names that the `__init__` of a package re-exports: `from x import y as y`, and `__all__`."""
+    """Return the names that the `__init__` of a package re-exports: `from x import y as y`, and `__all__`."""
     names = set()
     for node in ast.walk(ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -66,95 +66,98 @@ def public_names(package: str) -> frozenset[str]:
     return frozenset(names)
 
 
-# --- rules: each yields (line, what is wrong)
+# --- rules: each yields (line, message) for every violation
 
 type Found = Iterator[tuple[int, str]]
 
 
-def types_device_and_checks_stand_below(module: str, imports: list[Import]) -> Found:
-    below = {"pallas_attn.types": (), "pallas_attn.runtime.device": (), "pallas_attn.checks": ("pallas_attn.types",)}
-    allowed = below.get(module)
+def types_device_and_checks_are_the_lowest_layer(module: str, imports: list[Import]) -> Found:
+    lowest = {"pallas_attn.types": (), "pallas_attn.runtime.device": (), "pallas_attn.checks": ("pallas_attn.types",)}
+    allowed = lowest.get(module)
     for i in imports:
         if allowed is not None and OURS.match(i.module) and not i.reaches(*allowed):
-            yield i.line, f"imports {i.target}, above it"
+            yield i.line, f"imports {i.target}; {module} may import {', '.join(allowed) or 'no module of the project'}"
 
 
-def references_need_only_the_oracle(module: str, imports: list[Import]) -> Found:
+def references_import_only_call_types_and_portable(module: str, imports: list[Import]) -> Found:
     if not re.fullmatch(r"pallas_attn\.ops\.\w+\.reference", module):
         return
     for i in imports:
         own_call = f"{module.removesuffix('reference')}call"
         if OURS.match(i.module) and not i.reaches("pallas_attn.types", "pallas_attn.portable", own_call):
-            yield i.line, f"imports {i.target}; a reference has its call, types and portable"
+            yield i.line, f"imports {i.target}; a reference may import its own call object, types and portable"
 
 
-def implementations_stand_alone(module: str, imports: list[Import]) -> Found:
-    """None is imported by name: `dispatch` finds them in its table. Parts of one import one another."""
+def implementations_are_not_imported(module: str, imports: list[Import]) -> Found:
+    """No module imports an implementation, because `dispatch` loads implementations from its table.
+
+    Exception: files of one implementation may import each other.
+    """
     if module.startswith("tests."):
         return
     for i in imports:
         for target in {i.module, i.target}:
             match = IMPLEMENTATION.fullmatch(target)
-            if not match or not is_module(target) or are_parts_of_one(module, target):
+            if not match or not is_module(target) or are_same_implementation(module, target):
                 continue
-            yield i.line, f"imports the implementation {target}"
+            yield i.line, f"imports {target}, an implementation; call the operation"
 
 
-def are_parts_of_one(module: str, other: str) -> bool:
-    """Whether modules of one operation are the same implementation's: mosaic_sm90.py and mosaic_rows.py, say."""
+def are_same_implementation(module: str, other: str) -> bool:
+    """Return whether two modules belong to one implementation of one operation: mosaic_sm90.py and mosaic_rows.py."""
     (folder, name), (other_folder, other_name) = module.rsplit(".", 1), other.rsplit(".", 1)
     return folder == other_folder and name.split("_")[0] == other_name.split("_")[0]
 
 
 def is_module(target: str) -> bool:
-    """Whether a dotted name is a module; what an operation's package defines itself is not."""
+    """Return whether a dotted name is a module. Functions that the package of an operation defines are not."""
     path = ROOT / target.replace(".", "/")
     return path.with_suffix(".py").exists() or path.is_dir()
 
 
-def calls_stand_below(module: str, imports: list[Import]) -> Found:
-    """A call object knows shapes and their validation, and is there before any operation is."""
+def calls_import_only_types_and_checks(module: str, imports: list[Import]) -> Found:
+    """A call object validates shapes. It must be importable before any operation."""
     if not re.fullmatch(r"pallas_attn\.ops\.\w+\.call", module):
         return
-    below = "types", "checks", "ops.call_base", "portable.schedule", "portable.quantise"
+    allowed = "types", "checks", "ops.call_base", "portable.schedule", "portable.quantise"
     for i in imports:
-        if OURS.match(i.module) and not i.reaches(*(f"pallas_attn.{name}" for name in below)):
-            yield i.line, f"imports {i.target}; a call has types and checks"
+        if OURS.match(i.module) and not i.reaches(*(f"pallas_attn.{name}" for name in allowed)):
+            yield i.line, f"imports {i.target}; a call object may import {', '.join(allowed)}"
 
 
-def configurations_belong_to_their_operation(module: str, imports: list[Import]) -> Found:
+def configurations_are_used_by_their_operation_only(module: str, imports: list[Import]) -> Found:
     for i in imports:
         match = re.match(r"pallas_attn\.ops\.(\w+)\.(?:config|composition)\b", i.target)
         if match and not f"{module}.".startswith((f"pallas_attn.ops.{match[1]}.", "tests.")):
-            yield i.line, f"imports {i.target}, of another operation"
+            yield i.line, f"imports {i.target}, which belongs to another operation"
 
 
-KERNEL_ROOMS = tuple(f"pallas_attn.{room}." for room in ("ops", "portable", "mosaic", "triton"))
+KERNEL_PACKAGES = tuple(f"pallas_attn.{name}." for name in ("ops", "portable", "mosaic", "triton"))
 
 
-def operations_do_not_know_the_cache_management(module: str, imports: list[Import]) -> Found:
+def operations_and_cache_are_independent(module: str, imports: list[Import]) -> Found:
     for i in imports:
-        if f"{module}.".startswith(KERNEL_ROOMS) and i.reaches("pallas_attn.cache"):
-            yield i.line, f"imports {i.target}; tables and lengths are all an operation gets"
+        if f"{module}.".startswith(KERNEL_PACKAGES) and i.reaches("pallas_attn.cache"):
+            yield i.line, f"imports {i.target}; operations take block tables and lengths, not cache objects"
         if module.startswith("pallas_attn.cache") and OURS.match(i.module) and not i.reaches("pallas_attn.cache"):
-            yield i.line, f"imports {i.target}, which imports jax"
+            yield i.line, f"imports {i.target}, which imports jax; pallas_attn.cache must not"
 
 
-def host_side_is_plain_python(module: str, imports: list[Import]) -> Found:
+def cache_and_scheduler_do_not_import_jax(module: str, imports: list[Import]) -> Found:
     for i in imports:
         if module.startswith(("pallas_attn.cache", "models.engine.scheduler")) and i.reaches("jax", "jaxlib", "flax"):
-            yield i.line, f"imports {i.target} on the host side"
+            yield i.line, f"imports {i.target}; the cache and the scheduler are plain Python"
 
 
-def users_use_what_is_public(module: str, imports: list[Import]) -> Found:
-    """But what measures may ask which configurations ran, and name others."""
+def models_and_scripts_use_public_names(module: str, imports: list[Import]) -> Found:
+    """Exception: benchmarks may import `runtime.tuning` to read and replace the configurations of a call."""
     if not module.startswith(("models", "scripts")):
         return
     for i in imports:
         if not i.reaches("pallas_attn"):
             continue
-        measures = module.startswith("scripts.bench")
-        if measures and i.target == "pallas_attn.runtime.tuning":
+        benchmark = module.startswith("scripts.bench")
+        if benchmark and i.target == "pallas_attn.runtime.tuning":
             continue
         if i.module not in ("pallas_attn", "pallas_attn.cache"):
             yield i.line, f"imports {i.module}; only pallas_attn and pallas_attn.cache are public"
@@ -165,8 +168,10 @@ def users_use_what_is_public(module: str, imports: list[Import]) -> Found:
 LANGUAGES = ("jax.experimental.pallas", "jax.experimental.mosaic", "jaxlib.mlir", "jax_triton", "triton")
 
 
-def rooms_stand_apart(module: str, imports: list[Import]) -> Found:
-    """`portable` knows no kernel language; what kernels share knows no operation, and architectures not each other."""
+def kernel_packages_are_independent(module: str, imports: list[Import]) -> Found:
+    """`portable` imports no kernel language. Shared kernel code imports no operation. Hopper and Blackwell code import
+    nothing from each other, and code for both architectures imports nothing from either.
+    """
     forbidden = {
         "pallas_attn.portable": (*LANGUAGES, "pallas_attn.mosaic", "pallas_attn.triton", "pallas_attn.ops"),
         "pallas_attn.mosaic": ("pallas_attn.triton", "pallas_attn.ops"),
@@ -177,80 +182,81 @@ def rooms_stand_apart(module: str, imports: list[Import]) -> Found:
     architectures = ("pallas_attn.mosaic.hopper", "pallas_attn.mosaic.blackwell")
     shared = module.startswith("pallas_attn.mosaic") and not module.startswith(architectures)
     for i in imports:
-        for room, others in forbidden.items():
-            if f"{module}.".startswith(f"{room}.") and i.reaches(*others):
-                yield i.line, f"imports {i.target}, from {room}"
+        for package, others in forbidden.items():
+            if f"{module}.".startswith(f"{package}.") and i.reaches(*others):
+                yield i.line, f"imports {i.target}; {package} must not import {', '.join(others)}"
         if shared and i.reaches(*architectures):
-            yield i.line, f"imports {i.target}, which is of one architecture"
+            yield i.line, f"imports {i.target}, code for one architecture, into code for both"
 
 
-MODEL_ROOMS = {
+MODEL_PACKAGES = {
     "models.config": (),
     "models.moe": ("models.config", "models.decoder.layers", "models.decoder.mesh"),
     "models.decoder": ("models.config", "models.moe"),
     "models.checkpoints": ("models.config", "models.decoder"),
     "models.engine": ("models.config", "models.decoder"),
 }
-"""Rooms that each room of `models` may import."""
+"""Packages of `models`, and the packages that each may import."""
 
 
-def rooms_of_models_import_downwards(module: str, imports: list[Import]) -> Found:
-    room = ".".join(module.split(".")[:2])
-    if room not in MODEL_ROOMS:
+def model_packages_import_lower_packages(module: str, imports: list[Import]) -> Found:
+    package = ".".join(module.split(".")[:2])
+    if package not in MODEL_PACKAGES:
         return
     for i in imports:
-        if i.reaches("models") and not i.reaches(room, *MODEL_ROOMS[room]):
-            yield i.line, f"imports {i.target}, which {room} does not stand on"
+        if i.reaches("models") and not i.reaches(package, *MODEL_PACKAGES[package]):
+            allowed = ", ".join(MODEL_PACKAGES[package]) or "no package of models"
+            yield i.line, f"imports {i.target}; {package} may import {allowed}"
 
 
-def the_library_stands_below(module: str, imports: list[Import]) -> Found:
+def library_does_not_import_models(module: str, imports: list[Import]) -> Found:
     for i in imports:
         if module.startswith("pallas_attn") and i.reaches("models", "flax"):
-            yield i.line, f"imports {i.target}; the library is used by models, not the other way round"
+            yield i.line, f"imports {i.target}; the library must not depend on models or flax"
 
 
 def nothing_imports_scripts_or_tests(module: str, imports: list[Import]) -> Found:
-    """But scripts their neighbours, and tests what they test."""
+    """Exceptions: scripts import scripts, and tests import scripts and tests."""
     for i in imports:
         if i.reaches("scripts") and not module.startswith(("scripts", "tests")):
-            yield i.line, f"imports {i.target}"
+            yield i.line, f"imports {i.target}; only scripts and tests import scripts"
         if i.reaches("tests") and not module.startswith("tests"):
-            yield i.line, f"imports {i.target}"
+            yield i.line, f"imports {i.target}; only tests import tests"
 
 
-def torch_is_for_writing_goldens(module: str, imports: list[Import]) -> Found:
+def only_scripts_import_torch(module: str, imports: list[Import]) -> Found:
     for i in imports:
         if i.reaches("torch", "transformers") and not module.startswith("scripts."):
-            yield i.line, f"imports {i.target}"
+            yield i.line, f"imports {i.target}; only scripts may import torch and transformers"
 
 
 IMPORT_RULES = (
-    types_device_and_checks_stand_below,
-    references_need_only_the_oracle,
-    implementations_stand_alone,
-    calls_stand_below,
-    configurations_belong_to_their_operation,
-    operations_do_not_know_the_cache_management,
-    host_side_is_plain_python,
-    rooms_stand_apart,
-    users_use_what_is_public,
-    rooms_of_models_import_downwards,
-    the_library_stands_below,
+    types_device_and_checks_are_the_lowest_layer,
+    references_import_only_call_types_and_portable,
+    implementations_are_not_imported,
+    calls_import_only_types_and_checks,
+    configurations_are_used_by_their_operation_only,
+    operations_and_cache_are_independent,
+    cache_and_scheduler_do_not_import_jax,
+    kernel_packages_are_independent,
+    models_and_scripts_use_public_names,
+    model_packages_import_lower_packages,
+    library_does_not_import_models,
     nothing_imports_scripts_or_tests,
-    torch_is_for_writing_goldens,
+    only_scripts_import_torch,
 )
 BANNED = {
-    "custom_vjp": "this is for inference only",
-    "custom_jvp": "this is for inference only",
-    "pallas_call": "on a GPU that is the Triton lowering, which jax deprecates",
+    "custom_vjp": "the library is for inference only",
+    "custom_jvp": "the library is for inference only",
+    "pallas_call": "on a GPU it uses the Triton lowering of jax, which is deprecated",
 }
 
 ALLOWED = ("pallas_attn.portable.arguments", "custom_jvp")
-"""Which says that there is no gradient."""
+"""Exception: the function that raises the error for missing gradients."""
 
 
 def banned_constructs(module: str, tree: ast.Module) -> Found:
-    """Names that must not occur, private ways into the library, relative imports, and `assert` as validation."""
+    """Yield banned names, private attributes of the library, relative imports, and `assert` as validation."""
     public = public_names("pallas_attn") | {"cache", "__version__"}
     for node in ast.walk(tree):
         match node:
@@ -259,9 +265,9 @@ def banned_constructs(module: str, tree: ast.Module) -> Found:
                 if word in BANNED and (module, word) != ALLOWED:
                     yield node.lineno, f"uses {word}: {BANNED[word]}"
             case ast.Assert() if module.startswith(("pallas_attn", "models", "scripts")):
-                yield node.lineno, "asserts; raise a typed exception"
+                yield node.lineno, "uses assert; raise a typed exception"
             case ast.ImportFrom(level=level) if level:
-                yield node.lineno, "imports relatively; say from where"
+                yield node.lineno, "uses a relative import; use an absolute one"
         match node:
             case ast.Attribute(value=ast.Name(id="pallas_attn"), attr=name) if name not in public:
                 if module.startswith(("models", "scripts")):
@@ -269,11 +275,11 @@ def banned_constructs(module: str, tree: ast.Module) -> Found:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """Breaches of the rules by a file of this module name."""
+    """Return the violations of all rules by a module with this source."""
     tree = ast.parse(source)
     imports = list(read_imports(tree))
-    found = [*banned_constructs(module, tree), *(wrong for rule in IMPORT_RULES for wrong in rule(module, imports))]
-    return [f"{module}:{line} {what}" for line, what in sorted(set(found))]
+    found = [*banned_constructs(module, tree), *(error for rule in IMPORT_RULES for error in rule(module, imports))]
+    return [f"{module}:{line} {message}" for line, message in sorted(set(found))]
 
 
 def module_name(file: Path) -> str:
@@ -285,7 +291,7 @@ FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_file_keeps_to_the_rules(package: str) -> None:
+def test_every_file_follows_the_rules(package: str) -> None:
     files = [file for file in FILES if file.relative_to(ROOT).parts[0] == package]
     assert files
     assert not [wrong for file in files for wrong in violations(module_name(file), file.read_text())]
@@ -295,11 +301,11 @@ def test_every_file_keeps_to_the_rules(package: str) -> None:
 
 
 def misnamed_operations(folders: set[str], public: frozenset[str], defined: dict[str, set[str]]) -> list[str]:
-    """Folders of `ops` that are no public function, or whose `__init__` defines none of that name."""
+    """Return the folders of `ops` whose name is not public, or is not a function of the folder's `__init__`."""
     return sorted(name for name in folders if name not in public or name not in defined[name])
 
 
-def test_folders_and_public_functions_have_one_name() -> None:
+def test_operation_folders_are_named_after_their_function() -> None:
     ops = ROOT / "pallas_attn" / "ops"
     folders = {path.parent.name for path in ops.glob("*/__init__.py")}
     trees = {name: ast.parse((ops / name / "__init__.py").read_text()) for name in folders}
@@ -310,7 +316,7 @@ def test_folders_and_public_functions_have_one_name() -> None:
     assert misnamed_operations(folders, public_names("pallas_attn"), defined) == []
 
 
-def test_other_folders_are_found() -> None:
+def test_misnamed_folders_are_detected() -> None:
     defined = {"paged_decode": {"paged_decode"}, "common": set(), "write_kv": {"kv_write"}}
     assert misnamed_operations(set(defined), frozenset({"paged_decode", "write_kv"}), defined) == ["common", "write_kv"]
 
@@ -318,11 +324,11 @@ def test_other_folders_are_found() -> None:
 # --- names of classes
 
 UNIQUE_IN = ("pallas_attn", "models", "scripts")
-"""Packages in which every class has a name of its own."""
+"""Packages whose class names must be unique."""
 
 
 def repeated_classes(sources: dict[str, str], packages: tuple[str, ...] = UNIQUE_IN) -> list[str]:
-    """Names that several classes have, at least one of them in these packages; by the source of each module."""
+    """Return each repeated class name with its modules. At least one module is in `packages`."""
     modules: dict[str, list[str]] = {}
     for module, source in sources.items():
         for node in ast.walk(ast.parse(source)):
@@ -341,7 +347,7 @@ def test_class_names_are_unique() -> None:
     assert repeated_classes({module_name(file): file.read_text() for file in files}) == []
 
 
-def test_repeated_class_names_are_seen() -> None:
+def test_repeated_class_names_are_detected() -> None:
     sources = {"models.a": "class A: pass\nclass B: pass", "models.b": "class A: pass", "other": "class B: pass"}
     assert repeated_classes(sources) == ["A in models.a, models.b", "B in models.a, other"]
     assert repeated_classes(sources, ("other",)) == ["B in models.a, other"]
@@ -349,7 +355,7 @@ def test_repeated_class_names_are_seen() -> None:
     assert repeated_classes({"models.a": "class A: pass", "other": "class B: pass"}) == []
 
 
-# --- the rules themselves
+# --- tests of the rules
 
 XLA = "pallas_attn.ops.paged_decode.xla"
 REFERENCE = "pallas_attn.ops.paged_decode.reference"
@@ -473,15 +479,15 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("module", "source"), BAD)
-def test_the_rules_see(module: str, source: str) -> None:
+def test_violation_is_detected(module: str, source: str) -> None:
     assert violations(module, source)
 
 
 @pytest.mark.parametrize(("module", "source"), GOOD)
-def test_the_rules_let_pass(module: str, source: str) -> None:
+def test_allowed_imports_pass(module: str, source: str) -> None:
     assert violations(module, source) == []
 
 
-def test_public_names_are_read() -> None:
+def test_public_names_include_reexports_and_all() -> None:
     assert {"paged_decode", "PagedKV", "explain"} <= public_names("pallas_attn")
     assert {"PagePool", "PrefixCache"} <= public_names("pallas_attn.cache")

@@ -20,9 +20,7 @@ from tests.aot.report import Report, complaints
 
 
 def listing(report: Report, tile: Tile) -> str:
-    """Input of `scripts/tools/tile_budget.py`: the disassembly of the kernel that uses the tensor cores, and the size
-    of its tile.
-    """
+    """Return the input of `scripts/tools/tile_budget.py`: tile size and disassembly of the tensor-core kernel."""
     (kernel,) = (kernel for kernel in report.kernels if kernel.tensor_cores)
     return f"// tile: {tile.num_bytes} bytes, {tile.multiply_adds} multiply-adds\n{kernel.sass}"
 
@@ -70,16 +68,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("patterns", nargs="*", default=["*"], metavar="PATTERN", help="of names of cases")
+    parser.add_argument(
+        "patterns", nargs="*", default=["*"], metavar="PATTERN", help="pattern of case names, for example 'paged-*'"
+    )
     parser.add_argument("--plugin", choices=PLUGINS, default=PLUGINS[0])
-    parser.add_argument("--listings", type=Path, help="where to leave the disassembly of kernels that have tiles")
+    parser.add_argument("--listings", type=Path, help="folder for the disassembly of cases with a tile")
     parser.add_argument("--record", action="store_true", help="write the reports of the cases of `make test`")
     options = parser.parse_args()
     if options.record:
         return record_reports()
     if reason := missing(options.plugin):
         parser.error(reason)
-    compiler = Compiler(options.plugin, kept=False)
+    compiler = Compiler(options.plugin, cached=False)
     names = [name for name in CASES if any(fnmatch.fnmatch(name, pattern) for pattern in options.patterns)]
     passed = [compile_and_print(compiler, name, options.listings) for name in names]
     compiler.close()

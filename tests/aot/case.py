@@ -1,4 +1,4 @@
-"""One call of a function, on shapes, that the gate compiles, and requirements on the result."""
+"""Cases of the compile gate: a function, the shapes of its arguments, and requirements on the compiled result."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Work of one iteration of a kernel's main loop, over all warpgroups that share it.
+    """Work of one iteration of a kernel's main loop, summed over the warpgroups of a CTA.
 
     Attributes:
-      num_bytes: bytes of the cache.
+      num_bytes: bytes read from the cache.
       multiply_adds: multiply-adds on the tensor cores.
     """
 
@@ -29,23 +29,23 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Call that has to compile, and requirements that its report has to meet.
+    """Call that must compile, and the requirements on its report.
 
     Attributes:
-      function: takes `arguments` by name.
-      arguments: pytrees of shapes.
-      cache: name of the argument that holds a cache: it must not be copied.
-      donated: whether the cache is donated, and has to be updated in place.
-      kernels: whether there have to be Mosaic GPU kernels in it.
-      tensor_cores: whether one of them has to use the tensor cores.
-      temporaries: bytes it may use beside arguments and results.
-      scratch_bytes: shared memory of one of its kernels, computed from scratch types; 0 where that is not compared.
-      tile: for the instruction budget; None where there is no tile of a cache.
-      blocks: thread blocks of its kernel that have to fit a multiprocessor.
-      one_graph: whether XLA has to record all of it as one CUDA graph.
-      card: of `device.CARDS`, that it is compiled for.
-      output: shape of a step's attention output, which kernels have to write without XLA joining or copying it.
-      options: options of the compiler.
+      function: the compiled function. It takes `arguments` by keyword.
+      arguments: pytrees of shapes, by argument name.
+      cache: name of the cache argument. The compiled module must not copy it.
+      donated: whether the cache is donated. A donated cache must be updated in place.
+      kernels: whether the compiled module must contain a Mosaic GPU kernel.
+      tensor_cores: whether at least one kernel must use the tensor cores.
+      temporaries: maximum bytes of temporary memory, in addition to arguments and results.
+      scratch_bytes: shared memory of one kernel, computed from its scratch types. 0: not compared.
+      tile: tile of the main loop, for `make tile-budget`. None if the kernel has no tile of a cache.
+      blocks: minimum number of thread blocks that fit a multiprocessor.
+      one_graph: whether XLA must record the whole module as one CUDA graph.
+      card: card to compile for, a key of `device.CARDS`.
+      output: shape of a step's attention output. XLA must not concatenate or copy it. (): not checked.
+      options: XLA compiler options.
     """
 
     function: Callable[..., Any]
@@ -65,36 +65,36 @@ class Case:
 
     @property
     def donated_bytes(self) -> int:
-        """Bytes of donated arguments, which results have to take the place of."""
+        """Bytes of donated arguments. Results must reuse all of them."""
         leaves = jax.tree.leaves(self.arguments[self.cache]) if self.donated and self.cache else []
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves)
 
     @property
     def cache_elements(self) -> int:
-        """Elements of the cache's largest array, 0 without a cache."""
+        """Number of elements of the largest cache array; 0 without a cache."""
         leaves = jax.tree.leaves(self.arguments[self.cache]) if self.cache else []
         return max((math.prod(a.shape) for a in leaves), default=0)
 
 
 class DeferredCase:
-    """A case that is made when it is asked for: there are thousands, of which a process compiles a few."""
+    """Case that is built on first access. There are thousands of cases, and a process compiles few of them."""
 
     def __init__(self, make: Callable[[], Case | DeferredCase]):
         self._make = make
 
     @functools.cached_property
     def made(self) -> Case:
-        """The case."""
+        """The built case."""
         case = self._make()
         return case if isinstance(case, Case) else case.made
 
     def replace(self, **changes: Any) -> DeferredCase:
-        """The case with other attributes."""
+        """Return a copy of the case with changed attributes."""
         return DeferredCase(lambda: dataclasses.replace(self.made, **changes))
 
 
 def deferred[**P](make: Callable[P, Case | DeferredCase]) -> Callable[P, DeferredCase]:
-    """A function that makes a case, whose calls wait until their cases are asked for."""
+    """Decorate a function that builds a case: a call returns a `DeferredCase`, and first access runs the function."""
 
     @functools.wraps(make)
     def call(*args: P.args, **kwargs: P.kwargs) -> DeferredCase:
@@ -104,7 +104,7 @@ def deferred[**P](make: Callable[P, Case | DeferredCase]) -> Callable[P, Deferre
 
 
 class Cases(Mapping[str, Case]):
-    """Cases by name, each made when it is taken."""
+    """Mapping of names to cases. A lookup builds the case."""
 
     def __init__(self, cases: Mapping[str, Case | DeferredCase]):
         self._cases = cases
@@ -121,7 +121,7 @@ class Cases(Mapping[str, Case]):
 
 
 def on_b200(cases: Mapping[str, DeferredCase]) -> dict[str, DeferredCase]:
-    """The same calls compiled for a B200, under names that say so."""
+    """Return the same cases compiled for a B200. Their names start with "sm100-"."""
     return {f"sm100-{name}": case.replace(card="B200") for name, case in cases.items()}
 
 
@@ -129,7 +129,7 @@ _ALLOCATED: dict[tuple[type, str], Any] = {}
 
 
 def allocated(cache: type[PagedKV] | type[PagedLatent] | type[PagedIndexKeys], spec: Any) -> Any:
-    """Shapes of a cache; none is traced twice."""
+    """Return the shapes of a cache. Equal specs are traced once."""
     key = cache, repr(spec)
     if key not in _ALLOCATED:
         _ALLOCATED[key] = jax.eval_shape(lambda: cache.allocate(spec))
@@ -137,5 +137,5 @@ def allocated(cache: type[PagedKV] | type[PagedLatent] | type[PagedIndexKeys], s
 
 
 def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array."""
+    """Return the shape and dtype of an array."""
     return jax.ShapeDtypeStruct(dims, dtype)

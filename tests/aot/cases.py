@@ -21,7 +21,7 @@ from tests.aot.triton_xla import TRITON
 from tests.aot.writes import WRITES, WRITES_MORE
 
 MLA_ON_HOPPER_ONLY = "mla-prefill"
-"""Beginning of the names of latent cases that have no kernel for a B200."""
+"""Prefix of the names of latent cases that have no B200 kernel."""
 
 FAMILIES: tuple[tuple[str, Mapping[str, Case | DeferredCase]], ...] = (
     ("portable", PORTABLE),
@@ -51,21 +51,22 @@ FAMILIES: tuple[tuple[str, Mapping[str, Case | DeferredCase]], ...] = (
     ("triton_xla", TRITON),
     ("engine", TRITON_ENGINE),
 )
-"""Registry of the gate: module of this package, and its cases by name. To add a case, add it to its module's table."""
+"""Pairs of a module of this package and its cases by name. A new case belongs in a table of its module."""
 
 ALL: dict[str, Case | DeferredCase] = {name: case for _, cases in FAMILIES for name, case in cases.items()}
 CASES = Cases(ALL)
 MODULES = {name: module for module, cases in FAMILIES for name in cases}
-"""Module of this package that defines each case."""
+"""Name of the module that defines each case."""
 
 IN_EVERY_RUN = frozenset(
     {
-        # Portable implementations: quantised ones do what others do, and more.
+        # Portable implementations. The quantised cases run all code of the unquantised cases.
         "xla-paged-decode-fp8", "xla-write-kv-fp8-groups-decode", "xla-mla-decode-fp8", "xla-write-latent-fp8",
         "xla-gather-latent-fp8", "xla-ragged-attention",
         "experts-21-tokens", "experts-576-tokens", "experts-1024-tokens",
         "plan-decode-64-windows",
-        # Decode: the plainest, each kind of scales, the widest heads, all options at once, and what stands alone.
+        # Hopper and Triton kernels. Decode: the plain kernel, one case per kind of scales, the widest heads, and all
+        # options at once. Other operations: at least one case per kernel.
         "paged-decode-bf16-d128-n8", "paged-decode-int8-head-d256-n16",
         "paged-decode-fp8-token-d128-n32-p16-all-features",
         "write-kv-bf16-neox-partial-norm-after", "write-kv-bf16-no-norm", "write-kv-int8-channel",
@@ -76,7 +77,7 @@ IN_EVERY_RUN = frozenset(
         "ragged-192-128", "ragged-64-64-all-options",
         "paged-prefill-d128-all-features", "paged-prefill-fp8-token-d256-p16-all-features",
         "triton-write-latent-fp8-512-64", "triton-paged-decode-tree", "engine-triton-decode",
-        # For a B200.
+        # Kernels for a B200.
         "sm100-plan-decode-64-windows", "sm100-write-kv-bf16-no-norm", "sm100-write-kv-fp8-by-16-head-slots",
         "sm100-write-latent-bf16", "sm100-gather-latent-bf16",
         "sm100-ragged-192-128", "sm100-ragged-64-64-all-options", "sm100-paged-prefill-fp8-token-d128-p16",
@@ -85,7 +86,10 @@ IN_EVERY_RUN = frozenset(
         "sm100-paged-decode-bf16-d64-n32-p16-all-features", "sm100-paged-decode-fp8-token-d256-n32-p16-all-features",
     }
 )  # fmt: skip
-"""Cases of `make test`: for each kernel, the cases with most registers and shared memory. `make test-slow` has all."""
+"""Cases of `make test`: for each kernel, the cases with the most registers and shared memory.
+
+`make test-slow` compiles all cases.
+"""
 
 ON_BOTH_PLUGINS = frozenset(
     {
@@ -94,4 +98,4 @@ ON_BOTH_PLUGINS = frozenset(
         "ragged-128-128",
     }
 )
-"""Cases that `make test` also compiles with the CUDA 12 plugin: one for each kind of instruction that kernels use."""
+"""Cases that `make test` also compiles with the CUDA 12 plugin: one case for each kind of instruction."""

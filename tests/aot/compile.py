@@ -1,6 +1,7 @@
-"""Compiles cases for the card named as argument, one for each name read from standard input; answers in lines of JSON.
+"""Worker process of `gate.Compiler`. It has the CUDA plugin; the parent process does not.
 
-This is the process behind `gate.Compiler`: it has the CUDA plugin, its parent does not.
+The process reads case names from standard input, one per line, compiles each case for the card named by its argument,
+and writes each report to standard output as one line of JSON.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from tests.aot.samples import SAMPLES
 
 
 class Printed:
-    """Capture of all that this process prints from now on, C++ libraries included: Mosaic GPU prints its dumps."""
+    """Captures the standard output of this process, including output of C++ libraries. Mosaic GPU prints its dumps
+    there.
+    """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115, it is kept for good
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115, stays open until the process ends
         os.dup2(self._file.fileno(), 1)
 
     def take(self) -> str:
-        """Text printed since the last call."""
+        """Return the text printed since the last call."""
         sys.stdout.flush()
         ctypes.CDLL(None).fflush(None)
         self._file.seek(0)
@@ -47,12 +50,12 @@ class Printed:
 
 
 def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
-    """Compiles one configuration and reads off what came of it."""
+    """Compile a case and collect its report."""
     here = NamedSharding(Mesh([card], "x"), PartitionSpec())
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), dict(case.arguments))
     jitted = jax.jit(case.function, donate_argnames=case.cache if case.donated else None)
     printed.take()
-    # A kernel that is lowered looks at the default device for what it is lowered for.
+    # The lowering of a kernel takes its target architecture from the default device.
     with jax.default_device(card), tempfile.TemporaryDirectory() as dumps:
         dumping = {"xla_dump_to": dumps, "xla_dump_hlo_as_text": True} if case.one_graph else {}
         compiled = jitted.lower(**arguments).compile((case.options or {}) | dumping)
@@ -62,7 +65,7 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
     assert module is not None
     kernels = parse_kernels(dump)
     if case.kernels and not kernels and 'custom_call_target="mosaic_gpu' in module:
-        raise ValueError("all its kernels are those of an earlier case, and were not compiled again")
+        raise ValueError("an earlier case in this process has the same kernels, so they were not compiled again")
     return Report(
         kernels=kernels,
         block_bytes=parse_shared_memory(dump),
@@ -77,14 +80,17 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
 
 
 def launched(dumps: Path) -> tuple[str, ...]:
-    """Kinds of what the host launches for the compiled module, in order, from XLA's dumps of it: the last one is of
-    when graphs are made, if any is. A graph is one, whatever it holds."""
+    """Return the kinds of thunks that the host launches for the compiled module, in order.
+
+    XLA dumps the thunk sequence after several passes. The last dump is later than the pass that builds CUDA graphs. A
+    graph is one thunk.
+    """
     *_, sequence = sorted(dumps.glob("*.thunk_sequence*.txt"))
     return tuple(re.findall(r"(?m)^\d+: k(\w+)", sequence.read_text()))
 
 
 def kernels_on_slices(module: str) -> tuple[str, ...]:
-    """Names of computations of a compiled module in which a kernel is fused with slices of its operands or results."""
+    """Return the names of computations of a compiled module in which a kernel is fused with slices of its arrays."""
     found = []
     for computation in re.split(r"(?m)^}\n", module):
         name = re.match(r"\s*%?([\w.-]*slice-fusion[\w.-]*) ", computation)
@@ -94,7 +100,7 @@ def kernels_on_slices(module: str) -> tuple[str, ...]:
 
 
 def large_copies(module: str, elements: int) -> tuple[str, ...]:
-    """Copying instructions of a compiled module whose result has at least this many elements."""
+    """Return the copy and transpose instructions of a compiled module whose result has at least `elements` elements."""
     found = re.findall(r"(?m) = \(?(\w+\[([\d,]+)\])\S*(?: [^=]*\))? (copy|copy-start|transpose)\(", module)
     return tuple(
         f"{operation} of {result}"
@@ -104,14 +110,14 @@ def large_copies(module: str, elements: int) -> tuple[str, ...]:
 
 
 def joins(module: str, output: tuple[int, ...]) -> tuple[str, ...]:
-    """Instructions of a compiled module, fused or not, that concatenate or copy an array of this shape."""
+    """Return the instructions of a compiled module, fused or not, that concatenate or copy an array of this shape."""
     dims = ",".join(map(str, output))
     found = re.findall(rf"(?m) = \(?(\w+\[{dims}\])\S*(?: [^=]*\))? (concatenate|copy|copy-start)\(", module)
     return tuple(f"{operation} of {result}" for result, operation in found)
 
 
 def main(requests: IO[str], card_name: str) -> None:
-    gc.set_threshold(50_000, 20, 20)  # as in the tests' own process: most of what is made stays
+    gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py: most objects stay alive
     with faster_lowering():
         signs.check()  # wraps lowering rules, so the replacements must be in effect
         answers = os.fdopen(os.dup(1), "w")
@@ -119,7 +125,7 @@ def main(requests: IO[str], card_name: str) -> None:
         for line in requests:
             report = compile_case(cases[line.strip()], card, printed)
             answer = json.dumps(dataclasses.asdict(report))
-            print(f"\n{answer}", file=answers, flush=True)  # a line to itself, whatever was said before
+            print(f"\n{answer}", file=answers, flush=True)  # starts a new line after other output
 
 
 if __name__ == "__main__":

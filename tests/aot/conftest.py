@@ -1,4 +1,4 @@
-"""One compiling process for each plugin, shared by all tests of a worker and started when the first one needs it."""
+"""Fixture with one `Compiler` per plugin. The tests of a pytest worker share it; the first use starts it."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,7 +10,7 @@ from tests.aot.gate import Compiler
 
 @pytest.fixture(scope="session")
 def compilers() -> Iterator[Callable[[str], Compiler]]:
-    """The compiler of a plugin; the test is skipped where there is none."""
+    """Function that returns the compiler of a plugin, and skips the test if the plugin is not installed."""
     started: dict[str, Compiler] = {}
 
     def compiler(plugin: str) -> Compiler:

@@ -1,12 +1,12 @@
-"""Cards to compile for that are not attached."""
+"""Descriptions of cards, which the gate compiles for without having them."""
 
 from __future__ import annotations
 
 import jax
 from jax.experimental import topologies
 
-# Of an H200, as its driver reports it. The compilers decide by these; without versions XLA records no custom call, loop
-# or condition into a CUDA graph.
+# Properties of an H200 as its driver reports them, for XLA and Mosaic GPU. Without the version fields, XLA records no
+# custom call, loop or conditional into a CUDA graph.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -97,20 +97,20 @@ device_description_str: "NVIDIA L4"
 CARDS = {"H200": H200, "B200": B200, "L4": L4}
 
 MAX_SHARED_MEMORY = 232448
-"""Bytes a thread block of an H200 or B200 may have: 227 KiB."""
+"""Maximum shared memory of a thread block on an H200 or B200 [bytes], 227 KiB."""
 
 MULTIPROCESSOR_SHARED_MEMORY, BLOCK_SHARED_MEMORY = 233472, 1024
-"""Bytes that the thread blocks of a multiprocessor share, and what each takes beside its own."""
+"""Shared memory of a multiprocessor, and the part that the system reserves for each thread block [bytes]."""
 
 MULTIPROCESSOR_REGISTERS = 65536
 
 TMEM_COLUMNS = 512
-"""Columns of tensor memory of a multiprocessor of a B200."""
+"""Number of tensor memory columns of a B200 multiprocessor."""
 
 
 def described(card: str) -> jax.Device:
-    """A card of `CARDS` that can be compiled for but not run on.
+    """Return a device for compilation only, described by the entry of `CARDS`.
 
-    A process compiles for one architecture: the first kernel fixes the assembler's target.
+    A process can compile for one architecture only, because the first kernel fixes the target of the assembler.
     """
     return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=CARDS[card]).devices[0]

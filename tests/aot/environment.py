@@ -1,7 +1,8 @@
-"""Packages that compile for an NVIDIA GPU on a machine without one, and the way in which a process finds them.
+"""Location and environment variables of the packages that compile for an NVIDIA GPU on a machine without one.
 
-They stay outside the environment of the other tests, because jax warns at every start when its CUDA plugin finds no
-driver. `make aot-cuda13` and `make aot-cuda12` bring them into folders that only the gate's own processes look into.
+`make aot-cuda13` and `make aot-cuda12` install the packages into `.aot/cuda13` and `.aot/cuda12`. Only processes of
+the compile gate use these folders: in the environment of the other tests, jax would warn at every start that the CUDA
+plugin finds no driver.
 """
 
 from __future__ import annotations
@@ -16,24 +17,23 @@ PLUGINS = ("cuda13", "cuda12")
 
 
 def packages(plugin: str) -> Path:
-    """The folder of a plugin's packages."""
+    """Return the folder of a plugin's packages."""
     return ROOT / ".aot" / plugin
 
 
 def missing(plugin: str) -> str | None:
-    """Why nothing can be compiled with a plugin here, or None if it can."""
+    """Return the reason why this machine cannot compile with a plugin, or None if it can."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return f"the compile gate runs on Linux on x86-64, this is {sys.platform} on {platform.machine()}"
     if not packages(plugin).is_dir():
-        return f"the compile gate's packages are not here; `make aot-{plugin}` brings them"
+        return f"the compile gate's packages are not installed; run `make aot-{plugin}`"
     return None
 
 
 def variables(plugin: str) -> dict[str, str]:
-    """The environment of a process that compiles with a plugin.
+    """Return the environment variables of a process that compiles with a plugin.
 
-    An assembler that comes first on PATH is preferred to the plugin's own, so the packages' tools are put before
-    whatever the machine has.
+    jax takes the first assembler on PATH, so the tools of the plugin's packages come before the tools of the machine.
     """
     folder = packages(plugin)
     tools = sorted(str(path) for path in folder.glob("nvidia/*/bin"))
@@ -44,12 +44,12 @@ def variables(plugin: str) -> dict[str, str]:
         "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
         "CUDA_ROOT": str(assembler.parents[1]),
         "JAX_PLATFORMS": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",  # XLA takes most of a card's memory, also where it compiles for another
+        "CUDA_VISIBLE_DEVICES": "",  # hides attached cards: XLA would reserve most of their memory
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_TRACEBACK_FILTERING": "off",
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # which tries variants, and has nothing to time them on
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # no autotuning, because there is no card to time variants on
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_DUMP_RESOURCES": "1",
         "MOSAIC_GPU_DUMP_SASS": "1",
-        "PALLAS_ATTN_KERNEL_CACHE": "0",  # of two kernels that are the same, jax would compile one
+        "PALLAS_ATTN_KERNEL_CACHE": "0",  # compile every kernel, also if another case has the same kernel
     }

@@ -23,33 +23,36 @@ from tests.aot.report import Report
 from tests.aot.samples import SAMPLES
 
 ANSWER = '{"error":'
-"""Beginning of a line with a report; no message of the compilers begins like this."""
+"""Prefix of a line that contains a report. No compiler message starts with it."""
 
 
 class Compiler:
-    """Processes that compile cases one at a time, one for each card; a case that ends one costs only a new start.
+    """Compiles cases one at a time in worker processes, one process per card.
 
-    Attributes:
-      kept: whether reports of earlier runs are taken, without their disassembly.
+    If a case crashes its process, the report has the error, and the next case starts a new process.
+
+    Args:
+      plugin: "cuda13" or "cuda12".
+      cached: whether to use cached reports of earlier runs. Cached reports have no disassembly.
     """
 
-    def __init__(self, plugin: str, kept: bool = True):
+    def __init__(self, plugin: str, cached: bool = True):
         self._plugin = plugin
-        self._kept = kept
+        self._cached = cached
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._reports: dict[str, Report] = {}
 
     def report(self, name: str) -> Report:
-        """Report on the case, or sample, of this name."""
-        if name not in self._reports:  # a second time, jax would take the first's result and nothing would be compiled
-            kept = _load(self._plugin, name) if self._kept else None
-            self._reports[name] = self._compile(name) if kept is None else kept
-            if kept is None:
-                _keep(self._plugin, name, self._reports[name])
+        """Return the report of a case or sample."""
+        if name not in self._reports:  # jax does not compile an equal call again in one process
+            cached = _load(self._plugin, name) if self._cached else None
+            self._reports[name] = self._compile(name) if cached is None else cached
+            if cached is None:
+                _save(self._plugin, name, self._reports[name])
         return self._reports[name]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for card in list(self._processes):
             self._processes.pop(card).communicate()
 
@@ -62,13 +65,13 @@ class Compiler:
         assert process.stdout
         process.stdin.write(f"{name}\n")
         process.stdin.flush()
-        said = []
+        printed = []
         for line in process.stdout:
             if line.startswith(ANSWER):
                 return Report.from_json(json.loads(line))
-            said.append(line)
+            printed.append(line)
         self._processes.pop(card).communicate()
-        return Report(error="".join(said[-12:]))
+        return Report(error="".join(printed[-12:]))
 
     def _start(self, card: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -87,7 +90,7 @@ def _path(plugin: str, name: str) -> Path:
 
 
 def _key(plugin: str, name: str) -> str | None:
-    """Hash of everything that a case's report depends on; None for the gate's samples, which are always compiled."""
+    """Return a hash of everything that a case's report depends on; None for samples, which are always compiled."""
     return sources.key(f"tests.aot.{MODULES[name]}", plugin) if name in MODULES else None
 
 
@@ -125,8 +128,8 @@ def _brief(report: Report) -> dict[str, Any]:
     return dataclasses.asdict(dataclasses.replace(report, kernels=kernels))
 
 
-def _keep(plugin: str, name: str, report: Report) -> None:
-    """Keep a report for later runs, replacing the file in one step since several processes may."""
+def _save(plugin: str, name: str, report: Report) -> None:
+    """Cache a report for later runs. Replace the file atomically, because several processes may write it."""
     key, path = _key(plugin, name), _path(plugin, name)
     if key is None or report.error is not None:
         return

@@ -1,4 +1,4 @@
-"""Report of the compilers on a case, and complaints about it."""
+"""Report on a compiled case, and the check of the report against the requirements of the case."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from tests.aot import device
 from tests.aot.case import Case
 
 BARRIER_BYTES = 8
-"""Shared memory that one barrier takes."""
+"""Shared memory of one barrier [bytes]."""
 
 WARPGROUP = 128
-"""Threads of a warpgroup."""
+"""Number of threads of a warpgroup."""
 
 KERNEL = re.compile(r"((?:^(?:ptxas|    ).*\n)+)((?:^(?!ptxas).*\n?)*)", re.MULTILINE)
-"""Log of the assembler for a kernel, and its disassembly."""
+"""Log of the assembler for one kernel, followed by the kernel's disassembly."""
 
 TENSOR_CORES = r"\b(?:[HQI]GMMA|[HQIDB]MMA|UTC[A-Z]*MMA)\b[\w.]*"
-"""Instructions that multiply matrices: of wgmma, of mma.sync, of tcgen05."""
+"""Matrix multiplication instructions of wgmma, mma.sync and tcgen05."""
 
 SET_REGISTERS = r"\bUSETMAXREG\.(TRY_ALLOC|DEALLOC)\S* (?:UP\d+, )?(0x[0-9a-f]+)"
-"""Instructions by which a warpgroup asks for registers, or gives some back."""
+"""Instructions of `setmaxnreg`, by which a warpgroup requests or releases registers."""
 
 OWN_TENSOR_CORES = {"H200": ("HGMMA", "QGMMA", "IGMMA"), "B200": ("UTC",), "L4": ()}
-"""Beginnings of the names of those that use all of a card's tensor cores; there are no kernels for an L4."""
+"""Prefixes of the tensor-core instructions that reach a card's full rate. The project has no Mosaic kernels for an L4.
+"""
 
 REMARK = re.compile(r"^ptxas \w+ +: (.*(?:Performance Loss|ignored|spilled).*)$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One Mosaic GPU kernel, as the assembler left it.
+    """One compiled Mosaic GPU kernel.
 
     Attributes:
-      name: of the Python function it was written as.
-      registers: per thread, at entry.
-      stack, spill_stores, spill_loads: bytes per thread.
-      remarks: the assembler's warnings and remarks about lost performance.
-      tensor_cores: its tensor-core instructions, such as "HGMMA.64x128x16.F32.BF16", or "UTCHMMA" on a B200.
+      name: name of the Python function of the kernel.
+      registers: registers per thread at kernel entry.
+      stack, spill_stores, spill_loads: stack frame and register spills, bytes per thread.
+      remarks: warnings of the assembler, and its remarks about lost performance.
+      tensor_cores: distinct tensor-core instructions, such as "HGMMA.64x128x16.F32.BF16", or "UTCHMMA" on a B200.
       sass: disassembly.
     """
 
@@ -55,35 +56,37 @@ class Kernel:
 
     @property
     def given_registers(self) -> int:
-        """Registers that a thread block's warpgroups have at entry, for one thread of each."""
+        """Registers per thread at kernel entry, summed over the warpgroups that the register file holds."""
         return self.registers * (device.MULTIPROCESSOR_REGISTERS // WARPGROUP // self.registers)
 
     @property
     def wanted_registers(self) -> int:
-        """Registers that its warpgroups ask for, for one thread of each; 0 if none does. Those that ask for more may
-        share code, and one that asks for more than is left waits for ever.
+        """Registers per thread after all `setmaxnreg` instructions, summed over the warpgroups; 0 without `setmaxnreg`.
+
+        If the sum exceeds `given_registers`, a warpgroup waits forever for registers. Warpgroups that increase their
+        registers may share one instruction, so each warpgroup without a decrease counts as an increase.
         """
-        asked = [(kind, int(count, 16)) for kind, count in re.findall(SET_REGISTERS, self.sass)]
-        fewer, more = ([count for kind, count in asked if kind == which] for which in ("DEALLOC", "TRY_ALLOC"))
+        changes = [(kind, int(count, 16)) for kind, count in re.findall(SET_REGISTERS, self.sass)]
+        fewer, more = ([count for kind, count in changes if kind == which] for which in ("DEALLOC", "TRY_ALLOC"))
         warpgroups = self.given_registers // self.registers
-        return sum(fewer) + (warpgroups - len(fewer)) * max(more, default=self.registers) if asked else 0
+        return sum(fewer) + (warpgroups - len(fewer)) * max(more, default=self.registers) if changes else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One compiled configuration.
+    """Report on one compiled case.
 
     Attributes:
-      error: why it does not compile; then the rest is empty.
-      kernels: its Mosaic GPU kernels, in the order they were compiled.
-      block_bytes: shared memory that a thread block of each asks for.
-      tmem_columns: columns of tensor memory that a thread block takes, in the greediest of them.
-      temporaries: bytes of memory beside arguments and results.
-      aliased: bytes of results that take the place of donated arguments.
-      copies: copying instructions of the compiled module as large as the cache, with their shapes.
-      joins: instructions that concatenate or copy the step's attention output.
-      on_slices: computations that run a kernel on slices of arrays, which it refuses where they are not aligned.
-      launches: kinds of what the host launches, in order, of a case that has to be one graph.
+      error: error message if the case does not compile. The other fields are empty then.
+      kernels: Mosaic GPU kernels, in order of compilation.
+      block_bytes: shared memory of a thread block, bytes for each kernel.
+      tmem_columns: tensor memory columns of a thread block, maximum over the kernels.
+      temporaries: bytes of temporary memory, in addition to arguments and results.
+      aliased: bytes of results that reuse the memory of donated arguments.
+      copies: copy and transpose instructions whose result is at least as large as the cache, with their shapes.
+      joins: instructions that concatenate or copy the attention output of a step.
+      on_slices: computations that run a kernel on slices of arrays. A kernel fails if a slice is not aligned.
+      launches: kinds of thunks that the host launches, in order. Only for cases that must be one CUDA graph.
     """
 
     error: str | None = None
@@ -99,13 +102,15 @@ class Report:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes a thread block asks for, in the greediest of them."""
+        """Shared memory of a thread block [bytes], maximum over the kernels."""
         return max(self.block_bytes, default=0)
 
     @property
     def fitting_blocks(self) -> int:
-        """Thread blocks of one warpgroup that a multiprocessor has registers and shared memory for, of the greediest
-        kernel. Registers are given out by 8 a thread, and no block starts while tensor memory is short.
+        """Number of one-warpgroup thread blocks that fit a multiprocessor.
+
+        The limit is the registers, the shared memory or the tensor memory, with the maximum of each over the kernels.
+        Registers are allocated in units of 8 per thread.
         """
         registers = max((-(-kernel.registers // 8) * 8 for kernel in self.kernels), default=8)
         return min(
@@ -126,7 +131,7 @@ class Report:
 
 
 def complaints(report: Report, case: Case) -> Iterator[str]:
-    """Yield each requirement of the case that its report does not meet; nothing if it passes."""
+    """Yield a message for each requirement of the case that the report does not meet."""
     if report.error is not None:
         yield f"does not compile: {report.error}"
         return
@@ -137,36 +142,36 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
             yield f"{kernel.name} has a stack frame of {kernel.stack} bytes"
         yield from (f"{kernel.name}: {remark}" for remark in kernel.remarks)
         if kernel.wanted_registers > kernel.given_registers:
-            yield f"{kernel.name}'s warpgroups want {kernel.wanted_registers} registers, of {kernel.given_registers}"
+            yield f"{kernel.name} requests {kernel.wanted_registers} registers, limit {kernel.given_registers}"
     if case.kernels and not report.kernels:
         yield "has no Mosaic GPU kernel"
     if case.tensor_cores and not any(kernel.tensor_cores for kernel in report.kernels):
         yield "uses no tensor cores"
     for kernel in report.kernels:
         if others := [each for each in kernel.tensor_cores if not each.startswith(OWN_TENSOR_CORES[case.card])]:
-            yield f"{kernel.name} multiplies as other cards do: {', '.join(others)}"
+            yield f"{kernel.name} uses tensor-core instructions of other cards: {', '.join(others)}"
     if report.tmem_columns > device.TMEM_COLUMNS:
-        yield f"takes {report.tmem_columns} columns of tensor memory, of {device.TMEM_COLUMNS}"
+        yield f"needs {report.tmem_columns} columns of tensor memory, limit {device.TMEM_COLUMNS}"
     if report.shared_memory > device.MAX_SHARED_MEMORY:
-        yield f"asks for {report.shared_memory} bytes of shared memory, of {device.MAX_SHARED_MEMORY}"
+        yield f"needs {report.shared_memory} bytes of shared memory, limit {device.MAX_SHARED_MEMORY}"
     elif (fitting := report.fitting_blocks) < case.blocks:
-        yield f"is meant for {case.blocks} thread blocks a multiprocessor, of which {fitting} fit"
-    if case.scratch_bytes and case.scratch_bytes not in report.block_bytes:  # a merge may ask for more
-        asked = " and ".join(map(str, report.block_bytes))
-        yield f"asks for {asked} bytes of shared memory, its scratch types come to {case.scratch_bytes}"
+        yield f"requires {case.blocks} thread blocks per multiprocessor, but {fitting} fit"
+    if case.scratch_bytes and case.scratch_bytes not in report.block_bytes:  # a merge kernel may need more
+        sizes = " and ".join(map(str, report.block_bytes))
+        yield f"needs {sizes} bytes of shared memory, but the scratch types have {case.scratch_bytes}"
     if report.temporaries > case.temporaries:
-        yield f"has {report.temporaries} bytes of temporaries, may have {case.temporaries}"
+        yield f"has {report.temporaries} bytes of temporaries, limit {case.temporaries}"
     if report.aliased < case.donated_bytes:
-        yield f"updates {report.aliased} bytes in place, of {case.donated_bytes} donated"
+        yield f"updates {report.aliased} of {case.donated_bytes} donated bytes in place"
     yield from (f"copies a cache: {copy}" for copy in report.copies)
     yield from (f"runs a kernel on slices: {name}" for name in report.on_slices)
-    yield from (f"joins the parts of a step: {join}" for join in report.joins)
+    yield from (f"concatenates or copies the attention output: {join}" for join in report.joins)
     if case.one_graph and report.launches != ("CommandBuffer",):
-        yield f"is not one CUDA graph, but {', '.join(report.launches)}"
+        yield f"is not one CUDA graph, but launches {', '.join(report.launches)}"
 
 
 def parse_kernels(dump: str) -> tuple[Kernel, ...]:
-    """The kernels in what Mosaic GPU prints while it compiles: for each, the assembler's log, then the disassembly."""
+    """Parse the kernels from the output of Mosaic GPU: for each kernel, the assembler's log, then the disassembly."""
     return tuple(_parse_kernel(log, sass) for log, sass in KERNEL.findall(dump))
 
 
@@ -198,8 +203,9 @@ def _find(pattern: str, text: str) -> tuple[str, ...]:
 
 
 def parse_tmem_columns(dump: str) -> int:
-    """Columns of tensor memory of the greediest kernel, from what Mosaic GPU prints about what it reserves. It takes a
-    power of two, 32 or more.
+    """Parse the maximum number of tensor memory columns of a kernel from Mosaic GPU's resource dump.
+
+    Mosaic GPU allocates a power of two of columns, at least 32.
     """
     wanted = [int(columns) for columns in re.findall(r"tmem_scratch_cols=(\d+)", dump)]
     most = max(wanted, default=0)
@@ -207,7 +213,7 @@ def parse_tmem_columns(dump: str) -> int:
 
 
 def parse_shared_memory(dump: str) -> tuple[int, ...]:
-    """Bytes of shared memory of each kernel, from what Mosaic GPU prints about what it reserves."""
+    """Parse the shared memory of each kernel [bytes] from Mosaic GPU's resource dump."""
     sizes = []
     for line in re.findall(r"Resources\((.*)\)", dump):
         (scratch,) = _find(r"smem_scratch_bytes=(\d+)", line)

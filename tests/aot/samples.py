@@ -1,4 +1,4 @@
-"""Two small kernels on which the compile gate is tried: both sound, and both easily spoilt."""
+"""Two small kernels for tests of the compile gate, and variants that break one requirement each."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tests.aot.case import Case, Tile, shape
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-"""Layout of 16-bit operands of the tensor cores in shared memory."""
+"""Shared-memory layout of 16-bit tensor-core operands."""
 
 
 def copy_pages(cache: jax.Array, page_ids: jax.Array) -> jax.Array:
-    """Writes page i of `cache` [N, rows, 128] over page page_ids[i], in place if it is donated."""
+    """Copy page i of `cache` [N, rows, 128] to page page_ids[i], in place if the cache is donated."""
 
-    def kernel(cache_ref, ids_ref, page, landed):
+    def kernel(cache_ref, ids_ref, page, full):
         i = lax.axis_index("page")
-        plgpu.copy_gmem_to_smem(cache_ref.at[i], page, landed)
-        plgpu.barrier_wait(landed)
+        plgpu.copy_gmem_to_smem(cache_ref.at[i], page, full)
+        plgpu.barrier_wait(full)
         plgpu.copy_smem_to_gmem(page, cache_ref.at[ids_ref[i]])
         plgpu.wait_smem_to_gmem(0)
 
@@ -39,25 +39,27 @@ def copy_pages(cache: jax.Array, page_ids: jax.Array) -> jax.Array:
 
 
 def stream_matmul(x: jax.Array, w: jax.Array, *, slots: int = 2, accumulators: int = 1) -> jax.Array:
-    """Sum over i of x[i] @ w[i]: x [T, 64, 64] is float32 and rounded to bfloat16 on the way, w [T, 64, n] bfloat16.
+    """Return the sum over i of x[i] @ w[i].
 
     Args:
-      slots: tiles in flight; too many do not fit shared memory.
-      accumulators: how often the sum is computed, side by side; too many do not fit the registers.
+      x: float32 [T, 64, 64], rounded to bfloat16 in the kernel.
+      w: bfloat16 [T, 64, n].
+      slots: number of pipeline stages. A large number exceeds shared memory.
+      accumulators: number of accumulators. Each one computes the whole sum. A large number spills registers.
     """
     n = w.shape[2]
 
-    def kernel(x_ref, w_ref, out_ref, x_tiles, w_tiles, out, landed):
+    def kernel(x_ref, w_ref, out_ref, x_tiles, w_tiles, out, full):
         num_tiles = x_ref.shape[0]
 
         def fetch(i):
             slot = lax.rem(i, slots)
-            plgpu.copy_gmem_to_smem(x_ref.at[i], x_tiles.at[slot], landed.at[slot])
-            plgpu.copy_gmem_to_smem(w_ref.at[i], w_tiles.at[slot], landed.at[slot])
+            plgpu.copy_gmem_to_smem(x_ref.at[i], x_tiles.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(w_ref.at[i], w_tiles.at[slot], full.at[slot])
 
         def body(i, sums):
             slot = lax.rem(i, slots)
-            plgpu.barrier_wait(landed.at[slot])
+            plgpu.barrier_wait(full.at[slot])
             x_tile = plgpu.load(x_tiles.at[slot], layout=plgpu.Layout.WGMMA).astype(w.dtype)
 
             def accumulate(total):
@@ -89,7 +91,7 @@ def stream_matmul(x: jax.Array, w: jax.Array, *, slots: int = 2, accumulators: i
 
 
 def pages(num_copied: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Arguments of `copy_pages`, and so a kernel, for so many pages."""
+    """Return arguments of `copy_pages`. Each `num_copied` gives another kernel."""
     return {"cache": shape(64, 64, 128), "page_ids": shape(num_copied, dtype=jnp.int32)}
 
 
@@ -99,7 +101,7 @@ STREAMS_TILES = Case(stream_matmul, TILES, tile=Tile(num_bytes=64 * 128 * 2, mul
 
 
 def widened(cache: jax.Array) -> jax.Array:
-    """A result that cannot take the place of its argument."""
+    """Return a result that cannot reuse the memory of its argument."""
     return cache.astype(jnp.float32)
 
 
@@ -112,8 +114,10 @@ SAMPLES = {
     "copies-its-cache": replace(COPIES_PAGES, arguments=pages(10), donated=False),
     "is-not-in-place": Case(widened, {"cache": shape(64, 64, 128)}, cache="cache", donated=True, tensor_cores=False),
     "has-no-kernel": replace(STREAMS_TILES, function=lambda x, w: jnp.float32(0)),
-    # XLA leaves fewer than five operations as they are
+    # XLA builds no graph of fewer than five operations
     "is-not-one-graph": replace(STREAMS_TILES, function=functools.partial(stream_matmul, slots=3), one_graph=True),
     "has-temporaries": replace(STREAMS_TILES, function=lambda x, w: stream_matmul(2 * x, w, slots=4)),
 }
-"""Each has a kernel of its own: a process compiles a kernel once, and only the first report that has it shows it."""
+"""Samples by name. Each sample has a different kernel, because a process compiles equal kernels once: only the report
+of the first sample would have the kernel.
+"""

@@ -1,4 +1,4 @@
-"""A check of kernels that are lowered with lane semantics: whether integers are as signed as their dtypes say."""
+"""Check that kernels lowered with lane semantics have integer values whose signedness matches their dtype."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jax.experimental.mosaic.gpu import FragmentedArray
 
 
 def checked(primitive: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering rule that raises AssertionError if an integer result is signed and its dtype is not, or vice versa."""
+    """Wrap a lowering rule: raise AssertionError if an integer result and its dtype differ in signedness."""
 
     @functools.wraps(rule)
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         lowered = rule(ctx, *args, **params)
         values = lowered if isinstance(lowered, (list, tuple)) else [lowered]
-        for value, aval in zip(values, ctx.avals_out, strict=False):  # what stores gives None
+        for value, aval in zip(values, ctx.avals_out, strict=False):  # a store returns None
             if isinstance(value, FragmentedArray) and jnp.issubdtype(aval.dtype, jnp.integer):
                 signed = jnp.issubdtype(aval.dtype, jnp.signedinteger)
                 assert value.is_signed is signed, f"{primitive}: {aval} is lowered with is_signed={value.is_signed}"
@@ -29,6 +29,6 @@ def checked(primitive: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check() -> None:
-    """Has all kernels of this process checked from here on. Functions of jax that are to be replaced are by then."""
+    """Check all kernels that this process lowers from now on. Call this after the patches of jax are applied."""
     rules = lowering.mosaic_lowering_rules[gpu_core.LANExWG_SEMANTICS]
     rules.update({primitive: checked(primitive, rule) for primitive, rule in rules.items()})

@@ -1,9 +1,12 @@
-"""Hash of everything on which the report of a case depends: the code that it can reach, and the pins of the compilers.
+"""Hash of everything on which the report of a case depends: the reachable code, and the pinned compiler versions.
 
 Docstrings, comments and formatting do not change the hash.
 
-Files are followed by what they import, wherever in them. An operation stands for its whole folder, since it loads its
-implementations by name; and `import pallas_attn` for the package's own modules and the operations that the file names.
+The reachable code of a file consists of its imports, including imports inside functions, and their imports. There are
+two special cases:
+- An operation depends on all files of its folder, because it loads its implementations by name.
+- `import pallas_attn` depends on the modules directly in the package and in `runtime`, and on the operations that the
+  importing file names.
 """
 
 from __future__ import annotations
@@ -18,14 +21,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("pallas_attn", "models", "scripts", "tests")
 LIBRARY, OPS = ROOT / "pallas_attn", ROOT / "pallas_attn" / "ops"
 OVERVIEWS = ("explain", "__main__")
-"""Modules of the library that import every operation, and that none calls."""
+"""Modules of the library that import every operation. No operation depends on them."""
 GATE = ("case", "compile", "device", "environment", "report", "sources")
-"""The gate's own modules that every case is compiled with."""
+"""Modules of the gate that affect the report of every case."""
 
 
 @functools.cache
 def key(module: str, plugin: str) -> str:
-    """The hash for the cases that a module defines, compiled with a plugin."""
+    """Return the hash for the cases of a module, compiled with a plugin."""
     files = reachable(_file(module))
     for name in GATE:
         files |= reachable(_file(f"tests.aot.{name}"), without=_file("tests.aot.cases"))
@@ -39,7 +42,7 @@ def key(module: str, plugin: str) -> str:
 
 @functools.cache
 def code_of(file: Path) -> bytes:
-    """Return a hash of a file: of the code without docstrings for Python, of all bytes for others."""
+    """Return a hash of a file: for Python, of the code without docstrings and comments; otherwise, of all bytes."""
     contents = file.read_bytes()
     if file.suffix == ".py":
         tree = ast.parse(contents)
@@ -56,7 +59,7 @@ def _is_string(node: ast.stmt) -> bool:
 
 
 def reachable(start: Path, without: Path | None = None) -> set[Path]:
-    """The files of this repository that a file imports, and those that they import; itself included."""
+    """Return the files of this repository that a file imports, directly or indirectly, and the file itself."""
     found, left = set(), [start]
     while left:
         file = left.pop()
@@ -68,7 +71,7 @@ def reachable(start: Path, without: Path | None = None) -> set[Path]:
 
 @functools.cache
 def neighbours(file: Path) -> frozenset[Path]:
-    """The files of this repository that a file imports itself."""
+    """Return the files of this repository that a file imports directly."""
     if file == LIBRARY / "__init__.py":
         files = (*LIBRARY.glob("*.py"), *(LIBRARY / "runtime").glob("*.py"))
         return frozenset(file for file in files if file.stem not in OVERVIEWS)
@@ -83,7 +86,7 @@ def neighbours(file: Path) -> frozenset[Path]:
 
 
 def _word(node: ast.AST) -> str:
-    """The name that a node has or refers to, empty if none."""
+    """Return the last component of the name that a node refers to; empty if it has no name."""
     match node:
         case ast.Name(id=word) | ast.Attribute(attr=word) | ast.alias(name=word) | ast.Constant(value=str(word)):
             return word.rpartition(".")[2]
@@ -91,7 +94,10 @@ def _word(node: ast.AST) -> str:
 
 
 def _imports(tree: ast.AST, file: Path) -> Iterator[str]:
-    """Modules of this repository, of `from package import name` both the package and, if it is one, the module."""
+    """Yield the imported modules of this repository.
+
+    `from package import name` yields the package, and also `package.name` if it is a module.
+    """
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -99,11 +105,11 @@ def _imports(tree: ast.AST, file: Path) -> Iterator[str]:
             case ast.ImportFrom(module=str(module), names=names, level=0):
                 candidates = [module, *(f"{module}.{alias.name}" for alias in names)]
             case ast.ImportFrom():
-                raise ValueError(f"{file}: relative imports are not followed")
+                raise ValueError(f"{file}: relative imports are not supported")
             case _:
                 continue
         for module in candidates:
-            # `import a.b` runs a, too, but a package's own file matters only to what is taken from it.
+            # `import a.b` also runs the `__init__` of a. It is not a dependency unless the file imports names from it.
             if module.partition(".")[0] in PACKAGES and _exists(module):
                 yield module
 

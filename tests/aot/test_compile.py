@@ -1,4 +1,4 @@
-"""Every case compiles for Hopper and meets its requirements."""
+"""Every case compiles and meets its requirements. `make test` runs a part of the cases, `make test-slow` all cases."""
 
 import jax.numpy as jnp
 import pytest
@@ -24,16 +24,16 @@ def test_cuda12(compilers, name):
 
 
 def test_every_case_has_a_module() -> None:
-    """The key of a kept report follows from its case's module."""
+    """The key of a cached report depends on the module of its case."""
     assert MODULES.keys() == CASES.keys()
 
 
-def test_packaged_tunings_are_compiled():
+def test_every_packaged_tuning_has_a_case():
     compiled = {(device, configuration.key) for device, configuration in decode.tuned()}
     assert compiled == {(device, key) for device, keys in decode.tunings().items() for key in keys}
 
 
-def test_a_tuning_is_for_every_cache_of_its_sizes(monkeypatch):
+def test_tuning_has_a_case_for_each_cache_dtype_of_its_size(monkeypatch):
     fp8, bf16 = (
         decode.Configuration("fp8-head", columns=24, page_size=16),
         decode.Configuration("bf16", out=jnp.float32),

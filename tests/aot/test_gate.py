@@ -1,4 +1,4 @@
-"""The gate lets through what is sound and catches what is not."""
+"""The compile gate accepts correct kernels and reports defects."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ def compiler(request, compilers):
 
 
 @pytest.mark.parametrize("name", ["copies-pages", "streams-tiles"])
-def test_sound_kernels_pass(compiler, name):
+def test_correct_kernels_pass(compiler, name):
     assert not list(complaints(compiler.report(name), SAMPLES[name]))
 
 
@@ -35,18 +35,18 @@ def test_sound_kernels_pass(compiler, name):
         ("does-not-fit-shared-memory", ["exceeds available shared memory: smem_bytes=294976"]),
         ("leaves-the-tensor-cores-idle", ["uses no tensor cores"]),
         ("copies-its-cache", ["copies a cache: copy of bf16[64,64,128]"]),
-        ("is-not-in-place", ["updates 0 bytes in place, of 1048576 donated"]),
+        ("is-not-in-place", ["updates 0 of 1048576 donated bytes in place"]),
         ("has-no-kernel", ["has no Mosaic GPU kernel", "uses no tensor cores"]),
-        ("has-temporaries", ["has 262144 bytes of temporaries, may have 0"]),
-        ("is-not-one-graph", ["is not one CUDA graph, but CustomCall"]),
+        ("has-temporaries", ["has 262144 bytes of temporaries, limit 0"]),
+        ("is-not-one-graph", ["is not one CUDA graph, but launches CustomCall"]),
     ],
 )
-def test_spoilt_kernels_are_caught(compiler, name, words):
+def test_defective_kernels_are_reported(compiler, name, words):
     found = "\n".join(complaints(compiler.report(name), SAMPLES[name]))
     assert not [each for each in words if each not in found], found
 
 
-def test_a_kernel_is_described(compiler):
+def test_report_has_instructions_registers_and_shared_memory(compiler):
     report = compiler.report("streams-tiles")
     (kernel,) = report.kernels
     assert kernel.tensor_cores == ("HGMMA.64x128x16.F32.BF16",)
@@ -55,27 +55,27 @@ def test_a_kernel_is_described(compiler):
     assert report.shared_memory == tiles + sums + barriers
 
 
-def test_samples_have_kernels_of_their_own(compiler):
-    """Whatever was compiled before them: a process compiles a kernel once."""
+def test_samples_have_different_kernels(compiler):
+    """Each report has a kernel in any order of the samples, although a process compiles equal kernels once."""
     without = {"has-no-kernel", "is-not-in-place", "does-not-fit-shared-memory"}
     counts = {name: len(compiler.report(name).kernels) for name in reversed(SAMPLES) if name not in without}
     assert set(counts.values()) == {1}, counts
 
 
-def test_a_case_that_does_not_compile_ends_no_other(compiler):
+def test_compile_error_does_not_affect_the_next_case(compiler):
     assert compiler.report("does-not-fit-shared-memory").error
     assert compiler.report("copies-pages").error is None
 
 
 @pytest.mark.parametrize("plugin", environment.PLUGINS)
-def test_the_packages_tools_come_first(compilers, plugin):
+def test_tools_of_the_plugin_come_first_on_path(compilers, plugin):
     compilers(plugin)
     path = environment.variables(plugin)["PATH"]
     for tool in ("ptxas", "nvdisasm"):
         assert Path(shutil.which(tool, path=path) or "").is_relative_to(environment.packages(plugin))
 
 
-# --- what is kept
+# --- cached reports
 
 
 def reached(name):
@@ -83,7 +83,7 @@ def reached(name):
     return {str(file.relative_to(environment.ROOT)) for file in files}
 
 
-def test_what_a_case_depends_on():
+def test_reachable_files_of_a_case():
     decode = reached("decode")
     assert {
         "tests/aot/plans.py",
@@ -97,7 +97,7 @@ def test_what_a_case_depends_on():
 
 @pytest.fixture
 def repository(monkeypatch, tmp_path):
-    """A library of one operation, a case of it, and a gate that is empty."""
+    """Temporary repository: a library with one operation, one module of cases, and empty gate modules."""
     files = {
         "pallas_attn/__init__.py": "",
         "pallas_attn/ops/write_kv/__init__.py": "",
@@ -136,25 +136,25 @@ def forget_sources():
         ("pallas_attn/mosaic/others.py", 1),
     ],
 )
-def test_a_report_is_kept_until_something_changes_that_it_depends_on(file, compiled, repository, monkeypatch):
+def test_report_is_cached_until_a_dependency_changes(file, compiled, repository, monkeypatch):
     monkeypatch.setattr(gate, "MODULES", {"a": "writes"})
-    asked = []
+    requested = []
     kernel = Kernel("k", 32, 0, 0, 0, (), ("HGMMA",), "sass")
-    monkeypatch.setattr(Compiler, "_compile", lambda self, name: asked.append(name) or Report(kernels=(kernel,)))
+    monkeypatch.setattr(Compiler, "_compile", lambda self, name: requested.append(name) or Report(kernels=(kernel,)))
     for _ in range(2):
         forget_sources()
         report = Compiler("cuda13").report("a")
         assert report.kernels[0].name == "k"
-    assert len(asked) == 1
+    assert len(requested) == 1
     comment, change = ("\n# changed", "\nCHANGED = 1") if file.endswith(".py") else ("", "changed")
     (repository / file).write_text((repository / file).read_text() + comment)
     forget_sources()
     Compiler("cuda13").report("a")
-    assert len(asked) == 1, "a comment changes no machine code"
+    assert len(requested) == 1, "a comment changes no machine code"
     (repository / file).write_text((repository / file).read_text() + change)
     forget_sources()
     Compiler("cuda13").report("a")
-    assert len(asked) == compiled
+    assert len(requested) == compiled
 
 
 def test_recorded_report_is_used_until_the_code_changes(repository, monkeypatch):
@@ -174,37 +174,37 @@ def test_recorded_report_is_used_until_the_code_changes(repository, monkeypatch)
     assert compiled == ["a"]
 
 
-def test_recorded_reports_are_of_the_cases_of_every_run():
+def test_recorded_reports_cover_the_cases_of_every_run():
     recorded = gate.recorded()
     assert set(recorded["cuda13"]) == IN_EVERY_RUN
     assert set(recorded["cuda12"]) == ON_BOTH_PLUGINS
 
 
-def test_a_report_of_an_error_is_not_kept(repository, monkeypatch):
+def test_report_of_an_error_is_not_cached(repository, monkeypatch):
     monkeypatch.setattr(gate, "MODULES", {"a": "writes"})
-    asked = []
-    monkeypatch.setattr(Compiler, "_compile", lambda self, name: asked.append(name) or Report(error="spilt"))
+    requested = []
+    monkeypatch.setattr(Compiler, "_compile", lambda self, name: requested.append(name) or Report(error="crashed"))
     forget_sources()
     for _ in range(2):
-        assert Compiler("cuda13").report("a").error == "spilt"
-    assert len(asked) == 2
+        assert Compiler("cuda13").report("a").error == "crashed"
+    assert len(requested) == 2
 
 
-# --- without the packages
+# --- without the plugins
 
 
-def test_elsewhere_the_reason_is_told(monkeypatch, tmp_path):
+def test_missing_plugin_has_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(environment.sys, "platform", "linux")
     monkeypatch.setattr(environment.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(environment, "ROOT", tmp_path)
-    assert "`make aot-cuda12` brings them" in str(environment.missing("cuda12"))
+    assert "run `make aot-cuda12`" in str(environment.missing("cuda12"))
     environment.packages("cuda12").mkdir(parents=True)
     assert environment.missing("cuda12") is None
     monkeypatch.setattr(environment.platform, "machine", lambda: "arm64")
     assert "this is linux on arm64" in str(environment.missing("cuda12"))
 
 
-def test_plugins_are_of_the_tests_own_jax():
+def test_plugin_versions_match_jax():
     for plugin in environment.PLUGINS:
         pins = (Path(__file__).parent / f"{plugin}.txt").read_text()
         assert f"jax-{plugin}-plugin=={jax.__version__}" in pins
@@ -229,7 +229,7 @@ ptxas info    : Compile time = 407.159 ms
 """
 
 
-def test_kernels_are_read_off_the_dump():
+def test_kernels_are_parsed_from_the_dump():
     first, second = parse_kernels(LOG + LOG.replace("decode_", "merge_").replace("QGMMA", "FADD"))
     tensor_cores = ("QGMMA.64x64x32.F32.E4M3.E4M3",)
     assert (first.name, first.registers, first.stack) == ("decode", 168, 16)
@@ -238,12 +238,12 @@ def test_kernels_are_read_off_the_dump():
     assert (second.name, second.tensor_cores) == ("merge", ())
 
 
-def test_a_kernel_without_disassembly_is_an_error():
+def test_kernel_without_disassembly_is_an_error():
     with pytest.raises(ValueError, match="disassembly of decode_mosaic_gpu_kernel is missing"):
         parse_kernels(LOG.partition("//---")[0])
 
 
-def test_shared_memory_counts_barriers():
+def test_shared_memory_includes_barriers():
     barriers = "Counter({Barrier(arrival_count=2, num_barriers=3, orders_tensor_core=False): 2})"
     line = f"Resources(smem_scratch_bytes=1024, barrier_counts={barriers}, scoped_gmem_semaphores={{}})\n"
     assert parse_shared_memory(line + line.replace("1024", "512")) == (1024 + 3 * 2 * 8, 512 + 3 * 2 * 8)
@@ -258,64 +258,64 @@ def test_shared_memory_has_a_limit():
 
 
 @pytest.mark.parametrize(
-    ("registers", "asked", "wanted"),
+    ("registers", "requests", "wanted"),
     [
         (168, ("TRY_ALLOC.CTAPOOL UP0, 0xe8", "DEALLOC.CTAPOOL 0x28", "TRY_ALLOC.CTAPOOL UP0, 0xe8"), 504),
         (168, ("TRY_ALLOC.CTAPOOL UP0, 0xf0", "DEALLOC.CTAPOOL 0x20", "TRY_ALLOC.CTAPOOL UP0, 0xf0"), 512),
-        (128, ("DEALLOC.CTAPOOL 0x20", "TRY_ALLOC.CTAPOOL UP0, 0xa0"), 512),  # three warpgroups share the branch
+        (128, ("DEALLOC.CTAPOOL 0x20", "TRY_ALLOC.CTAPOOL UP0, 0xa0"), 512),  # three warpgroups share the instruction
         (128, ("DEALLOC.CTAPOOL 0x28", "TRY_ALLOC.CTAPOOL UP0, 0xa0"), 520),
         (255, (), 0),
     ],
 )
-def test_warpgroups_ask_for_no_more_registers_than_there_are(registers, asked, wanted):
-    sass = "".join(f"/*0500*/ USETMAXREG.{each} ;\n" for each in asked)
+def test_registers_of_warpgroups_have_a_limit(registers, requests, wanted):
+    sass = "".join(f"/*0500*/ USETMAXREG.{each} ;\n" for each in requests)
     kernel = Kernel("k", registers, 0, 0, 0, (), ("HGMMA",), sass)
     assert kernel.wanted_registers == wanted
-    told = list(complaints(Report(kernels=(kernel,)), Case(abs, {"x": shape(1)})))
+    found = list(complaints(Report(kernels=(kernel,)), Case(abs, {"x": shape(1)})))
     given = 504 if registers == 168 else 512
-    assert told == ([f"k's warpgroups want {wanted} registers, of {given}"] if wanted > given else [])
+    assert found == ([f"k requests {wanted} registers, limit {given}"] if wanted > given else [])
 
 
 def test_tensor_memory_has_a_limit():
-    """A thread block takes a power of two of columns, and has to leave some to the blocks beside it."""
+    """A thread block allocates a power of two of columns. `blocks` thread blocks must fit one multiprocessor."""
     kernel = Kernel("k", 32, 0, 0, 0, (), ("UTCHMMA",), "")
     line = "Resources(smem_scratch_bytes=1024, tmem_scratch_cols={}, barrier_counts=Counter())\n"
     assert [parse_tmem_columns(line.format(n)) for n in (0, 16, 96, 512, 520)] == [0, 32, 128, 512, 1024]
     on_b200 = Case(abs, {"x": shape(1)}, card="B200", blocks=2)
     assert not list(complaints(Report(kernels=(kernel,), tmem_columns=256), on_b200))
     (complaint,) = complaints(Report(kernels=(kernel,), tmem_columns=512), on_b200)
-    assert complaint == "is meant for 2 thread blocks a multiprocessor, of which 1 fit"
+    assert complaint == "requires 2 thread blocks per multiprocessor, but 1 fit"
     first, *_ = complaints(Report(kernels=(kernel,), tmem_columns=1024), on_b200)
-    assert first == "takes 1024 columns of tensor memory, of 512"
+    assert first == "needs 1024 columns of tensor memory, limit 512"
 
 
 @pytest.mark.parametrize("other", ["HMMA.16816.F32", "HGMMA.64x8x16.F32"])
-def test_a_card_multiplies_with_its_own_tensor_cores(other):
+def test_tensor_core_instructions_of_another_card_are_reported(other):
     kernel = Kernel("k", 32, 0, 0, 0, (), ("UTCHMMA", other), "")
     (complaint,) = complaints(Report(kernels=(kernel,)), Case(abs, {"x": shape(1)}, card="B200"))
-    assert complaint == f"k multiplies as other cards do: {other}"
+    assert complaint == f"k uses tensor-core instructions of other cards: {other}"
 
 
-def test_shared_memory_is_what_the_scratch_types_come_to():
+def test_shared_memory_equals_the_size_of_the_scratch_types():
     report = Report(kernels=(Kernel("k", 32, 0, 0, 0, (), ("HGMMA.64x8x16.F32",), ""),), block_bytes=(4096, 5120))
     assert not list(complaints(report, Case(abs, {"x": shape(1)}, scratch_bytes=4096)))
     (complaint,) = complaints(report, Case(abs, {"x": shape(1)}, scratch_bytes=4104))
-    assert complaint == "asks for 4096 and 5120 bytes of shared memory, its scratch types come to 4104"
+    assert complaint == "needs 4096 and 5120 bytes of shared memory, but the scratch types have 4104"
 
 
 @pytest.mark.parametrize(
     ("registers", "shared_memory", "fit"), [(128, 1024, 4), (129, 1024, 3), (32, 57344, 4), (32, 57345, 3)]
 )
-def test_thread_blocks_have_to_fit(registers, shared_memory, fit):
+def test_required_thread_blocks_fit_a_multiprocessor(registers, shared_memory, fit):
     report = Report(kernels=(Kernel("k", registers, 0, 0, 0, (), ("HGMMA",), ""),), block_bytes=(shared_memory,))
     case = Case(abs, {"x": shape(1)}, blocks=4)
     assert list(complaints(report, case)) == [
-        f"is meant for 4 thread blocks a multiprocessor, of which {fit} fit" for _ in range(4 - fit)
+        f"requires 4 thread blocks per multiprocessor, but {fit} fit" for _ in range(4 - fit)
     ]
 
 
 @pytest.mark.parametrize("mode", ["balanced", "fixed"])
-def test_shapes_of_plans_are_those_that_are_made(mode):
+def test_plan_shapes_equal_plan_decode(mode):
     made = jax.eval_shape(
         functools.partial(pallas_attn.plan_decode, num_programs=5, mode=mode, implementation="xla"),
         **plans.step(3, page_size=16, kv_heads=2),
@@ -353,7 +353,7 @@ def test_large_copies_are_found():
     assert large_copies(module, 64 * 64 * 128) == ("copy of bf16[64,64,128]", "copy-start of s8[64,64,128]")
 
 
-def test_joins_of_a_step_are_found():
+def test_concatenations_and_copies_of_the_output_are_found():
     module = """
     %param_0.1: bf16[2112,64,64])
   %concatenate.3 = bf16[2112,64,64]{2,1,0} concatenate(%parameter_0.1, %parameter_1.1), dimensions={0}

@@ -1,4 +1,4 @@
-"""A process that imports no Mosaic finds the same tools as one that does, with the packages that have them."""
+"""`mosaic_tools.find` finds the same tools as an import of Mosaic GPU, in an environment with a CUDA plugin."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from tests.aot import environment
 PROGRAM = """
 import json, os, sys
 import jax
-from pallas_attn import mosaic_tools
+from pallas_attn.runtime import mosaic_tools
 if sys.argv[1] == "unknown":
     mosaic_tools.KNOWN_CORE = frozenset()
 if sys.argv[1] == "imported":
@@ -24,7 +24,7 @@ print(json.dumps([variables, mosaic_tools.CORE in sys.modules]))
 
 
 def found(plugin, how):
-    """Variables of a process, and whether it imported Mosaic."""
+    """Return the MOSAIC_GPU_* variables of a new process, and whether the process has imported Mosaic GPU."""
     variables = {k: v for k, v in environment.variables(plugin).items() if not k.startswith("MOSAIC_GPU_")}
     variables["PYTHONPATH"] += f":{environment.ROOT}"
     run = subprocess.run(
@@ -34,7 +34,7 @@ def found(plugin, how):
 
 
 @pytest.mark.parametrize("plugin", environment.PLUGINS)
-def test_they_are_those_that_importing_mosaic_finds(plugin):
+def test_find_sets_the_same_variables_as_importing_mosaic(plugin):
     if reason := environment.missing(plugin):
         pytest.skip(reason)
     want, _ = found(plugin, "imported")

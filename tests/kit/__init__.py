@@ -1,1 +1,1 @@
-"""Helpers that tests of several packages share."""
+"""Helpers for tests of several packages."""

@@ -1,15 +1,14 @@
-"""Interprets Mosaic kernels in a fraction of the time.
+"""Patches of jax's interpreter for Mosaic kernels that reduce its run time.
 
-jax's interpreter makes a program of a kernel, with each load, store and wait an `io_callback`, and has XLA compile it,
-once for what surrounds the threads and once for a thread. On small inputs that takes ten times as long as all threads
-run; `numpy_evaluator` runs the same programs without compiling them.
+- The interpreter translates a kernel to a program in which each load, store and wait is an `io_callback`, and XLA
+  compiles the program: the code around the threads, and the code of a thread. On small inputs, compilation takes ten
+  times as long as execution. With the patch, `numpy_evaluator` runs the same programs without compilation.
+- Inside `shard_map`, XLA still compiles and runs the callbacks. `io_callback` converts every argument to a jax array
+  on the CPU. The callbacks of the interpreter convert it back to numpy, so the patch passes numpy arrays.
+- The race detector compares each access with all earlier accesses of its buffer one by one. The patch compares them in
+  one numpy operation.
 
-Where XLA runs the callbacks all the same (in `shard_map`), `io_callback` first puts every argument on the CPU as an
-array of jax, for callbacks that compute with jax. The interpreter's do not: they turn them back.
-
-The search for races compares each access with all earlier ones of its buffer, one by one; here all at once.
-
-A jax whose functions read otherwise than those of `WRITTEN_FOR` is left as it is.
+The patches apply only if the source of every replaced function equals the source in jax `WRITTEN_FOR`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas
 from tests.kit import numpy_evaluator
 
 WRITTEN_FOR = "0.11.2"
-"""The version of jax with the functions in `KNOWN`."""
+"""Version of jax that has the functions in `KNOWN`."""
 
 ORIGINAL = callbacks.io_callback_impl
 TO_INT = shared_memory._to_int
@@ -49,7 +48,7 @@ KNOWN = {
     INTERPRET: "5ff9d8a279c24d2b77b3123893f3dcfc197ff884cb1ec6a45ba05e1c49b99f6e",
     TO_INT: "18d313ec1d2461a1a06a1226f7b8304d9ba4c963f92fb73f3ccc9062316ffd3d",
 }
-"""SHA-256 of the source of each function that is replaced."""
+"""SHA-256 of the source of each function that is replaced or relied upon."""
 INTERPRETERS = ("jax._src.pallas.mosaic_gpu.interpret.", "jax._src.pallas.mosaic.interpret.", __name__)
 
 
@@ -58,7 +57,7 @@ def fingerprint(function: Any) -> str:
 
 
 def apply() -> bool:
-    """Replaces jax's functions if they are the known ones; returns whether they are."""
+    """Replace the functions of jax if all of them are known. Return whether they were replaced."""
     if any(fingerprint(function) != known for function, known in KNOWN.items()):
         return False
     callbacks.io_callback_impl = run_callback
@@ -71,8 +70,8 @@ def apply() -> bool:
 
 
 def interpret(*args: Any, **params: Any) -> Any:
-    """Interprets a kernel as jax's function does, in one callback that evaluates what jax would compile."""
-    if core.get_axis_env().axis_sizes:  # in `shard_map`: the program asks for its place
+    """Interpret a kernel like jax's function, in one callback that evaluates the program instead of compiling it."""
+    if core.get_axis_env().axis_sizes:  # in `shard_map`, the program reads its device's axis index
         return INTERPRET(*args, **params)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
     program, outputs = jax.make_jaxpr(functools.partial(INTERPRET, **params), return_shape=True)(*shapes)
@@ -84,7 +83,7 @@ def interpret(*args: Any, **params: Any) -> Any:
 
 
 def run_thread(jaxpr: Any, consts: Sequence[Any], *args: Any) -> None:
-    """Runs a thread of a kernel. An error, as of a check that a test puts into it, ends the others' waits for it."""
+    """Run one thread of a kernel. An error, for example of a check in a test, ends the waits of the other threads."""
     try:
         numpy_evaluator.evaluate(jaxpr, consts, args)
     except Exception as error:
@@ -93,7 +92,7 @@ def run_thread(jaxpr: Any, consts: Sequence[Any], *args: Any) -> None:
 
 
 def run_callback(*args: Any, callback: Any, **settings: Any) -> Any:
-    """Runs a callback: the interpreter's, and ours, on copies of its arguments, others as jax does."""
+    """Run a callback of the interpreter or of this module on numpy copies of its arguments, and others like jax."""
     if not is_interpreters(callback.callback_func):
         return ORIGINAL(*args, callback=callback, **settings)
     return jax.tree.map(np.asarray, callback(*map(np.array, args)))
@@ -106,12 +105,12 @@ def is_interpreters(function: Any) -> bool:
 
 
 def to_int(x: Any) -> Any:
-    """Converts a scalar to an int as jax's function does, one of numpy too."""
+    """Convert a scalar to an int like jax's function, and accept a numpy scalar array too."""
     return x.item() if isinstance(x, np.ndarray) else TO_INT(x)
 
 
 class Frame:
-    """Place of a kernel's access to a buffer, put into words when a race is reported."""
+    """Source location of an access to a buffer. It is formatted only when a race is reported."""
 
     def __init__(self, source_info: source_info_util.SourceInfo | None):
         self.source_info = source_info
@@ -121,7 +120,7 @@ class Frame:
 
 
 def check_read(self: Any, thread: Any, clock: Any, buffer_key: Any, rnge: Any, source_info: Any = None) -> None:
-    """Records a read; jax's function does, and reports, one that races with a write."""
+    """Record a read. If it races with a write, call jax's function, which records and reports it."""
     with self.lock:
         races = any_race(self.writes[buffer_key], clock, rnge)
         if not races:
@@ -131,7 +130,7 @@ def check_read(self: Any, thread: Any, clock: Any, buffer_key: Any, rnge: Any, s
 
 
 def check_write(self: Any, thread: Any, clock: Any, buffer_key: Any, rnge: Any, source_info: Any = None) -> None:
-    """Records a write; jax's function does, and reports, one that races with a read or a write."""
+    """Record a write. If it races with a read or a write, call jax's function, which records and reports it."""
     with self.lock:
         races = any(any_race(accesses[buffer_key], clock, rnge) for accesses in (self.writes, self.reads))
         if not races:
@@ -141,10 +140,10 @@ def check_write(self: Any, thread: Any, clock: Any, buffer_key: Any, rnge: Any, 
 
 
 def any_race(accesses: Sequence[Any], clock: Any, rnge: Any) -> bool:
-    """Whether any of the accesses is neither before nor after `clock` and overlaps `rnge`."""
+    """Return whether an access is unordered with `clock` (neither before nor after it) and overlaps `rnge`."""
     if not accesses:
         return False
     clocks = np.concatenate([clock.clock for _, clock, _, _ in accesses]).reshape(len(accesses), -1)
     no_later, no_earlier = (clocks <= clock.clock).all(1), (clocks >= clock.clock).all(1)
-    unordered = np.flatnonzero(no_later == no_earlier)  # equal clocks are both
+    unordered = np.flatnonzero(no_later == no_earlier)  # both are true for equal clocks
     return any(race_detection_state._ranges_overlap(rnge, accesses[i][2]) for i in unordered.tolist())

@@ -1,6 +1,6 @@
-"""Helpers that the contract suites share: fresh inputs, poisoned pages, comparisons, and inspection of compiled calls.
+"""Helpers of the contract suites: random inputs, poisoned pages, comparisons, and inspection of compiled calls.
 
-A suite runs every implementation of its operation; `VARIANTS` has their settings and tolerances.
+A suite runs every implementation of its operation, with the settings and tolerances in `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pallas_attn.runtime.device import Architecture
 type Jitted = jax.stages.Wrapped
 
 GARBAGE = 2_147_480_000
-"""Block table entry where no token is visible: used as a page, it is far outside any pool."""
+"""Block table entry of a page without visible tokens. As a page id, it is outside every pool."""
 
 
 # --- plans
 
 
 def plan_for(arguments: Mapping[str, Any], **options: Any) -> DecodePlan:
-    """Plan for the decode call of these arguments; `options` go to `plan_decode`."""
+    """Return a plan for a decode call with these arguments. `options` are passed to `plan_decode`."""
     names = "q", "q_latent", "q_rope", "kv", "cache", "block_tables", "kv_lens", "q_lens", "window"
     given: dict[str, Any] = {name: arguments[name] for name in names if arguments.get(name) is not None}
     given = {name: x if isinstance(x, int) else jax.tree.map(jnp.asarray, x) for name, x in given.items()}
@@ -59,8 +59,8 @@ def plan_for(arguments: Mapping[str, Any], **options: Any) -> DecodePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """Bounds of an error: |got - want| <= absolute + relative · |want| for each element, 1 - cosine <= `cosine` over
-    all.
+    """Error bounds: |got - want| <= absolute + relative · |want| per element, and 1 - cosine <= `cosine` over all
+    elements.
     """
 
     absolute: float
@@ -75,28 +75,30 @@ HALF_LSE = Tolerance(1e-5, 8 / 65536, 5e-6)
 BF16_ROUNDOFF = 2**-9
 """Maximum relative error of rounding to bfloat16."""
 ROUNDED_TWICE = 0.5 * (2 * BF16_ROUNDOFF) ** 2 / (1 - 2 * BF16_ROUNDOFF)
-"""Maximum of 1 - cosine if all elements have the same two roundings to bfloat16: of a weight and of the output.
+"""Maximum of 1 - cosine if all elements have the same two bfloat16 rounding errors, of a weight and of the output.
 
-`HALF_OUT` assumes that roundings are independent. They are not if the largest outputs come from a single key: its
-weight is rounded once for all columns.
+`HALF_OUT` assumes independent rounding errors. They are equal if the largest outputs come from a single key, because
+the weight of a key is rounded once for all columns.
 """
 HALF_SCALE = 0.125
-"""Deviation of the values of 16-bit inputs. Weights rounded to bfloat16 err by 2**-9 of the values they weigh, however
-small their sum is; the absolute tolerance, FlashMLA's, is for values of this size (its own tests have 0.1). With values
-of twice this size, queries that see few keys exceed it now and then.
+"""Standard deviation of the values (V, or latents) of 16-bit inputs.
+
+The error of a weight rounded to bfloat16 is up to 2**-9 of the value that it multiplies, even if the output is small.
+The absolute tolerance is from FlashMLA, and its tests use a deviation of 0.1. With 0.25, queries that see few keys
+sometimes exceed the tolerance.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Implementation with the settings that the suites run it with, and the tolerances it must keep.
+    """Implementation, its settings in the contract suites, and its tolerances.
 
     Attributes:
-      implementation: its name.
-      config: replaces the tuned or heuristic configuration; or several, each of another type.
-      architecture: that its kernels are traced for; those for another are compiled apart.
-      honours_plans: whether a row has the same bits in any batch and order in `fixed` mode.
-      tolerances: of output and LSE; key True for float32 inputs, False for narrower ones.
+      implementation: name of the implementation.
+      config: replacement of the tuned or heuristic configuration, or a tuple of replacements of different types.
+      architecture: GPU architecture of the traced kernels. Variants with different architectures share no compilation.
+      honours_plans: whether a sequence has bit-identical results in any batch and order with a plan in `fixed` mode.
+      tolerances: tolerances of output and LSE, by whether inputs are float32.
     """
 
     implementation: str
@@ -108,12 +110,12 @@ class Variant:
     )
 
     def tolerance(self, dtype: Any) -> tuple[Tolerance, Tolerance]:
-        """Tolerances of output and LSE for queries of a dtype."""
+        """Return the tolerances of output and LSE for queries of a dtype."""
         return self.tolerances[np.dtype(dtype) == np.float32]
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """Context in which operations are traced with this variant's configuration."""
+        """Context in which operations are traced with the configuration of this variant."""
         configs = self.config if isinstance(self.config, tuple) else () if self.config is None else (self.config,)
         by_type = {type(config): config for config in configs}
         if not by_type:
@@ -129,20 +131,21 @@ class Variant:
 
 VARIANTS = {
     "reference": Variant("reference"),
-    # Tiles so small that small inputs make many of them, groups that do not divide the rows.
+    # Small inputs have several tiles of this size, and 3 does not divide the number of rows.
     "xla": Variant("xla", XlaConfig(tile_tokens=16, group_rows=3, tile_queries=4)),
 }
-"""Every implementation name an operation may list, as the suites run it on small inputs."""
+"""Settings for small inputs of every implementation that an operation may list."""
 
 
 def variants(implementations: Iterable[str]) -> pytest.MarkDecorator:
-    """Run a test, which takes `variant`, for each implementation of an operation."""
+    """Parametrise a test: `variant` is each of the implementations of an operation."""
     return pytest.mark.parametrize("variant", [pytest.param(VARIANTS[name], id=name) for name in implementations])
 
 
 def compiled(op: Callable[..., Any], variant: Variant, **static: Any) -> Jitted:
-    """Jit `op` once for each variant and set of static arguments, so that cases of equal shapes share a compilation.
-    The result takes arrays by keyword.
+    """Return the jitted `op`, which takes arrays by keyword.
+
+    Calls with the same variant and static arguments return the same function, so cases of equal shapes compile once.
     """
     return _compiled(op, variant, tuple(sorted(static.items())))
 
@@ -161,7 +164,9 @@ def _compiled(op: Callable[..., Any], variant: Variant, static: tuple[tuple[str,
 
 
 def fresh_rng() -> np.random.Generator:
-    """Generator with a new seed, which pytest shows if the test fails; `TEST_SEED=... pytest ...` repeats it."""
+    """Return a generator with a random seed. pytest prints the seed of a failed test; `TEST_SEED=... pytest ...` uses
+    it.
+    """
     seed = int(os.environ.get("TEST_SEED") or secrets.randbits(32))
     print(f"TEST_SEED={seed}")
     return np.random.default_rng(seed)
@@ -183,12 +188,12 @@ def paginate(
 ) -> np.ndarray:
     """Draw block tables for visible tokens.
 
-    Entries with a visible token get pages (head-wise: rows of any head's pages) of a random permutation, never page 0,
-    and about one in four shares its page with another entry. All other entries hold garbage, or PAGE_NONE where absent.
+    Entries with a visible token get random pages other than page 0 (head-wise: random page rows). About a quarter of
+    the entries share a page with another entry. All other entries are garbage, or PAGE_NONE if `absent`.
 
     Args:
-      visible: bool [B, Hkv, K], whether some query sees the token.
-      absent: bool [B, Hkv or 1, K / page_size].
+      visible: bool [B, Hkv, K], whether at least one query sees the token.
+      absent: bool [B, Hkv or 1, K / page_size], entries that must be PAGE_NONE.
 
     Returns:
       int32 [B, P], or [B, Hkv, P] if head-wise.
@@ -200,7 +205,7 @@ def paginate(
         seen = seen.any(axis=1, keepdims=True)
     ids = rng.permutation(np.arange(per_page, num_pages * per_page))
     wanted = int(seen.sum())
-    assert wanted <= ids.size, f"{wanted} entries need a page, of {ids.size}"
+    assert wanted <= ids.size, f"{wanted} entries need a page, but the pool has {ids.size}"
     ids = ids[:wanted]
     if wanted > 1:
         share = rng.choice(wanted, size=max(1, wanted // 4), replace=False)
@@ -215,7 +220,7 @@ def paginate(
 
 
 def dead_slots(tables: np.ndarray, visible: np.ndarray, *, page_size: int, num_pages: int) -> np.ndarray:
-    """Mask of slots of the pool that hold no visible token of any sequence, bool [N, Hkv, ps]."""
+    """Return the mask of cache slots without a visible token of any sequence, bool [N, Hkv, page_size]."""
     num_kv_heads = visible.shape[1]
     dead = np.ones((num_pages * num_kv_heads, page_size), bool)
     for b, h, t in np.argwhere(visible):
@@ -226,11 +231,11 @@ def dead_slots(tables: np.ndarray, visible: np.ndarray, *, page_size: int, num_p
 
 
 def poison(rng: np.random.Generator, values: np.ndarray, dead: np.ndarray) -> np.ndarray:
-    """Copy values with NaN and infinities (any int8) where `dead`, a mask of their leading axes."""
+    """Return a copy with NaN and infinities (int8: random values) where `dead`, a mask of the leading axes, is true."""
     dtype = values.dtype
     if dtype == np.int8:
         worst = rng.integers(-128, 128, values.shape).astype(dtype)
-    elif dtype == ml_dtypes.float8_e4m3fn:  # which has no infinity
+    elif dtype == ml_dtypes.float8_e4m3fn:  # this dtype has no infinity
         worst = np.full(values.shape, np.nan, dtype)
     else:
         worst = rng.choice(np.array([np.nan, np.nan, np.inf, -np.inf], dtype), values.shape)
@@ -238,7 +243,7 @@ def poison(rng: np.random.Generator, values: np.ndarray, dead: np.ndarray) -> np
 
 
 def zero(values: np.ndarray, dead: np.ndarray) -> np.ndarray:
-    """Copy values with zeros where `dead`, a mask of their leading axes."""
+    """Return a copy with zeros where `dead`, a mask of the leading axes, is true."""
     return np.where(dead.reshape(dead.shape + (1,) * (values.ndim - dead.ndim)), np.zeros((), values.dtype), values)
 
 
@@ -246,18 +251,18 @@ def zero(values: np.ndarray, dead: np.ndarray) -> np.ndarray:
 
 
 def assert_close(name: str, got: Any, want: Any, tolerance: Tolerance) -> None:
-    """Check finite values against the tolerance, that infinities are in the same places, and that there is no NaN."""
+    """Check that finite values are within the tolerance, infinities are equal, and no value is NaN."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape, f"{name}: shape {got.shape}, wanted {want.shape}"
-    assert not np.isnan(want).any(), f"{name}: the expected value has NaN"
+    assert got.shape == want.shape, f"{name}: got shape {got.shape}, expected {want.shape}"
+    assert not np.isnan(want).any(), f"{name}: the expected values contain NaN"
     assert not np.isnan(got).any(), f"{name}: NaN at {np.argwhere(np.isnan(got))[:4].tolist()}"
     infinite = np.isinf(want) | np.isinf(got)
     np.testing.assert_array_equal(got[infinite], want[infinite], err_msg=f"{name}: infinities differ")
     got, want = got[~infinite], want[~infinite]
     excess = np.abs(got - want) - (tolerance.absolute + tolerance.relative * np.abs(want))
     assert not (excess > 0).any(), (
-        f"{name}: {int((excess > 0).sum())} of {got.size} differ by up to {np.abs(got - want).max():.3g}, "
-        f"{excess.max():.3g} more than allowed; first {got[excess > 0][0]!r}, wanted {want[excess > 0][0]!r}"
+        f"{name}: {int((excess > 0).sum())} of {got.size} elements differ by up to {np.abs(got - want).max():.3g}, "
+        f"{excess.max():.3g} above the tolerance; first: got {got[excess > 0][0]!r}, expected {want[excess > 0][0]!r}"
     )
     norms = np.sum(got * got + want * want)
     cosine = 2 * np.sum(got * want) / norms if norms else 1.0
@@ -267,15 +272,15 @@ def assert_close(name: str, got: Any, want: Any, tolerance: Tolerance) -> None:
 def assert_attention_close(
     got: tuple[Any, Any], want: tuple[Any, Any], tolerances: tuple[Tolerance, Tolerance]
 ) -> None:
-    """Check output and LSE against tolerances, and that rows that see nothing are exactly 0."""
+    """Check output and LSE against tolerances, and that the output of rows without visible keys is exactly 0."""
     assert_close("output", got[0], want[0], tolerances[0])
     assert_close("LSE", got[1], want[1], tolerances[1])
     empty = np.asarray(got[0])[np.asarray(want[1]) == -np.inf]
-    assert not np.count_nonzero(empty), "output of a row that sees nothing is not 0"
+    assert not np.count_nonzero(empty), "output of a row without visible keys is not 0"
 
 
 def assert_empty(result: tuple[Any, Any], empty: np.ndarray) -> None:
-    """Check that output and LSE are 0 and -inf in `empty` rows, and that no other row's LSE is -inf."""
+    """Check that output and LSE are 0 and -inf in `empty` rows, and that the LSE of every other row is not -inf."""
     assert empty.any()
     assert not empty.all()
     out, lse = map(np.asarray, result)
@@ -284,11 +289,11 @@ def assert_empty(result: tuple[Any, Any], empty: np.ndarray) -> None:
 
 
 def any_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Draw values of every bit pattern: NaNs with payloads, infinities, -0.0 and subnormals among them.
+    """Draw values with random bit patterns, including NaNs with payloads, infinities, -0.0 and subnormals.
 
-    XLA's older emitters for CPUs, with which `make test` compiles, move bfloat16 by way of float32, which makes all
-    NaNs one and, on threads of XLA's pool, subnormals zero. Under them values of 16 bits have that NaN alone, and no
-    subnormals.
+    `make test` compiles with XLA's old CPU emitters. They convert bfloat16 to float32 and back, which changes NaN
+    payloads and, in threads of XLA's pool, flushes subnormals to zero. With these emitters, the drawn 16-bit values
+    have only the default NaN and no subnormals.
     """
     bits = np.frombuffer(rng.bytes(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape).copy()
     if np.dtype(dtype).itemsize == 2 and "xla_cpu_disable_new_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
@@ -310,60 +315,67 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.dtype.itemsize}") if array.dtype != bool else array
 
 
-# --- looks at what is compiled
+# --- inspection of compiled calls
 
 IN_PLACE = {
     *("parameter", "bitcast", "bitcast-convert", "get-tuple-element", "optimization-barrier", "while", "conditional"),
-    *("scatter", "dynamic-update-slice", "fusion"),  # whatever else a fusion computes shows in its body, or as memory
+    *(
+        "scatter",
+        "dynamic-update-slice",
+        "fusion",
+    ),  # other arrays of a fusion are in its body, or temporary memory
 }
-"""Instructions whose result may be, or lie in, one of their operands."""
+"""Instructions whose result may alias an operand."""
 
 
 def temp_bytes(call: Jitted, /, *args: Any, **kwargs: Any) -> int:
-    """Memory [bytes] that a jitted call needs beside its arguments and results. Arguments may be shapes."""
+    """Return the temporary memory of a jitted call [bytes], without arguments and results. Arguments may be shapes."""
     analysis = call.lower(*args, **kwargs).compile().memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
 
 
 def assert_stays_put(call: Jitted, pages: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Check that the compiled call makes no array as large as `pages` (an array of the cache, or its shape) except in
-    place.
+    """Check that a compiled call does not copy the cache.
 
-    Arguments may be shapes. Nothing else in the call may be as large.
+    The check fails if an instruction that cannot alias an operand has a result as large as `pages`, or if the call uses
+    `pages.nbytes` or more of temporary memory. All other arrays of the call must be smaller than `pages`.
+
+    Args:
+      pages: an array of the cache, or its shape and dtype.
+      args, kwargs: arguments of the call, arrays or shapes.
     """
     text = str(call.lower(*args, **kwargs).compile().as_text())
     results = re.findall(r"^ *(?:ROOT )?\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(", text, re.MULTILINE)
-    assert results, "no instruction found in the compiled module"
+    assert results, "found no instructions in the compiled module"
     for shape, operation in results:
         size = math.prod(int(n) for n in shape.split(","))
         assert size < pages.size or operation in IN_PLACE, f"{operation} of [{shape}]; the cache has {pages.shape}"
     temp, size = temp_bytes(call, *args, **kwargs), pages.size * np.dtype(pages.dtype).itemsize
-    assert temp < size, f"{temp} bytes of memory beside the arguments; pages of {size} bytes may be copied there"
+    assert temp < size, f"{temp} bytes of temporary memory can hold a copy of the pages, {size} bytes"
 
 
 def assert_no_host_callbacks(call: Jitted, /, *args: Any, **kwargs: Any) -> None:
-    """Check that neither the traced nor the compiled call goes back to the host."""
+    """Check that the lowered call has no host callback or transfer."""
     text = str(call.lower(*args, **kwargs).as_text())
     for word in ("callback", "infeed", "outfeed", "SendToHost", "RecvFromHost"):
-        assert word not in text, f"the lowered call has {word!r}"
+        assert word not in text, f"the lowered call contains {word!r}"
 
 
 def scope_names(call: Jitted, /, *args: Any, **kwargs: Any) -> str:
-    """Text of the lowered call with its name stack, in which to look for a named scope."""
+    """Return the text of the lowered call with its name stacks, which contain the named scopes."""
     return str(call.lower(*args, **kwargs).as_text(debug_info=True))
 
 
 def exported(call: Jitted, arrays: Mapping[str, Any]) -> Callable[..., Any]:
-    """Serialise a call with `jax.export` and load it again."""
+    """Serialise a call with `jax.export`, and return the deserialised call."""
     serialised = export.export(call)(**arrays).serialize()
     return export.deserialize(serialised).call
 
 
 @contextlib.contextmanager
 def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[None]:
-    """Context in which Mosaic kernels run interpreted. Fails on a race, which the interpreter of jax 0.11 only
-    prints."""
+    """Context in which Mosaic kernels run in the interpreter. A race is an error; jax 0.11 only prints it."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **params)):
         yield
@@ -374,11 +386,13 @@ def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[
 
 @contextlib.contextmanager
 def keys_cut(multiprocessors: int = 64) -> Iterator[list[KvSplits]]:
-    """Context in which kernels of `mosaic.hopper.prefill` are traced for so many multiprocessors, as if cutting keys
-    cost nothing.
+    """Context in which kernels of `mosaic.hopper.prefill` split keys among CTAs even if this is not faster.
 
-    Yields a list to which each traced call adds how its keys are cut. Calls traced earlier with the same settings are
-    missing.
+    Args:
+      multiprocessors: number of multiprocessors that the kernels are traced for.
+
+    Yields:
+      A list to which each traced call appends its `KvSplits`. A call that was traced before is not traced again.
     """
     cut: list[KvSplits] = []
     choose = KvSplits.of
@@ -397,8 +411,9 @@ def keys_cut(multiprocessors: int = 64) -> Iterator[list[KvSplits]]:
 
 @contextlib.contextmanager
 def recorded_tiles() -> Iterator[list[tuple[list[int], int]]]:
-    """Context that yields a list of the rows and the number of each page tile that a portable implementation traced
-    here loads.
+    """Context that yields a list of the page tiles that portable implementations load: (page rows, tile number).
+
+    Only calls traced in this context are recorded.
     """
     tiles: list[tuple[list[int], int]] = []
     locate = PageTiles.locate

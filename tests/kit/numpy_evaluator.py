@@ -1,8 +1,8 @@
-"""Evaluates a jaxpr with numpy, an equation at a time: for programs that take longer to compile than to run.
+"""Evaluator of jaxprs in numpy, for programs whose compilation takes longer than their execution.
 
-Values are numpy arrays. What numpy says otherwise than XLA (division and remainders of integers, shifts, conversions of
-floats to integers, indices out of bounds) is done as XLA does, and a sum with a product is rounded once; a primitive
-without a rule here is evaluated by jax.
+The evaluator runs one equation at a time on numpy arrays. It follows XLA where numpy differs: integer division and
+remainder, shifts, conversion of floats to integers, and indices out of bounds. An addition of a float32 product is
+rounded once, like a fused multiply-add. jax evaluates primitives without a rule.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _PROGRAMS: weakref.WeakKeyDictionary[core.Jaxpr, Program] = weakref.WeakKeyDicti
 
 
 def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Values:
-    """Evaluates a jaxpr on arrays; returns its results as arrays of numpy."""
+    """Evaluate a jaxpr on arrays. Return numpy arrays."""
     with np.errstate(all="ignore"):
         return program_of(jaxpr)([np.asarray(x) for x in (*consts, *args)])
 
 
 def program_of(jaxpr: core.Jaxpr) -> Program:
-    """The steps of a jaxpr, looked up once: they run again for every thread, block and iteration."""
+    """Return the function that runs a jaxpr. It is cached, because it runs for every thread, block and iteration."""
     if jaxpr not in _PROGRAMS:
         _PROGRAMS[jaxpr] = _program(jaxpr)
     return _PROGRAMS[jaxpr]
@@ -68,7 +68,7 @@ def _program(jaxpr: core.Jaxpr) -> Program:
 
     def run(inputs: Sequence[Any]) -> Values:
         if len(inputs) != num_inputs:
-            raise ValueError(f"{num_inputs} inputs are wanted, got {len(inputs)}")
+            raise ValueError(f"expected {num_inputs} inputs, got {len(inputs)}")
         values = [*inputs, *initial]
         for step, sources, targets, several in steps:
             got = step(*[values[at] for at in sources])
@@ -83,8 +83,11 @@ def _program(jaxpr: core.Jaxpr) -> Program:
 
 
 def _contracted(eqn: Any, products: dict[Any, Any]) -> tuple[Step, Sequence[Any]] | None:
-    """Step of a sum of float32 with a product, rounded once as by compilers for CPUs and GPUs, and its operands;
-    None for all else. `products` are the equations of products so far."""
+    """Return the step and the operands of a fused multiply-add, or None if the equation adds no float32 product.
+
+    The result is rounded once, as in code that compilers for CPUs and GPUs generate. `products` maps the result of each
+    earlier float32 multiplication to its equation. The function adds the equation to it if it is a multiplication.
+    """
     name = eqn.primitive.name
     if name == "mul" and eqn.outvars[0].aval.dtype == np.float32:
         products[eqn.outvars[0]] = eqn
@@ -203,12 +206,12 @@ CONTROL: dict[str, Callable[[Any], Step]] = {
 
 
 def _is_narrow(dtype: Any) -> bool:
-    """Whether it is a float of 8 or 16 bits, computed with as float32 and rounded."""
+    """Return whether a dtype is a float of 8 or 16 bits. The evaluator computes in float32 and rounds the result."""
     return dtype.itemsize <= 2 and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _plain(function: Step) -> Callable[[Any], Step]:
-    """A function of numpy, of elements, whose result is of the dtype that the equation says."""
+    """Return the rule of an elementwise numpy function. The result has the dtype of the equation's output."""
 
     def rule(eqn: Any) -> Step:
         dtype = eqn.outvars[0].aval.dtype

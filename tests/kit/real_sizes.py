@@ -1,6 +1,6 @@
-"""Arguments of calls at the shapes of real models (`tests.cases`), all but the caches' sizes drawn at random.
+"""Random arguments of calls at the shapes of real models (`scripts.bench.shapes`).
 
-Nothing here needs a test framework: the compile gate traces these calls in a process that has none.
+This module does not import pytest, because the compile gate traces these calls in a process without it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from pallas_attn import PagedKV, PagedLatent, kv_cache_spec
 from scripts.bench.shapes import Decode, MlaDecode, MlaPrefill, Prefill
 
 LATENT_SIZE = 0.25
-"""Scale of latents: the tolerances, FlashMLA's, are meant for values like these. Queries make up for it."""
+"""Standard deviation of latents. The tolerances, taken from FlashMLA, assume values of about this size.
+
+Queries have the reciprocal as standard deviation.
+"""
 
 MLA_SM_SCALE = 192**-0.5
 
@@ -25,13 +28,13 @@ def normal(key: jax.Array, shape: tuple[int, ...], size: float = 1.0) -> jax.Arr
 
 
 def static(case: Decode | Prefill) -> dict[str, Any]:
-    """The arguments that are no arrays."""
+    """Return the static arguments."""
     options = {"window": case.window, "soft_cap": case.soft_cap}
     return {name: value for name, value in options.items() if value is not None}
 
 
 def decode_arrays(case: Decode, key: jax.Array) -> dict[str, Any]:
-    """Arguments of `paged_decode`: sequences of any length up to the context."""
+    """Return arguments of `paged_decode`, with random sequence lengths up to the context."""
     q, lens, pool, table = jax.random.split(key, 4)
     return {
         "q": normal(q, (case.batch, case.queries, case.q_heads, case.head_dim)),
@@ -41,7 +44,7 @@ def decode_arrays(case: Decode, key: jax.Array) -> dict[str, Any]:
 
 
 def prefill_arrays(case: Prefill, key: jax.Array) -> dict[str, Any]:
-    """Arguments of `paged_prefill`."""
+    """Return arguments of `paged_prefill`."""
     q, pool, table = jax.random.split(key, 3)
     length = case.cached_tokens + case.new_tokens
     return {
@@ -52,7 +55,7 @@ def prefill_arrays(case: Prefill, key: jax.Array) -> dict[str, Any]:
 
 
 def mla_decode_arrays(case: MlaDecode, key: jax.Array) -> dict[str, Any]:
-    """Arguments of `mla_decode`: sequences of any length up to the context."""
+    """Return arguments of `mla_decode`, with random sequence lengths up to the context."""
     q, rope, lens, pool = jax.random.split(key, 4)
     return {
         "q_latent": normal(q, (case.batch, case.queries, case.heads, case.latent_dim), 1 / LATENT_SIZE),
@@ -63,7 +66,7 @@ def mla_decode_arrays(case: MlaDecode, key: jax.Array) -> dict[str, Any]:
 
 
 def mla_prefill_arrays(case: MlaPrefill, key: jax.Array) -> dict[str, Any]:
-    """Arguments of `mla_prefill`."""
+    """Return arguments of `mla_prefill`."""
     q, rope, new, w_uk, w_uv, pool = jax.random.split(key, 6)
     tokens, length = case.sequences * case.new_tokens, case.cached_tokens + case.new_tokens
     return {
@@ -85,7 +88,7 @@ def _lengths(case: Prefill | MlaPrefill) -> dict[str, Any]:
 
 
 def _paged_kv(case: Decode | Prefill, sequences: int, longest: int, key: jax.Array, table: jax.Array) -> dict[str, Any]:
-    """Every page of every sequence somewhere in the pool, and sinks if the model has some."""
+    """Return a cache, block tables with randomly placed pages, and sinks if the model has learned sinks."""
     pages_per_row = math.ceil(longest / case.page_size)
     spec = kv_cache_spec(
         num_pages=1 + sequences * pages_per_row,
@@ -96,7 +99,7 @@ def _paged_kv(case: Decode | Prefill, sequences: int, longest: int, key: jax.Arr
     )
     shape = spec.arrays["k"].shape
     k, v, sinks = jax.random.split(key, 3)
-    # Values of the size that the tolerances, FlashMLA's, are meant for.
+    # The tolerances, taken from FlashMLA, assume V of about this size.
     kv = PagedKV(normal(k, shape), normal(v, shape, 0.1))
     ids = 1 + jax.random.permutation(table, sequences * pages_per_row).astype(jnp.int32)
     arrays = {"kv": kv, "block_tables": ids.reshape(sequences, pages_per_row)}
@@ -104,7 +107,7 @@ def _paged_kv(case: Decode | Prefill, sequences: int, longest: int, key: jax.Arr
 
 
 def _paged_latent(case: MlaDecode | MlaPrefill, sequences: int, longest: int, key: jax.Array) -> dict[str, Any]:
-    """Every page of every sequence somewhere in the pool."""
+    """Return a cache, and block tables with randomly placed pages."""
     pages, ids = jax.random.split(key)
     pages_per_row = math.ceil(longest / case.page_size)
     num_pages = 1 + sequences * pages_per_row

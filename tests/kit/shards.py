@@ -1,7 +1,8 @@
-"""Runs a part of the collected tests: `pytest --shard 2/8` runs the second of eight shards.
+"""Plugin for shards of the test suite: `pytest --shard 2/8` runs the second of eight shards.
 
-Tests of one module stay together, since they share compiled programs. Modules are distributed by their durations in
-`tests/durations.json`, longest first, each to the shard with the least work. Every process computes the same shards.
+Tests of one module share compiled programs, so a shard consists of whole modules. Modules are assigned in order of
+their durations in `tests/durations.json`, longest first, to the shard with the least work. Every process computes the
+same shards.
 """
 
 from __future__ import annotations

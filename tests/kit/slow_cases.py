@@ -1,11 +1,11 @@
-"""Marks single cases of a parametrised test as slow, by their ids.
+"""Plugin that marks single cases of a parametrised test as slow, by their ids.
 
 Example:
   @slow_cases("many pages", "long-float32")
   @pytest.mark.parametrize(...)
   def test_lengths(...): ...
 
-`make test` leaves these cases out; `make test-slow` runs them. An id that no case has ends the collection.
+`make test` skips these cases; `make test-slow` runs them. An id that matches no case is an error at collection.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import pytest
 
 
 def slow_cases(*ids: str) -> pytest.MarkDecorator:
-    """Mark the cases with these ids, the text in brackets of the test's id, as slow."""
+    """Mark the cases with these ids as slow. The id of a case is the text in brackets of its test id."""
     return pytest.mark.slow_cases(*ids)
 
 
 def unknown_ids(items: list[pytest.Item]) -> list[str]:
-    """Return "test: id" for each id that a mark names and no case has."""
+    """Return "test: id" for each id in a mark that matches no case."""
     known: dict[str, set[str]] = collections.defaultdict(set)
     named: dict[str, set[str]] = collections.defaultdict(set)
     for item in items:
@@ -34,7 +34,7 @@ def unknown_ids(items: list[pytest.Item]) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the mark `slow`, before -m selects."""
+    """Add the mark `slow` before -m selects tests."""
     for item in items:
         case = item.nodeid.partition("[")[2].removesuffix("]")
         if any(case in mark.args for mark in item.iter_markers("slow_cases")):

@@ -1,4 +1,4 @@
-"""The interpreter finds what it is there to find, with its callbacks as the tests replace them."""
+"""The patched interpreter computes correct results, and detects races, errors and reads out of bounds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.kit import faster_interpreter, harness
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there kernels are compiled")
-of_that_jax = pytest.mark.skipif(
-    jax.__version__ != faster_interpreter.WRITTEN_FOR, reason=f"of jax {faster_interpreter.WRITTEN_FOR} alone"
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels are compiled on a GPU")
+known_jax_only = pytest.mark.skipif(
+    jax.__version__ != faster_interpreter.WRITTEN_FOR,
+    reason=f"needs jax {faster_interpreter.WRITTEN_FOR}",
 )
 ROWS = jnp.arange(2 * 128.0).reshape(2, 128)
 
 
 def reversed_rows(x: jax.Array, in_step: bool) -> jax.Array:
-    """Each of two warpgroups stores the row that the other one has put into shared memory."""
+    """Reverse two rows: each warpgroup copies its row to shared memory and stores the other warpgroup's row.
+
+    Without `in_step`, no barrier separates the copies, and the warpgroups race.
+    """
 
     def body(x_gmem: Any, out_gmem: Any, rows_smem: Any, barrier: Any) -> None:
         mine = jax.lax.axis_index("wg")
@@ -42,16 +46,16 @@ def reversed_rows(x: jax.Array, in_step: bool) -> jax.Array:
     )(x)
 
 
-@of_that_jax
-def test_the_functions_of_this_jax_are_the_known_ones() -> None:
+@known_jax_only
+def test_patches_apply_to_the_known_jax() -> None:
     assert faster_interpreter.apply()
     assert callbacks.io_callback_impl is faster_interpreter.run_callback
     assert race_detection_state.RaceDetectionState.check_write is faster_interpreter.check_write
 
 
-@of_that_jax
-def test_races_are_those_that_jax_finds(capsys: pytest.CaptureFixture[str]) -> None:
-    """Accesses of random ranges at random times, compared with all earlier ones one by one and at once."""
+@known_jax_only
+def test_race_reports_equal_those_of_jax(capsys: pytest.CaptureFixture[str]) -> None:
+    """Random ranges and clocks: both detectors report the same races."""
     rng = np.random.default_rng(0)
     ours, theirs = (race_detection_state.RaceDetectionState(1) for _ in range(2))
     reports: dict[str, list[str]] = {"read": [], "write": []}
@@ -70,21 +74,21 @@ def test_races_are_those_that_jax_finds(capsys: pytest.CaptureFixture[str]) -> N
     assert ours.races_found
 
 
-def test_a_sound_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernel_without_race(capsys: pytest.CaptureFixture[str]) -> None:
     with harness.interpreting(capsys):
         np.testing.assert_array_equal(reversed_rows(ROWS, in_step=True), ROWS[::-1])
 
 
-@of_that_jax
-def test_an_error_of_one_thread_ends_the_waits_of_the_other(capsys: pytest.CaptureFixture[str]) -> None:
-    """One that is not raised by the interpreter's own callbacks, for which jax sees to it."""
+@known_jax_only
+def test_error_in_one_thread_ends_the_wait_of_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error comes from a callback of the test. jax itself handles only errors of the interpreter's callbacks."""
 
-    def refuse(_: Any) -> None:
-        raise RuntimeError("refused")
+    def fail(_: Any) -> None:
+        raise RuntimeError("failed on purpose")
 
     def body(x_gmem: Any, out_gmem: Any, barrier: Any) -> None:
         first = jax.lax.axis_index("wg") == 0
-        jax.lax.cond(first, lambda: io_callback(refuse, None, x_gmem[0, 0]), lambda: plgpu.barrier_wait(barrier))
+        jax.lax.cond(first, lambda: io_callback(fail, None, x_gmem[0, 0]), lambda: plgpu.barrier_wait(barrier))
         out_gmem[...] = x_gmem[...]
 
     kernel = plgpu.kernel(
@@ -94,18 +98,18 @@ def test_an_error_of_one_thread_ends_the_waits_of_the_other(capsys: pytest.Captu
         num_threads=2,
         thread_name="wg",
     )
-    with harness.interpreting(capsys), pytest.raises(Exception, match="refused"):
+    with harness.interpreting(capsys), pytest.raises(Exception, match="failed on purpose"):
         jax.block_until_ready(kernel(ROWS))
 
 
-def test_a_race_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    """Printed by jax 0.11, raised by jax 0.12."""
+def test_race_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
+    """jax 0.11 prints the race, jax 0.12 raises an error."""
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)) as caught, harness.interpreting(capsys):
         jax.block_until_ready(reversed_rows(ROWS, in_step=False))
     assert "RACE DETECTED" in capsys.readouterr().out + str(caught.value)
 
 
-def test_reading_past_an_array_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_of_bounds_read_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
     def body(x_gmem: Any, i_gmem: Any, out_gmem: Any) -> None:
         out_gmem[...] = x_gmem[i_gmem[0]]
 
@@ -114,15 +118,15 @@ def test_reading_past_an_array_is_found(capsys: pytest.CaptureFixture[str]) -> N
         jax.block_until_ready(kernel(ROWS, jnp.array([2], jnp.int32)))
 
 
-def test_other_callbacks_get_arrays_of_jax() -> None:
+def test_callbacks_of_users_get_jax_arrays() -> None:
     seen: list[Any] = []
     jax.jit(lambda x: io_callback(seen.append, None, x))(ROWS)
     jax.effects_barrier()
     assert isinstance(seen[0], jax.Array)
 
 
-def test_another_jax_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_jax_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callbacks, "io_callback_impl", faster_interpreter.ORIGINAL)
-    monkeypatch.setattr(faster_interpreter, "KNOWN", {faster_interpreter.ORIGINAL: "of another text"})
+    monkeypatch.setattr(faster_interpreter, "KNOWN", {faster_interpreter.ORIGINAL: "hash of another source"})
     assert not faster_interpreter.apply()
     assert callbacks.io_callback_impl is faster_interpreter.ORIGINAL

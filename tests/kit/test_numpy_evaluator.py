@@ -1,4 +1,4 @@
-"""The evaluator that runs interpreted kernels computes what XLA does."""
+"""The numpy evaluator of interpreted kernels computes the same results as XLA."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ CASES: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_xla(name: str) -> None:
+def test_results_equal_xla(name: str) -> None:
     function, args = CASES[name]()
     program = jax.make_jaxpr(function)(*args)
     want = jax.tree.leaves(jax.jit(function)(*args))
@@ -127,7 +127,7 @@ def test_results_are_those_of_xla(name: str) -> None:
         np.testing.assert_allclose(*wide, rtol=0 if exact else 2e-6, atol=0 if exact else 1e-6)
 
 
-def test_a_sum_with_a_product_is_rounded_once() -> None:
+def test_multiply_add_is_rounded_once() -> None:
     def function(x: jax.Array, y: jax.Array) -> jax.Array:
         return x * y - F32(1)
 
@@ -136,12 +136,12 @@ def test_a_sum_with_a_product_is_rounded_once() -> None:
 
 
 def test_callbacks_get_copies() -> None:
-    """A kernel's memory is written by callbacks: what one was given, or gave, is not changed by another."""
-    kept = []
+    """A callback may write memory of the kernel. The arguments and results of other callbacks do not change."""
+    arguments = []
     memory = np.zeros(3, np.float32)
 
     def write(x: np.ndarray) -> np.ndarray:
-        kept.append(x)
+        arguments.append(x)
         memory[:] = x
         return memory
 
@@ -154,4 +154,4 @@ def test_callbacks_get_copies() -> None:
     first, second = evaluate(program, program.consts, [jnp.ones(3)])
     np.testing.assert_array_equal(first, np.ones(3))
     np.testing.assert_array_equal(second, np.full(3, 2))
-    assert all(x.flags.owndata for x in kept)
+    assert all(x.flags.owndata for x in arguments)

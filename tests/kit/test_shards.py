@@ -13,7 +13,7 @@ def test_bad_shard_is_an_error(text: str) -> None:
         shards.parse_shard(text)
 
 
-def test_every_module_has_one_shard_and_the_longest_come_first() -> None:
+def test_modules_are_assigned_longest_first() -> None:
     modules = {"a": 60.0, "b": 30.0, "c": 20.0, "d": 10.0, "e": 1.0}
     found = shards.assign(modules, 2)
     assert found == {"a": 0, "b": 1, "c": 1, "d": 1, "e": 0}

@@ -1,4 +1,4 @@
-"""Cases that `slow_cases` names are slow, and names of no case are an error."""
+"""`slow_cases` marks the named cases as slow. An unknown name is an error."""
 
 from pathlib import Path
 
@@ -36,6 +36,6 @@ def test_named_cases_are_slow(run) -> None:
     run('"b", "c"', "-m", "slow").assert_outcomes(passed=2, deselected=2)
 
 
-def test_name_of_no_case_is_an_error(run) -> None:
+def test_unknown_case_is_an_error(run) -> None:
     result = run('"b", "d"')
     result.stderr.fnmatch_lines("*slow_cases names cases that do not exist: *test_one: d*")
