@@ -38,6 +38,6 @@ class AttentionSettings:
             raise ValueError(f"index_topk: expected at least 1, got {self.index_topk}")
         if self.batch_invariant and self.mla == "expand":
             raise NotImplementedError(
-                "batch_invariant: mla expand is not supported: it merges a chunk with its cached prefix, and where the"
-                " chunk starts depends on the other requests; use mla auto or absorb"
+                "batch_invariant: expanded attention merges a chunk with its cached prefix, and where the chunk starts"
+                " depends on the other requests; use mla auto or absorb"
             )

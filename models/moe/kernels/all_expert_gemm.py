@@ -167,7 +167,7 @@ def _kernel(
 
     def tile_of(number: Any) -> tuple[Any, Any]:
         """Expert of a work item, and first column of the output."""
-        index = items.index(number)
+        index = items.global_index(number)
         return lax.div(index, column_tiles), lax.rem(index, column_tiles) * item_width
 
     def rows_of(expert: Any) -> Any:

@@ -218,11 +218,11 @@ def _kernel(
 
     def k_part_of(number: Any) -> Any:
         """Part of K of a work item: 0, or 1 with split-K."""
-        return lax.rem(items.index(number), k_parts)
+        return lax.rem(items.global_index(number), k_parts)
 
     def tile_of(number: Any) -> tuple[Any, Any, Any]:
         """Expert of a work item, first pair of the expert, and first column of the output."""
-        index = lax.div(items.index(number), k_parts)
+        index = lax.div(items.global_index(number), k_parts)
         place, width = lax.div(index, column_tiles), COLUMNS if gated else blocks * COLUMNS
         first = place if pairs.first is None else pairs.first[place]
         return pairs.expert[first], first, lax.rem(index, column_tiles) * width

@@ -135,7 +135,7 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
 
     def tile_of(number: Any) -> _Tile:
         """Neighbouring CTAs compute the columns of one row tile, then the tiles of one group: both stay in L2."""
-        index = items.index(number)
+        index = items.global_index(number)
         rows, first = lax.div(index, column_tiles), lax.rem(index, column_tiles) * width
         if gated:
             return _Tile(rows, [first, out.shape[1] + first], [first])

@@ -148,7 +148,7 @@ class Items(NamedTuple):
         cta, stride = lax.axis_index("cta"), lax.axis_size("cta")
         return Items(cta, stride, lax.div(jnp.maximum(total - cta + (stride - 1), 0), stride))
 
-    def index(self, number: Any) -> Any:
+    def global_index(self, number: Any) -> Any:
         """Index of this CTA's work item `number` among all work items."""
         return self.cta + number * self.stride
 

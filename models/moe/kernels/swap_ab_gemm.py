@@ -144,7 +144,7 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
 
         Neighbouring CTAs compute the columns of one row tile, then the tiles of one group: both stay in L2.
         """
-        index = items.index(number)
+        index = items.global_index(number)
         return lax.div(index, column_tiles), lax.rem(index, column_tiles) * (consumers * own_width)
 
     def copies(number: Any) -> Any:
