@@ -1,8 +1,7 @@
-"""Strict JAX settings, runtime checks of jaxtyping annotations, and hooks for the marks `slow` and `gpu`."""
+"""Strict JAX settings, runtime checks of jaxtyping annotations, and a hook for the mark `gpu`."""
 
 import gc
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
 from tests.kit import faster_interpreter
-from tests.slow import SLOW
 
 pytest_plugins = ("tests.kit.shards", "tests.kit.slow_cases", "pytester")
 
@@ -58,18 +56,8 @@ _CHECKED = [
 _hook = install_import_hook(_CHECKED, "beartype.beartype")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow tests, and skip tests of GPUs on machines without a GPU."""
-    any_of, slow = re.compile("|".join(SLOW)), set()
-    for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        if any_of.search(name):
-            item.add_marker(pytest.mark.slow)
-            slow.add(name)
-    ignored = config.getoption("ignore") or config.getoption("ignore_glob")
-    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not ignored
-    if everything and (unused := [p for p in SLOW if not any(re.search(p, name) for name in slow)]):
-        raise pytest.UsageError(f"tests/slow.py: no test has the name {unused}")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests of GPUs on machines without a GPU."""
     if jax.default_backend() == "gpu":
         return
     for item in items:

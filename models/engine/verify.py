@@ -384,8 +384,8 @@ def _rounding(output: Sequence[int], choices: Choices) -> tuple[RoundingLoss, Di
         raise ValueError("tolerance: expected a number for a float32 model, got None")
     end = len(output)
     each = (choices.losses, choices.expected, choices.variance)
-    sums = (float(np.sum(values[:end], dtype=np.float64)) for values in each)
-    rounding = RoundingLoss(*sums, float(np.max(choices.largest[:end], initial=0.0)))
+    loss, expected, variance = (float(np.sum(values[:end], dtype=np.float64)) for values in each)
+    rounding = RoundingLoss(loss, expected, variance, float(np.max(choices.largest[:end], initial=0.0)))
     if not end:
         return rounding, None
     i = int(np.argmax(choices.losses[:end]))

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+from scripts.cli.output_files import output_file
+
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "durations.json"
 PAGE = ROOT / "docs" / "test_durations.md"
@@ -79,8 +81,10 @@ def main() -> int:
     if missing := [file for file in options.files if not file.is_file()]:
         parser.error(f"no such file: {', '.join(map(str, missing))}")
     table = updated(json.loads(TABLE.read_text()) if TABLE.is_file() else {}, options.files)
-    TABLE.write_text(json.dumps(table, indent=1) + "\n")
-    PAGE.write_text(page(table))
+    with output_file(TABLE) as file:
+        file.write(f"{json.dumps(table, indent=1)}\n".encode())
+    with output_file(PAGE) as file:
+        file.write(page(table).encode())
     return 0
 
 

@@ -59,7 +59,7 @@ SKIPPED_MARKDOWN = re.compile(r"^\s*(\||    |<|!\[)")
 """Lines of tables, indented code, HTML and images."""
 
 
-class Line(NamedTuple):
+class ProseLine(NamedTuple):
     """One line of prose and its place."""
 
     file: Path
@@ -82,34 +82,34 @@ class Rate(NamedTuple):
         return 1000 * self.hits / self.words if self.words else 0.0
 
 
-def python_prose(file: Path, source: str) -> Iterator[Line]:
+def python_prose(file: Path, source: str) -> Iterator[ProseLine]:
     """Docstrings, strings below constants, and comments; not the examples in docstrings."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             for offset, text in enumerate(node.value.value.splitlines()):
                 if not text.lstrip().startswith((">>>", "...")):
-                    yield Line(file, node.lineno + offset, text.strip())
+                    yield ProseLine(file, node.lineno + offset, text.strip())
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(("#!", "# noqa", "# type")):
-            yield Line(file, token.start[0], token.string.lstrip("# "))
+            yield ProseLine(file, token.start[0], token.string.lstrip("# "))
 
 
-def markdown_prose(file: Path, text: str) -> Iterator[Line]:
+def markdown_prose(file: Path, text: str) -> Iterator[ProseLine]:
     """Running text, without the targets of links."""
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
             in_code = not in_code
         elif not in_code and not SKIPPED_MARKDOWN.match(line):
-            yield Line(file, number, re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line))
+            yield ProseLine(file, number, re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line))
 
 
-def prose(file: Path) -> Iterator[Line]:
+def prose(file: Path) -> Iterator[ProseLine]:
     """All prose of a Python or Markdown file."""
     return (python_prose if file.suffix == ".py" else markdown_prose)(file, file.read_text())
 
 
-def rates(lines: Iterable[Line], fewest_words: int = FEWEST_WORDS) -> dict[Path, Rate]:
+def rates(lines: Iterable[ProseLine], fewest_words: int = FEWEST_WORDS) -> dict[Path, Rate]:
     """Rate of each folder that has files of its own; small folders are added to their parents."""
     words: collections.Counter[Path] = collections.Counter()
     hits: collections.Counter[Path] = collections.Counter()

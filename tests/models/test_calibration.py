@@ -71,7 +71,7 @@ def share_of_tokens(scales: KVScales) -> float:
     with np.load(GOLDEN / "golden.npz") as arrays:
         tokens = [arrays[f"tokens_{i}"] for i in range(len(prompts))]
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    choices = [plain.choose(Decoded(p, t.tolist(), params), 0.0)[0][:-1] for p, t in zip(prompts, tokens, strict=True)]
+    choices = [plain.choose(Decoded(p, t.tolist(), params)).tokens[:-1] for p, t in zip(prompts, tokens, strict=True)]
     return float(np.mean(np.concatenate(choices) == np.concatenate(tokens)))
 
 

@@ -165,5 +165,5 @@ def test_layer_ranges_except_the_first_are_equal(
     layers: int, num_programs: int, period: int, wanted: list[int]
 ) -> None:
     cut = split_layers(layers, num_programs, period)
-    assert [len(piece) for layer_range in cut] == wanted
-    assert [layer for piece in cut for layer in piece] == [*range(layers)]
+    assert [len(layer_range) for layer_range in cut] == wanted
+    assert [layer for layer_range in cut for layer in layer_range] == [*range(layers)]

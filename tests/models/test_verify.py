@@ -195,7 +195,9 @@ def rounded(loss, expected=2.0, variance=1.0, largest=0.5):
 
 def test_losses_in_16_bits_may_exceed_the_expectation_by_a_few_standard_deviations():
     allowed = 2.0 + SIGMAS + 0.5
-    assert rounded(0.0).rounding.allowed == allowed
+    rounding = rounded(0.0).rounding
+    assert rounding is not None
+    assert rounding.allowed == allowed
     assert Verification((rounded(allowed),), None).passed
     assert Verification((rounded(allowed + 0.1),), None).lost_too_much
     assert not Verification((rounded(allowed + 0.1),), None).passed

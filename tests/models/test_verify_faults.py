@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,7 @@ def run(name: str, fault: Callable[[Engine], None] | None = None, params: Sampli
 def pages_of(engine: Engine, request: int) -> list[int]:
     """Page ids of a running request, in order."""
     running = next(r for r in engine._ranks.schedulers[0].running if r.request_id == request)
+    assert running.request_slot is not None
     return engine._pools[0].tables([running.request_slot])[0][0, 0].tolist()
 
 
@@ -124,7 +126,7 @@ def test_a_fault_in_the_cache_is_noticed(name, fault):
 def test_a_fault_in_the_metadata_of_decode_rows_is_noticed(name, fault, monkeypatch):
     metadata = PackedStep.metadata
 
-    def faulty(self: PackedStep, *args: object, **named: object) -> StepMetadata:
+    def faulty(self: PackedStep, *args: Any, **named: Any) -> StepMetadata:
         return fault(self, metadata(self, *args, **named))
 
     monkeypatch.setattr(PackedStep, "metadata", faulty)

@@ -88,7 +88,7 @@ def test_compute_capability_is_parsed(version: str, pair: tuple[int, int] | None
 
 def test_unknown_number_of_multiprocessors() -> None:
     card = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
-    silent = "how many multiprocessors there are, and NVIDIA H100 does not"
+    silent = "needs the number of multiprocessors, which NVIDIA H100 does not report"
     with default_device(card), pytest.raises(NotImplementedError, match=silent):
         basics.multiprocessors()
 

@@ -70,8 +70,8 @@ def test_failed_configuration_does_not_affect_others(tiny, monkeypatch, tmp_path
         (["--head-windows", "--plot", "/etc"], "--plot: cannot write /etc: it is a directory"),
         (["--transformers", "/nonexistent/python"], "--transformers: cannot run /nonexistent/python: No such file"),
         (["--transformers", "false"], "--transformers: false cannot import torch and transformers"),
-        (["--config", "v3-tiny", "--prompt-tokens", "700"], "at most 2560 tokens, which v3-tiny takes, got 2896"),
-        (["--config", "v2-lite", "--contexts", "163840"], "at most 163840 tokens, which v2-lite takes, got 1"),
+        (["--config", "v3-tiny", "--prompt-tokens", "700"], "at most 2560 tokens, the maximum of v3-tiny, got 2896"),
+        (["--config", "v2-lite", "--contexts", "163840"], "at most 163840 tokens, the maximum of v2-lite, got 1"),
         (
             ["--config", "v2-lite", "--batch", "5000"],
             "--batch, --contexts, --step-tokens: num_pages: expected fewer than 2**31 tokens",

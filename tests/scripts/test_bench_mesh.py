@@ -73,7 +73,7 @@ def test_latent_decode_over_split_contexts_is_timed():
     ("wrong", "named"),
     [
         (["--mesh", "tensor"], "--mesh: expected AXIS=N"),
-        (["--most-tokens", "9"], "--most-tokens: expected at least those of the smallest case, got 9"),
+        (["--most-tokens", "9"], "--most-tokens: expected at least the tokens of the smallest case, got 9"),
         (
             ["--coordinator=host:1", "--num-processes=2", "--process-id=0"],
             "--coordinator: expected layouts of a mesh, without --exchanges and --operation",

@@ -46,8 +46,8 @@ def test_examples_and_code_are_skipped() -> None:
 
 
 def test_small_folders_count_with_their_parent() -> None:
-    def lines(folder: str, words: int) -> list[prose.Line]:
-        return [prose.Line(Path(folder) / "a.py", 1, "word " * (words - 1) + "who")]
+    def lines(folder: str, words: int) -> list[prose.ProseLine]:
+        return [prose.ProseLine(Path(folder) / "a.py", 1, "word " * (words - 1) + "who")]
 
     found = prose.rates([*lines("a/b", 10), *lines("a", 500), *lines("c", 600)])
     assert found == {Path("a"): prose.Rate(510, 2), Path("c"): prose.Rate(600, 1)}

@@ -98,7 +98,10 @@ class TestRefusals:
                 ["--mesh=tensor=2", "--prefix-cache=x", "--coordinator=host:1", "--num-processes=2", "--process-id=0"],
                 "--prefix-cache: not with --coordinator",
             ),
-            (["--batch-invariant", "--mla", "expand"], "batch_invariant: expanded attention merges a chunk"),
+            (
+                ["--batch-invariant", "--mla", "expand"],
+                "batch_invariant: mla expand is not supported",
+            ),
             (["--batch-invariant", "--no-chunked-prefill"], "needs --max-batched-tokens"),
             (
                 ["--random", "qwen3-tiny", "--speculate", "mtp"],

@@ -210,7 +210,7 @@ class Bf16TileAccess(NamedTuple):
     clear_dead_rows: Callable[[Any, int, Any], None]
 
 
-class RowState(NamedTuple):
+class HalfState(NamedTuple):
     """Attention of a block's rows over some tiles, as one warpgroup holds it.
 
     Attributes:
@@ -231,7 +231,7 @@ class RowState(NamedTuple):
 
 def attend(
     config: Bf16LoopConfig, mem: Bf16Scratch, half: int, tiles: Bf16TileAccess, first: Any, count: Any
-) -> RowState:
+) -> HalfState:
     """Attend to `count` pairs of tiles, at least one, starting with pair `first`.
 
     Args:
@@ -276,7 +276,7 @@ def attend(
         full = tiles.is_full(pair, 0)  # loaded while the products run
         return wgmma.finish(s, UNPAIRED, TILE, under_way=0), full
 
-    def warpgroup_0(pair: Any, state: RowState, s: Any, full: Any, *, more: bool) -> tuple[RowState, Any, Any]:
+    def warpgroup_0(pair: Any, state: HalfState, s: Any, full: Any, *, more: bool) -> tuple[HalfState, Any, Any]:
         """Attend to a pair whose first tile has scores s. If `more`, compute the first scores of the next pair."""
         mine, other = slots(pair)
         m, p, p16 = softmax(pair, mine, state.m, s, full)
@@ -296,9 +296,9 @@ def attend(
         release(mem, other, half)
         if more:
             s, full = first_scores(pair + 1)
-        return RowState(m_both, l, acc), s, full
+        return HalfState(m_both, l, acc), s, full
 
-    def warpgroup_1(pair: Any, state: RowState) -> RowState:
+    def warpgroup_1(pair: Any, state: HalfState) -> HalfState:
         """Attend to a pair whose second tile this warpgroup scores."""
         other, mine = slots(pair)
         s = start_scores(pair, mine, (1, 0, 2))
@@ -319,9 +319,9 @@ def attend(
         l = l + partial_sums(p)  # noqa: E741
         acc = wgmma.finish(acc, UNPAIRED, UNPAIRED, under_way=0)
         release(mem, mine, half)
-        return RowState(m, l, acc)
+        return HalfState(m, l, acc)
 
-    state = RowState(
+    state = HalfState(
         register_tiles.filled(INITIAL_MAX, (ROWS,), PER_ROW),
         register_tiles.filled(0.0, (ROWS, 8), TILE),
         register_tiles.filled(0.0, (ROWS, config.widths[half]), UNPAIRED),
@@ -357,7 +357,7 @@ def release_query(mem: Bf16Scratch) -> None:
     plgpu.barrier_arrive(mem.joint.at[Q_FREE])
 
 
-def exchange_sums(mem: Bf16Scratch, half: int, state: RowState) -> Any:
+def exchange_sums(mem: Bf16Scratch, half: int, state: HalfState) -> Any:
     """Return the sums of weights [ROWS] over the tiles of both warpgroups."""
     own = state.l.sum(axis=1)
     mem.stats[2 + half] = own

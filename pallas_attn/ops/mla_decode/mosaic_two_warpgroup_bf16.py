@@ -316,7 +316,7 @@ def _write(
     block: Any,
     split: LatentSplit,
     results: SplitResults,
-    state: mla_bf16.RowState,
+    state: mla_bf16.HalfState,
 ) -> None:
     """Write this warpgroup's columns of the output, or of the partial state, of a split."""
     sums = mla_bf16.exchange_sums(mem, half, state)

@@ -192,7 +192,7 @@ def _tile_access(mem: Bf16Scratch) -> Bf16TileAccess:
 
 
 def _write(
-    static: SparseStatic, mem: Bf16Scratch, half: int, item: SparseItem, results: Any, state: mla_bf16.RowState
+    static: SparseStatic, mem: Bf16Scratch, half: int, item: SparseItem, results: Any, state: mla_bf16.HalfState
 ) -> None:
     """Write this warpgroup's columns of the output, or of the partial state, of an item."""
     loop = loop_config(static)
