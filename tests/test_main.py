@@ -36,6 +36,7 @@ def test_report_has_every_operation() -> None:
         assert chosen() == dict.fromkeys(CANDIDATES_OF, "xla")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
 def test_kernels_support_the_typical_calls(architecture: device.Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.INTERPRET_VARIABLE, "{}.{}".format(*architecture))

@@ -26,6 +26,7 @@ from pallas_attn import (
     write_kv,
 )
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 PS, COLUMNS, PAGES = 4, 7, 16
 """Page size, columns of a table (which 2 and 4 devices do not divide), and pages of each device."""
@@ -117,6 +118,10 @@ def _named() -> list[Any]:
     ]
 
 
+@slow_cases(
+    "bf16-4", "latents, drafts-2", "drafts, sinks, caps-2", "latents in 8 bits-4", "int8, scales of heads-4",
+    "tables of heads-4", "f32-2", "int8, scales of groups-2",
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "num_queries", "options", "devices"), _named())
 def test_decode_over_contexts(kind: str, num_queries: int, options: dict[str, Any], devices: int) -> None:
     rng = np.random.default_rng(devices)
@@ -209,6 +214,7 @@ def test_writes_to_split_pages() -> None:
     harness.assert_same_bits(jax.jit(run)(cache, k, v, slots), write_kv(cache, k, v, jnp.asarray(slots)))
 
 
+@slow_cases("int8-group")
 @pytest.mark.parametrize(
     "kind",
     ["f32", pytest.param("int8-head", marks=pytest.mark.slow), "int8-group"],  # test_sharded_calls.py has static scales

@@ -51,6 +51,7 @@ from tests.contract.targets import (
     latent_prefill,
 )
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -150,6 +151,10 @@ def check_examples(backend: Backend, name: str, examples: int) -> None:
     run()
 
 
+@slow_cases(
+    "xla-write of latents, 8 bits", "xla-gather", "xla-chosen latents, 8 bits", "xla-index scores",
+    "xla-latents, 8 bits", "mosaic-chosen latents", "mosaic-chosen latents, 8 bits", "mosaic-ragged", "triton-ragged",
+)  # fmt: skip
 @every_target
 @in_every_run(
     xla=[
@@ -224,6 +229,7 @@ def segments(sums: tuple[int, ...], total: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounded))
 
 
+@slow_cases("mosaic-padded with zeros")
 @pytest.mark.parametrize("sums", SUM_CASES.values(), ids=SUM_CASES)
 @every_backend("ragged_attention")
 @in_every_run(
@@ -247,6 +253,7 @@ def test_sums_of_packed_keys(backend: Backend, sums: tuple[int, ...]) -> None:
     harness.assert_attention_close(got, want, backend.variant.tolerance("bfloat16"))
 
 
+@slow_cases("xla-padded with zeros", "mosaic-padded with zeros", "triton-falls")
 @pytest.mark.parametrize("sums", SUM_CASES.values(), ids=SUM_CASES)
 @every_backend("paged_prefill")
 @in_every_run("reference", "xla", mosaic=["padded with zeros"], triton=["falls"])
@@ -265,6 +272,7 @@ def test_sums_of_a_chunk(backend: Backend, sums: tuple[int, ...]) -> None:
 # --- lengths past the table
 
 
+@slow_cases("paged_prefill")
 @pytest.mark.parametrize("op", ["paged_decode", "paged_prefill"])
 def test_time_is_bounded_by_the_table(op: str) -> None:
     """A length of a million tokens with a table for 64 tokens takes the tiles of 64 tokens."""
@@ -278,6 +286,7 @@ def test_time_is_bounded_by_the_table(op: str) -> None:
     harness.assert_same_bits(target.run(backend, {**target.arrays, "kv_lens": ints(1_000_000, 2**31 - 1, 65)}), longest)
 
 
+@slow_cases("xla, 8 bits", "reference")
 @pytest.mark.parametrize(
     ("implementation", "cache"),
     [("reference", LATENTS_F32), ("xla", LATENTS_F32), ("xla", LATENTS_8BIT)],

@@ -19,6 +19,7 @@ from pallas_attn.ops import cascade_decode as room
 from tests.contract import backends
 from tests.contract.backends import BACKENDS, Backend, in_every_run
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -74,6 +75,7 @@ CASES: dict[str, tuple[tuple[int, ...], int]] = {
 }
 
 
+@slow_cases("xla-two pages", "triton-two pages")
 @pytest.mark.parametrize("name", CASES)
 @every_backend()
 @in_every_run("xla", triton=["two pages"])
@@ -149,6 +151,7 @@ def test_errors_of_the_count(changed: dict[str, Any], message: str) -> None:
         count_shared_pages(**arguments)
 
 
+@slow_cases("0")
 @pytest.mark.parametrize("given", [0, 1, 2, 100])
 def test_columns_that_are_given(given: int) -> None:
     """`shared_pages` may be smaller than the number of shared pages, and larger than the pages that queries see."""

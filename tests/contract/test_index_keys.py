@@ -26,6 +26,7 @@ from tests.contract import backends, transformations
 from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.contract.index_case import SM_SCALE, IndexCase, IndexInputs, best
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -73,6 +74,7 @@ def draw(backend: Backend, case: IndexCase) -> IndexInputs:
     return IndexInputs.draw(case, harness.fresh_rng(), backend.dtype)
 
 
+@slow_cases("triton-bfloat16 over 8 bits")
 @backends.every_case("index_scores", SCORES)
 @in_every_run(
     reference=all_but("decode", "decode, pages of 64"),
@@ -97,6 +99,7 @@ def test_scores(backend: Backend, name: str) -> None:
     harness.assert_same_bits(got, scores(**inputs.arguments(poisoned=False)))
 
 
+@slow_cases("triton-decode, absent pages", "xla-trees of drafts", "xla-rows of all kinds")
 @backends.every_case("index_top_k", CHOICES)
 @in_every_run(
     reference=["rows of all kinds", "bfloat16 over 8 bits"],

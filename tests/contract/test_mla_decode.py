@@ -26,6 +26,7 @@ from tests.contract import backends, transformations
 from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked latents are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -94,6 +95,9 @@ VALUES = {
 few_and_many_heads = pytest.mark.parametrize("heads", [BASE.heads, MANY_HEADS], ids=["few heads", "many heads"])
 
 
+@slow_cases(
+    "mosaic-few heads-absent pages", "mosaic-few heads-all of maximum length", "mosaic-many heads-absent pages",
+)  # fmt: skip
 @pytest.mark.parametrize("case", VALUES.values(), ids=VALUES)
 @few_and_many_heads
 @every_backend
@@ -117,6 +121,7 @@ def test_values_of_one_shape(backend: Backend, heads: int, case: MlaCase) -> Non
     check(backend, replace(case, heads=heads))
 
 
+@slow_cases("mosaic-many heads", "mosaic_sm100-few heads")
 @few_and_many_heads
 @backends.every_backend("mla_decode", lambda backend: backend.kernels)
 @in_every_run("mosaic", mosaic_sm100=["few heads"])
@@ -136,6 +141,7 @@ def test_an_absent_page_between_others_of_a_tile(backend: Backend, heads: int) -
     harness.assert_attention_close(got, inputs.expected(), backend.variant.tolerance(inputs.case.dtype))
 
 
+@slow_cases("mosaic-few heads")
 @few_and_many_heads
 @every_backend
 @in_every_run(xla=["few heads"], mosaic=["few heads"])
@@ -168,6 +174,10 @@ QUERIES = {
 }
 
 
+@slow_cases(
+    "mosaic-few heads-4, causal", "triton-few heads-4 each, of rows with fewer tokens",
+    "mosaic_sm100-many heads-4, tree", "triton-many heads-4, tree",
+)  # fmt: skip
 @pytest.mark.parametrize("case", QUERIES.values(), ids=QUERIES)
 @few_and_many_heads
 @every_backend
@@ -209,6 +219,7 @@ WIDTHS = [
 ]
 
 
+@slow_cases("mosaic-63-448-64")
 @pytest.mark.parametrize(("heads", "latent_dim", "rope_dim"), WIDTHS)
 @every_backend
 @in_every_run(xla=all_but("9-128-32", "20-256-64", "64-512-64"), mosaic=["63-448-64"])
@@ -226,6 +237,7 @@ PAGES = {
 }
 
 
+@slow_cases("mosaic-pages of 128, many heads")
 @pytest.mark.parametrize("case", PAGES.values(), ids=PAGES)
 @every_backend
 @in_every_run("xla", mosaic=all_but("pages of 64"))
@@ -247,6 +259,7 @@ DTYPES = {
 }
 
 
+@slow_cases("mosaic-bfloat16", "triton-bfloat16, large scores")
 @pytest.mark.parametrize("case", DTYPES.values(), ids=DTYPES)
 @every_backend
 @in_every_run(
@@ -290,6 +303,7 @@ SCORES = {
 }
 
 
+@slow_cases("triton-a window, 4 causal, a soft cap")
 @pytest.mark.parametrize("case", SCORES.values(), ids=SCORES)
 @every_backend
 @in_every_run(
@@ -317,6 +331,7 @@ EIGHT_BITS = {
 }
 
 
+@slow_cases("triton-4, tree", "mosaic-lengths")
 @pytest.mark.parametrize("case", EIGHT_BITS.values(), ids=EIGHT_BITS)
 @every_backend
 @in_every_run(
@@ -348,6 +363,7 @@ def test_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
     harness.assert_same_bits([alone, wide.astype(jnp.bfloat16)], [out, out])
 
 
+@slow_cases("mosaic")
 @every_backend
 @in_every_run("xla", "mosaic")
 def test_a_visible_nan_shows_in_its_own_row_only(backend: Backend) -> None:
@@ -364,6 +380,7 @@ def test_a_visible_nan_shows_in_its_own_row_only(backend: Backend) -> None:
         harness.assert_same_bits(np.delete(g, 5, axis=0), np.delete(w, 5, axis=0))
 
 
+@slow_cases("mosaic-few heads")
 @few_and_many_heads
 @every_backend
 @in_every_run(reference=["few heads"], xla=["few heads"], mosaic=["few heads"])
@@ -409,6 +426,7 @@ def assert_same_rows(backend: Backend, got: tuple[Any, Any], want: tuple[Any, An
         harness.assert_attention_close(got, want, backend.variant.tolerance(dtype))
 
 
+@slow_cases("triton-few heads")
 @few_and_many_heads
 @every_backend
 @in_every_run(xla=["few heads"], mosaic=["few heads"], triton=["few heads"])
@@ -431,6 +449,7 @@ def test_a_row_does_not_depend_on_the_batch(backend: Backend, heads: int) -> Non
         assert_same_rows(backend, pick(attend(alone), [0]), pick(want, [b]), inputs.case.dtype)
 
 
+@slow_cases("mosaic-few heads-balanced")
 @pytest.mark.parametrize("mode", ["balanced", "fixed"])
 @few_and_many_heads
 @every_backend

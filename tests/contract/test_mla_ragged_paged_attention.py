@@ -27,6 +27,7 @@ from pallas_attn import (
 from tests.contract import backends, naive, tpu_inference
 from tests.contract.backends import BACKENDS, Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -148,6 +149,10 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any]) -> None:
 # --- what a step gives
 
 
+@slow_cases(
+    "xla-decodes, then chunks-rows of 1", "triton-a decode between chunks-rows of 8",
+    "triton-a decode between chunks-rows of 3",
+)  # fmt: skip
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("name", MIXES)
 @every_backend()
@@ -175,6 +180,7 @@ def traffic(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(new), tuple(count + draw(st.integers(0, P * PS - count)) for count in new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(mix=traffic(), seed=st.integers(0, 2**32 - 1), behind=st.sampled_from(["zeros", "ends", "garbage"]))
@@ -187,6 +193,7 @@ def test_any_traffic(heads: int, mix: tuple[tuple[int, ...], tuple[int, ...]], s
     check(XLA, step, got)
 
 
+@slow_cases("rows of 1", "rows of 3")
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_padding_changes_no_bit(heads: int) -> None:
     step = Step.draw((1, 9, 1, 3), (33, 9, 64, 20), heads, "float32", harness.fresh_rng())
@@ -246,6 +253,7 @@ def test_latents_in_8_bits() -> None:
     harness.assert_close("output", out, step.expected(pages), harness.F32_OUT)
 
 
+@slow_cases("xla-float8_e5m2-rows of 1", "xla-float8_e5m2-rows of 3", "triton-float8_e4m3fn-rows of 3")
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @every_backend()
@@ -308,6 +316,7 @@ def test_new_latents_of_more_bits_are_divided_by_their_scale() -> None:
     assert (written[:, L:] == -448).all()
 
 
+@slow_cases("float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
     """The result is the same inside a loop, also with `distribution` on the device."""
@@ -330,6 +339,7 @@ def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
 # --- surroundings
 
 
+@slow_cases("own1-3")
 @pytest.mark.parametrize("heads", [3, 40])
 @pytest.mark.parametrize("own", [("q_latent", "q_rope"), ("cache",), ("page_indices",), ("kv_lens", "distribution")])
 def test_inside_a_shard_map(own: tuple[str, ...], heads: int) -> None:

@@ -16,6 +16,7 @@ from pallas_attn import PagedLatent, latent_cache_spec, mla_decode, mla_sparse, 
 from tests.contract import backends, naive, transformations
 from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked latents are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -152,6 +153,10 @@ def draw(backend: Backend, case: SparseCase = BASE) -> SparseInputs:
     return SparseInputs.draw(case, harness.fresh_rng(), backend.dtype)
 
 
+@slow_cases(
+    "mosaic-8 bits", "mosaic-40 heads, wide latents", "mosaic-bfloat16 over 8 bits", "mosaic-bfloat16",
+    "mosaic-67 heads, pairs of tiles", "triton-float16, latents of 96",
+)  # fmt: skip
 @backends.every_case("mla_sparse", CASES)
 @in_every_run(
     "reference",
@@ -197,6 +202,7 @@ def test_values(backend: Backend, name: str) -> None:
     harness.assert_same_bits(got, call(**inputs.arguments(poisoned=False)))
 
 
+@pytest.mark.slow
 @every_backend
 @in_every_run("xla")
 def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
@@ -219,6 +225,7 @@ def test_all_keys_of_a_sequence_give_dense_attention(backend: Backend) -> None:
     harness.assert_attention_close(got, want, backend.variant.tolerance(backend.dtype))
 
 
+@slow_cases("mosaic")
 @every_backend
 @in_every_run("xla", "mosaic")
 def test_other_tokens_and_the_order_of_slots_change_little(backend: Backend) -> None:
@@ -258,6 +265,7 @@ def test_exported(backend: Backend) -> None:
     transformations.assert_exports(attend(backend), draw(backend).arguments())
 
 
+@slow_cases("mosaic")
 @every_backend
 @in_every_run("xla", "mosaic")
 def test_inside_a_scan(backend: Backend) -> None:

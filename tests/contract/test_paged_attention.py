@@ -18,6 +18,7 @@ from tests.contract.backends import Backend, every_backend, in_every_run, unsupp
 from tests.contract.paged_case import Inputs, PagedCase, in_8_bits
 from tests.contract.paged_cases import CARRIER, CHUNK, PS, SAMPLE, packed, windowed
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -102,6 +103,16 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
 # --- numbers
 
 
+@slow_cases(
+    "triton-soft cap, sinks, scale", "triton-fp8 queries of tokens, tree, cap", "triton-fp8 per token, windows",
+    "mosaic-G 16, width 256, pages of 128", "mosaic-int8 per channel, windows, float16", "triton-tree of 3, windowed",
+    "mosaic-scores to 5e5", "mosaic-drafts in blocks, pages of 32",
+    "mosaic-int8 per head, odd group, int window, soft cap", "mosaic-drafts, windows, absent pages",
+    "mosaic-soft cap, sinks, scale", "mosaic-draft trees that start tiles", "mosaic-mixed lengths",
+    "mosaic-fp8 queries of tokens, tree, cap", "mosaic-draft trees over any head's rows",
+    "mosaic_sm100-head-wise windows and sink tokens, absent pages",
+    "triton-head-wise windows and sink tokens, absent pages",
+)  # fmt: skip
 @backends.every_case("paged_decode", paged_cases.DECODE)
 @in_every_run(
     reference=[
@@ -164,6 +175,18 @@ def test_decode(backend: Backend, name: str) -> None:
     check(DECODE, backend, draw(backend, DECODE.cases[name]))
 
 
+@slow_cases(
+    "xla-all idle", "xla-head-wise drafts, float16", "xla-int8 in 4 groups, absent pages",
+    "xla-int8 per head, odd group, int window, soft cap", "xla-keys of 48, values of 80, sinks",
+    "xla-chunks, a tree over windows and absent pages", "xla-full, sinks, soft cap",
+    "xla-G 7, four KV heads, float16", "xla-first chunks, later chunks and none", "xla-large soft cap",
+    "xla-G 2, width 128", "mosaic-bfloat16", "mosaic-sink tokens of a full head, and past a window's start",
+    "xla-page of 8 tokens", "mosaic-first chunks, later chunks and none", "mosaic-drafts, windows, absent pages",
+    "mosaic-int8 per head, odd group, int window, soft cap", "mosaic-all idle", "mosaic-full, sinks, soft cap",
+    "mosaic-scores to 5e5", "mosaic-chunks, absent pages of any head's rows", "mosaic-G 7, four KV heads, float16",
+    "mosaic-chunks, one scale of fp8 queries, soft cap", "mosaic-G 16, width 256, pages of 128",
+    "mosaic-mixed lengths", "mosaic_sm100-chunks, int8 per token", "triton-first chunks, later chunks and none",
+)  # fmt: skip
 @backends.every_case("paged_prefill", paged_cases.PREFILL)
 @in_every_run(
     reference=[
@@ -226,6 +249,7 @@ POISONED = {
 }
 
 
+@slow_cases("8 bits, scales of groups-paged_decode-mosaic")
 @both(lambda backend: backend.kernels)
 @pytest.mark.parametrize("name", POISONED)
 @in_every_run(mosaic=["head windows-paged_prefill", "8 bits, scales of groups-paged_decode"])
@@ -297,6 +321,7 @@ def test_agrees_with_decode(backend: Backend) -> None:
     harness.assert_attention_close(got, (out, lse), backend.variant.tolerance(inputs.case.dtype))
 
 
+@slow_cases("xla", "triton", "mosaic")
 @every_backend("paged_decode")
 @in_every_run("reference", "xla", "mosaic", "triton")
 def test_queries_that_come_in_8_bits(backend: Backend) -> None:
@@ -312,6 +337,7 @@ def test_queries_that_come_in_8_bits(backend: Backend) -> None:
 # --- rows and batches
 
 
+@slow_cases("triton", "mosaic")
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic", "triton")
 def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
@@ -340,6 +366,7 @@ def test_a_row_does_not_depend_on_its_batch(backend: Backend) -> None:
         same((alone[0][:1], alone[1][:1]), (out[row : row + 1], lse[row : row + 1]))
 
 
+@slow_cases("fixed-xla", "fixed-mosaic")
 @every_backend("paged_decode")
 @pytest.mark.parametrize("mode", ["balanced", "fixed"])
 @in_every_run("xla", mosaic=["fixed"])
@@ -353,6 +380,7 @@ def test_a_plan_changes_no_meaning(backend: Backend, mode: str) -> None:
     harness.assert_attention_close(got, inputs.expected_decode(), backend.variant.tolerance(inputs.case.dtype))
 
 
+@slow_cases("mosaic", "triton")
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic", "triton")
 def test_tokens_of_a_mixed_step(backend: Backend) -> None:
@@ -366,6 +394,7 @@ def test_tokens_of_a_mixed_step(backend: Backend) -> None:
     harness.assert_same_bits(got, (np.concatenate([own, packed[len(own) :]]), lse))
 
 
+@slow_cases("mosaic")
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic")
 def test_without_a_plan(backend: Backend) -> None:
@@ -375,6 +404,7 @@ def test_without_a_plan(backend: Backend) -> None:
     harness.assert_attention_close(got, inputs.expected_decode(), backend.variant.tolerance(inputs.case.dtype))
 
 
+@slow_cases("mosaic")
 @every_backend("paged_prefill")
 @in_every_run("xla", "mosaic")
 def test_a_sequence_does_not_depend_on_its_batch(backend: Backend) -> None:
@@ -393,6 +423,7 @@ def test_a_sequence_does_not_depend_on_its_batch(backend: Backend) -> None:
         harness.assert_attention_close((got_out, got_lse), (out[start:end], lse[start:end]), tolerance)
 
 
+@slow_cases("mosaic")
 @every_backend("paged_decode")
 @in_every_run("xla", "mosaic")
 def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
@@ -406,6 +437,7 @@ def test_a_query_of_nan_spoils_no_other_head(backend: Backend) -> None:
     harness.assert_same_bits([x[:, :, 1:] for x in got], [x[:, :, 1:] for x in clean])
 
 
+@slow_cases("paged_prefill-xla", "paged_decode-mosaic")
 @both()
 @in_every_run("reference", "xla", mosaic=["paged_decode"])
 def test_queries_of_nan_that_see_nothing(operation: Operation, backend: Backend) -> None:
@@ -419,6 +451,7 @@ def test_queries_of_nan_that_see_nothing(operation: Operation, backend: Backend)
     assert np.isneginf(lse).all()
 
 
+@slow_cases("paged_decode-mosaic")
 @both()
 @in_every_run("xla", mosaic=["paged_decode"])
 def test_an_absent_page_between_others_of_a_tile(operation: Operation, backend: Backend) -> None:
@@ -527,6 +560,7 @@ def test_scan_with_a_donated_cache(operation: Operation, backend: Backend) -> No
     transformations.assert_scans(*transformed(operation, backend))
 
 
+@slow_cases("paged_decode-mosaic")
 @both()
 @in_every_run(xla=["paged_decode"], mosaic=["paged_decode"])
 def test_vmap(operation: Operation, backend: Backend) -> None:
@@ -542,6 +576,7 @@ def test_export_round_trip(operation: Operation, backend: Backend) -> None:
     transformations.assert_exports(call, arrays)
 
 
+@slow_cases("paged_prefill-xla")
 @both()
 @in_every_run("reference", "xla")
 def test_values_do_not_retrace(operation: Operation, backend: Backend) -> None:
@@ -566,6 +601,7 @@ def big(operation: Operation, dtype: Any, scales: Any = None) -> dict[str, Any]:
     return arrays | ({"cu_q_lens": jax.ShapeDtypeStruct((5,), jnp.int32)} if packed else {})
 
 
+@slow_cases("int8-4-paged_prefill-xla")
 @both(backends.is_compiled_and_lean)
 @pytest.mark.parametrize(
     ("dtype", "scales"), [(jnp.float32, None), (jnp.bfloat16, None), (jnp.int8, 4), (jnp.float8_e4m3fn, 16)]

@@ -19,6 +19,7 @@ from pallas_attn.ops.ragged_attention import xla
 from tests.contract import backends, naive, transformations
 from tests.contract.backends import Backend, all_but, in_every_run, unsupported
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -185,6 +186,10 @@ BASE = RaggedCase(*LENGTHS["new tokens of a cached prefix"])
 FEW = RaggedCase((5, 0, 6), (9, 2, 6), tokens=12, keys=19)
 
 
+@slow_cases(
+    "mosaic-more queries than keys-causal", "mosaic-more queries than keys-full",
+    "mosaic-as many queries as keys-causal", "triton-new tokens of a cached prefix-causal",
+)  # fmt: skip
 @both_masks
 @pytest.mark.parametrize(("q_lens", "kv_lens"), LENGTHS.values(), ids=LENGTHS)
 @every_backend
@@ -205,6 +210,7 @@ def test_lengths(backend: Backend, q_lens: tuple[int, ...], kv_lens: tuple[int, 
     check(backend, replace(BASE, q_lens=q_lens, kv_lens=kv_lens, causal=causal))
 
 
+@slow_cases("mosaic-all in one, at the end of the arrays")
 @pytest.mark.parametrize(("q_lens", "kv_lens"), LONG_LENGTHS.values(), ids=LONG_LENGTHS)
 @every_backend
 @in_every_run("reference", "xla", mosaic=all_but("prefixes, no queries, more queries than keys, padding"))
@@ -250,6 +256,7 @@ WIDTHS = {  # (Dk, Dv, Hq, Hkv)
 }
 
 
+@slow_cases("xla-DeepSeek", "mosaic-DeepSeek", "mosaic_sm100-DeepSeek")
 @pytest.mark.parametrize(("key_dim", "value_dim", "q_heads", "kv_heads"), WIDTHS.values(), ids=WIDTHS)
 @every_backend
 @in_every_run(
@@ -285,6 +292,7 @@ OPTIONS = {
 }
 
 
+@slow_cases("mosaic-the same window, all in one")
 @backends.every_case("ragged_attention", OPTIONS)
 @in_every_run(
     xla=[
@@ -327,6 +335,7 @@ def test_the_configuration_a_user_gets(backend: Backend) -> None:
     check(backends.as_users_get(backend), BASE)
 
 
+@pytest.mark.slow
 @every_backend
 @in_every_run("xla")
 def test_scale_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
@@ -344,6 +353,7 @@ def test_scale_output_dtype_and_lse_are_as_asked(backend: Backend) -> None:
 # --- what must not leak
 
 
+@slow_cases("mosaic")
 @every_backend
 @in_every_run("xla", "mosaic")
 def test_later_keys_change_no_bit_of_earlier_queries(backend: Backend) -> None:
@@ -360,6 +370,7 @@ def test_later_keys_change_no_bit_of_earlier_queries(backend: Backend) -> None:
         assert (got[0][~blind] != want[0][~blind]).any(axis=(1, 2)).all()
 
 
+@slow_cases("mosaic-causal")
 @both_masks
 @every_backend
 @in_every_run("xla", mosaic=["causal"])
@@ -482,6 +493,7 @@ def test_a_sequence_does_not_depend_on_the_batch(backend: Backend) -> None:
         harness.assert_attention_close((got[0][:size], got[1][:size]), (want[0][of_s], want[1][of_s]), tolerances)
 
 
+@slow_cases("mosaic")
 @every_backend
 @in_every_run("xla", "mosaic")
 def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:

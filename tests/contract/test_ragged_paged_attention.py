@@ -38,6 +38,7 @@ from pallas_attn.types import QMAX
 from tests.contract import backends, naive, tpu_inference
 from tests.contract.backends import BACKENDS, Backend, in_every_run, unsupported
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -162,6 +163,7 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any], **options: Any) ->
 # --- what a step gives
 
 
+@slow_cases("xla-decodes, then chunks", "triton-a decode between chunks")
 @pytest.mark.parametrize("name", MIXES)
 @every_backend()
 @in_every_run("xla", triton=["a decode between chunks"])
@@ -170,6 +172,7 @@ def test_mixes(backend: Backend, name: str) -> None:
     check(backend, step, run(backend, step.arguments("garbage", distribution=True)))
 
 
+@slow_cases("triton")
 @every_backend()
 @in_every_run("xla", "triton")
 @unsupported(mosaic="takes pages of 16, 32, 64 or 128 tokens, got 1")
@@ -206,6 +209,7 @@ def test_pages_with_tokens_before_heads_are_not_copied() -> None:
     assert beside(view=True) < pages.nbytes <= beside(view=False)
 
 
+@slow_cases("xla-all keys")
 @pytest.mark.parametrize("name", OPTIONS)
 @every_backend()
 @in_every_run(xla=["a soft cap", "all keys"])
@@ -217,6 +221,7 @@ def test_options(backend: Backend, name: str) -> None:
     check(backend, step, got, **{names.get(key, key): value for key, value in OPTIONS[name].items()})
 
 
+@pytest.mark.slow
 @every_backend()
 @in_every_run("xla")
 def test_bfloat16(backend: Backend) -> None:
@@ -225,6 +230,7 @@ def test_bfloat16(backend: Backend) -> None:
     assert run(backend, step.arguments(), out_dtype=jnp.float32)[0].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_padding_changes_no_bit() -> None:
     step = Step.draw((1, 9, 1, 3), (33, 9, 64, 20), "float32", harness.fresh_rng())
     want = run(XLA, step.arguments())
@@ -272,6 +278,7 @@ def test_decodes_have_the_bits_of_paged_decode() -> None:
     harness.assert_same_bits(np.asarray(out)[first[single]], np.asarray(want)[single, 0])
 
 
+@slow_cases("shape0")
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_the_number_of_sequences_alone(shape: tuple[int, ...]) -> None:
     step = Step.draw(*MIXED, "float32", harness.fresh_rng())
@@ -341,6 +348,7 @@ def test_quantised_tokens(backend: Backend, dtype: Any, name: str) -> None:
     harness.assert_close("output", out, of_values.expected(sm_scale=0.002), tolerance)
 
 
+@pytest.mark.slow
 def test_plain_tokens_are_quantised_by_the_cache_s_own_scales() -> None:
     rng = harness.fresh_rng()
     step = Step.draw(*MIXED, "float32", rng)
@@ -364,6 +372,7 @@ def test_tables_of_heads() -> None:
     check(XLA, step, (out, kv), window=11)
 
 
+@slow_cases("int8")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
     """The result is the same inside a loop, also with `distribution` on the device."""
@@ -393,6 +402,7 @@ def test_a_donated_cache_stays_where_it_is(dtype: Any) -> None:
 # --- surroundings
 
 
+@slow_cases("own1")
 @pytest.mark.parametrize("own", [("q", "k", "v"), ("kv",), ("page_indices",), ("kv_lens", "distribution")])
 def test_inside_a_shard_map(own: tuple[str, ...]) -> None:
     """`jax.shard_map` accepts the call with its default check of varying axes."""
@@ -498,6 +508,7 @@ def test_errors_name_the_argument(name: str) -> None:
         ragged_paged_attention(**(arguments | changed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_queries_of_8_bits(dtype: Any) -> None:
     """Results equal a call with queries rounded by the caller, for decodes and chunks."""

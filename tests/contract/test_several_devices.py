@@ -24,6 +24,7 @@ from tests.contract import backends
 from tests.contract.backends import Backend
 from tests.contract.targets import TARGETS, ints
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = [
@@ -96,6 +97,10 @@ def part(tree: Any, spec: P, device: int) -> Any:
     return jax.tree.map(lambda x: jnp.split(x, 2, axis=axis)[device], tree)
 
 
+@slow_cases(
+    "xla-heads-prefill, int8-unchecked", "triton-sequences-choice-unchecked", "xla-sequences-latents, 8 bits-checked",
+    "xla-heads-prefill, int8-checked", "triton-heads-write-checked",
+)  # fmt: skip
 @pytest.mark.parametrize(("backend", "split", "name", "check_vma"), params(), indirect=["backend"])
 def test_parts_on_two_devices(backend: Backend, split: str, name: str, check_vma: bool) -> None:
     target = TARGETS[name]
@@ -137,6 +142,7 @@ def context_params() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "name", "check_vma"), context_params(), indirect=["backend"])
 def test_contexts_on_two_devices(backend: Backend, name: str, check_vma: bool) -> None:
     """tests/test_parallel.py has the other cases of `xla`."""

@@ -30,6 +30,7 @@ from tests.contract.targets import (
     values,
 )
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys are NaN; products with them warn, and the mask removes the result.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -79,6 +80,7 @@ def sharded(function: Any, own: tuple[str, ...] = NEW) -> Any:
 # --- jax.shard_map
 
 
+@slow_cases("write of heads, int8-xla")
 @pytest.mark.parametrize("backend", [REFERENCE, XLA], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("name", ["decode", "ragged", "gather", "write of heads, int8", "choice of keys"])
 @in_every_run(xla=["gather", "write of heads, int8"])
@@ -111,6 +113,7 @@ def test_whatever_varies(backend: Backend, name: str, own: tuple[str, ...]) -> N
     jax.eval_shape(sharded(call(target, backend), own), arrays)
 
 
+@slow_cases("triton-decode", "mosaic-prefill of heads")
 @params(lambda backend: backend.kernels)
 @in_every_run(
     mosaic=all_but(
@@ -137,6 +140,7 @@ def test_kernels_are_traced_inside_a_shard_map(backend: Backend, name: str) -> N
     assert all("x" in varying for varying in types)
 
 
+@slow_cases("mosaic")
 @backends.every_backend("gather_latent", lambda backend: backend.kernels)
 @in_every_run("mosaic", "triton")
 def test_a_kernel_runs_inside_a_shard_map(backend: Backend) -> None:
@@ -166,6 +170,7 @@ def test_prefill_of_latents_inside_a_shard_map(implementation: str, arrays: dict
 # --- 64 bits
 
 
+@slow_cases("ragged-xla")
 @pytest.mark.parametrize("backend", [REFERENCE, XLA], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("name", ["decode", "ragged"])
 @in_every_run("xla")
@@ -201,6 +206,7 @@ def test_64_bits_of_an_epsilon_are_none_of_a_norm() -> None:
 # --- gradients, and sizes that are not known
 
 
+@slow_cases("triton-gather, 8 bits")
 @params()
 @in_every_run("triton", xla=all_but("decode", "gather, 8 bits", "choice of keys"), mosaic=["decode"])
 def test_gradients_are_refused_by_name(backend: Backend, name: str) -> None:
@@ -329,6 +335,7 @@ def test_tokens_of_no_sequence(name: str, implementation: str) -> None:
     assert lse is None or np.all(np.isneginf(lse))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_more_programs_than_a_card_holds_are_refused() -> None:
     arrays = TARGETS["decode"].arrays

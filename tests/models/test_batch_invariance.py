@@ -74,6 +74,7 @@ def test_bits_do_not_depend_on_other_requests(
     assert stats.preemptions > 0
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_drafts(monkeypatch: pytest.MonkeyPatch):
     """Drafts move a token to another row of the step, between other tokens."""
     monkeypatch.setattr(speculative_step, "draw", draw_bits)

@@ -20,6 +20,7 @@ from models.config import GQA_PRESETS, HeadWindows
 from models.decoder import Decoder
 from models.engine import CachedPages, Engine, EngineConfig, SamplingParams
 from pallas_attn import FULL
+from tests.kit.slow_cases import slow_cases
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 
@@ -97,6 +98,7 @@ def test_second_engine_continues_with_the_pages_of_the_first(kind: str) -> None:
     check(second)
 
 
+@slow_cases("latents and index keys")
 @pytest.mark.parametrize(
     "kind",
     [LATENT_KIND, HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k not in KINDS_OF_EVERY_RUN)],
@@ -117,6 +119,7 @@ def test_restarted_engine_finds_all_prefixes(kind: str) -> None:
     check(second)
 
 
+@pytest.mark.slow
 def test_import_while_every_request_slot_is_used() -> None:
     """A waiting request finds imported pages. Running requests keep their tokens and slots."""
     first, tokens = computed(HEADWISE)
@@ -157,6 +160,7 @@ def test_pages_keep_their_salt() -> None:
     assert [second.output(i).cached_tokens for i in ids] == [0, 48]
 
 
+@pytest.mark.slow
 def test_import_of_more_pages_than_fit_keeps_a_part() -> None:
     first, tokens = computed(LATENT_KIND)
     pages = passed_on(first.export_prefix_cache())

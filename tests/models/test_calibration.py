@@ -17,6 +17,7 @@ from models.config import GQA_PRESETS, PRESETS
 from models.decoder import Decoder, KVScales
 from models.decoder.gqa import GQA
 from models.engine import Decoded, PlainRun, SamplingParams
+from tests.kit.slow_cases import slow_cases
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "qwen3"
 TINY = dataclasses.replace(GQA_PRESETS["qwen3-tiny"], num_hidden_layers=1, vocab_size=64)
@@ -37,6 +38,7 @@ def golden_scales(axes: tuple[int, ...], qmax: float, percentile: float) -> list
         ]
 
 
+@slow_cases("int8-127-channel-axes0-100.0")
 @pytest.mark.parametrize(
     ("dtype", "qmax", "layout", "axes", "percentile"),
     [

@@ -25,6 +25,7 @@ from models.engine.speculation.draft_control import (
 from models.engine.speculation.ngram import continue_ngrams
 from models.engine.speculation.proposer import DraftTree
 from models.engine.speculation.step import accept, accept_branch
+from tests.kit.slow_cases import slow_cases
 
 find = jax.jit(continue_ngrams, static_argnums=(2, 3, 4))
 
@@ -78,6 +79,7 @@ trees = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=7).ma
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(trees, st.lists(st.integers(0, 2), min_size=8, max_size=8), st.integers(0, 7))
 def test_one_branch_of_a_tree_is_accepted(drafts: list[tuple[int, int]], chosen: list[int], num_drafts: int):
@@ -101,6 +103,7 @@ N, V = 3000, 6
 sample_all = jax.jit(sample)
 
 
+@slow_cases("right")
 @pytest.mark.parametrize(
     "kind", ["right", "random", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wrong", "likeliest"))]
 )

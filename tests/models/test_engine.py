@@ -18,6 +18,7 @@ from models.decoder.caches import allocate_caches
 from models.engine import Decoded, Difference, Engine, EngineConfig, SamplingParams, scheduler
 from models.engine.runner import Runner, StepResult
 from models.engine.verify import verify
+from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import (
     CONFIG,
     DRAWN,
@@ -177,6 +178,7 @@ def test_requests_get_tokens_in_order_of_arrival_when_pages_are_short():
     assert list(dict.fromkeys(played.order)) == list(played.arrived)
 
 
+@pytest.mark.slow
 def test_equal_prefixes_are_computed_once():
     ample = engine("ample")
     played = Traffic(ample)
@@ -213,6 +215,7 @@ def test_stop_token_ends_the_output_and_stays_in_it():
     assert ample.stats().used_pages == 0
 
 
+@pytest.mark.slow
 def test_eos_token_ends_the_output_unless_ignored():
     wanted = plain(1, GREEDY)
     ending = random_model_with_eos(wanted[6])
@@ -273,6 +276,7 @@ class Injected(Exception):
     """An error raised by a test."""
 
 
+@slow_cases("0-launch")
 @pytest.mark.parametrize("where", ["launch", "launched", "read"])
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
 def test_failed_step_loses_and_repeats_no_token(monkeypatch, where, at):
@@ -325,6 +329,7 @@ def test_exception_in_a_callback_loses_no_token():
     assert sorted(seen) == sorted(plain(0, GREEDY) * 2)
 
 
+@slow_cases("inf")
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nonfinite_logits_end_only_their_request(value):
     """An embedding with NaN makes all logits NaN in prompts that contain its token."""
@@ -415,6 +420,7 @@ def test_no_compilation_after_warmup():
     assert warm.stats().compilations == compiled
 
 
+@pytest.mark.slow
 def test_step_takes_fewer_prompt_tokens_to_avoid_padding(monkeypatch):
     config = EngineConfig(num_pages=40, page_size=4, max_batched_tokens=24, max_num_seqs=3, max_model_len=96)
     config = dataclasses.replace(config, decode_buckets=(1, 3), prefill_buckets=(8, 24))
@@ -463,6 +469,7 @@ def test_step_sends_one_array_to_the_device_and_reads_one_back(monkeypatch):
     assert tuple(outputs[0].output_ids) == plain(0, GREEDY)
 
 
+@pytest.mark.slow
 def test_prompt_logits_of_computed_tokens():
     config = padded(ENGINES["ample"])
     capturing = Engine(model(), config, capture_logits=True)

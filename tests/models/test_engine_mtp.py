@@ -27,6 +27,7 @@ from models.engine import (
 )
 from models.engine.speculation.mtp import MTPState
 from models.engine.verify import verify
+from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import CONFIG, DRAWN, GREEDY, MAX_TOKENS, VOCAB_SIZE, padded
 from tests.models.step_case import Pages, step
 
@@ -156,6 +157,7 @@ def test_output_equals_plain_decoding(params: SamplingParams):
     assert verify(modules()[0], runs, max_len=drafting()[0].max_sequence_len).passed
 
 
+@slow_cases("hot", "greedy")
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, HOT], ids=["greedy", "drawn", "hot"])
 def test_acceptance_is_reported(params: SamplingParams):
     """Drawn drafts are accepted as often as greedy drafts, because they use the noise of the model's draw."""
@@ -166,6 +168,7 @@ def test_acceptance_is_reported(params: SamplingParams):
     assert np.all(accepted < 0.9 * drafted)
 
 
+@pytest.mark.slow
 def test_drafts_depend_only_on_the_tokens():
     """Drafts do not depend on rejected drafts, prefix hits or preemptions."""
     engine, _ = drafting()

@@ -87,6 +87,7 @@ def test_tokens_equal_a_plain_run(name):
     under_test._pools[0].check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if "nothing recycled" in name else []) for name in ENGINES]
 )
@@ -190,6 +191,7 @@ def poison(under_test: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return filled
 
 
+@pytest.mark.slow
 def test_recycled_rows_are_never_read(monkeypatch):
     """Neither later steps nor steps in flight read recycled rows: tokens and all cached values keep their bits. Cached
     values of the second layer depend on attention in the first layer."""

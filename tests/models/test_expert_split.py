@@ -18,6 +18,7 @@ from models.decoder.mesh import DATA, EXPERT, EXPERTS, ExpertSplit
 from models.moe import dispatch, split_experts
 from models.moe import exchange as expert_exchange
 from models.moe.experts import Experts
+from tests.kit.slow_cases import slow_cases
 from tests.models.test_moe import biased_experts, draw_experts
 
 NUM_TOKENS, WIDTH, HIDDEN, NUM_EXPERTS = 96, 16, 8, 4
@@ -46,6 +47,10 @@ def choose(kind: str, rng: np.random.Generator) -> np.ndarray:
     return np.tile([3, 2], (NUM_TOKENS, 1))  # more pairs than a device expects
 
 
+@slow_cases(
+    "ExpertSplit(data=2, expert=2)-gathered", "ExpertSplit(data=1, expert=3)-gathered",
+    "ExpertSplit(data=3, expert=1)-ragged",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("split", "how"),
     [

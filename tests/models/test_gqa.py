@@ -121,6 +121,7 @@ def stored_logits(scales: KVScales) -> tuple[np.ndarray, Caches, Pages]:
     return np.asarray(logits), caches, pages
 
 
+@pytest.mark.slow
 def test_static_scales_per_layer_are_used(tmp_path: Path):
     scales = scales_of_golden("qwen3", 127)
     save_file({"k_scale": scales.k, "v_scale": scales.v}, tmp_path / "scales.safetensors")

@@ -27,6 +27,7 @@ from models.engine import (
     WrittenLayer,
     serve_prefill,
 )
+from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import PROMPTS, VOCAB_SIZE
 from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make
 
@@ -184,6 +185,7 @@ def test_layers_from_another_process_give_the_tokens_of_one_engine(kind: str, tm
     check(engine)
 
 
+@pytest.mark.slow
 def test_death_of_the_prefill_process_loses_no_request(tmp_path: Path) -> None:
     """Prompts of the dead process are computed here with the pages that arrived completely; no page stays held."""
     engine = make(HEADWISE)
@@ -294,6 +296,7 @@ def held_rows(incoming: IncomingPages) -> set[tuple[int, int]]:
     return {(group, row) for group, rows in arrays if rows is not None for row in rows.ravel().tolist() if row >= 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(LATENT_KIND, marks=pytest.mark.slow), HEADWISE])
 def test_incoming_pages_are_not_given_to_requests(kind: str) -> None:
     """Requests use every other page several times between any two layers, and find no incomplete page."""
@@ -323,6 +326,7 @@ def test_incoming_pages_are_not_given_to_requests(kind: str) -> None:
     check(engine)
 
 
+@pytest.mark.slow
 def test_incoming_pages_are_released_if_no_request_can_run() -> None:
     engine, layers = make(LATENT_KIND, num_pages=14), layers_of(LATENT_KIND, PROMPTS[4])
     incoming = engine.receive_pages(PROMPTS[4], engine.cache_format)
@@ -396,6 +400,7 @@ def test_invalid_layers_are_rejected() -> None:
 # --- the other process
 
 
+@pytest.mark.slow
 def test_salts_and_refusals_are_transferred() -> None:
     engine = make(LATENT_KIND)
     with served(make(LATENT_KIND, max_num_seqs=2)) as transport:
@@ -448,6 +453,7 @@ def test_silent_process_times_out() -> None:
     check(engine)
 
 
+@slow_cases("no such prompt")
 @pytest.mark.parametrize(
     "header",
     [{"kind": "song"}, {"kind": "done", "number": 7}, {"kind": "layer", "step": 0, "layer": 0, "chunks": [[0, 0]]}, {}],

@@ -55,6 +55,7 @@ def expected() -> tuple[np.ndarray, list[int]]:
     return logits[: len(PROMPT)], tokens[len(PROMPT) :]
 
 
+@pytest.mark.slow
 def test_prompt_logits_equal_masked_attention():
     pages = Pages.scatter(1, -(-len(PROMPT) // PAGE_SIZE))
     stepping, weights = split_model(model())
@@ -91,6 +92,7 @@ def test_engine_tokens_equal_masked_attention(sizes: dict[str, Any]):
     assert outputs[2].cached_tokens > 0
 
 
+@pytest.mark.slow
 def test_verification_detects_missing_windows():
     _, tokens = expected()
     assert verify(model(), [Decoded(PROMPT, tokens, GREEDY)], max_len=64).passed

@@ -12,6 +12,7 @@ from pallas_attn.runtime import device, kernel_cache
 from pallas_attn.triton import launch
 from scripts.bench.shapes import DEEPSEEK_V3
 from tests.aot import engine
+from tests.kit.slow_cases import slow_cases
 
 CONFIG = PRESETS["v3-tiny"]
 LARGE = EngineConfig(num_pages=64, page_size=64, max_batched_tokens=512, max_num_seqs=64)
@@ -73,6 +74,7 @@ def test_demo_uses_triton_without_hopper(name, monkeypatch):
     assert chosen("bfloat16") == dict.fromkeys(chosen("bfloat16"), "triton")
 
 
+@slow_cases("gpt-oss")
 @pytest.mark.parametrize(
     "config",
     [DEEPSEEK_V3, engine.GPT_OSS, *(pytest.param(c, marks=pytest.mark.slow) for c in (engine.V2_LITE, engine.QWEN3))],

@@ -14,6 +14,7 @@ from models.checkpoints import random_model
 from models.config import GQA_PRESETS, ModelConfig
 from models.engine import Engine, EngineConfig, NGramProposer, SamplingParams, Speculation, WrittenLayer, runner
 from models.engine.step.layered import StepPrograms, split_layers
+from tests.kit.slow_cases import slow_cases
 from tests.models import engine_case
 from tests.models.engine_case import PROMPTS
 
@@ -69,6 +70,7 @@ def split_steps(engine: Engine) -> list[StepPrograms]:
     return [step for step in engine._runner._compiled.values() if isinstance(step, StepPrograms)]
 
 
+@slow_cases("choices that are shared", "a dense layer and four of experts")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_steps_of_several_programs_equal_whole_steps(name: str, request: pytest.FixtureRequest) -> None:
     config, lengths, num_programs = FAMILIES[name]
@@ -88,6 +90,7 @@ def test_steps_of_several_programs_equal_whole_steps(name: str, request: pytest.
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_programs_copy_no_cache(cut: None) -> None:
     """The caches that a program returns use the memory of its arguments."""
     engine = deep()
@@ -102,6 +105,7 @@ def test_programs_copy_no_cache(cut: None) -> None:
             assert memory.alias_size_in_bytes >= sum(engine._runner._specs[layer].num_bytes for layer in piece)
 
 
+@pytest.mark.slow
 def test_engine_continues_after_a_failed_program(cut: None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, run, fails = deep(), StepPrograms.__call__, [False, True]
     wanted = tokens_of(engine, "whole")
@@ -142,6 +146,7 @@ def test_page_export_uses_the_programs_of_long_steps(cut: None) -> None:
     assert [*layered.compiled.values()] == split_steps(engine) == steps != []
 
 
+@slow_cases("drafts")
 @pytest.mark.parametrize(
     "changes", [{"batch_invariant": True}, {"speculate": Speculation(NGramProposer(), 2)}], ids=["invariant", "drafts"]
 )

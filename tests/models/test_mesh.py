@@ -22,6 +22,7 @@ from models.engine.config import Bucket
 from models.engine.verify import verify
 from pallas_attn import FULL, PagedKV, PagedLatent
 from scripts.cli.mesh import parse_mesh
+from tests.kit.slow_cases import slow_cases
 from tests.models import engine_case
 from tests.models.engine_case import DRAWN, GREEDY, PROMPTS, compile_events
 from tests.models.step_case import Pages, step
@@ -74,6 +75,7 @@ SPLITTABLE = {
 """Goldens by number of devices that divides their heads."""
 
 
+@slow_cases("llama-context=2", "gpt-oss-2", "v2-greedy-data=2,expert=4", "v2-greedy-context=2,tensor=2")
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
@@ -285,6 +287,7 @@ def test_failed_step_loses_no_token(devices: Sizes):
     assert [engine.output(ids[i]).output_ids for i in (0, 2)] == [wanted[i].output_ids for i in (0, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, pytest.param("data=2,expert=4", marks=pytest.mark.slow)])
 def test_no_compilation_after_warmup_and_one_array_per_step(devices: Sizes, monkeypatch):
     engine = latent_engine(devices)

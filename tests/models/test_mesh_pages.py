@@ -11,6 +11,7 @@ import pytest
 
 from models.config import ModelConfig
 from models.engine import CachedPages, Engine, EngineConfig, SamplingParams
+from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import PROMPTS, padded
 from tests.models.test_mesh import FULL_HEADS, LATENT, WINDOWED, Sizes, devices_of, model
 
@@ -66,6 +67,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "devices"), LAYOUTS)
 def test_pages_have_the_format_of_one_device(kind: str, devices: Sizes):
     """Contents of all prefixes have the format of one device and equal contents up to rounding. `made_for` is equal."""
@@ -80,6 +82,7 @@ def test_pages_have_the_format_of_one_device(kind: str, devices: Sizes):
             np.testing.assert_allclose(np.float32(array), np.float32(same), atol=tolerance)
 
 
+@slow_cases("latents-2")
 @pytest.mark.parametrize(("kind", "devices"), LAYOUTS)
 def test_pages_are_exchanged_between_a_mesh_and_one_device(kind: str, devices: Sizes):
     """An engine on a mesh continues with pages of one device on any rank, and one device continues with pages of a

@@ -58,6 +58,7 @@ def accepted_share(engine: Engine, config: ModelConfig, **cache: Any) -> float:
     return (after.accepted_tokens - before.accepted_tokens) / drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices",
     [
@@ -100,6 +101,7 @@ def test_drafts_over_split_contexts_and_heads():
     assert accepted_share(engine, FULL_HEADS) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, *(pytest.param(d, marks=pytest.mark.slow) for d in ("data=2", "context=2"))])
 def test_draft_model_on_the_mesh_of_the_target(devices: Sizes):
     """The model drafts for itself, so nearly all drafts are right."""
@@ -109,6 +111,7 @@ def test_draft_model_on_the_mesh_of_the_target(devices: Sizes):
     assert {shard.data.shape[0] for shard in caches[0].pages.addressable_shards} == {SIZES.num_pages}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices",
     [2, *(pytest.param(d, marks=pytest.mark.slow) for d in ("data=2", "data=2,expert=4", "context=2,tensor=2"))],

@@ -101,6 +101,7 @@ def reference() -> list[np.ndarray]:
     return whole(Session())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [  # the goldens of test_parity.py have dense and v3 models
@@ -115,6 +116,7 @@ def test_logits_equal_oracle(config: DeepSeekConfig):
         np.testing.assert_allclose(logits, oracle.forward(config, tensors, list(tokens)), **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_random_model_depends_on_context():
     """The next token depends on the first token, so the comparisons in this file are meaningful."""
     session = Session()
@@ -142,6 +144,7 @@ def test_chunks_and_decode_rows_equal_whole_prefill(mla):
     np.testing.assert_allclose(last, [wanted[0][74], wanted[2][8]], **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_settings_select_implementation():
     session = Session(settings=AttentionSettings(implementation=("mosaic", "reference")))
     np.testing.assert_allclose(session.step(prefill=[(2, 0, 9)]), reference()[2], **TOLERANCE)
@@ -149,6 +152,7 @@ def test_settings_select_implementation():
         Session(settings=AttentionSettings(implementation="triton")).step(prefill=[(2, 0, 9)])
 
 
+@pytest.mark.slow
 def test_padding_does_not_change_results():
     """Two steps of the same shape have different tokens in idle rows and padding."""
     results = []
@@ -190,6 +194,7 @@ def test_caches_are_written_in_place():
     assert not copies, copies
 
 
+@pytest.mark.slow
 def test_equal_layers_are_lowered_once():
     """A step has one function for the dense layer and one for all other layers. Each function is compiled once."""
     run, weights, model = compiled(dataclasses.replace(SMALL, num_hidden_layers=4), PIECES)
@@ -201,6 +206,7 @@ def test_equal_layers_are_lowered_once():
     assert len(re.findall(r"call @_apply_layer", lowered)) == 4
 
 
+@pytest.mark.slow
 def test_bfloat16_model_returns_float32_logits():
     model = random_model(SMALL, seed=5, dtype=jnp.bfloat16)
     pages = Pages.scatter(1, 12)

@@ -19,6 +19,7 @@ from models.moe.kernels import all_expert_gemm, gather_gemm, grouped_gemm, pipel
 from models.moe.layer import MoE
 from models.moe.router import Router
 from pallas_attn import Capability
+from tests.kit.slow_cases import slow_cases
 from tests.models import oracle
 
 V3 = PRESETS["v3-tiny"]
@@ -103,6 +104,7 @@ CHOICES = {
 }
 
 
+@slow_cases("one token")
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
 def test_routed_experts_equal_loop(rng, choose):
     experts = choose(rng)
@@ -130,6 +132,7 @@ def test_token_of_nans_does_not_affect_others(rng):
     np.testing.assert_array_equal(np.asarray(out)[others], np.asarray(clean)[others])
 
 
+@slow_cases("grouped", "swap-AB, more steps than stages", "swap-AB, biased, one block")
 @pytest.mark.parametrize(
     ("width", "hidden", "biased", "few"),
     [
@@ -306,6 +309,7 @@ def test_all_experts_are_read_for_many_pairs_per_expert(monkeypatch):
     assert dispatch.few_rows_method(64, 560, narrow) is expert_gemms.hopper_gather
 
 
+@slow_cases("one token", "more steps than stages", "biased, odd number of blocks")
 @pytest.mark.parametrize(
     ("tokens", "copies", "width", "biased", "most_rows"),
     [(1, 3, 128, False, 128), (9, 2, 640, False, 128), (9, 2, 128, False, 16), (5, 2, 192, True, 128)],
@@ -332,6 +336,7 @@ def test_hopper_gather_equals_row_by_row(
     np.testing.assert_allclose(out[has_expert].astype(jnp.float32), want[has_expert], atol=0.06 if biased else 0.03)
 
 
+@slow_cases("True")
 @pytest.mark.parametrize("split_k", [False, True])
 def test_hopper_gather_with_distinct_experts(rng, monkeypatch, split_k: bool):
     """Results with `are_distinct` equal results without it, with and without split-K."""
@@ -406,6 +411,7 @@ def shared_experts(rng, width: int, hidden: int) -> MLP:
     return mlp
 
 
+@pytest.mark.slow
 def test_shared_experts_as_more_routed_experts(rng, monkeypatch):
     """Results of a layer are the same with shared experts as an MLP and as two more routed experts."""
     config = dataclasses.replace(PRESETS["v2-lite-tiny"], hidden_size=128, moe_intermediate_size=64, n_shared_experts=2)

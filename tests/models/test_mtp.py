@@ -146,6 +146,7 @@ def test_oracle_equals_transformers():
         assert_parity(hidden @ head.T, wanted)
 
 
+@pytest.mark.slow
 def test_step_returns_hidden_states_of_all_tokens():
     case = golden_case()
     run, weights = split_model(case.model)
@@ -159,6 +160,7 @@ def test_step_returns_hidden_states_of_all_tokens():
     assert_parity(np.asarray(logits), golden(GOLDEN)["logits"][-1][3:4])
 
 
+@pytest.mark.slow
 def test_whole_prompts_equal_oracle():
     drafts = Drafts(golden_case())
     for s, logits in enumerate(drafts.prefill()):
@@ -167,6 +169,7 @@ def test_whole_prompts_equal_oracle():
     assert len(predicted) > 30, "a module that always drafts the same shows little"
 
 
+@pytest.mark.slow
 def test_steps_over_scattered_pages():
     """Uneven chunks, decode rows, idle rows and padding give the results of one pass."""
     drafts = Drafts(golden_case())
@@ -184,6 +187,7 @@ def test_steps_over_scattered_pages():
         assert np.all(np.isfinite(logits))
 
 
+@pytest.mark.slow
 def test_chained_drafts_and_rejected_drafts():
     """At positions of drafts, the module's hidden state replaces the decoder's until the decoder has computed it."""
     drafts = Drafts(golden_case())
@@ -206,6 +210,7 @@ def test_chained_drafts_and_rejected_drafts():
         assert_parity(logits, wanted[i : i + 1])
 
 
+@pytest.mark.slow
 def test_two_modules_alternate():
     """The second of two modules joins a token with the first module's hidden state at the previous position.
 

@@ -27,6 +27,7 @@ from models.moe.layer import BiasedMoE, MoE
 from models.moe.router import Router
 from pallas_attn import PagedIndexKeys, Rope, index_cache_spec
 from pallas_attn.portable import index_tiles
+from tests.kit.slow_cases import slow_cases
 from tests.models.step_case import PAGE_SIZE, Pages, step
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -120,12 +121,16 @@ def prefilled(name: str) -> Run:
     )
 
 
+@slow_cases(
+    "qwen3-yarn", "llama", "qwen3-window", "v32-fp8", "v3-fp8", "gpt-oss-mxfp4", "gpt-oss", "glm-shared", "v32", "v3",
+)  # fmt: skip
 @pytest.mark.parametrize("name", some_slow(NAMES, "v2-greedy", "v2-group", "glm-dsa"))  # v3, glm-shared
 def test_prompt_logits(name: str):
     for logits, wanted in zip(prefilled(name).logits, golden(name)["logits"], strict=True):
         assert_parity(logits, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(LATENT, "glm-dsa"))  # glm-shared has all layers of glm-dsa
 def test_cached_latents(name: str):
     run = prefilled(name)
@@ -134,6 +139,7 @@ def test_cached_latents(name: str):
         np.testing.assert_allclose(latents, wanted, atol=CACHE_TOLERANCE, rtol=CACHE_TOLERANCE)
 
 
+@slow_cases("v32")
 @pytest.mark.parametrize("name", some_slow(SPARSE, "glm-dsa"))
 def test_cached_index_keys(name: str):
     run = prefilled(name)
@@ -142,6 +148,7 @@ def test_cached_index_keys(name: str):
         np.testing.assert_allclose(keys, wanted, atol=CACHE_TOLERANCE, rtol=CACHE_TOLERANCE)
 
 
+@slow_cases("llama", "qwen3-window", "qwen3")
 @pytest.mark.parametrize("name", some_slow(GQA, "gpt-oss", "gpt-oss-mxfp4"))  # their prompt logits are in every run
 def test_cached_keys_and_values(name: str):
     run = prefilled(name)
@@ -153,6 +160,7 @@ def test_cached_keys_and_values(name: str):
 
 
 # One model of each kind of attention is in every run, and the prompt logits of every family.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(NAMES, *(n for n in NAMES if n not in ("v3", "qwen3", "llama", "gpt-oss"))))
 def test_greedy_tokens(name: str):
     """Decode from the prefilled caches with the golden's token as the input of each step."""

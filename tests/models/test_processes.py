@@ -135,6 +135,7 @@ def test_verdict_names_a_process_without_progress(store: Store):
     second._close()
 
 
+@pytest.mark.slow
 def test_compilation_and_patient_points_have_no_time_limit(store: Store):
     first, second = store.join(2)
     waiting = threading.Thread(target=first.agree, args=["the model"])
@@ -270,6 +271,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

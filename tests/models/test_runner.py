@@ -194,6 +194,7 @@ def test_step_without_rows_leaves_caches_and_tokens(bucket: Bucket):
     jax.tree.map(np.testing.assert_array_equal, (fresh._caches, fresh._last_tokens), before)
 
 
+@pytest.mark.slow
 def test_shared_steps_are_compiled_once_for_equal_runners(shared_steps):
     first, second, other = (Runner(model(), sizes) for sizes in (SIZES, SIZES, dataclasses.replace(SIZES, page_size=8)))
     first.compile([Bucket(1, 0)])

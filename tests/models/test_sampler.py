@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from models.engine import SamplingParams
 from models.engine.sampler import SamplingRows, _is_allowed, sample
+from tests.kit.slow_cases import slow_cases
 
 sample_rows, is_kept = jax.jit(sample), jax.jit(_is_allowed)
 
@@ -55,6 +56,7 @@ def test_a_draw_depends_on_seed_and_position_only(logits):
         assert alone[0] == together[i]
 
 
+@slow_cases("seed")
 @pytest.mark.parametrize("changed", ["seed", "position"])
 def test_other_seed_or_position_gives_another_draw(changed):
     flat = jnp.zeros((64, 1000))
@@ -90,6 +92,7 @@ def test_top_p_is_applied_after_top_k():
     assert set(np.asarray(sample_rows(jnp.broadcast_to(logits, (300, 4)), both)[0]).tolist()) == {0}
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 1000),

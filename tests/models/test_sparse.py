@@ -118,6 +118,7 @@ def test_invalid_sparse_settings_raise() -> None:
         AttentionSettings(index_topk=0)
 
 
+@pytest.mark.slow
 def test_caches_without_expected_index_keys_raise() -> None:
     model = random_model(SHARED, settings=REFERENCE)
     pages = Pages.scatter(1, -(-len(TOKENS) // PAGE_SIZE))

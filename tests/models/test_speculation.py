@@ -146,6 +146,7 @@ def test_right_wrong_and_random_drafts_change_no_token(params: SamplingParams):
     assert engine.stats().prefix_hit_rate > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     ["latents", "sparse", *(pytest.param(f, marks=pytest.mark.slow) for f in ("keys and values", "quantised"))],
@@ -241,6 +242,7 @@ def test_unsuitable_draft_models_are_rejected():
         make(speculate=Speculation(DraftModelProposer(smaller)))
 
 
+@pytest.mark.slow
 def test_stop_token_within_accepted_drafts_ends_the_request():
     engine = speculating()
     tell(engine, sequences(GREEDY), 1.0)
@@ -279,6 +281,7 @@ def test_aborted_request_keeps_a_prefix_of_its_tokens():
     assert engine.stats().used_pages == 0
 
 
+@pytest.mark.slow
 def test_pages_of_accepted_tokens_are_shared():
     """A page is published once all its tokens are accepted. It holds their keys, although rejected drafts were written
     there before."""
@@ -292,6 +295,7 @@ def test_pages_of_accepted_tokens_are_shared():
     assert (again.cached_tokens, again.output_ids) == (24, wanted)
 
 
+@pytest.mark.slow
 def test_nonfinite_logits_end_only_their_request():
     """The draft whose embedding has NaN may change earlier tokens of its row to NONFINITE, but no accepted token is
     wrong."""
@@ -317,6 +321,7 @@ def test_nonfinite_logits_end_only_their_request():
     assert [engine.output(i).output_ids for i in ids] == [plain()[GREEDY][i] for i in others]
 
 
+@pytest.mark.slow
 def test_next_step_is_launched_before_the_previous_one_is_read(monkeypatch: pytest.MonkeyPatch):
     engine = speculating()
     tell(engine, sequences(GREEDY), 1.0)
@@ -329,6 +334,7 @@ def test_next_step_is_launched_before_the_previous_one_is_read(monkeypatch: pyte
     assert order[:9] == ["launch", *["launch", "read"] * 4]
 
 
+@pytest.mark.slow
 def test_failed_step_loses_and_repeats_no_token(monkeypatch: pytest.MonkeyPatch):
     engine = speculating()
     tell(engine, sequences(GREEDY), 0.6)
@@ -351,6 +357,7 @@ def test_failed_step_loses_and_repeats_no_token(monkeypatch: pytest.MonkeyPatch)
     assert [engine.output(i).output_ids for i in ids] == plain()[GREEDY]
 
 
+@pytest.mark.slow
 def test_adaptive_drafting_follows_acceptance_without_compilation(monkeypatch: pytest.MonkeyPatch):
     engine = make(speculate=speculation(num_drafts=1, adaptive=True))
     assert engine.warmup() > 0
@@ -370,6 +377,7 @@ def test_adaptive_drafting_follows_acceptance_without_compilation(monkeypatch: p
     assert wrong[-1][0] < right[0] / 2
 
 
+@pytest.mark.slow
 def test_times_of_steps_without_prompts_are_recorded(monkeypatch: pytest.MonkeyPatch):
     engine, recorded = make(speculate=speculation()), []
     monkeypatch.setattr(DraftControl, "record_time", lambda _, *given: recorded.append(given))

@@ -44,6 +44,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
     return list(kernels(jax.make_jaxpr(run)(weights, tokens, pages.allocate(model), metadata).jaxpr))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mla", "parts"),
     [("absorb", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("auto", 1), ("expand", 0)))],
@@ -57,6 +58,7 @@ def test_step_has_one_plan_for_all_layers(
     assert names.count("mla_decode") == parts * LAYERS
 
 
+@pytest.mark.slow
 def test_implementations_without_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with harness.interpreting(capsys):
         assert not traced(monkeypatch, implementation="xla")

@@ -17,6 +17,7 @@ from models.checkpoints import load_model
 from models.decoder import AttentionSettings, split_model
 from models.engine import Decoded, Engine, EngineConfig, SamplingParams
 from models.engine.verify import verify
+from tests.kit.slow_cases import slow_cases
 from tests.models.step_case import PAGE_SIZE, Pages, step
 from tests.models.test_parity import GOLDENS, MUTATIONS, NAMES, golden
 
@@ -60,6 +61,7 @@ def differences(name: str) -> tuple[float, float]:
     return float(np.median(of_tokens)), float(np.quantile(of_tokens, 0.9))
 
 
+@slow_cases("v3")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ORDINARY else slow) for n in NAMES])
 def test_logits(name: str) -> None:
     """The kernels are named alone, so that nothing else attends, writes or chooses."""

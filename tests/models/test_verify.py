@@ -10,6 +10,7 @@ import pytest
 from models.checkpoints import load_model
 from models.engine import Decoded, Difference, PlainRun, RequestCheck, SamplingParams, Verification
 from models.engine.verify import SIGMAS, RoundingLoss, verify
+from tests.kit.slow_cases import slow_cases
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "v3"
 NUM_TOKENS = 24
@@ -75,6 +76,7 @@ def test_tokens_of_transformers_pass(model, cases):
     assert verification.rounding is None
 
 
+@slow_cases("0")
 @pytest.mark.parametrize("position", [0, 7, NUM_TOKENS - 1])
 def test_wrong_token_is_reported_with_its_margin(check, cases, position):
     case = cases[2]
@@ -170,6 +172,7 @@ def test_drawn_tokens_pass_wherever_the_output_starts(check, cases, sampled):
     assert check(rest) == RequestCheck(NUM_TOKENS - 1, 0, None)
 
 
+@slow_cases("change0")
 @pytest.mark.parametrize("change", [{"seed": 12}, {"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.1}])
 def test_drawn_tokens_with_other_sampling_parameters_fail(check, cases, sampled, change):
     assert check(cases[3].decoded(sampled, **{**SAMPLING, **change})).difference is not None

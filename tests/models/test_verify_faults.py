@@ -114,6 +114,7 @@ def test_a_fault_in_the_cache_is_noticed(name, fault):
     assert verification.rounding is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
@@ -135,6 +136,7 @@ def test_a_fault_in_the_metadata_of_decode_rows_is_noticed(name, fault, monkeypa
     assert verification.lost_too_much
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     # v3-tiny has the largest rounding errors.

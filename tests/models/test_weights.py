@@ -20,6 +20,7 @@ from models.checkpoints.files import StoredTensor, dequantise, open_checkpoint, 
 from models.config import GQA_PRESETS, PRESETS, ModelConfig
 from models.decoder import AttentionSettings, Decoder, MTPModule
 from models.moe.layer import MoE
+from tests.kit.slow_cases import slow_cases
 
 V3 = dataclasses.replace(PRESETS["v3-tiny"], vocab_size=48, hidden_size=32, intermediate_size=24, num_hidden_layers=2)
 PREDICTING = dataclasses.replace(V3, num_nextn_predict_layers=2)
@@ -70,6 +71,7 @@ def reconfigure(directory: Path, **entries: object) -> None:
 
 
 # v32 and v3 have all parameters of the slow models.
+@slow_cases("gpt-oss")
 @pytest.mark.parametrize(
     "config",
     [

@@ -75,6 +75,7 @@ def exported(engine: Engine, request_id: Any) -> dict[tuple[int, int, int], dict
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [HEADWISE, *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != HEADWISE)])
 def test_all_pages_of_prompts_are_reported_once(kind: str) -> None:
     """With chunks, prefix hits and windows. Contents equal the pages that the engine exports. If two requests compute
@@ -102,6 +103,7 @@ def test_all_pages_of_prompts_are_reported_once(kind: str) -> None:
     check(engine)
 
 
+@pytest.mark.slow
 def test_layer_is_reported_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer 1 of every step waits until the consumer has the pages of layer 0."""
     engine, came = make(LATENT_KIND), threading.Semaphore(0)
@@ -145,6 +147,7 @@ def test_pages_of_a_step_of_one_program() -> None:
             np.testing.assert_allclose(two.contents[name], array, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_a_consumer_the_step_is_one_program() -> None:
     plain, watched = make(LATENT_KIND), make(LATENT_KIND)
     watched.watch_written(lambda written: None)

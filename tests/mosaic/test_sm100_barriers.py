@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.runtime import device
 from tests.aot.cases import CASES, IN_EVERY_RUN, MODULES
+from tests.kit.slow_cases import slow_cases
 
 MULTIPLYING = [
     name
@@ -91,6 +92,7 @@ def unordered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[
     return len(barriers), [ref for ref in barriers if not orders(ref) and not any(ref is other for other in copied_to)]
 
 
+@slow_cases("sm100-paged-prefill-fp8-token-d128-p16")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.slow) for n in MULTIPLYING]
 )

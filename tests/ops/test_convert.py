@@ -27,6 +27,7 @@ from pallas_attn.convert import (
 )
 from pallas_attn.types import PagedKV
 from tests.kit.harness import assert_same_bits, fresh_rng
+from tests.kit.slow_cases import slow_cases
 from tests.ops.write_kv_case import HEADS, NUM_PAGES, PAGE_SIZE, WIDTH, random_slots, stale_cache, tokens
 
 LAYOUTS = pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def test_a_cache_is_converted_under_jit() -> None:
 # --- pages with tokens before heads, where they lie
 
 
+@slow_cases("float8_e4m3fn-8")
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", "head"), ("float8_e4m3fn", PAGE_SIZE)])
 def test_view_nhd_is_written_in_place(dtype: str, scales: Any) -> None:
     """The slots are the same."""
@@ -89,6 +91,7 @@ def test_view_nhd_is_written_in_place(dtype: str, scales: Any) -> None:
         assert_same_bits(ours if theirs is None or ours is None else ours.reshape(theirs.shape), theirs)
 
 
+@slow_cases("packed-24-float8_e4m3fn-8", "alternating-16-bfloat16-None", "packed-24-int8-head")
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", "head"), ("float8_e4m3fn", PAGE_SIZE)])
 @pytest.mark.parametrize("lanes", [WIDTH, 24])
 @pytest.mark.parametrize("layout", ["alternating", "packed", "side by side"])

@@ -36,6 +36,7 @@ from pallas_attn.ops.ragged_attention.config import l2_head_group
 from tests.aot.device import MULTIPROCESSOR_REGISTERS
 from tests.aot.report import WARPGROUP
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 UNSPLIT = KvSplits(most=1, heads=1, most_tiles=1, num_ctas=1)
 RAGGED = Blocking(num_rows=300, block_rows=64, tile_keys=64, causal=True)
@@ -131,6 +132,7 @@ def check(case: Case, blocking: Blocking, splits: KvSplits = UNSPLIT) -> WorkLis
     return listed
 
 
+@slow_cases("causal-interpreted")
 @pytest.mark.parametrize(
     ("causal", "mode"),
     [
@@ -159,6 +161,7 @@ EDGES = {
 }
 
 
+@slow_cases("interpreted")
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 def test_list_of_edge_cases(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     with running(mode, capsys):
@@ -166,6 +169,7 @@ def test_list_of_edge_cases(mode: str, capsys: pytest.CaptureFixture[str]) -> No
             check(case, RAGGED)
 
 
+@slow_cases("interpreted")
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 def test_more_sequences_and_blocks_than_threads(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     rng = harness.fresh_rng()
@@ -226,6 +230,7 @@ def choose(
     return splits.most, int(listed.counts[2])
 
 
+@slow_cases("interpreted")
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 def test_keys_are_split_if_multiprocessors_would_be_idle(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     with running(mode, capsys):
@@ -269,6 +274,7 @@ def test_l2_head_group_fits_the_cache() -> None:
     assert l2_head_group(128, 128, kv_bytes=2**30) == 1
 
 
+@slow_cases("interpreted")
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 def test_heads_alternate_in_groups_unless_one_block_is_long(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each head has blocks of 4 tiles and one block of `longest` tiles."""

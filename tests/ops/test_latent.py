@@ -24,6 +24,7 @@ from tests.kit.harness import (
     fresh_rng,
     scope_names,
 )
+from tests.kit.slow_cases import slow_cases
 
 every_variant = backends.every_variant("write_latent")
 every_gather_variant = backends.every_variant("gather_latent")
@@ -60,6 +61,7 @@ SLOTS = {
 }
 
 
+@slow_cases("triton-float32")
 @DTYPES
 @every_variant
 @backends.in_every_run("xla", "mosaic", mosaic_sm100=["bfloat16"], triton=backends.all_but("float16"))
@@ -388,6 +390,7 @@ BAD_GATHER = {
 }
 
 
+@slow_cases("gather_latent, pages of rank 2")
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("op", "good", "argument", "change"),

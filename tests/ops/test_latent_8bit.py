@@ -26,6 +26,7 @@ from tests.kit.harness import (
     interpreting,
     poison,
 )
+from tests.kit.slow_cases import slow_cases
 from tests.ops.write_kv_case import numpy_quantise
 
 every_variant = backends.every_variant("write_latent", backends.is_compiled)
@@ -92,6 +93,7 @@ def numpy_write(cache: PagedLatent, latent: np.ndarray, slots: np.ndarray) -> Pa
 SLOTS = np.array([5, -1, 47, NUM_SLOTS, 16, GARBAGE, 1, -GARBAGE], np.int32)
 
 
+@slow_cases("triton-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @every_writer
 @backends.in_every_run("xla", triton=["float32"])
@@ -194,6 +196,7 @@ def prefill_arguments(rng: np.random.Generator, new: np.ndarray) -> dict[str, An
     }
 
 
+@pytest.mark.slow
 @lean_variant
 def test_prefill_equals_prefill_over_float32_pages(variant: Variant) -> None:
     """Results equal results over float32 pages with the same numbers, for one chunk and for two."""
@@ -223,6 +226,7 @@ def test_prefill_equals_prefill_over_float32_pages(variant: Variant) -> None:
 # --- unsupported calls
 
 
+@pytest.mark.slow
 def test_mosaic_states_why_8_bits_are_unsupported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -180,6 +180,7 @@ def test_half_precision_parts_are_merged_in_float32() -> None:
     assert_close("LSE", lse, unsplit(q, k, v)[1], F32_LSE)
 
 
+@pytest.mark.slow
 def test_parts_of_packed_sequences() -> None:
     """Merging each sequence's new tokens and the prefixes of two sequences equals ragged attention over both."""
     rng = fresh_rng()

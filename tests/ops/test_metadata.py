@@ -25,6 +25,7 @@ from pallas_attn.portable.metadata import (
 )
 from pallas_attn.types import FULL, PAGE_NONE, HeadWindow
 from tests.kit.harness import GARBAGE, fresh_rng
+from tests.kit.slow_cases import slow_cases
 
 PAGE_SIZE, TABLE_WIDTH, SEQUENCES, HEADS, LENGTH = 4, 3, 4, 2, 16
 
@@ -48,6 +49,7 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 # --- on the device
 
 
+@slow_cases("1")
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_ids_with_slots_beyond_int32(page_size: int) -> None:
     """Such slots would wrap around to slots of other pages."""

@@ -16,6 +16,7 @@ from pallas_attn.ops.plan_decode import plan_of
 from pallas_attn.runtime import dispatch
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 MULTIPROCESSORS = 12
 
@@ -51,6 +52,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         yield numbers
 
 
+@slow_cases("9-3-float32-12")
 @pytest.mark.parametrize(
     ("heads", "queries", "out_dtype", "expected"),
     [

@@ -26,6 +26,7 @@ from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
 from tests.kit.harness import Variant
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys may be NaN when they are multiplied.
 pytestmark = [
@@ -117,6 +118,10 @@ def check(inputs: Inputs, arguments: dict[str, Any] | None = None) -> None:
 SLOW_SHAPES = {"256 + 32, 20 heads, pages of 128"}  # the other shapes have these widths, heads and pages, too
 
 
+@slow_cases(
+    "interpreted-512 + 64, 16 heads, pages of 64", "interpreted-128 + 32, 9 heads, 8 drafts in blocks, pages of 32",
+    "interpreted-fp8, 256 + 64, 20 heads, 2 drafts in blocks, pages of 128",
+)  # fmt: skip
 @pytest.mark.parametrize(
     "case",
     [
@@ -128,6 +133,7 @@ def test_widths_and_pages(case: MlaCase) -> None:
     check(draw(case))
 
 
+@slow_cases("interpreted")
 def test_row_split_among_many_programs() -> None:
     inputs = draw(replace(BASE, kv_lens=(0, 0, 128, 0, 1, 0)))
     arguments = inputs.arguments()
@@ -135,6 +141,7 @@ def test_row_split_among_many_programs() -> None:
     check(inputs, arguments)
 
 
+@slow_cases("interpreted")
 def test_float32_output_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output tile in shared memory is smaller than a row's output."""
     monkeypatch.setattr(merge, "OUTPUT_BYTES", 4096)

@@ -20,6 +20,7 @@ from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
 from tests.kit.harness import Variant
+from tests.kit.slow_cases import slow_cases
 
 # Masked latents may be NaN when they are multiplied.
 pytestmark = [
@@ -90,6 +91,10 @@ TWO_PAIRS = {
 }
 
 
+@slow_cases(
+    "interpreted-tiles that end with the first draft", "interpreted-all of maximum length",
+    "interpreted-draft trees, absent pages",
+)  # fmt: skip
 @pytest.mark.parametrize("case", TWO_PAIRS.values(), ids=TWO_PAIRS)
 def test_two_pairs_of_tiles(case: MlaCase) -> None:
     """Two pairs of tiles in shared memory; scores are steep, so that maxima grow and accumulators are rescaled."""
@@ -105,6 +110,7 @@ def test_one_pair_of_tiles(case: MlaCase) -> None:
     check(draw(case), SINGLE)
 
 
+@slow_cases("interpreted")
 def test_cluster_of_two_blocks() -> None:
     """Two CTAs of a cluster share the copies of latents."""
     case = replace(ONE_BLOCK, kv_lens=(70, 200), heads=128, latent_dim=128, rope_dim=32, page_size=64, pages_per_row=4)
@@ -122,6 +128,10 @@ FP8_CASES = {
 }
 
 
+@slow_cases(
+    "interpreted-halves that split the columns of a scale", "interpreted-one block", "interpreted-two blocks",
+    "interpreted-draft trees, tiles of four pages",
+)  # fmt: skip
 @pytest.mark.parametrize("case", FP8_CASES.values(), ids=FP8_CASES)
 def test_fp8_latents(case: MlaCase) -> None:
     check(draw(case), CLUSTER)

@@ -19,6 +19,7 @@ from pallas_attn.runtime import dispatch
 from tests.contract import naive, transformations
 from tests.kit import harness
 from tests.kit.harness import Variant
+from tests.kit.slow_cases import slow_cases
 
 # Portable implementations of both `ragged_attention` and `gather_latent`. test_mla_prefill_mosaic.py has the kernels.
 PORTABLE = [
@@ -179,6 +180,10 @@ BASE = PrefillCase(*LENGTHS["parts of pages"])
 CHUNKS = {"one page": PS, "rounded up to three pages": 2 * PS + 1, "all": 1000}
 
 
+@slow_cases(
+    "xla-one page-nothing cached", "xla-all-nothing cached", "reference-all-nothing cached",
+    "xla-rounded up to three pages-nothing cached",
+)  # fmt: skip
 @pytest.mark.parametrize(("cached", "new"), LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize(
     ("variant", "piece_tokens"),
@@ -192,6 +197,7 @@ def test_lengths_and_chunks(variant: Variant, piece_tokens: int, cached: tuple[i
     check(variant, replace(BASE, cached=cached, new=new), piece_tokens, absorbed=False)
 
 
+@slow_cases("reference-all idle", "xla-nothing cached")
 @pytest.mark.parametrize(
     ("variant", "cached", "new"),
     [
@@ -214,6 +220,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set_to
 
 
+@slow_cases("xla-5-3", "xla-5-130")
 @pytest.mark.parametrize("heads", [3, 130])
 @pytest.mark.parametrize("tokens", [5, 16])
 @every_variant
@@ -234,6 +241,7 @@ def test_last_block_includes_earlier_tokens() -> None:
     assert block.put(jnp.zeros(24, jnp.int32), jnp.arange(1, 5))[18:].tolist() == [0, 0, 1, 2, 3, 4]
 
 
+@slow_cases("xla-50")
 @pytest.mark.parametrize("heads", [50, 130])
 @every_variant
 def test_heads_absorbed(variant: Variant, heads: int) -> None:
@@ -266,6 +274,7 @@ def test_average_of_new_tokens(cached: tuple[int, ...], new: tuple[int, ...], is
     assert decide(np.cumsum((0, *new), dtype=np.int32), np.array(cached, np.int32)) == is_short
 
 
+@slow_cases("xla-(0, 13, 28, 8)")
 @pytest.mark.parametrize("cached", [(0, 13, 28, 8), (0, 28, 2, 1), (0, 0, 0, 0)], ids=str)
 @every_variant
 def test_form_chosen_on_the_device(
@@ -301,6 +310,7 @@ def test_forms_that_are_compiled(
     assert ("mla_decode" in names, "gather_latent" in names) == scopes
 
 
+@slow_cases("xla-absorbed")
 @pytest.mark.parametrize("absorbed", [None, True], ids=["expanded", "absorbed"])
 @every_variant
 def test_any_lengths(variant: Variant, blocks: Callable[[int], None], absorbed: bool | None) -> None:
@@ -318,6 +328,7 @@ DTYPES = {
 }
 
 
+@slow_cases("xla-bfloat16")
 @pytest.mark.parametrize("case", DTYPES.values(), ids=DTYPES)
 @every_variant
 def test_dtypes(variant: Variant, case: PrefillCase) -> None:
@@ -334,6 +345,7 @@ def test_windows(variant: Variant, window: int) -> None:
     check(variant, replace(BASE, cached=(0, 13, 28, 8), new=(3, 1, 6, 9), window=window, soft_cap=2.0))
 
 
+@pytest.mark.slow
 @every_variant
 def test_windows_over_an_fp8_cache(variant: Variant) -> None:
     """The result does not depend on the chunks, because new tokens are rounded as in the cache."""
@@ -400,6 +412,7 @@ def test_new_tokens_may_be_in_the_pages_already(variant: Variant) -> None:
     assert_close(variant, inputs.case, got, inputs.expected())
 
 
+@slow_cases("xla-expanded")
 @pytest.mark.parametrize("absorbed", [False, True], ids=["expanded", "absorbed"])
 @every_variant
 def test_prefix_and_new_tokens_merge_to_the_whole(variant: Variant, absorbed: bool) -> None:
@@ -512,6 +525,7 @@ def test_repeats_are_bitwise_equal(variant: Variant) -> None:
     transformations.assert_repeats(prefill(variant, PS), Inputs.draw(BASE, harness.fresh_rng()).arguments())
 
 
+@pytest.mark.slow
 @every_variant
 def test_under_vmap(variant: Variant) -> None:
     """Batches have different lengths, and so different numbers of chunks."""
@@ -528,6 +542,7 @@ def test_exported(variant: Variant) -> None:
     transformations.assert_exports(prefill(variant, PS), Inputs.draw(BASE, harness.fresh_rng()).arguments())
 
 
+@pytest.mark.slow
 @every_variant
 def test_inside_a_scan(variant: Variant) -> None:
     """Layers have different weights and share all other arguments."""
@@ -566,6 +581,7 @@ def shapes(table_width: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @bounded_variant
 def test_memory_does_not_grow_with_the_table(variant: Variant) -> None:
     call = prefill(Variant(variant.implementation), 256)

@@ -18,6 +18,7 @@ from pallas_attn.ops.mla_prefill.config import PrefixChunkConfig
 from pallas_attn.runtime import dispatch
 from tests.kit import harness
 from tests.kit.harness import Variant
+from tests.kit.slow_cases import slow_cases
 from tests.ops import test_mla_prefill as contract
 from tests.ops.test_mla_prefill import BASE, LENGTHS, PS, Inputs
 
@@ -30,6 +31,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         yield
 
 
+@slow_cases("parts of pages")
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", ["parts of pages", "one long prefix", "prefixes without new tokens"])
 def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +41,7 @@ def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     contract.check(MOSAIC, replace(BASE, cached=cached, new=new, dtype="bfloat16", value_scale=harness.HALF_SCALE), PS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
 def test_few_new_tokens_are_absorbed_by_default() -> None:
     """Two sequences in pages of 16 tokens, and an idle sequence."""
@@ -80,6 +83,7 @@ def test_merge_agrees_with_merge_states() -> None:
     np.testing.assert_array_equal(got[1], want[1])
 
 
+@pytest.mark.slow
 def test_default_piece_tokens_come_from_the_configuration() -> None:
     """Memory grows with the tokens of a chunk."""
     arrays = contract.shapes(64)

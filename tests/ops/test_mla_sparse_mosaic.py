@@ -20,6 +20,7 @@ from pallas_attn.ops.mla_sparse import config
 from tests.contract.backends import MOSAIC
 from tests.contract.test_mla_sparse import SM_SCALE, SparseCase, SparseInputs
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 
 @pytest.fixture(autouse=True, params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
@@ -33,6 +34,12 @@ MANY = SparseCase(chosen=(170, 3, 0, 129), top_k=400, heads=67, dtype="bfloat16"
 FP8 = replace(MANY, heads=20, latent_dim=256, cache_dtype="float8_e4m3fn")
 
 
+@slow_cases(
+    "interpreted-fp8, one CTA", "interpreted-unequal halves", "interpreted-fp8, narrow",
+    "interpreted-fp8, splits, halves of 192", "interpreted-splits of two blocks, several items per CTA",
+    "interpreted-fp8, many pairs, one CTA", "interpreted-fp8, wide, several items per CTA",
+    "interpreted-fp8, two blocks",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("case", "splits", "programs"),
     [

@@ -34,6 +34,7 @@ from tests.contract import backends
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys may be NaN in products.
 pytestmark = [
@@ -84,6 +85,7 @@ def test_row_split_among_many_ctas() -> None:
     check(inputs, plan=plan)
 
 
+@slow_cases("interpreted-64-2")
 @pytest.mark.parametrize(("group", "queries"), [pytest.param(16, 1, marks=pytest.mark.slow), (64, 2)])
 def test_merge_of_few_rows_uses_narrow_blocks(group: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CTAs of the merge take 8 columns each of states of 16, or of 64 for either query; with learned sinks."""
@@ -174,6 +176,7 @@ def arguments(inputs: Inputs) -> dict[str, Any]:
     return {name: jax.tree.map(jnp.asarray, value) for name, value in inputs.decode().items() if value is not None}
 
 
+@slow_cases("interpreted")
 def test_layers_of_a_scan_share_a_pool() -> None:
     """Each layer has separate pages of the pool, given by its tables. The pool is not sliced."""
     inputs = [draw(SMALL), draw(SMALL)]
@@ -203,6 +206,7 @@ def test_more_plan_rows_than_a_grid_axis_allows() -> None:
     np.testing.assert_array_equal(out[:, 0, 0], want)
 
 
+@slow_cases("interpreted")
 def test_plan_has_the_number_of_ctas_of_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan made from shapes has the same number of CTAs as the plan that the operation makes, and one if the
     implementation follows no plan.

@@ -19,6 +19,7 @@ from pallas_attn.mosaic.prefill.config import FlashConfig
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys may be NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -77,6 +78,7 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
 
 
 # Groups of 2 and 7 heads: tests/contract/test_paged_attention.py has groups of 7, and this test a group of 10.
+@slow_cases("interpreted-10")
 @pytest.mark.parametrize("group", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 7)), 10])
 def test_heads_share_a_block(group: int) -> None:
     """A set has 2 or 7 heads, or 5 of 10. Some blocks end between the heads of a group of 8 queries."""
@@ -97,6 +99,7 @@ IN_EVERY_RUN = "windows, sink tokens and sinks"
 """The other cases combine options that the contract tests without splits."""
 
 
+@slow_cases("interpreted-windows, sink tokens and sinks")
 @pytest.mark.parametrize(
     "case",
     [

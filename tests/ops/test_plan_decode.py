@@ -22,6 +22,7 @@ from pallas_attn.ops.plan_decode import FIXED_PIECE_TOKENS
 from pallas_attn.ops.plan_decode.config import heuristic_costs
 from pallas_attn.portable.schedule import UNEVENNESS
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 from tests.ops import plan_case
 
 BATCH, KV_HEADS, PS = 6, 2, 16
@@ -147,6 +148,7 @@ LENS = st.lists(
 PROGRAMS = st.sampled_from([1, 5, 132])
 
 
+@slow_cases("balanced")
 @modes
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
@@ -162,6 +164,7 @@ WINDOWS = st.one_of(st.sampled_from([1, PS - 1, PS, PS + 1, FULL]), st.integers(
 SINKS = st.one_of(st.sampled_from([0, 1, PS, PS + 1]), st.integers(0, 400))
 
 
+@slow_cases("balanced")
 @modes
 @settings(deadline=None)
 @given(
@@ -179,6 +182,7 @@ def test_rows_visit_the_pages_in_their_window(
         assert walked_entries(plan, row) == visible_entries(lens[b], q_lens[b], *windows[h])
 
 
+@slow_cases("17-balanced", "1-balanced")
 @modes
 @pytest.mark.parametrize(
     "window",  # the narrowest, just over a page, and the full window run every time
@@ -255,6 +259,7 @@ def test_balanced_cuts_rows_if_whole_rows_are_uneven(lens: list[int], num_progra
     assert np.diff(plan.split_indptr).max() > 1
 
 
+@slow_cases("lens1-62-parts1")
 @pytest.mark.parametrize(
     ("lens", "num_programs", "parts"),
     [
@@ -363,6 +368,7 @@ def test_jitted_without_retrace_or_host_callback(mode: str) -> None:
     harness.assert_no_host_callbacks(step, lens, q_lens, window)
 
 
+@slow_cases("balanced")
 @modes
 def test_under_vmap(mode: str) -> None:
     lens = as_lens(harness.fresh_rng().integers(0, 9999, (3, BATCH)))
@@ -393,6 +399,7 @@ BAD = {
 }
 
 
+@slow_cases("kv_lens of rank 2")
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(("argument", "change"), BAD.values(), ids=BAD)
 def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
@@ -424,6 +431,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 OWN_WINDOWS = HeadWindow(jnp.array([5, 3], jnp.int32), jnp.array([0, 1], jnp.int32))
 
 
+@slow_cases("batch-xla", "q_lens-reference")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(("field", "change"), OTHERS.items(), ids=OTHERS)
 def test_plan_made_for_another_call_raises(field: str, change: dict[str, Any], implementation: str) -> None:
@@ -433,6 +441,7 @@ def test_plan_made_for_another_call_raises(field: str, change: dict[str, Any], i
         paged_decode(**STEP | change, plan=plan, implementation=implementation)
 
 
+@slow_cases("made_for3-5", "5-None")
 @pytest.mark.parametrize(
     ("made_for", "other"), [(5, None), (None, 5), (5, OWN_WINDOWS), (OWN_WINDOWS, 5), (OWN_WINDOWS, None)]
 )
@@ -447,6 +456,7 @@ def test_full_window_equals_no_window() -> None:
     paged_decode(**STEP | {"window": None}, plan=harness.plan_for(STEP | {"window": FULL}))
 
 
+@pytest.mark.slow
 def test_plan_of_paged_kv_does_not_fit_latents() -> None:
     latents: dict[str, Any] = {"q_latent": LATENTS, "q_rope": QUERIES, "cache": PagedLatent(jnp.zeros((4, PS, 48)))}
     latents |= {"block_tables": jnp.zeros((BATCH, 4), jnp.int32), "kv_lens": GOOD["kv_lens"]}

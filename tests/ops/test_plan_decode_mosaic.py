@@ -111,6 +111,7 @@ def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.Cap
         check("balanced", num_programs, **given)
 
 
+@pytest.mark.slow
 def test_interpreted_with_uneven_rows(capsys: pytest.CaptureFixture[str]) -> None:
     """The numbers of programs and of rows are equal, and rows differ in length, so groups in snake order are chosen.
 

@@ -112,6 +112,7 @@ def test_decode_memory_is_bounded_by_a_tile() -> None:
     assert wide < DENSE_BYTES / 100
 
 
+@pytest.mark.slow
 def test_prefill_memory_is_bounded_by_a_tile() -> None:
     """Wider tables take no memory, and each token of the chunk at most a few copies of its queries."""
     prefill = harness.compiled(paged_prefill, AS_SHIPPED)

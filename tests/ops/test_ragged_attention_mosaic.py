@@ -26,6 +26,7 @@ from pallas_attn.ops.ragged_attention.mosaic_sm90 import RaggedInputs, RaggedLoa
 from tests.contract.test_ragged_attention import Inputs, RaggedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
+from tests.kit.slow_cases import slow_cases
 
 # Masked keys may be NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -62,6 +63,7 @@ def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
     harness.assert_attention_close(got, inputs.expected(), variant.tolerance(case.dtype))
 
 
+@slow_cases("interpreted-7", "interpreted-10")
 @pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.slow), 7, 10])
 def test_heads_share_a_block(group: int) -> None:
     """A set has 2 or 7 heads, or 5 of 10. Some blocks end between the heads of a group of 8 queries.
@@ -73,6 +75,7 @@ def test_heads_share_a_block(group: int) -> None:
     check(replace(case, window=40))
 
 
+@slow_cases("interpreted-full, one work tile per CTA", "interpreted-causal, queue")
 @pytest.mark.parametrize(
     ("causal", "multiprocessors", "stages"),
     [
@@ -92,6 +95,7 @@ def test_split_keys(causal: bool, multiprocessors: int, stages: int) -> None:
     assert splits[0].most > 1
 
 
+@slow_cases("interpreted")
 def test_split_keys_with_window_cap_and_sinks() -> None:
     """The merge adds the sinks. Some splits see no key of their tiles."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
@@ -101,6 +105,7 @@ def test_split_keys_with_window_cap_and_sinks() -> None:
     assert splits[0].most > 1
 
 
+@slow_cases("interpreted-whole", "interpreted-split")
 @pytest.mark.parametrize(("multiprocessors", "stages"), [(None, 4), (16, 5)], ids=["whole", "split"])
 def test_output_does_not_depend_on_return_lse(multiprocessors: int | None, stages: int) -> None:
     """The stages differ from other tests, because calls are cached by their settings, not by the multiprocessors."""
@@ -185,6 +190,7 @@ def test_merge_of_large_maxima(level: float) -> None:
     assert np.isnan(lse[seen_nan])
 
 
+@slow_cases("interpreted-above it", "interpreted-below the rescaling threshold")
 @pytest.mark.parametrize("growth", [3, 30], ids=["below the rescaling threshold", "above it"])
 def test_rescaling_of_growing_scores(growth: int) -> None:
     """Rescaling multiplies by powers of 2, so the bits of a row do not depend on whether other rows are rescaled."""
@@ -217,6 +223,7 @@ WIDTHS = {
 }
 
 
+@slow_cases("interpreted-scores near 5e5 of either sign", "interpreted-DeepSeek's, three consumers")
 @pytest.mark.parametrize(
     ("config", "case"),
     [

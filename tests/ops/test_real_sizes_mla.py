@@ -13,6 +13,7 @@ from scripts.bench import shapes
 from tests.kit import harness
 from tests.kit.harness import VARIANTS
 from tests.kit.real_sizes import MLA_SM_SCALE, mla_decode_arrays, mla_prefill_arrays
+from tests.kit.slow_cases import slow_cases
 from tests.ops.test_real_sizes import as_on_hopper as as_on_hopper
 from tests.ops.test_real_sizes import fresh_key, lean
 
@@ -31,6 +32,9 @@ def test_decode_shapes_are_supported(variant: harness.Variant, case: shapes.MlaD
     assert lse.shape == out.shape[:-1]
 
 
+@slow_cases(
+    "deepseek-v3, later chunk-mosaic", "deepseek-v2-lite, many short-mosaic", "deepseek-v2-lite, first chunk-mosaic",
+)  # fmt: skip
 @pytest.mark.usefixtures("as_on_hopper")
 @lean("ragged_attention")
 @every_prefill

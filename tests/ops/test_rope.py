@@ -12,6 +12,7 @@ from pallas_attn.portable.rope import rms_norm, rotate
 from pallas_attn.types import PagedKV, Rope
 from tests.contract.backends import in_every_run, unsupported
 from tests.kit.harness import Variant, assert_same_bits, fresh_rng
+from tests.kit.slow_cases import slow_cases
 from tests.ops.write_kv_case import (
     HEADS,
     NUM_PAGES,
@@ -80,6 +81,7 @@ def test_rms_norm_of_bfloat16_computes_in_float32() -> None:
     np.testing.assert_allclose(got, normed(np.asarray(x).astype(np.float64), weight, 1e-2), rtol=1e-5, atol=1e-5)
 
 
+@slow_cases("4-before_rope-neox-mosaic", "4-before_rope-neox-triton")
 @each_variant
 @in_every_run(
     "xla",
@@ -123,6 +125,7 @@ def test_write_rounds_rotated_keys_and_queries_once(variant: Variant) -> None:
     assert rotated.dtype == q.dtype
 
 
+@slow_cases("float8_e4m3fn-mosaic")
 @each_variant
 @in_every_run("xla", "mosaic")
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])

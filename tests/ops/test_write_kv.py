@@ -16,6 +16,7 @@ from pallas_attn.ops.write_kv import write_kv, xla
 from pallas_attn.types import PagedKV
 from tests.contract.backends import in_every_run, unsupported
 from tests.kit.harness import VARIANTS, Variant, any_bits, assert_same_bits, fresh_rng
+from tests.kit.slow_cases import slow_cases
 from tests.ops.test_rope import random_rope
 from tests.ops.write_kv_case import (
     HEADS,
@@ -79,6 +80,7 @@ def test_static_scales(dtype: str, layout: Any, rank: int, variant: Variant) -> 
     assert (np.abs(np.asarray(got.k).astype(np.float32)) == QMAX[dtype]).sum() > NUM_TOKENS
 
 
+@slow_cases("4-float8_e4m3fn-2-mosaic", "2-float8_e4m3fn-2-triton")
 @each_variant
 @in_every_run(
     "xla",
@@ -102,6 +104,7 @@ def test_dynamic_scales_equal_numpy_bytes(dtype: str, rank: int, groups: int, va
         assert_same_bits(kv, want)
 
 
+@slow_cases("int8-2-mosaic")
 @each_variant
 @in_every_run("xla", mosaic=["int8-2"])
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("float8_e4m3fn", "head"), ("int8", 2)])
@@ -160,6 +163,9 @@ def finite(kv: PagedKV) -> PagedKV:
     return jax.tree.map(lambda a: jnp.where(jnp.isfinite(a.astype(jnp.float32)), a, jnp.ones_like(a)), kv)
 
 
+@slow_cases(
+    "float8_e4m3fn-2-1-reference", "float8_e4m3fn-2-1-xla", "bfloat16-None-2-triton", "float8_e4m3fn-2-1-triton",
+)  # fmt: skip
 @each_variant
 @in_every_run("xla", "reference", "mosaic", "triton")
 @unsupported(mosaic="takes pages of keys and values of one width")
@@ -177,6 +183,7 @@ def test_values_of_a_different_width(dtype: str, scales: Any, rank: int, variant
     assert_same_bits((got.v, got.v_scale), (values.v, values.v_scale))
 
 
+@slow_cases("21-float8_e4m3fn-2-1-triton")
 @each_variant
 @in_every_run("xla", "mosaic", "triton")
 @unsupported(mosaic="takes keys and values in arrays of their own, got them")
@@ -283,6 +290,7 @@ class TestGroups:
         assert_same_bits(group.append(0, 1.0).append(1, 9.0).stored[2:], before)
 
 
+@pytest.mark.slow
 def test_requantisation_does_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = fresh_rng()
     first = np.arange(NUM_TOKENS, dtype=np.int32) * (PAGE_SIZE // 2)

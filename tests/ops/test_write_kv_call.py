@@ -28,6 +28,7 @@ from tests.kit.harness import (
     fresh_rng,
     scope_names,
 )
+from tests.kit.slow_cases import slow_cases
 from tests.ops.write_kv_case import (
     HEADS,
     NUM_PAGES,
@@ -122,6 +123,7 @@ def test_pool_of_more_than_2_to_the_32_elements(dtype: str, scales: Any, rank: i
         assert sum(int(jnp.count_nonzero(array[i : i + 1000])) for i in range(0, num_pages, 1000)) == written.size
 
 
+@slow_cases("int8-2-xla", "int8-2-mosaic")
 @each_variant
 @backends.in_every_run("xla", mosaic=["int8-2"])
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("float8_e4m3fn", "head"), ("int8", 2)])
@@ -139,6 +141,7 @@ def test_scan_equals_separate_calls(dtype: str, scales: Any, variant: Variant) -
     assert_same_bits(jax.jit(write_all, donate_argnums=0)(kv, k, v, slots), want)
 
 
+@slow_cases("mosaic")
 @each_variant
 @backends.in_every_run("xla", "mosaic")
 def test_scan_over_stacked_caches(variant: Variant) -> None:
@@ -163,6 +166,7 @@ def test_different_slots_do_not_retrace() -> None:
         kv = traced_once(kv, *tokens(rng), random_slots(rng, 1))
 
 
+@slow_cases("int8-2-xla", "int8-2-mosaic")
 @each_variant
 @backends.in_every_run("xla", mosaic=["int8-2"])
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", 2)])

@@ -25,6 +25,7 @@ from pallas_attn.ops.call_base import OperationCall
 from pallas_attn.runtime import device, dispatch, kernel_cache, tuning
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -334,6 +335,7 @@ def test_explain_agrees_with_the_call(arrays: dict[str, Any], monkeypatch: pytes
     assert ran(arrays, implementation="xla") == ["xla"]
 
 
+@slow_cases("reference")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_numpy_arrays(arrays: dict[str, Any], implementation: str, unchecked_shapes: None) -> None:
     want = paged_decode(**arrays, implementation=implementation)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn.runtime import sharded_calls
+from tests.kit.slow_cases import slow_cases
 
 DATA, TENSOR = 2, 4
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -288,6 +289,10 @@ def params(kinds: Mapping[str, tuple[str, ...]] = IN_EVERY_RUN) -> list[Any]:
     ]
 
 
+@slow_cases(
+    "auto-latents, heads and sequences", "explicit-decode, a KV head on two devices",
+    "auto-decode, heads and sequences", "auto-write, scales of groups", "explicit-a step of both",
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "name"), params())
 def test_results_equal_one_device_and_stay_split(kind: str, name: str) -> None:
     case, mesh = CASES[name], mesh_of(kind)
@@ -305,6 +310,7 @@ def test_results_equal_one_device_and_stay_split(kind: str, name: str) -> None:
         assert on_device >= sum(x.nbytes for x in pools) // (TENSOR if case.specs else 1)
 
 
+@slow_cases("auto-reference")
 @pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.slow), "reference"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_eager_calls_and_other_implementations(kind: str, implementation: str) -> None:
@@ -376,6 +382,7 @@ def test_program_inside_shard_map_is_unchanged(kind: str, check_vma: bool) -> No
 # --- inside other transformations
 
 
+@slow_cases("explicit-split", "explicit-whole", "auto-whole")
 @pytest.mark.parametrize("over", [None, "data"], ids=["whole", "split"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_under_vmap(kind: str, over: str | None) -> None:

@@ -92,6 +92,7 @@ def test_garbage_collections_are_timed_inside_the_block():
     assert len(seconds) == count
 
 
+@pytest.mark.slow
 def test_report_of_a_small_model(tmp_path: Path, capsys):
     out = tmp_path / "serving.json"
     sizes = ["--rates", "200", "--requests", "5", "--prompt-tokens", "16", "--new-tokens", "4", "--step-tokens", "16"]

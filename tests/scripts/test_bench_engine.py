@@ -24,6 +24,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(bench_engine, "Workload", one_bucket)
 
 
+@pytest.mark.slow
 def test_report_has_every_batch_and_the_prefix_cache(tiny, tmp_path, capsys):
     out = tmp_path / "engine.json"
     work = ["--prompt-tokens", "16", "--new-tokens", "3", "--repeats", "1", "--implementation", "reference"]

@@ -24,6 +24,7 @@ from scripts.bench.engine.several_devices import MeshWork, SplitDecode
 from scripts.bench.harness.timing import Stopwatch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2, "expert": 4}, {"context": 2}])
 def test_random_weights_have_the_sharding_of_a_checkpoint(layout: dict[str, int]):
     mesh, config = make_mesh(layout), PRESETS["v3-tiny"]
@@ -49,6 +50,7 @@ def test_requests_of_a_layout_follow_its_devices():
     assert split.batches == (2, 3)
 
 
+@pytest.mark.slow
 def test_report_of_a_small_model(tmp_path: Path, capsys):
     out = tmp_path / "mesh.json"
     sizes = ["--batch", "4", "--contexts", "24", "--new-tokens", "4", "--step-tokens", "16", "--dtype", "float32"]

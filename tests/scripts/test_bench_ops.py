@@ -24,6 +24,7 @@ from scripts.bench.ops import paged_decode, write_kv
 from scripts.bench.ops import plan_decode as plan_bench
 from scripts.bench.peers import torch_decode
 from scripts.bench.shapes import Decode
+from tests.kit.slow_cases import slow_cases
 from tests.ops import plan_case
 
 RATES = Rates(copy=4e12, matrix=8e14)
@@ -52,6 +53,7 @@ def run(operation, tmp_path, *more):
 # --- whole runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "case", "contender"),
     [
@@ -102,6 +104,7 @@ def test_unavailable_baselines_are_reported_with_the_reason(quick, tmp_path, cap
         assert "compute capability 9.0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_configurations_are_reported(quick, tmp_path):
     report = run("paged_decode", tmp_path, "--match", "int8-head", "--contenders", "xla")
     assert report["cases"][0]["results"]["xla"]["config"]["paged_decode/xla"]["group_rows"] == 2
@@ -312,6 +315,7 @@ def test_decode_bytes_count_keys_and_values():
     assert DecodeCase(shape).flops == 4 * 32 * 128 * 400
 
 
+@slow_cases("64-3-0")
 @pytest.mark.parametrize(("window", "heads", "sinks"), [(64, 3, 0), (100, 2, 20), (100, 2, 128), (1000, 4, 0)])
 def test_walked_pages_match_the_plan(window, heads, sinks):
     shape = Decode(5, 700, 8, 4, 64, queries=3, page_size=16, window=window)

@@ -20,6 +20,7 @@ from scripts.bench.harness.pools import Pools
 from scripts.bench.harness.timing import Timing
 from scripts.bench.peers import flash_attention, flash_mla
 from scripts.bench.shapes import Decode, MlaDecode
+from tests.kit.slow_cases import slow_cases
 
 
 def softmax(x):
@@ -155,6 +156,7 @@ def varied(case, *lens):
     return case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("queries", "contender"),
     [
@@ -184,6 +186,7 @@ def test_paged_attention_equals_ours(installed, queries):
     np.testing.assert_allclose(out, np.asarray(ours, np.float32), atol=0.02, rtol=0.02)
 
 
+@slow_cases("contender0")
 @pytest.mark.parametrize("contender", flash_attention.RAGGED_CONTENDERS.values())
 def test_prefill_equals_ours(installed, contender):
     case = RaggedAttentionCase(RaggedPrefill(2, 5, 7, 4, 2, 24, 16))

@@ -29,6 +29,7 @@ def model():
     return random_model(CONFIG, jnp.bfloat16, AttentionSettings("absorb", "reference"))  # compiles fastest
 
 
+@pytest.mark.slow
 def test_random_weights_differ_and_are_scaled(model):
     weights = {".".join(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model))}
     firsts = [float(w.reshape(-1)[0]) for w in weights.values()]

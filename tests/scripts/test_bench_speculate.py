@@ -73,6 +73,7 @@ def test_cases_have_room_for_all_tokens():
     assert sizes.decode_buckets == (1, 8)
 
 
+@pytest.mark.slow
 def test_model_follows_its_table():
     """Drafts of the table are accepted at their rate, whatever the layers compute."""
     work = DraftingWork((2,), (16,), (1.0, 0.0), num_drafts=1, new_tokens=8, page_size=16, max_batched_tokens=32)

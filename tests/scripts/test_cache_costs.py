@@ -28,6 +28,7 @@ def test_costs_of_a_small_example() -> None:
     assert cache_costs.cost(wanted + 3, wanted).kl_largest == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_cache_with_the_dtype_of_the_weights_gives_golden_logits() -> None:
     """Therefore the differences of other dtypes are rounding, at the positions of prompts and continuations."""
     golden = GOLDENS / "qwen3-window"

@@ -37,6 +37,7 @@ def test_random_tokens_are_the_default_prompts(tmp_path, capsys):
     assert "40 tokens in 1 prompts" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_windows_change_the_scales_of_later_layers(tmp_path):
     windows = tmp_path / "windows.json"
     windows.write_text(json.dumps([{"window": [2, 9]}, None, None]))

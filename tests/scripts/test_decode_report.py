@@ -14,6 +14,7 @@ from scripts.cli.prompts import demo_ids, demo_texts
 from scripts.cli.speculate import SpeculateOption, parse_speculate
 from scripts.decode.plot import plot_run
 from scripts.decode.report import Report
+from tests.kit.slow_cases import slow_cases
 
 WIDTH = 80
 
@@ -158,6 +159,7 @@ def test_invalid_values_of_speculate(given, why):
         parse_speculate(given)
 
 
+@slow_cases("1-0", "100-3000")
 @pytest.mark.parametrize(("num_requests", "num_steps"), [(1, 0), (1, 1), (100, 3000)])
 def test_plot_of_any_run(tmp_path, num_requests, num_steps):
     path = tmp_path / "picture"

@@ -17,6 +17,7 @@ from scripts.bench.harness.session import load
 from scripts.tools import first_run
 from scripts.tools.first_run import Ended, SmokeCall
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 CARD = {"device": "NVIDIA B200", "capability": "10.0", "versions": {"jax": "0.11.2"}}
 CONTRACT = first_run.ROOT / "tests" / "contract" / "test_mla_decode.py"
@@ -41,11 +42,13 @@ SAMPLE = ("write_kv", "paged_decode of fp8 by fp8", "mla_decode of 128 heads")
 SMOKE = [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in first_run.SMOKE]
 
 
+@slow_cases("mla_decode of 128 heads", "paged_decode of fp8 by fp8")
 @pytest.mark.parametrize("name", SMOKE)
 def test_smallest_calls_are_correct(name: str) -> None:
     assert first_run.error_of(name, "xla") <= first_run.TOLERANCE
 
 
+@slow_cases("paged_decode of fp8 by fp8-9.0", "paged_decode of fp8 by fp8-10.0")
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])
 @pytest.mark.parametrize("name", SMOKE)
 def test_kernels_support_the_smallest_calls(capsys: pytest.CaptureFixture[str], name: str, capability: str) -> None:

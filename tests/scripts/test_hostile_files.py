@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from models.checkpoints import tokenizer as checkpoints_tokenizer
 from models.config import json_files
 from scripts.cli.command_line import StandardOutput, exit_status
+from tests.kit.slow_cases import slow_cases
 from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
 
 type Spoil = Callable[[Path], object]
@@ -271,6 +272,7 @@ def make_model(tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
+@slow_cases("v3: doubling", "v3: loops", "v3: vast number")
 @pytest.mark.parametrize(
     ("golden", "spoil", "words"),
     [
@@ -294,6 +296,7 @@ def test_hostile_model_is_a_one_line_error(
 SCALES = ["--random", "qwen3-tiny", "--kv-dtype", "int8", "--kv-scales"]
 
 
+@slow_cases("args3-<lambda>-prompt_ids: expected ids from 0 to 511")
 @pytest.mark.parametrize(
     ("args", "spoil", "words"),
     [

@@ -18,6 +18,7 @@ from models.config import PRESETS
 from models.engine import CachedPages, Engine
 from models.engine.runner import Runner
 from scripts import run_decode
+from tests.kit.slow_cases import slow_cases
 from tests.models.test_engine_faults import Fault
 from tests.scripts.command_lines import GOLDEN, PROMPTS, ROOT, SIZES, SMALL, VOCAB_SIZE
 
@@ -155,6 +156,7 @@ def test_tokens_without_chunked_prefill_and_prefix_cache(run_json, write_ids, go
     assert [request["cached_tokens"] for request in result["requests"]] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_prefix_cache_file_is_reused_by_the_next_run(run_json, write_ids, golden, tmp_path):
     file, ids = tmp_path / "prefixes", write_ids(PROMPTS[:2])
     first = run_json(*SMALL, *ids, "--prefix-cache", file)
@@ -163,6 +165,7 @@ def test_prefix_cache_file_is_reused_by_the_next_run(run_json, write_ids, golden
     assert second["run"]["prefix_hit_rate"] > first["run"]["prefix_hit_rate"]
 
 
+@pytest.mark.slow
 def test_prefix_cache_file_of_another_model_is_an_error(usage_error, write_ids, tmp_path):
     file, run = tmp_path / "prefixes", [*SMALL, *write_ids(PROMPTS[:2]), "--prefix-cache", tmp_path / "prefixes"]
     file.write_bytes(CachedPages({"page_size": 3}, (), ()).to_bytes())
@@ -271,6 +274,7 @@ def test_default_prompts_share_prefixes(run_json):
     assert sum(request["cached_tokens"] > 0 for request in requests) >= 4
 
 
+@pytest.mark.slow
 def test_difference_is_reported_with_exit_status_1(monkeypatch, capsys, write_ids, tmp_path, golden):
     honest = Engine.output
 
@@ -320,6 +324,7 @@ def test_interrupt_keeps_decoded_tokens(monkeypatch, capsys, write_ids, tmp_path
     assert "verified" not in result["run"]
 
 
+@slow_cases("1")
 @pytest.mark.parametrize("at", [1, 400, 1100, 2000, 3300])
 def test_ctrl_c_at_any_line_keeps_decoded_tokens(monkeypatch, capsys, write_ids, tmp_path, at, golden):
     """Interrupt at the given line in the engine or its pools."""
@@ -348,6 +353,7 @@ def test_ctrl_c_at_any_line_keeps_decoded_tokens(monkeypatch, capsys, write_ids,
     assert capsys.readouterr().err == "run_decode: interrupted\n"
 
 
+@slow_cases("error0-INTERNAL: the device is gone")
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -374,6 +380,7 @@ def test_decoded_tokens_survive_a_device_failure(monkeypatch, capsys, write_ids,
     assert {request["finish_reason"] for request in requests} <= {"abort", "length"}
 
 
+@slow_cases("asked1-1")
 @pytest.mark.parametrize(("asked", "status"), [([], 3), (["--verify"], 1)])
 def test_nonfinite_logits_are_reported(monkeypatch, capsys, write_ids, tmp_path, asked, status):
     loaded = run_decode.load
@@ -409,6 +416,7 @@ def test_batch_invariant_tokens_do_not_depend_on_the_other_prompts(run_json, wri
     assert alone["run"]["compilations"] == together["run"]["compilations"] == 1
 
 
+@pytest.mark.slow
 def test_drafts_change_no_token_and_are_reported(run_json, write_ids, capsys, tmp_path):
     config = dataclasses.replace(PRESETS["v3-tiny"], num_hidden_layers=1)  # compiles quickly
     save_random_checkpoint(tmp_path / "model", config)
@@ -519,6 +527,7 @@ def test_files_are_written_if_standard_output_is_closed(monkeypatch, capsys, wri
     assert capsys.readouterr().err == ("run_decode: error: standard output was closed before everything was printed\n")
 
 
+@slow_cases("error1-MemoryError")
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -550,6 +559,7 @@ def test_pipe_gets_one_report(write_ids):
         assert json.load(pipe)["run"]["verified"] is True
 
 
+@slow_cases("True")
 @pytest.mark.parametrize("shown", [True, False])
 def test_progress_bar_on_a_terminal(monkeypatch, capsys, write_ids, shown):
     monkeypatch.setenv("TERM", "xterm")

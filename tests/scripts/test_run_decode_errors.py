@@ -10,6 +10,7 @@ import pytest
 from models.engine import Engine
 from scripts import run_decode
 from scripts.cli import model as cli_model
+from tests.kit.slow_cases import slow_cases
 from tests.scripts.command_lines import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE
 
 QUANTISED = ["--random", "qwen3-tiny", "--kv-dtype", "fp8"]
@@ -17,6 +18,11 @@ LONG = "x" * 300
 
 
 class TestRefusals:
+    @slow_cases(
+        "args43-max_model_len: expected 2 to the model's",
+        "args63---speculate: num_nextn_predict_layers: expected at least 1",
+        "args58-speculate: a tree of drafts needs decode rows of several tokens; with split contexts each token",
+    )  # fmt: skip
     @pytest.mark.parametrize(
         ("args", "message"),
         [
@@ -118,6 +124,10 @@ class TestRefusals:
     def test_wrong_flags(self, usage_error, args, message):
         assert message in usage_error(*args)
 
+    @slow_cases(
+        "content9-prompt 1: prompt_ids: expected ids from 0 to 255, got 256",
+        "content8-prompt_ids of request 1 must hold at least one token",
+    )  # fmt: skip
     @pytest.mark.parametrize(
         ("content", "message"),
         [

@@ -32,6 +32,7 @@ def test_each_mode_is_timed(
     assert "write_latent" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_failed_process_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
     with pytest.raises(RuntimeError, match="no_such_platform"):

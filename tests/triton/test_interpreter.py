@@ -14,6 +14,7 @@ from pallas_attn.triton.interpreter import KernelFlawError, run
 from pallas_attn.triton.launch import kernel
 from pallas_attn.triton.quantise import e4m3_from_f32, f16_from_e4m3
 from tests.kit.harness import assert_same_bits, fresh_rng
+from tests.kit.slow_cases import slow_cases
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 
@@ -32,6 +33,7 @@ def _matmul(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + at, product.to(out_ptr.dtype.element_ty))
 
 
+@slow_cases("bfloat16")
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 def test_products_of_16_bits(dtype: Any) -> None:
     rng = fresh_rng()

@@ -13,6 +13,7 @@ from pallas_attn.runtime import device
 from tests.contract import backends
 from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 TRITON = next(backend for backend in backends.BACKENDS if backend.name == "triton")
 
@@ -30,6 +31,7 @@ LATENTS = {
 }  # fmt: skip
 
 
+@slow_cases("drafts, small pages")
 @pytest.mark.parametrize("case", LATENTS.values(), ids=LATENTS)
 def test_steps_without_a_mask(monkeypatch: pytest.MonkeyPatch, case: MlaCase) -> None:
     monkeypatch.setenv(device.INTERPRET_VARIABLE, "9.0")

@@ -16,6 +16,7 @@ from pallas_attn.runtime import device
 from tests.contract import backends, paged_cases
 from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 TRITON = next(backend for backend in backends.BACKENDS if backend.name == "triton")
 
@@ -35,11 +36,13 @@ WIDTHS = {
 }
 
 
+@slow_cases("D 96, float16, pages of 1", "D 80, int8 per channel")
 @pytest.mark.parametrize("name", WIDTHS)
 def test_padded_widths(name: str) -> None:
     check(WIDTHS[name])
 
 
+@slow_cases("8.6")
 @pytest.mark.parametrize("capability", ["8.6", "9.0", pytest.param("12.0", marks=pytest.mark.slow)])
 def test_tiles_of_other_cards(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
     """Cards have smaller tiles with less shared memory, and instructions for float8 from sm89 on."""

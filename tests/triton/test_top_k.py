@@ -12,6 +12,7 @@ from pallas_attn.ops.index_top_k import triton as index_module
 from pallas_attn.triton import top_k
 from tests.contract.index_case import SM_SCALE, IndexCase, IndexInputs, best
 from tests.kit import harness
+from tests.kit.slow_cases import slow_cases
 
 
 def test_long_rows_take_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +45,10 @@ def rows(kind: str) -> np.ndarray:
     return scores
 
 
+@slow_cases(
+    "ends-100", "few values-4999", "ordinary-4999", "ends-4999", "one value-4999", "few values-100", "few values-1",
+    "one value-1", "one value-100", "a bin-1", "a bin-100", "a bin-4999", "ends-1",
+)  # fmt: skip
 @pytest.mark.parametrize("top_k_wanted", [1, 100, 4999, 6000])
 @pytest.mark.parametrize("kind", ["ordinary", "few values", "one value", "a bin", "few and none", "ends"])
 def test_shared_rows(kind: str, top_k_wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
