@@ -52,9 +52,9 @@ def group_sizes(
 ) -> tuple[GroupSizes, ...]:
     """Divide the memory of `num_pages` pages per layer between the cache groups.
 
-    Each group first gets the pages that a step's new tokens need temporarily, before pages behind windows are recycled.
-    The remaining memory is divided in proportion to the pages that one sequence holds in each group. The sequence
-    length for this is the largest length, up to `max_model_len`, at which `max_num_seqs` sequences fit.
+    Each group first gets the pages that a step's new tokens need temporarily, before pages outside of windows are
+    recycled. The remaining memory is divided in proportion to the pages that one sequence holds in each group. The
+    sequence length for this is the largest length, up to `max_model_len`, at which `max_num_seqs` sequences fit.
 
     A division for the model's longest sequences would give groups with windows too few pages for many short sequences.
     With this division, if fewer and longer sequences run, pages of the groups with windows remain unused. So
@@ -69,7 +69,7 @@ def group_sizes(
       max_model_len: maximum number of tokens per sequence.
       max_num_seqs: maximum number of running sequences.
       step_tokens: maximum number of new tokens of a sequence per step.
-      recycling: whether pages behind windows are released; if False, the pools have no windows.
+      recycling: whether pages outside of windows are released; if False, the pools have no windows.
     """
     groups = cache_groups(config)
     heads = [_heads(group.window if recycling else _unlimited(group.window)) for group in groups]

@@ -230,11 +230,28 @@ def _named(function: Callable[[Any], Any]) -> str:
 
 @functools.cache
 def _source(function: Callable[[Any], Any]) -> str:
-    """Return a digest of the file that defines a function."""
+    """Return a digest of the file that defines a function, and of the modules of its package that the file uses."""
     file = inspect.getsourcefile(inspect.unwrap(function))
     if file is None:
         raise ValueError(f"function: expected one that a module defines by name, got {function!r} without a file")
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    digest = hashlib.sha256(Path(file).read_bytes())
+    for other in sorted(_used_files(sys.modules.get(inspect.unwrap(function).__module__), {file})):
+        digest.update(hashlib.sha256(Path(other).read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _used_files(module: ModuleType | None, found: set[str]) -> set[str]:
+    """Add the files of the modules in the same package that a module uses, directly or through others; return all."""
+    if module is None or not module.__package__:
+        return found
+    names = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in vars(module).values()}
+    for name in names:
+        other = sys.modules.get(name) if isinstance(name, str) else None
+        file = getattr(other, "__file__", None)
+        if other is not None and file and file not in found and other.__package__ == module.__package__:
+            found.add(file)
+            _used_files(other, found)
+    return found
 
 
 def _sources() -> str:

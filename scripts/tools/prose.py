@@ -30,14 +30,14 @@ FEWEST_WORDS = 500
 
 WORDINGS = {
     "pronoun instead of a noun": (
-        r"\b(?:those|that|the ones?|one) (?:of|that|which|with|in|for|whose|behind|before|above|below)\b(?! the art)"
+        r"\b(?:those|that|the ones?) (?:of|that|which|with|in|for|whose|behind|before|above|below)\b"
     ),
     "relative clause without a noun": r"\bof (?:which|whom|whose|those|these)\b",
     "'what' as a noun": (
         r"(?:^|[.;:,(] )what (?!is\b.*\?)\w+|\b(?:of|from|than|to|by|in|for|with|as|and|is|are|does|do) what\b"
     ),
     "person instead of a component": r"\b(?:who|whom|whoever|nobody|somebody|everybody|anybody|someone)\b",
-    "quantity as a noun": r"\b(?:so|as|how|that) (?:many|much)\b|\bsuch an?\b|\bso far\b",
+    "quantity as a noun": r"\b(?:so|as|how|that) many\b|\bso much\b|\bsuch an?\b|\bso far\b",
     "'of its own'": r"\bof (?:its|their|ours|his|her) own\b",
     "'there is' in a relative clause": r"\b(?:that|than|as|where|if) there (?:is|are|was|were)\b",
     "component that speaks or listens": (

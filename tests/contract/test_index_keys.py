@@ -171,7 +171,7 @@ def test_a_token_chooses_alike_in_a_chunk_and_alone(backend: Backend) -> None:
     np.testing.assert_array_equal(choose(**arguments | rows), chunk)
 
 
-# --- transformations, and what is compiled
+# --- transformations and compiled programs
 
 
 @backends.every_backend("index_top_k")

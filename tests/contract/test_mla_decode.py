@@ -482,7 +482,7 @@ def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
     transformations.assert_repeats(decode(backend, return_lse=True), arguments, backend.repeats)
 
 
-# --- transformations, and what is compiled
+# --- transformations and compiled programs
 
 
 @every_backend

@@ -247,7 +247,7 @@ def test_the_configuration_a_user_gets(backend: Backend) -> None:
     harness.assert_attention_close(got, inputs.expected(), backend.variant.tolerance(backend.dtype))
 
 
-# --- transformations, and what is compiled
+# --- transformations and compiled programs
 
 
 @every_backend

@@ -454,7 +454,7 @@ def test_memory_grows_with_the_queries_and_not_with_the_keys(backend: Backend, c
     assert temp_bytes(4096, 65536) <= small + 4096
 
 
-# --- rows and batches, transformations, and what is compiled
+# --- rows and batches, transformations and compiled programs
 
 
 @every_backend

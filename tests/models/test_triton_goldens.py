@@ -1,7 +1,8 @@
 """The goldens on Triton kernels alone: interpreted on a CPU, compiled on a GPU.
 
-Kernels take 16-bit queries, so models are in bfloat16. By itself that moves logits by 0.02 (and by more where a router
-chooses another expert), beside goldens and, alike, on `xla`: it is to that run in the same dtype that Triton's is held.
+Triton kernels need 16-bit queries, so the models run in bfloat16. Rounding alone changes logits by 0.02 compared with
+the goldens, and by more if a router selects another expert. `xla` in bfloat16 has the same rounding, so the results are
+compared with `xla`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from tests.models.step_case import PAGE_SIZE, Pages, step
 from tests.models.test_parity import GOLDENS, MUTATIONS, NAMES, golden
 
 MEDIAN, MOST = 0.03, 0.06
-"""Bounds of what the logits of half of the tokens, and of nine in ten, may differ by: root mean squares over the
-vocabulary. Right kernels come to 0.004 and 0.008; of the mistakes that attention can have, the least moves half of the
-tokens by 0.1. The tenth is for tokens of which, in bfloat16, a router may choose another expert.
+"""Bounds of the median and of the 90th percentile of the logit difference per token (root mean square over the
+vocabulary). Correct kernels have 0.004 and 0.008. The attention mistake with the smallest effect has a median of 0.1.
+The upper tenth is excluded because a router may select another expert for these tokens in bfloat16.
 """
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -91,7 +92,7 @@ def test_a_mistake_is_noticed(name: str, mistake: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=slow) for n in NAMES])
 def test_the_engine(name: str) -> None:
-    """Prompts come in chunks beside decodes, and are found again; tokens are those of a plain run."""
+    """Prompts are computed in chunks next to decodes, and reused from the prefix cache. Tokens equal a plain run."""
     model = load_model(GOLDENS / name, jnp.bfloat16, settings=AttentionSettings(implementation="triton"))
     engine = Engine(model, EngineConfig(num_pages=32, page_size=16, max_batched_tokens=32, max_num_seqs=3))
     prompts = golden(name).prompts

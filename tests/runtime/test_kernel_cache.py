@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -435,3 +436,14 @@ def test_former_public_name_warns() -> None:
     assert former is pallas_attn.call_cached
     with pytest.raises(AttributeError, match="no attribute 'run_everything'"):
         _ = pallas_attn.run_everything
+
+
+def test_source_of_a_kernel_includes_the_modules_of_its_package_that_it_uses() -> None:
+    from models.moe.kernels import grouped_gemm, pipeline
+
+    function = inspect.unwrap(grouped_gemm.grouped_gemm)
+    file = inspect.getsourcefile(function)
+    assert file is not None
+    files = kernel_cache._used_files(sys.modules[function.__module__], {file})
+    assert {file, pipeline.__file__} <= files
+    assert {str(Path(name).parent) for name in files} == {str(Path(file).parent)}

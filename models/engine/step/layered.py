@@ -245,7 +245,7 @@ def copying_rows(rows: Sequence[Int32[np.ndarray, "n"]], groups: Sequence[GroupS
 
 
 def split_layers(num_layers: int, num_programs: int, period: int = 1) -> list[range]:
-    """Split layers into at most `num_programs` ranges of equal length. If there are several ranges, the length is a
+    """Split layers into at most `num_programs` ranges of equal length. With several ranges, the length is a
     multiple of `period`. The first range has the remaining layers, because the first layers of a model may differ from
     the others."""
     length = -(-num_layers // num_programs)

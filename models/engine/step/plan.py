@@ -57,7 +57,7 @@ class StepPlan:
     Attributes:
       decode, prefill: The rows.
       tables: Page rows of all `rows` by page, int32 [rows, heads, P] for each cache group. If the heads of a group have
-        windows of their own, each head has page rows of its own. Otherwise heads is 1 and a page row is a page id.
+        different windows, each head has page rows of its own. Otherwise heads is 1 and a page row is a page id.
     """
 
     decode: tuple[ScheduledRow, ...]

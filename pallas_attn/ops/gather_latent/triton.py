@@ -131,7 +131,7 @@ def _sequence_of(kv_lens_ptr, row, num_sequences, length, SEQUENCES: tl.constexp
     ends at or before a row is therefore its sequence, and the largest of these ends is the start of the sequence.
     """
     sequence, start = tl.zeros_like(row), tl.zeros_like(row)
-    total = tl.full([], 0, tl.int64)  # tokens of the sequences so far; may exceed int32
+    total = tl.full([], 0, tl.int64)  # tokens of the previous sequences; may exceed int32
     for first in range(0, num_sequences, SEQUENCES):
         number = first + tl.arange(0, SEQUENCES)
         kv_len = tl.load(kv_lens_ptr + number, mask=number < num_sequences, other=0).to(tl.int64)

@@ -1,6 +1,6 @@
 """Absorbed multi-head latent attention of a step with decodes and prompt chunks, which first writes the new latents.
 
-JAX engines for TPUs make this call. There are no kernels of its own: it calls `write_latent` and `mla_decode`. The new
+JAX engines for TPUs make this call. It has no kernels; it calls `write_latent` and `mla_decode`. The new
 tokens of a sequence are cut into rows of a few tokens. Each is a row of `mla_decode`, whose length ends at its last
 token.
 """

@@ -61,7 +61,9 @@ class GatherCase:
 
     @property
     def cold_calls(self) -> int:
-        """Number of calls with separate pages. They read so much that the pages of the first call leave the cache."""
+        """Number of calls with separate pages. Together they read more than the cache holds, so the first call finds no
+        page in it.
+        """
         return calls_of(self.num_bytes)
 
     @property
