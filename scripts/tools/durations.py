@@ -1,4 +1,4 @@
-"""Write tests/durations.json and docs/test_durations.md from the JUnit files of `make test` and `make test-slow`.
+"""Write tests/durations.json and tests/durations.md from the JUnit files of `make test` and `make test-slow`.
 
     python -m scripts.tools.durations .pytest_cache/test.xml .pytest_cache/test-slow*.xml
 
@@ -19,7 +19,7 @@ from scripts.cli.output_files import output_file
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "durations.json"
-PAGE = ROOT / "docs" / "test_durations.md"
+PAGE = ROOT / "tests" / "durations.md"
 KINDS = {"every_run": "make test", "slow": "make test-slow"}
 
 
