@@ -325,7 +325,23 @@ def unlike() -> dict[str, DeferredCase]:
         "blocks": blocks(),
         "fp8-queries": fp8_queries(),
         "one-sequence": one_sequence(),
+        "one-scale-per-page": one_scale_per_page(),
     }
+
+
+@deferred
+def one_scale_per_page() -> DeferredCase:
+    """Call whose pages have fewer scales than one TMA copy, so that the kernel looks up the index of the first one."""
+    fp8 = Configuration("fp8-group")
+    spec = kv_cache_spec(
+        num_pages=BATCH * PAGES,
+        page_size=fp8.page_size,
+        num_kv_heads=KV_HEADS,
+        head_dim=fp8.head_dim,
+        dtype=jnp.float8_e4m3fn,
+        scales=1,
+    )
+    return fp8.case(fp8.arguments() | {"kv": allocated(PagedKV, spec)})
 
 
 @deferred

@@ -184,9 +184,10 @@ def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int, 
 
     Args:
       ref: float32 [n, at least groups] in shared memory, one row per segment of groups · group_tokens tokens.
-      begin: int32 [n], index of the first value in each row; None for 0.
+      begin: int32 [n], index of the first value in each row; None for 0. Entries may be uninitialised if the result is
+        not used for the tokens of the row.
     """
-    tokens = ref.shape[0] * groups * group_tokens
+    tokens, limit = ref.shape[0] * groups * group_tokens, ref.shape[1] - groups
     if interpreted():
         first = jnp.zeros((ref.shape[0], 1), jnp.int32) if begin is None else begin[...][:, None]
         values = jnp.take_along_axis(ref[...], first + jnp.arange(groups, dtype=jnp.int32)[None], axis=1)
@@ -204,7 +205,9 @@ def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int, 
         for i, (token,) in zip(np.ndindex(registers.shape), rows.thread_idxs((tokens,)), strict=True):
             row, group = arith.divui(token, segment), arith.divui(arith.remui(token, segment), size)
             for first in begin:
-                group = arith.addi(group, arith.index_cast(index, memref.load(first, [row])))
+                # The entry of an absent page was never written. Without the limit, the address could be anywhere.
+                start = arith.index_cast(index, memref.load(first, [row]))
+                group = arith.addi(group, arith.minui(start, mgpu.c(limit, index)))
             value = memref.load(ref, [row, group])
             registers[i] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
         return mgpu.FragmentedArray(_registers=registers, _layout=rows, _is_signed=None)
