@@ -131,7 +131,10 @@ def mtp_sources(
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the name and shape of every tensor that a checkpoint of this model must contain."""
+    """Return the names and shapes of the unquantised tensors of a model, without multi-token prediction layers.
+
+    Scales and packed forms of quantised checkpoints are not included; `Checkpoint.inspect` derives them.
+    """
     return _shapes(weight_sources(config))
 
 

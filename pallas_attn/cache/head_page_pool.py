@@ -351,7 +351,7 @@ class HeadPagePool:
         self._held.update(rows)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Remove references of `take` and `hold`. The last row without references is allocated first.
+        """Remove references of `take` and `hold`. Of the rows that this call frees, the last one is allocated first.
 
         Raises:
           PageError: a row occurs more often than it has references of `take` and `hold`.

@@ -13,10 +13,10 @@ from pallas_attn.types import LATENT_8BIT, LATENT_GROUP, PLAIN_DTYPES, PagedLate
 
 
 def stored_latents(latent: Float[Array, "*rows LR"], cache: PagedLatent) -> PagedLatent:
-    """Return latents [..., L + R] in the form that a cache stores: the arrays of the cache with other leading axes.
+    """Return latents [..., L + R] as a `PagedLatent` in the form of `cache`, with the leading axes of `latent`.
 
-    For a quantised cache, the scale of a group of a token is amax / 448, or 1 if all values are zero. Rotated keys are
-    cast to the cache's dtype.
+    For a quantised cache, the scale of a group of a token is amax / 448, or 1 if this is below the smallest normal
+    float32. Rotated keys are cast to the dtype of `cache.rope`.
     """
     if cache.rope is None:
         return PagedLatent(latent.astype(cache.pages.dtype))

@@ -1,6 +1,6 @@
-"""Dense attention for every `reference.py`: gather, dequantise, mask, softmax, in float32 and with unbounded memory.
+"""Dense attention for the `reference.py` of attention operations: gather, dequantise, mask and softmax in float32.
 
-The code is simple enough to be verified by reading. Speed and memory do not matter here.
+The code is simple enough to be verified by reading. Speed and memory do not matter here; memory is unbounded.
 """
 
 from __future__ import annotations

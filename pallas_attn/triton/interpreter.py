@@ -302,7 +302,11 @@ def _dot_of_values(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
 
 
 def _fused_multiply_add(self: Any, x: Any, y: Any, z: Any) -> Any:
-    """Fused multiply-add that rounds once. The product of two float32 numbers is exact in float64."""
+    """Multiply-add in float64, rounded to the dtype of z.
+
+    The product of two float32 numbers is exact. The sum is rounded to float64 first, so the result can differ from the
+    FMA of a GPU by one ulp near ties.
+    """
     wide = [handle.data.astype(np.float64) for handle in (x, y, z)]
     return interpreter.TensorHandle((wide[0] * wide[1] + wide[2]).astype(z.data.dtype), z.dtype.scalar)
 

@@ -68,8 +68,8 @@ def ragged(
     """Return a case of `ragged_attention`.
 
     Args:
-      sizes: sizes of the kernel, or None for the heuristic sizes.
-      splits: largest number of splits, 0 if keys are never split.
+      sizes: tile configuration of the kernel, or None for the heuristic one.
+      splits: number of splits whose partial states fit the limit of temporary memory. It does not change the call.
     """
     arguments = {
         "q": shape(tokens, q_heads, key_dim, dtype=dtype),

@@ -44,8 +44,9 @@ def test_operations_outside_shard_map_exchange_and_copy_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_steps_of_split_models_have_two_sums_per_layer(tmp_path):
-    """In addition, the embedding is summed and the logits are gathered. Data ranks gather the tokens of a layer with
-    experts together with expert ids, weights and live flags, and reduce-scatter the results."""
+    """Models with split heads also sum the embedding and gather the logits once. Data ranks do neither: for each layer
+    with experts they gather the tokens with their expert ids and weights, and reduce-scatter the results.
+    """
     sums = {"gpt-oss": 1 + 2 * engine.GPT_OSS.num_hidden_layers, "v2-lite": 1 + 2 * engine.V2_LITE.num_hidden_layers}
     wanted = {name: {"all-reduce": count, "all-gather": 1} for name, count in sums.items()}
     layers = engine.V2_LITE.num_moe_layers

@@ -87,7 +87,11 @@ def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.C
 def test_interpreted_with_separate_programs_per_row(
     spare: int, snake_order: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row lengths are nearly multiples of a share, some rows are idle; or one and a half chunks of rows, not sorted."""
+    """Row lengths are 0 or near multiples of 3,200 tokens, the share of a program.
+
+    Without snake order, the 180 plan rows (sequences times KV heads) exceed one chunk of 128 rows and stay unsorted,
+    and three programs are spare.
+    """
     if not snake_order:
         monkeypatch.setattr(mosaic, "MOST_WARPGROUPS", 1)
         monkeypatch.setattr(schedule, "MAX_SNAKE_ROWS", 128)

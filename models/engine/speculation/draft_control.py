@@ -14,7 +14,11 @@ RAREST_PROBE_STEPS = 256
 """Maximum probe interval in steps. A rejected probe doubles the interval; an accepted probe resets it."""
 
 DRAFTING_COST = 0.03
-"""Assumed minimum cost of drafts as a share of a step's time, until it is measured."""
+"""Minimum share by which drafts are assumed to lengthen a step.
+
+A larger number of drafts is assumed to take at least this share longer than a smaller number, even if both are
+measured.
+"""
 
 FORGOTTEN_STEPS = 128
 """Number of steps after which a measured time expires. Otherwise a number of drafts that was slow once would never be

@@ -46,7 +46,10 @@ BLOCK = 64
 """Channels of a block (M of the product Vᵀ P)."""
 
 MOST_AHEAD = 512 * 16
-"""Maximum size of an accumulator [channels, N] next to which registers suffice for two converted blocks."""
+"""Maximum of latent channels · N for which a block is converted while the previous block's product runs.
+
+Above it, registers do not suffice for two converted blocks, and a block is converted after that product has finished.
+"""
 
 
 def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax.Array]) -> jax.Array:

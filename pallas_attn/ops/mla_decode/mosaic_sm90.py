@@ -25,7 +25,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Return the number of CTAs that a plan for this call should have: all run concurrently on the GPU."""
+    """Return the number of programs of a plan for this call. The kernel runs one CTA per program and query block."""
     return _kernel(call).num_programs(call)
 
 

@@ -87,9 +87,11 @@ class PrefillInputs(NamedTuple):
     """Operands of the kernel; arrays, or references to them.
 
     Attributes:
-      q: split-fp16 parts of the queries, [T, Hq, D] each, from `zero_rows_past_end`. The queries are their sum.
-      k, v: [N · Hkv, ps, D], or with several tokens per row (`dequantize.tokens_per_smem_row`).
-      k_scale, v_scale: [Hkv], [Hkv, D] or [N · Hkv · g], or None. Per channel, k_scale is None and q includes it.
+      q: parts of `dequantize.split_queries`, [T, Hq, D] each, padded by `zero_rows_past_end`. There are two float16
+        parts with channel scales, else one. Their sum is the queries times a factor, and times k_scale per channel.
+      k, v: [N · Hkv, ps, D]; with r = `dequantize.tokens_per_smem_row` > 1 tokens per row [N · Hkv, ps / r, r · D].
+      k_scale, v_scale: [Hkv] per head; [Hkv, D] per channel, where k_scale is None because q includes it;
+        [N · Hkv · g] for g groups of tokens per page; None without scales.
       block_tables: [S, P] or [S, Hkv, P].
       blocks, counts: from the `WorkList`.
       window: a `HeadWindow`, or None.
