@@ -178,5 +178,5 @@ def test_unsupported_proposers_are_rejected():
         with pytest.raises(ValueError, match="draft model: expected one loaded for the engine's mesh"):
             make(LATENT, 2, DraftModelProposer(model(LATENT, drafting)))
     predicting = random_model(PREDICTING, seed=3)
-    with pytest.raises(ValueError, match="mtp: expected the module of the engine's model, .* on other devices"):
+    with pytest.raises(ValueError, match="mtp: expected the module of the engine's model, .* on another mesh"):
         make(PREDICTING, 2, MTPProposer(random_mtp(predicting, seed=3)))

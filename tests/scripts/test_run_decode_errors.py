@@ -106,7 +106,7 @@ class TestRefusals:
             ),
             (
                 ["--batch-invariant", "--mla", "expand"],
-                "batch_invariant: mla expand is not supported",
+                "batch_invariant: expanded attention merges a chunk",
             ),
             (["--batch-invariant", "--no-chunked-prefill"], "needs --max-batched-tokens"),
             (
