@@ -12,6 +12,7 @@ import pytest
 
 import pallas_attn
 from pallas_attn import cache, parallel
+from tests.kit.slow_cases import slow_cases
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -34,6 +35,7 @@ def test_there_are_public_names() -> None:
     assert {"paged_decode", "plan_decode", "PagedKV", "explain", "head_split", "PagePool"} <= set(PUBLIC)
 
 
+@slow_cases("decode_over_contexts")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_example_gives_the_shown_output(name: str) -> None:
     docstring = inspect.getdoc(PUBLIC[name]) or ""

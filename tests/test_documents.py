@@ -20,6 +20,7 @@ from pallas_attn import cache
 from pallas_attn.runtime import device, dispatch
 from scripts.tools import performance
 from scripts.tools.readme_example import python_blocks
+from tests.kit.slow_cases import slow_cases
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -138,6 +139,7 @@ def test_missing_names_are_detected():
     assert missing_targets("`make test`\nmake docs\n`make coffee`") == ["coffee"]
 
 
+@slow_cases("docs/coming_from.md", "docs/kv_transfer.md")
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p.read_text())], ids=relative)
 def test_python_examples_run(page):
     namespace: dict[str, object] = {}

@@ -118,6 +118,7 @@ def _named() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @slow_cases(
     "bf16-4", "latents, drafts-2", "drafts, sinks, caps-2", "latents in 8 bits-4", "int8, scales of heads-4",
     "tables of heads-4", "f32-2", "int8, scales of groups-2",
@@ -214,6 +215,7 @@ def test_writes_to_split_pages() -> None:
     harness.assert_same_bits(jax.jit(run)(cache, k, v, slots), write_kv(cache, k, v, jnp.asarray(slots)))
 
 
+@pytest.mark.slow
 @slow_cases("int8-group")
 @pytest.mark.parametrize(
     "kind",

@@ -286,6 +286,7 @@ def test_time_is_bounded_by_the_table(op: str) -> None:
     harness.assert_same_bits(target.run(backend, {**target.arrays, "kv_lens": ints(1_000_000, 2**31 - 1, 65)}), longest)
 
 
+@pytest.mark.slow
 @slow_cases("xla, 8 bits", "reference")
 @pytest.mark.parametrize(
     ("implementation", "cache"),

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[tuple[int, ...], int]] = {
 }
 
 
+@slow_cases("xla-nothing")
 @slow_cases("xla-two pages", "triton-two pages")
 @pytest.mark.parametrize("name", CASES)
 @every_backend()

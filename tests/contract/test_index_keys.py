@@ -174,6 +174,7 @@ def test_a_token_chooses_alike_in_a_chunk_and_alone(backend: Backend) -> None:
 # --- transformations and compiled programs
 
 
+@pytest.mark.slow
 @backends.every_backend("index_top_k")
 @in_every_run("xla")
 def test_under_vmap(backend: Backend) -> None:

@@ -95,6 +95,7 @@ VALUES = {
 few_and_many_heads = pytest.mark.parametrize("heads", [BASE.heads, MANY_HEADS], ids=["few heads", "many heads"])
 
 
+@slow_cases("mosaic-few heads-large scores over absent pages", "mosaic-many heads-large scores over absent pages")
 @slow_cases(
     "mosaic-few heads-absent pages", "mosaic-few heads-all of maximum length", "mosaic-many heads-absent pages",
 )  # fmt: skip
@@ -174,6 +175,7 @@ QUERIES = {
 }
 
 
+@slow_cases("mosaic-few heads-4, tree, draft alone")
 @slow_cases(
     "mosaic-few heads-4, causal", "triton-few heads-4 each, of rows with fewer tokens",
     "mosaic_sm100-many heads-4, tree", "triton-many heads-4, tree",
@@ -426,6 +428,7 @@ def assert_same_rows(backend: Backend, got: tuple[Any, Any], want: tuple[Any, An
         harness.assert_attention_close(got, want, backend.variant.tolerance(dtype))
 
 
+@slow_cases("mosaic-few heads")
 @slow_cases("triton-few heads")
 @few_and_many_heads
 @every_backend
@@ -474,6 +477,7 @@ def test_without_a_plan(backend: Backend, heads: int) -> None:
     harness.assert_attention_close(got, inputs.expected(), backend.variant.tolerance(inputs.case.dtype))
 
 
+@slow_cases("mosaic")
 @every_backend
 @in_every_run("xla", "mosaic")
 def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
@@ -485,6 +489,7 @@ def test_repeats_are_equal_bit_for_bit(backend: Backend) -> None:
 # --- transformations and compiled programs
 
 
+@pytest.mark.slow
 @every_backend
 @in_every_run("xla")
 def test_under_vmap(backend: Backend) -> None:

@@ -193,6 +193,7 @@ def test_any_traffic(heads: int, mix: tuple[tuple[int, ...], tuple[int, ...]], s
     check(XLA, step, got)
 
 
+@pytest.mark.slow
 @slow_cases("rows of 1", "rows of 3")
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_padding_changes_no_bit(heads: int) -> None:
@@ -203,6 +204,7 @@ def test_padding_changes_no_bit(heads: int) -> None:
     harness.assert_same_bits(run(XLA, step.arguments() | {"page_indices": step.tables}), want)
 
 
+@pytest.mark.slow
 def test_tokens_before_the_first_sum_are_padding() -> None:
     for heads in HEADS.values():
         step = Step.draw(*MIXED, heads, "float32", harness.fresh_rng())
@@ -238,6 +240,7 @@ def test_without_an_update_the_pages_hold_the_new_tokens() -> None:
     harness.assert_same_bits(run(XLA, arguments, update_kv_cache=False), (out, cache))
 
 
+@pytest.mark.slow
 def test_latents_in_8_bits() -> None:
     step = Step.draw(*MIXED, 3, "float32", harness.fresh_rng())
     spec = latent_cache_spec(num_pages=N, page_size=PS, latent_dim=L, rope_dim=R, dtype=jnp.float8_e4m3fn)

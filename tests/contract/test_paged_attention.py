@@ -103,6 +103,7 @@ def check(operation: Operation, backend: Backend, inputs: Inputs, *, clean: bool
 # --- numbers
 
 
+@slow_cases("mosaic-all idle", "mosaic-draft trees, windows, absent pages")
 @slow_cases(
     "triton-soft cap, sinks, scale", "triton-fp8 queries of tokens, tree, cap", "triton-fp8 per token, windows",
     "mosaic-G 16, width 256, pages of 128", "mosaic-int8 per channel, windows, float16", "triton-tree of 3, windowed",
@@ -175,6 +176,7 @@ def test_decode(backend: Backend, name: str) -> None:
     check(DECODE, backend, draw(backend, DECODE.cases[name]))
 
 
+@slow_cases("mosaic-absent pages")
 @slow_cases(
     "xla-all idle", "xla-head-wise drafts, float16", "xla-int8 in 4 groups, absent pages",
     "xla-int8 per head, odd group, int window, soft cap", "xla-keys of 48, values of 80, sinks",
@@ -249,6 +251,7 @@ POISONED = {
 }
 
 
+@pytest.mark.slow
 @slow_cases("8 bits, scales of groups-paged_decode-mosaic")
 @both(lambda backend: backend.kernels)
 @pytest.mark.parametrize("name", POISONED)
@@ -258,6 +261,7 @@ def test_poison_changes_no_bit(operation: Operation, backend: Backend, name: str
     check(operation, backend, draw(backend, POISONED[name]), clean=True)
 
 
+@slow_cases("paged_prefill-mosaic")
 @both()
 @in_every_run("reference", "xla", mosaic=["paged_prefill"])
 def test_queries_that_see_nothing_beside_infinite_values(operation: Operation, backend: Backend) -> None:
@@ -309,6 +313,7 @@ def test_chunks_give_what_the_whole_prompt_gives(backend: Backend) -> None:
         harness.assert_attention_close((out, lse), expected, backend.variant.tolerance(whole.case.dtype))
 
 
+@pytest.mark.slow
 @every_backend("paged_prefill")
 @in_every_run("xla")
 def test_agrees_with_decode(backend: Backend) -> None:
@@ -554,12 +559,14 @@ def test_repeats_are_bitwise_equal(operation: Operation, backend: Backend) -> No
     transformations.assert_repeats(call, arrays, backend.repeats)
 
 
+@pytest.mark.slow
 @both()
 @in_every_run(xla=["paged_prefill"])
 def test_scan_with_a_donated_cache(operation: Operation, backend: Backend) -> None:
     transformations.assert_scans(*transformed(operation, backend))
 
 
+@pytest.mark.slow
 @slow_cases("paged_decode-mosaic")
 @both()
 @in_every_run(xla=["paged_decode"], mosaic=["paged_decode"])

@@ -438,6 +438,7 @@ def test_more_query_tokens_than_a_grid_axis_holds(backend: Backend) -> None:
         harness.assert_attention_close(got, (want[0][:, None], want[1]), backend.variant.tolerance("float32"))
 
 
+@pytest.mark.slow
 @both_masks
 @bounded_backend
 @in_every_run(xla=["causal"])

@@ -163,6 +163,7 @@ def check(backend: Backend, step: Step, got: tuple[Any, Any], **options: Any) ->
 # --- what a step gives
 
 
+@slow_cases("xla-a decode between chunks")
 @slow_cases("xla-decodes, then chunks", "triton-a decode between chunks")
 @pytest.mark.parametrize("name", MIXES)
 @every_backend()
@@ -172,6 +173,7 @@ def test_mixes(backend: Backend, name: str) -> None:
     check(backend, step, run(backend, step.arguments("garbage", distribution=True)))
 
 
+@pytest.mark.slow
 @slow_cases("triton")
 @every_backend()
 @in_every_run("xla", "triton")
@@ -187,6 +189,7 @@ def test_tokens_before_heads(backend: Backend) -> None:
     check(backend, step, (out, PagedKV(*pages)))
 
 
+@pytest.mark.slow
 def test_pages_with_tokens_before_heads_are_not_copied() -> None:
     """A step over such pages needs less temporary memory than one of the two arrays: it does not copy them."""
     pages = jnp.zeros((1024, PS, HKV, D), jnp.bfloat16)
@@ -209,6 +212,7 @@ def test_pages_with_tokens_before_heads_are_not_copied() -> None:
     assert beside(view=True) < pages.nbytes <= beside(view=False)
 
 
+@pytest.mark.slow
 @slow_cases("xla-all keys")
 @pytest.mark.parametrize("name", OPTIONS)
 @every_backend()
@@ -247,6 +251,7 @@ def traffic(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(new), tuple(count + draw(st.integers(0, P * PS - count)) for count in new)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(mix=traffic(), seed=st.integers(0, 2**32 - 1), behind=st.sampled_from(["zeros", "ends", "garbage"]))
 def test_any_traffic(mix: tuple[tuple[int, ...], tuple[int, ...]], seed: int, behind: str) -> None:
@@ -259,6 +264,7 @@ def test_any_traffic(mix: tuple[tuple[int, ...], tuple[int, ...]], seed: int, be
     check(XLA, step, got)
 
 
+@pytest.mark.slow
 def test_decodes_have_the_bits_of_paged_decode() -> None:
     new, lens = MIXED
     step = Step.draw(new, lens, "float32", harness.fresh_rng())
@@ -525,6 +531,7 @@ def test_queries_of_8_bits(dtype: Any) -> None:
     harness.assert_close("output", again, got, harness.F32_OUT)
 
 
+@pytest.mark.slow
 def test_a_scale_of_queries_needs_a_cache_of_8_bits() -> None:
     """A scale has no effect on caches of 16 and 32 bits."""
     arguments = jax.tree.map(jnp.asarray, Step.draw(*MIXED, "float32", harness.fresh_rng()).arguments())

@@ -113,6 +113,7 @@ def test_whatever_varies(backend: Backend, name: str, own: tuple[str, ...]) -> N
     jax.eval_shape(sharded(call(target, backend), own), arrays)
 
 
+@slow_cases("mosaic-prefill, int8")
 @slow_cases("triton-decode", "mosaic-prefill of heads")
 @params(lambda backend: backend.kernels)
 @in_every_run(

@@ -135,6 +135,7 @@ def test_import_while_every_request_slot_is_used() -> None:
     check(second)
 
 
+@pytest.mark.slow
 def test_export_of_a_running_request_has_its_computed_pages() -> None:
     first, second = make(LATENT_KIND), make(LATENT_KIND)
     request = first.add_request(PROMPTS[4], PARAMS)
@@ -206,6 +207,7 @@ def test_interrupted_import_loses_no_request(monkeypatch: pytest.MonkeyPatch) ->
     check(second)
 
 
+@slow_cases("other weights")
 @pytest.mark.parametrize(
     ("kind", "changes", "match"),
     [

@@ -103,6 +103,7 @@ N, V = 3000, 6
 sample_all = jax.jit(sample)
 
 
+@pytest.mark.slow
 @slow_cases("right")
 @pytest.mark.parametrize(
     "kind", ["right", "random", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wrong", "likeliest"))]

@@ -188,6 +188,7 @@ def test_equal_prefixes_are_computed_once():
     assert (first.cached_tokens, second.cached_tokens) == (0, 36)  # the last of 40 tokens is always computed
 
 
+@pytest.mark.slow
 def test_requests_of_different_salts_share_no_pages():
     ample = engine("ample")
     for salt, cached in (("a", 0), ("b", 0), ("a", 36)):
@@ -489,6 +490,7 @@ def test_prompt_logits_of_computed_tokens():
         engine("ample").prompt_logits(engine("ample").generate([[1]])[0].request_id)
 
 
+@pytest.mark.slow
 def test_prompt_logits_of_a_forgotten_request_are_dropped():
     """Logits of a step in flight are dropped if their request was forgotten before the step was collected."""
     capturing = Engine(

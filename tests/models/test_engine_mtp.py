@@ -157,6 +157,7 @@ def test_output_equals_plain_decoding(params: SamplingParams):
     assert verify(modules()[0], runs, max_len=drafting()[0].max_sequence_len).passed
 
 
+@pytest.mark.slow
 @slow_cases("hot", "greedy")
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, HOT], ids=["greedy", "drawn", "hot"])
 def test_acceptance_is_reported(params: SamplingParams):

@@ -159,6 +159,7 @@ def test_scales_of_wrong_shape_raise(tmp_path: Path):
         load_kv_scales(path)
 
 
+@pytest.mark.slow
 def test_one_plan_per_cache_group(monkeypatch: pytest.MonkeyPatch):
     """A step computes one decode plan per cache group, and lowers one layer function that takes the plan."""
     planned_for = []
@@ -183,6 +184,7 @@ def test_one_plan_per_cache_group(monkeypatch: pytest.MonkeyPatch):
     assert len(re.findall(r"call @_apply_layer", lowered)) == 6
 
 
+@pytest.mark.slow
 def test_caches_are_written_in_place():
     """Scales per token are written in place as well."""
     model = random_model(TINY)

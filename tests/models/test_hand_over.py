@@ -348,6 +348,7 @@ def outputs_alone(prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple(output.output_ids)
 
 
+@pytest.mark.slow
 def test_incoming_pages_are_lost_when_the_engine_starts_over() -> None:
     engine, layers = make(LATENT_KIND), layers_of(LATENT_KIND, PROMPTS[4])
     incoming = engine.receive_pages(PROMPTS[4], engine.cache_format)
@@ -437,6 +438,7 @@ def test_engines_with_different_cache_formats_are_rejected() -> None:
     assert len(errors) == 1
 
 
+@pytest.mark.slow
 def test_silent_process_times_out() -> None:
     here, there = socket.socketpair()
     engine, silent = make(LATENT_KIND), SocketTransport(there)

@@ -130,6 +130,7 @@ def test_engine_continues_after_a_failed_program(cut: None, monkeypatch: pytest.
     assert [engine.output(i).output_ids for i in ids] == wanted
 
 
+@pytest.mark.slow
 def test_page_export_uses_the_programs_of_long_steps(cut: None) -> None:
     engine, told = deep(), list[WrittenLayer]()
     wanted, steps = tokens_of(engine, "before"), split_steps(engine)

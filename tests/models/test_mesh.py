@@ -308,6 +308,7 @@ def test_no_compilation_after_warmup_and_one_array_per_step(devices: Sizes, monk
     assert events == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "exchanged"),
     [

@@ -134,6 +134,7 @@ def test_rows_of_windowed_heads_need_the_same_split():
     assert sum(output.cached_tokens for output in outputs) > 0
 
 
+@pytest.mark.slow
 def test_other_weights_and_incoming_layers_are_rejected():
     one, _ = computed("latents")
     split, _ = computed("latents", 2)

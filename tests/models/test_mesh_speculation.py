@@ -171,6 +171,7 @@ def test_goldens(name: str, devices: Sizes):
         np.testing.assert_allclose(computed, logits[output.cached_tokens :], atol=LOGIT_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_unsupported_proposers_are_rejected():
     with pytest.raises(NotImplementedError, match="speculate: a tree of drafts needs decode rows of several tokens"):
         make(LATENT, "context=2", KnowingTreeProposer([], 1.0, VOCAB_SIZE))

@@ -121,6 +121,7 @@ def prefilled(name: str) -> Run:
     )
 
 
+@pytest.mark.slow
 @slow_cases(
     "qwen3-yarn", "llama", "qwen3-window", "v32-fp8", "v3-fp8", "gpt-oss-mxfp4", "gpt-oss", "glm-shared", "v32", "v3",
 )  # fmt: skip
@@ -139,6 +140,7 @@ def test_cached_latents(name: str):
         np.testing.assert_allclose(latents, wanted, atol=CACHE_TOLERANCE, rtol=CACHE_TOLERANCE)
 
 
+@pytest.mark.slow
 @slow_cases("v32")
 @pytest.mark.parametrize("name", some_slow(SPARSE, "glm-dsa"))
 def test_cached_index_keys(name: str):

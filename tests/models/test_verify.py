@@ -76,6 +76,7 @@ def test_tokens_of_transformers_pass(model, cases):
     assert verification.rounding is None
 
 
+@slow_cases("7")
 @slow_cases("0")
 @pytest.mark.parametrize("position", [0, 7, NUM_TOKENS - 1])
 def test_wrong_token_is_reported_with_its_margin(check, cases, position):
@@ -172,6 +173,7 @@ def test_drawn_tokens_pass_wherever_the_output_starts(check, cases, sampled):
     assert check(rest) == RequestCheck(NUM_TOKENS - 1, 0, None)
 
 
+@slow_cases("change1")
 @slow_cases("change0")
 @pytest.mark.parametrize("change", [{"seed": 12}, {"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.1}])
 def test_drawn_tokens_with_other_sampling_parameters_fail(check, cases, sampled, change):

@@ -126,6 +126,7 @@ def test_layer_is_reported_before_the_next_one_starts(monkeypatch: pytest.Monkey
     check(engine)
 
 
+@pytest.mark.slow
 def test_pages_of_a_step_of_one_program() -> None:
     """All layers come in order. Afterwards the engine can be watched with another number of programs."""
     engine, told = make(LATENT_KIND), list[WrittenLayer]()

@@ -274,6 +274,7 @@ def test_average_of_new_tokens(cached: tuple[int, ...], new: tuple[int, ...], is
     assert decide(np.cumsum((0, *new), dtype=np.int32), np.array(cached, np.int32)) == is_short
 
 
+@slow_cases("xla-(0, 28, 2, 1)")
 @slow_cases("xla-(0, 13, 28, 8)")
 @pytest.mark.parametrize("cached", [(0, 13, 28, 8), (0, 28, 2, 1), (0, 0, 0, 0)], ids=str)
 @every_variant
@@ -412,6 +413,7 @@ def test_new_tokens_may_be_in_the_pages_already(variant: Variant) -> None:
     assert_close(variant, inputs.case, got, inputs.expected())
 
 
+@pytest.mark.slow
 @slow_cases("xla-expanded")
 @pytest.mark.parametrize("absorbed", [False, True], ids=["expanded", "absorbed"])
 @every_variant

@@ -31,6 +31,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         yield
 
 
+@slow_cases("one long prefix")
 @slow_cases("parts of pages")
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", ["parts of pages", "one long prefix", "prefixes without new tokens"])

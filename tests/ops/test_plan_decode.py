@@ -148,6 +148,7 @@ LENS = st.lists(
 PROGRAMS = st.sampled_from([1, 5, 132])
 
 
+@pytest.mark.slow
 @slow_cases("balanced")
 @modes
 @settings(deadline=None)
@@ -197,6 +198,7 @@ def test_one_window_for_all_heads(mode: str, window: int) -> None:
     chex.assert_trees_all_equal(plan, planner(mode, 5, window)(as_lens(lens), as_lens([1] * BATCH), None))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
 def test_balanced_shares_differ_by_less_than_the_row_overhead(lens: list[int], num_programs: int) -> None:
@@ -399,6 +401,7 @@ BAD = {
 }
 
 
+@slow_cases("float kv_lens")
 @slow_cases("kv_lens of rank 2")
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(("argument", "change"), BAD.values(), ids=BAD)

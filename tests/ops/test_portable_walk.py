@@ -75,6 +75,7 @@ def test_windowed_heads_take_no_steps_of_full_heads() -> None:
     assert len(steps) == 256 + 3
 
 
+@pytest.mark.slow
 def test_prefill_visits_only_visible_tiles() -> None:
     """16 causal queries on 64 tokens are 4 rows, which see 52, 56, 60 and 64 tokens in tiles of 16."""
     assert len(prefill_steps(replace(BASE, q_lens=(16,)))) == 4 + 4  # a group of 3 rows, then the last row

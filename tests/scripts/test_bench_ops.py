@@ -95,6 +95,7 @@ def test_report_is_consistent(quick, tmp_path, capsys, operation, case, contende
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_unavailable_baselines_are_reported_with_the_reason(quick, tmp_path, capsys):
     report = run("paged_decode", tmp_path, "--match", "int8-head", "--contenders", "mosaic", "cudnn")
     results = report["cases"][0]["results"]
@@ -315,6 +316,7 @@ def test_decode_bytes_count_keys_and_values():
     assert DecodeCase(shape).flops == 4 * 32 * 128 * 400
 
 
+@slow_cases("100-2-20")
 @slow_cases("64-3-0")
 @pytest.mark.parametrize(("window", "heads", "sinks"), [(64, 3, 0), (100, 2, 20), (100, 2, 128), (1000, 4, 0)])
 def test_walked_pages_match_the_plan(window, heads, sinks):

@@ -176,6 +176,7 @@ def test_latent_attention_equals_ours(installed, contender, queries):
     np.testing.assert_allclose(out, np.asarray(ours, np.float32), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_paged_attention_equals_ours(installed, queries):
     case = varied(DecodeCase(Decode(3, 40, 4, 2, 16, queries, 16), varied=True), 40, 17, queries)

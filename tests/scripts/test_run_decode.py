@@ -470,6 +470,7 @@ def test_bucket_options(run_json, write_ids, golden):
     assert result["run"]["compilations"] == 2 + 1 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
