@@ -1,1 +1,1 @@
-"""Decoder models, their checkpoints and the serving engine, built on the public names of `pallas_attn`."""
+"""Decoder models, checkpoints and the inference engine. They use only public names of `pallas_attn`."""

@@ -1,4 +1,4 @@
-"""Find static scales for a quantized KV cache: `python scripts/calibrate.py --help`."""
+"""Compute static scales of a quantised KV cache: `python scripts/calibrate.py --help`."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from scripts.cli.prompts import read_prompts
 PROG = "calibrate"
 
 MOST_TOKENS = 10**8
-"""Maximum number of random tokens. They are drawn before the model is read."""
+"""Maximum value of --tokens. It bounds the memory of the random tokens, which are drawn before the model is loaded."""
 
 DESCRIPTION = """\
 Run a model on sample prompts and compute static scales of an int8 or fp8 cache from the keys and values: one scale
-per KV head, or per channel of a KV head. Prompts should resemble the prompts to be served. The default, random tokens,
-gives the least accurate scales."""
+per KV head, or per channel of a KV head. Prompts should be similar to the expected requests. The default, random
+tokens, gives the least accurate scales."""
 
 EPILOG = """\
 examples:
   calibrate.py --model DIR --prompt-ids sample.json --kv-dtype int8 --out scales.safetensors
   run_decode.py --model DIR --kv-dtype int8 --kv-scales scales.safetensors --prompt "What is a page table?"
 
-The file has k_scale and v_scale (float32, [layers, KV heads] or [layers, KV heads, head width]). A channel with zeros
-only gets scale 1.
+The file has k_scale and v_scale (float32, [layers, KV heads] or [layers, KV heads, head width]). If all keys or values
+of a channel or head are zero, its scale is 1.
 
 exit status:
   0  written     2  wrong input, or not enough device memory: one line on stderr has the reason     130  interrupted
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Calibrate with the options and print the scales.
+    """Compute scales with the options, write them to --out and print a summary. Return the exit status.
 
     Raises:
       UsageError: wrong options, or a wrong input file.
@@ -119,8 +119,8 @@ def _parser() -> Parser:
         type=float,
         default=100.0,
         metavar="P",
-        help="percentile of magnitudes in a prompt that the cache represents; larger magnitudes saturate"
-        " (default: 100, all)",
+        help="percentile of the magnitudes in a prompt that is stored as the largest int8 or fp8 number; larger"
+        " magnitudes are clipped (default: 100, the maximum)",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE.safetensors", help="input of run_decode --kv-scales"
@@ -129,6 +129,7 @@ def _parser() -> Parser:
 
 
 def _prompts(options: argparse.Namespace, config: ModelConfig) -> list[list[int]]:
+    """Return the prompts of the options as token ids, or random tokens, split into prompts that fit the model."""
     given = read_prompts(options, None if options.prompt is None else load_tokenizer(options.model))
     if given is not None:
         return given
@@ -138,7 +139,7 @@ def _prompts(options: argparse.Namespace, config: ModelConfig) -> list[list[int]
 
 
 def _table(title: str, scales: KVScales) -> Table:
-    """Return a table with the spread of each layer's scales."""
+    """Return a table with the smallest, median and largest scale of each layer."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layer", justify="right")
     for kind in ("keys", "values"):

@@ -1,4 +1,5 @@
-"""Decode a batch of prompts and report on the run: `python scripts/run_decode.py --help`."""
+"""Decode a batch of prompts with the engine and report results and statistics: `python scripts/run_decode.py
+--help`."""
 
 from __future__ import annotations
 
@@ -57,6 +58,7 @@ from scripts.decode.progress import Display
 from scripts.decode.report import Loading, Report, device_name, differences, nonfinite, peak_host_bytes, versions
 
 DIFFERENT = 1
+"""Exit status if --verify found a difference."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,14 +73,14 @@ def _join(options: argparse.Namespace, joined: Joined) -> int:
 
 
 def run(options: argparse.Namespace, processes: Processes | None = None) -> int:
-    """Decode, verify and report as the options say; return the exit status.
+    """Decode the prompts, verify the tokens if requested, and report. Return the exit status.
 
-    With several processes, all processes decode and verify, and the first process reports.
+    With several processes, all processes decode and verify, and process 0 reports.
 
     Raises:
       UsageError: wrong options, or a wrong input file.
-      Failure: decoding fails, results cannot be written or printed, or verification fails. All other results, and the
-        tokens decoded before the failure, are written and printed.
+      Failure: decoding fails, results cannot be written or printed, or verification cannot be completed. All other
+        results, and the tokens decoded before the failure, are written and printed.
     """
     display = Display(shown=sys.stderr.isatty() and not options.no_progress and writes(processes))
     with as_usage_error(RuntimeError, AssertionError, prefix="jax finds no device; check JAX_PLATFORMS. "):
@@ -136,21 +138,29 @@ def _finish(
     check: Callable[[], Verification],
     display: Display,
 ) -> int:
-    """Write the results, verify and print; return the exit status.
+    """Write the results, verify and print. Return the exit status.
 
     Args:
+      options: the options.
+      engine: the engine, after the run.
+      report: the report without verification.
       stopped: exception that interrupted the run; None for a complete run.
-      check: decodes again and compares.
+      failures: failures of earlier parts of the report; failures of this function are added.
+      check: function that verifies the tokens.
+      display: shows progress.
 
     Raises:
-      Failure, KeyboardInterrupt: like `run`.
+      Failure: `stopped` is a Failure, or a part of the report failed.
+      BaseException: `stopped`, after the results have been written.
     """
-    try:  # Print last: the reader of a pipe may be gone. A failure holds back no other result.
+    # Every part runs even if others fail. Printing is last, because it fails if the reader of a pipe is gone.
+    try:
         try:
             _write_files(options, report, engine, failures)
             if options.verify and stopped is None:
-                if options.json is not None and is_replaced(options.json):  # a pipe takes one report only
-                    with contextlib.suppress(Failure):  # written again after verification
+                if options.json is not None and is_replaced(options.json):  # a pipe would get two reports
+                    # Verification may take long or be killed. After verification, the report is written again.
+                    with contextlib.suppress(Failure):
                         write_report("--json", options.json, report.to_json())
                 with failures.recording(), display.doing("verifying"):
                     report = dataclasses.replace(report, verification=check())
@@ -174,12 +184,13 @@ def _finish(
 
 
 def _texts(tokenizer: Tokenizer | None, outputs: Sequence[RequestOutput], failures: Failures) -> Sequence[str] | None:
-    """Decode the outputs to texts. None without a tokenizer, or if the tokenizer fails."""
+    """Return the texts of the outputs; None without a tokenizer, or if the tokenizer fails, which is recorded."""
     with failures.recording(), as_failure(TokenizerError):
         return None if tokenizer is None else [tokenizer.decode(output.output_ids) for output in outputs]
 
 
 def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Return the prompts of the options as token ids, or the prompts of the demonstration."""
     given = read_prompts(options, tokenizer)
     if given is not None:
         return given
@@ -189,11 +200,12 @@ def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokeni
 
 
 def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[Sequence[int]]) -> EngineConfig:
-    """Return the engine configuration. Sizes without an option are derived from the prompts and the other sizes.
+    """Return the engine configuration. Sizes that are not given as options are derived from the prompts and other
+    sizes.
 
-    For batch-invariant results, the derived sizes do not depend on the prompts.
+    With --batch-invariant, sizes that affect the bits of the results do not depend on the prompts.
     """
-    of_rank = -(-len(prompts) // (options.mesh or {}).get("data", 1))  # maximum number of requests per data rank
+    of_rank = -(-len(prompts) // (options.mesh or {}).get("data", 1))  # maximum number of requests per index along data
     lengths = sorted(len(prompt) for prompt in prompts)[-of_rank:]
     num_seqs, num_tokens, num_pages = options.max_num_seqs, options.max_batched_tokens, options.num_pages
     if num_seqs is None:
@@ -224,7 +236,7 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
     )
     if options.batch_invariant:
         return sizes
-    # A step never exceeds the whole batch. Larger buckets would only take time to compile.
+    # Reduce the sizes to those of the whole batch. Larger buckets would never be used, but take time to compile.
     if options.decode_buckets is None:
         num_seqs = min(num_seqs, of_rank)
         sizes = dataclasses.replace(sizes, max_num_seqs=num_seqs, decode_buckets=_buckets(num_seqs))
@@ -235,7 +247,7 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
 
 
 def _largest_step(options: argparse.Namespace, sizes: EngineConfig, config: ModelConfig) -> StepSizes:
-    """Largest step per device."""
+    """Return the sizes of the cache and of the largest step on one device."""
     largest = sizes.runner_config(sizes.max_model_len or config.max_position_embeddings).largest_step
     if options.speculate is not None:
         largest = dataclasses.replace(largest, decode_queries=1 + options.speculate.num_drafts)
@@ -246,6 +258,7 @@ def _largest_step(options: argparse.Namespace, sizes: EngineConfig, config: Mode
 
 
 def _kv_scales(path: Path) -> KVScales:
+    """Read the file of --kv-scales. Raise UsageError if this is not possible."""
     with (
         as_usage_error(OSError, prefix=f"--kv-scales: cannot read {path}: "),
         as_usage_error(ValueError, prefix="--kv-scales: "),
@@ -254,11 +267,13 @@ def _kv_scales(path: Path) -> KVScales:
 
 
 def _buckets(size: int) -> tuple[int, ...] | None:
-    """One bucket if padding costs less than compilation; None to let the engine choose."""
+    """Return a single bucket for small sizes, for which padding takes less time than compiling several buckets; None
+    for the engine's default."""
     return (size,) if size <= 64 else None
 
 
 def _settings(options: argparse.Namespace) -> AttentionSettings:
+    """Return the attention settings of the options."""
     return AttentionSettings(
         mla=options.mla,
         implementation=options.implementation,
@@ -275,11 +290,13 @@ def _engine(
     display: Display,
     processes: Processes | None,
 ) -> Engine:
-    """Return a warmed-up engine with the prompts as requests 0, 1, ...; the same engine on all processes.
+    """Return an engine whose steps are compiled, with the prompts as requests 0, 1, ...
+
+    With several processes, compare models, sizes and requests of all processes, which must be equal.
 
     Raises:
-      UsageError: an unsupported prompt, sizes that do not fit the device, or a shape that no implementation supports.
-      ProcessError: another process has failed, or makes a different engine.
+      UsageError: a prompt is refused, the cache does not fit the device, or no implementation supports a step.
+      ProcessError: another process has failed, or its model, sizes or requests differ.
     """
     with as_usage_error(ValueError, NotImplementedError, MemoryError, jax.errors.JaxRuntimeError):
         engine = Engine(model, sizes, capture_logits=options.dump_logits is not None, processes=processes)
@@ -296,7 +313,8 @@ def _engine(
     ):
         engine.warmup()
     if processes is not None:
-        engine_sizes = dataclasses.replace(sizes, speculate=None)  # the option text describes the proposer
+        # Proposers cannot be compared by their text, so options.speculate is compared instead.
+        engine_sizes = dataclasses.replace(sizes, speculate=None)
         settings = (model.config, model.settings, dtype_of(options, model.config), engine_sizes, options.speculate)
         shared = (
             repr((settings, options.dump_logits is None)),
@@ -308,7 +326,8 @@ def _engine(
 
 
 def _find_prefixes(engine: Engine, path: Path) -> None:
-    """Load cached pages from a file into the engine. Raise UsageError if this is not possible."""
+    """Load the pages of a --prefix-cache file into the engine's prefix cache. Raise UsageError if this is not
+    possible."""
     with (
         as_usage_error(OSError, prefix=f"--prefix-cache: cannot read {path}: "),
         as_usage_error(ValueError, MemoryError, jax.errors.JaxRuntimeError, prefix=f"--prefix-cache: {path}: "),
@@ -321,9 +340,13 @@ def _find_prefixes(engine: Engine, path: Path) -> None:
 def _drive(
     options: argparse.Namespace, engine: Engine, num_requests: int, display: Display
 ) -> tuple[float, BaseException | None]:
-    """Step until all requests have ended. Return the seconds, and the exception that interrupted the run or None.
+    """Run steps until all requests have ended.
 
-    After an interrupt (Ctrl-C, or a device failure), the remaining requests are aborted and keep their tokens.
+    If an exception interrupts the run (such as Ctrl-C or a device failure), unfinished requests are aborted. Their
+    outputs keep the tokens decoded until then.
+
+    Returns:
+      Duration in seconds, and the exception that interrupted the run; None for a complete run.
     """
     began = time.perf_counter()
     stopped: BaseException | None = None
@@ -335,7 +358,7 @@ def _drive(
                 while engine.has_unfinished:
                     advance(len(engine.step()))
             return time.perf_counter() - began, None
-    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001  it is raised again after all was written
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001  raised again after the results have been written
         stopped = error
     run_s = time.perf_counter() - began
     for i in range(num_requests):
@@ -350,7 +373,7 @@ def _verify(
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[RequestOutput],
 ) -> Verification:
-    """Decode again without cache and compare.
+    """Compare the tokens of all requests with an independent computation (see `models.engine.verify`).
 
     Raises:
       Failure: not enough memory, or the device fails.
@@ -369,7 +392,7 @@ def _verify(
 
 
 def _write_files(options: argparse.Namespace, report: Report, engine: Engine, failures: Failures) -> None:
-    """Write the files that do not depend on verification."""
+    """Write the files of --dump-logits, --prefix-cache and --plot, which do not depend on verification."""
     if options.dump_logits is not None:
         logits = {f"logits_{i}": engine.prompt_logits(i) for i in range(len(report.outputs))}
         with failures.recording(), writing("--dump-logits", options.dump_logits) as file:
@@ -385,6 +408,7 @@ def _write_files(options: argparse.Namespace, report: Report, engine: Engine, fa
 
 
 def _print_errors(report: Report) -> None:
+    """Print non-finite logits and differences that --verify found to stderr."""
     for sentence in nonfinite(report.outputs):
         print(f"{PROG}: error: {sentence}", file=sys.stderr)
     for sentence in () if report.verification is None else differences(report.verification):
@@ -392,6 +416,7 @@ def _print_errors(report: Report) -> None:
 
 
 def _status(report: Report) -> int:
+    """Return the exit status of a complete run."""
     if report.verification is not None and not report.verification.passed:
         return DIFFERENT
     return FAILED if nonfinite(report.outputs) else 0

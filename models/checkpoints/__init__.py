@@ -1,8 +1,9 @@
-"""Loading of Hugging Face directories, and calibration. It imports `models.config` and `models.decoder`.
+"""Loading of models from Hugging Face directories, and calibration of quantised caches.
 
-In reading order: `files` (config.json and safetensors headers), `weights` (conversion of tensors to parameters, random
-models), `mxfp4` (packed experts), `tokenizer` (texts and chat templates; `text_process` handles them in a separate
-process), `kv_scales` (files of static scales of quantised caches) and `calibration` (computation of these scales).
+The package imports `models.config` and `models.decoder`. Modules in reading order: `files` (reads config.json and
+headers of safetensors files), `weights` (converts tensors to parameters, makes random models), `mxfp4` (unpacks experts
+of gpt-oss), `tokenizer` (converts between texts and token ids; `text_process` runs it in a separate process),
+`kv_scales` (files with static scales of quantised caches) and `calibration` (computes these scales).
 """
 
 from models.checkpoints.files import CheckpointError as CheckpointError

@@ -1,7 +1,8 @@
-"""Calibration: static scales of a quantised K/V cache, computed from the keys and values of sample prompts.
+"""Calibration: computes static scales of a quantised KV cache from the keys and values of sample prompts.
 
-An int8 or fp8 cache stores x / scale, saturated at qmax (127 for int8, 448 for e4m3). The scale maps the largest value
-to qmax. Keys are measured as they are cached, normed and rotated.
+An int8 or fp8 cache stores x / scale, clipped to [-qmax, qmax], with qmax = 127 for int8 and 448 for float8_e4m3fn. A
+scale is chosen so that the largest magnitude in the sample prompts is stored as qmax. Keys are measured as they are
+cached, after norm and rotation.
 """
 
 from __future__ import annotations
@@ -32,21 +33,24 @@ def calibrate(
     layout: Layout = "channel",
     percentile: float = 100.0,
 ) -> KVScales:
-    """Run each prompt in one forward pass over a cache in the model's dtype, and compute scales of the cached values.
+    """Compute static scales for a quantised cache.
+
+    Each prompt runs in one forward pass with a cache in the model's dtype, in which keys and values are measured.
 
     Args:
-      model: model that caches keys and values.
+      model: model with grouped-query attention.
       prompts: token ids, at least one prompt of at least one token.
       dtype: int8 or float8_e4m3fn, the dtype of the quantised cache.
-      layout: one scale per head or per channel.
-      percentile: percentile of a prompt's magnitudes that maps to qmax, in (0, 100]. The largest value of all prompts
-        is used. Below 100, a few values saturate and all others are quantised in finer steps.
+      layout: "head" for one scale per KV head, "channel" for one scale per channel of a KV head.
+      percentile: percentile of the magnitudes in a prompt that is stored as qmax, in (0, 100]. Of several prompts the
+        largest percentile is used. Below 100, the largest magnitudes are clipped, and all others are quantised more
+        finely.
 
     Returns:
-      Scales [layers, Hkv] or [layers, Hkv, D]: magnitude / qmax, and 1 if all values are zero.
+      Scales [layers, Hkv] or [layers, Hkv, D]: percentile / qmax, or 1 if all magnitudes are zero.
 
     Raises:
-      ValueError: as `check_inputs`, or keys or values are not finite.
+      ValueError: an argument is invalid (see `check_inputs`), or keys or values are not finite.
     """
     check_inputs(model.config, prompts, dtype, layout, percentile)
     step, weights = split_model(model)
@@ -64,7 +68,7 @@ def check_inputs(
     layout: Layout = "channel",
     percentile: float = 100.0,
 ) -> None:
-    """Validate the arguments of `calibrate`, given only the configuration of the model.
+    """Validate the arguments of `calibrate`. It needs only the model's configuration, so it can run before loading.
 
     Raises:
       ValueError: the model caches latents; a prompt is empty, too long for the model or has ids outside the
@@ -96,7 +100,8 @@ def _magnitudes(
     tokens: Int32[Array, "T"],
     num_tokens: Int32[Array, ""],
 ) -> tuple[Float32[Array, "layers ..."], Float32[Array, "layers ..."]]:
-    """Return magnitudes of keys and values per layer: the maximum or percentile over axes `reduced` of [Hkv, T, D]."""
+    """Run a prompt. Return the percentile of the magnitudes of keys, and of values, for each layer: [layers, Hkv] or
+    [layers, Hkv, D]. `reduced` are the axes of [Hkv, T, D] over which the percentile is computed."""
     _, caches = run_sequence(step, weights, allocate, tokens, num_tokens, jnp.zeros(1, jnp.int32))
     largest = functools.partial(_percentile, num_tokens=num_tokens, percentile=percentile, reduced=reduced)
     stored = [cache for cache in caches if isinstance(cache, PagedKV)]
@@ -106,7 +111,8 @@ def _magnitudes(
 def _percentile(
     pages: Float[Array, "N Hkv ps D"], *, num_tokens: Int32[Array, ""], percentile: float, reduced: tuple[int, ...]
 ) -> Float32[Array, "..."]:
-    """Return the percentile of the magnitudes of the first `num_tokens` tokens. The pages are in order."""
+    """Return the percentile of the magnitudes of the first `num_tokens` tokens of a cache whose pages are in order of
+    the tokens; NaN if a value of these tokens is not finite."""
     heads, width = pages.shape[1], pages.shape[3]
     magnitudes = jnp.abs(pages.astype(jnp.float32)).swapaxes(0, 1).reshape(heads, -1, width)
     is_token = (jnp.arange(magnitudes.shape[1], dtype=jnp.int32) < num_tokens)[None, :, None]
@@ -119,7 +125,8 @@ def _percentile(
 
 
 def _scales(magnitudes: Float32[np.ndarray, "..."], dtype: DTypeLike) -> Float32[np.ndarray, "..."]:
-    """Return magnitudes / qmax, or 1 below the smallest normal float32, because some devices flush subnormals to 0."""
+    """Return magnitudes / qmax. A scale below the smallest normal float32 is replaced by 1, because some devices would
+    treat it as 0."""
     qmax = jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max
     scales = magnitudes / np.float32(qmax)
     return np.where(scales < np.finfo(np.float32).tiny, np.float32(1), scales)

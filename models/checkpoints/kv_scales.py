@@ -1,4 +1,4 @@
-"""Files of static scales for quantised keys and values."""
+"""Reads and writes files with static scales of quantised keys and values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from models.decoder import KVScales
 
 
 def load_kv_scales(path: Path) -> KVScales:
-    """Read a safetensors file of `k_scale` and `v_scale`, float32, with the shapes of `KVScales`.
+    """Read a safetensors file with the float32 tensors `k_scale` and `v_scale`, both [layers, Hkv] or [layers, Hkv, D].
 
     Raises:
-      ValueError: missing file, or a file with other contents.
+      ValueError: the file is missing or has other contents.
       OSError: the file cannot be read.
     """
     try:
@@ -32,10 +32,14 @@ def load_kv_scales(path: Path) -> KVScales:
 
 
 def kv_scales_content(scales: KVScales) -> bytes:
-    """Return the contents of a file that `load_kv_scales` reads."""
+    """Return the contents of a file for `load_kv_scales`."""
     return save({"k_scale": scales.k, "v_scale": scales.v})
 
 
 def save_kv_scales(path: Path, scales: KVScales) -> None:
-    """Write a file that `load_kv_scales` reads. Raises OSError on failure."""
+    """Write a file for `load_kv_scales`.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     path.write_bytes(kv_scales_content(scales))

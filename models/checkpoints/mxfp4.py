@@ -1,8 +1,8 @@
 """Weights in MXFP4, the format of published gpt-oss checkpoints (OCP Microscaling Formats specification 1.0).
 
-A group of 32 weights has one scale, a power of two (E8M0). A weight has a sign bit, two exponent bits and one mantissa
-bit (E2M1). A byte contains two weights, the first in its low half. The product of a weight and its scale has two
-significant bits, so bfloat16 represents it exactly.
+A weight is the product of a 4-bit number and a scale. A 4-bit number has a sign bit, two exponent bits and one mantissa
+bit (E2M1). A byte contains two of them, the first in its low half. A group of 32 weights has one scale, a power of two
+(E8M0). The product has two significant bits, so bfloat16 represents it exactly.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from jaxtyping import Array, BFloat16, UInt8
 from models.config.gqa import MXFP4_GROUP
 
 PARTS = ("_blocks", "_scales")
-"""Suffixes of the two tensors that a packed tensor is stored as."""
+"""Suffixes of the names of the two tensors in which a packed tensor is stored: 4-bit numbers and scales."""
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the `PARTS` of experts [E, in, out]."""
+    """Return the shapes of the two stored tensors (see `PARTS`) of experts with weights of shape [E, in, out]."""
     experts, in_width, out_width = shape
     groups = in_width // MXFP4_GROUP
     return (experts, out_width, groups, MXFP4_GROUP // 2), (experts, out_width, groups)
@@ -33,7 +33,8 @@ def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
 def dequantise(
     blocks: UInt8[np.ndarray, "E out groups bytes"], scales: UInt8[np.ndarray, "E out groups"]
 ) -> np.ndarray:
-    """Unpack experts to bfloat16 [E, in, out]. Values out of range become infinite. Scale 255 is NaN."""
+    """Unpack the weights of experts to bfloat16 [E, in, out]. Weights beyond the range of bfloat16 become infinite, and
+    weights with scale code 255 become NaN."""
     return np.asarray(_dequantise(blocks, scales))
 
 
@@ -41,8 +42,9 @@ def dequantise(
 def _dequantise(
     blocks: UInt8[Array, "E out groups bytes"], scales: UInt8[Array, "E out groups"]
 ) -> BFloat16[Array, "E in out"]:
-    # A table lookup, because a compiler may flush subnormal products to zero. The table holds integer bits, because a
-    # compiler may convert 16-bit floats to float32. It runs on the device, because numpy takes minutes for real models.
+    # The products are looked up in a table, because a compiler may flush subnormal products to zero. The table has
+    # integer bits, because a compiler may convert bfloat16 to float32. The lookup is compiled, because numpy would take
+    # minutes.
     codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).astype(jnp.int32)
     bits = jnp.asarray(_weights().view(np.uint16))[scales.astype(jnp.int32)[..., None, None] * 16 + codes]
     weights = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
@@ -51,7 +53,7 @@ def _dequantise(
 
 @functools.cache
 def _weights() -> np.ndarray:
-    """Return the value of every code with every scale: bfloat16 [256 · 16]."""
+    """Return the table of all products: bfloat16 [256 · 16], at index scale code · 16 + code of the 4-bit number."""
     scales = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
     with np.errstate(over="ignore"):
         table = scales[:, None] * np.concatenate([_E2M1, -_E2M1])

@@ -1,9 +1,10 @@
-"""Model configurations, from and to Hugging Face's config.json. It imports no other package of `models`.
+"""Model configurations, read from and written to Hugging Face's config.json. The package imports no other package of
+`models`.
 
-In reading order: `json_files` (reading untrusted JSON), `entries` (entries that several families have, with their types
-and ranges), `rope` (rotary embedding and its scaling), `windows` (attention windows and cache groups), `gqa` and
-`deepseek` (the two configuration classes), `families` (reading a config.json of any family), `presets` (models by
-name).
+Modules in reading order: `json_files` (reads untrusted JSON), `entries` (entries that several families have, with their
+types and ranges), `rope` (rotary embedding and its scaling), `windows` (attention windows and cache groups), `gqa` and
+`deepseek` (the two configuration classes), `families` (reads a config.json of any family), `presets` (named
+configurations).
 """
 
 from models.config.deepseek import INDEX_ROPE_INTERLEAVE as INDEX_ROPE_INTERLEAVE

@@ -1,4 +1,5 @@
-"""Configurations of any family. Only this module selects the family of a config.json."""
+"""Functions for configurations of any model family. Only this module selects the family from the contents of
+config.json."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ type ModelConfig = DeepSeekConfig | GQAConfig
 
 
 def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
-    """Return the configuration with other windows.
+    """Return the configuration with these attention windows instead of its own.
 
     Raises:
-      NotImplementedError: the model has latent attention.
-      ValueError: the number of layers or KV heads differs from the model.
+      NotImplementedError: the model has latent attention (MLA).
+      ValueError: `windows` has another number of layers or KV heads than the model.
     """
     if isinstance(config, DeepSeekConfig):
         raise NotImplementedError(f"head_windows: {ONE_LATENT}")
@@ -26,24 +27,24 @@ def with_windows(config: ModelConfig, windows: Windows) -> GQAConfig:
 
 
 def require_mtp(config: ModelConfig) -> DeepSeekConfig:
-    """Return the configuration if the model has multi-token prediction modules.
+    """Return `config` unchanged if the model has multi-token prediction modules.
 
     Raises:
-      NotImplementedError: the family has no such modules.
-      ValueError: the configuration has no modules, or is invalid for their layers.
+      NotImplementedError: no model of the family has these modules.
+      ValueError: the model has no modules, or `config` is invalid for the layers of the modules.
     """
     if isinstance(config, GQAConfig):
         raise NotImplementedError(f"multi-token prediction: a {config.model_type} has no modules for it")
     if not config.num_nextn_predict_layers:
         raise ValueError("num_nextn_predict_layers: expected at least 1 for multi-token prediction, got 0")
-    # Validate the layers of the modules as additional layers of the decoder.
+    # Each module has a decoder layer. A configuration with these layers added raises if it is invalid for them.
     layers = {"num_hidden_layers": config.mtp_layers.stop, "indexer_types": None}
     dataclasses.replace(config, **layers, num_nextn_predict_layers=0)
     return config
 
 
 def read_config(config: Json) -> ModelConfig:
-    """Read the contents of a config.json of any family.
+    """Return the configuration, given the contents of a config.json of any family.
 
     Raises:
       ValueError: an entry is missing, malformed or contradicts another entry.

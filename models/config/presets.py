@@ -1,4 +1,4 @@
-"""Model configurations by name: small models for random weights, and shapes of real models."""
+"""Named model configurations: small models for random weights, and the sizes of some published models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _tiny = functools.partial(
     max_position_embeddings=2560,
 )
 
-# Latent widths of all published models.
+# Latent widths of all published DeepSeek models.
 _wide = functools.partial(
     DeepSeekConfig,
     kv_lora_rank=512,
@@ -128,8 +128,9 @@ PRESETS = {
         dtype="bfloat16",
     ),
 }
-"""Configurations by name. `v3-tiny`, `v32-tiny`, `glm-tiny` and `v2-lite-tiny` are for demonstrations and tests.
-`mla-25m` is for benchmarks on a CPU and has the latent widths of real models. `v2-lite` is DeepSeek-V2-Lite.
+"""Configurations of models with latent attention (MLA) by name. `v3-tiny`, `v32-tiny`, `glm-tiny` and `v2-lite-tiny`
+are for demonstrations and tests. `mla-25m` is for benchmarks on a CPU and has the latent widths of published models.
+`v2-lite` is DeepSeek-V2-Lite.
 """
 
 GQA_PRESETS = {
@@ -175,5 +176,5 @@ GQA_PRESETS = {
     ),
 }
 """Configurations of models with grouped-query attention by name. `qwen3-tiny` and `gpt-oss-tiny` are for demonstrations
-and tests. `gpt-oss-20b` is the real model, with unpacked experts.
+and tests. `gpt-oss-20b` is the published model, with experts in bfloat16 instead of MXFP4.
 """

@@ -1,11 +1,16 @@
-"""Attention windows of the KV heads of each layer, from a config.json or a file, and the cache groups of a model.
+"""Attention windows of the KV heads of each layer, read from a config.json or another JSON file.
 
-In JSON, the `head_windows` of a model is a list with one entry per layer:
+The entry `head_windows` of a config.json, and the file of the option --head-windows, are a list with one entry per
+layer:
 
 - null: every head sees all keys.
 - an integer W: every head sees the newest W keys, including the key of the query token.
-- {"window": [...], "sink_tokens": [...]}: one number per KV head. A head with window null sees all keys. A head also
-  sees the first `sink_tokens` keys; the default is 0.
+- {"window": [...], "sink_tokens": [...]}: both lists have one entry per KV head. A head sees the newest `window` keys
+  (all keys if it is null) and the first `sink_tokens` keys of the sequence. The default of `sink_tokens` is 0 for all
+  heads.
+
+Layers with equal windows form a cache group. They share page pools and block tables, because they stop using a page at
+the same time.
 """
 
 from __future__ import annotations
@@ -47,24 +52,24 @@ class HeadWindows:
             _in_range("sink_tokens", count, 0)
 
     def array(self) -> HeadWindow:
-        """Return the windows as an argument of `pallas_attn` operations."""
+        """Return the windows in the form that `pallas_attn` operations take."""
         return HeadWindow(jnp.asarray(self.window, jnp.int32), jnp.asarray(self.sink_tokens, jnp.int32))
 
 
 type LayerWindow = int | HeadWindows | None
-"""Visible keys of the KV heads of a layer: all keys (None), the newest W keys, or a window per head."""
+"""Visible keys of a layer: all keys (None), the newest W keys (int W) for all heads, or a window per KV head."""
 
 type Windows = tuple[LayerWindow, ...]
-"""Windows of all layers."""
+"""Window of each layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheGroup:
-    """Layers with equal windows, which share a page pool, block tables, slots and decode plans.
+    """Layers with equal windows, which share a page pool, block tables, cache slots and decode plans.
 
     Attributes:
-      window: window of the layers. If it is `HeadWindows`, block tables have page rows [B, Hkv, P], else page ids
-        [B, P].
+      window: window of the layers. If it is `HeadWindows`, pages are allocated per KV head: block tables [B, Hkv, P]
+        have page rows, each one page of one head. Otherwise block tables [B, P] have page ids.
       layers: indices of the layers, ascending.
     """
 
@@ -74,7 +79,7 @@ class CacheGroup:
 
 @runtime_checkable
 class _Windowed(Protocol):
-    """Part of a model configuration that determines the cache groups."""
+    """The fields of a model configuration that `cache_groups` needs."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -84,7 +89,7 @@ class _Windowed(Protocol):
 
 
 def cache_groups(config: _Windowed) -> tuple[CacheGroup, ...]:
-    """Group the layers of a model by window. Groups are sorted by their first layer."""
+    """Return the cache groups of a model, sorted by their first layer."""
     layers: dict[LayerWindow, list[int]] = {}
     for layer, window in enumerate(config.windows or (None,) * config.num_hidden_layers):
         layers.setdefault(window, []).append(layer)
@@ -126,7 +131,7 @@ def read_head_windows(entry: Any) -> Windows:
       ValueError: another format, or a number out of range.
     """
     if not isinstance(entry, list) or not entry:
-        raise ValueError(f"head_windows: expected a list with one entry a layer, got {shown(entry)}")
+        raise ValueError(f"head_windows: expected a list with one entry per layer, got {shown(entry)}")
     return tuple(_read_layer(layer, window) for layer, window in enumerate(entry))
 
 
@@ -154,15 +159,15 @@ def _read_list(layer: int, name: str, entry: Any, null: int | None = None) -> tu
 
 
 def read_layer_types(config: Json, kinds: Sequence[str]) -> Windows | None:
-    """Return the windows of all layers, from their kinds and `sliding_window`; None if no layer has a window.
+    """Return the windows of all layers from entries of Hugging Face transformers; None if no layer has a window.
 
     Args:
-      config: contents of a config.json.
-      kinds: "full_attention" or "sliding_attention" per layer.
+      config: contents of a config.json, with the entry `sliding_window` if a layer has a window.
+      kinds: kind of each layer: "full_attention", or "sliding_attention" for a window of `sliding_window` keys.
 
     Raises:
-      ValueError: a sliding layer without `sliding_window`.
-      NotImplementedError: unsupported kind.
+      ValueError: a layer is "sliding_attention", and `sliding_window` is missing or invalid.
+      NotImplementedError: a kind has another value.
     """
     if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
         raise NotImplementedError(f"layer_types {shown(unknown[0])}: expected full_attention or sliding_attention")
@@ -170,15 +175,15 @@ def read_layer_types(config: Json, kinds: Sequence[str]) -> Windows | None:
         return None
     window = config.get("sliding_window")
     if not is_integer(window) or not 1 <= window <= FULL:
-        raise ValueError(f"sliding_window: expected the tokens that sliding_attention layers see, got {shown(window)}")
+        raise ValueError(f"sliding_window: expected the window of sliding_attention layers, got {shown(window)}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def layer_kinds(config: Json, num_layers: int) -> list[str] | None:
-    """Return the `layer_types` of a config.json; None if absent.
+    """Return the entry `layer_types` of a config.json, a name per layer; None if it is absent.
 
     Raises:
-      ValueError: not a list with one name per layer.
+      ValueError: the entry is not a list with one name per layer.
     """
     kinds = config.get("layer_types")
     if not kinds:
@@ -189,12 +194,13 @@ def layer_kinds(config: Json, num_layers: int) -> list[str] | None:
 
 
 def window_entries(windows: Windows | None, *, by_layer: bool) -> dict[str, Any]:
-    """Return the entries of a config.json for these windows.
+    """Return entries of a config.json that represent these windows.
 
     Args:
       windows: windows of all layers; None for no entries.
-      by_layer: whether the family supports windows in Hugging Face transformers. Then the entries `layer_types` and
-        `sliding_window` are used if all windows are one integer or None. Otherwise `head_windows` is used.
+      by_layer: whether Hugging Face transformers supports windows of layers for this family. If True, and all layers
+        with a window have the same integer, the result has transformers' entries `layer_types` and `sliding_window`.
+        Otherwise it has `head_windows`.
     """
     if windows is None:
         return {}

@@ -1,10 +1,11 @@
-"""The decoder in Flax NNX: weights, and one step over packed tokens. It imports `models.config` and `models.moe`.
+"""The decoder models in Flax NNX. A step is one forward pass over the packed new tokens of several sequences.
 
-In reading order: `model` (the decoder and its layers), `settings` (attention settings), `step_metadata` (positions and
-cache slots of a step's tokens), `caches` (caches of each family), `gqa` and `mla` (attention), `indexer` (key selection
-of sparse attention), `layers` and `rope`, `mesh` (a model split over devices), `contexts` (split contexts), `mtp`
-(multi-token prediction modules), `explain` (the implementations that attention would use) and `whole_sequence` (one
-sequence in one forward pass). Mixtures of experts are in `models.moe`.
+The package imports `models.config` and `models.moe` (mixtures of experts). Modules in reading order: `model` (the
+decoder and its layers), `settings` (attention settings), `step_metadata` (positions and cache slots of a step's
+tokens), `caches` (KV caches of each model family), `gqa` and `mla` (attention), `indexer` (key selection of sparse
+attention), `layers` and `rope`, `mesh` (a model split over devices), `contexts` (the tokens of each page split over
+devices), `mtp` (multi-token prediction modules), `explain` (which implementations attention would use) and
+`whole_sequence` (one sequence in one forward pass).
 """
 
 from models.decoder.caches import Caches as Caches

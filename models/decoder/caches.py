@@ -1,4 +1,4 @@
-"""Caches of a model: shapes of the pages of each layer, and scales of quantised keys and values."""
+"""KV caches of a model: shapes and allocation of each layer's pages, and static scales of quantised keys and values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pallas_attn import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IndexedLatent:
-    """Paged cache of one layer of sparse attention: latents, and index keys in the same pages and slots."""
+    """Paged cache of an MLA layer with an indexer (sparse attention): latents, and index keys in the same slots."""
 
     latent: PagedLatent
     index: PagedIndexKeys
@@ -43,21 +43,22 @@ type Caches = tuple[LayerCache, ...]
 """Caches of all layers."""
 
 INDEX = "index_"
-"""Prefix of the names of index key arrays in a `CacheSpec`."""
+"""Prefix of the names of an indexer's arrays in the `CacheSpec` of a layer: index_keys, index_scale."""
 
 QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
-"""Dtypes of keys and values that are stored with scales."""
+"""Dtypes in which keys and values are stored as (stored value) · (scale)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KVScales:
-    """Static scales of a quantised cache, from calibration. Stored value · scale is the value.
+    """Static scales of a quantised KV cache, from calibration. A key or value equals its stored number times the scale.
 
     Attributes:
-      k, v: scales per layer and KV head [layers, Hkv], or per channel [layers, Hkv, D].
+      k, v: float32 scales of keys and values: per layer and KV head [layers, Hkv], or also per channel [layers, Hkv,
+        D].
 
     Raises:
-      ValueError: scales that are not positive and finite, or k and v of different shapes.
+      ValueError: k and v have different or other shapes, or a scale is not positive and finite.
     """
 
     k: Float32[np.ndarray, "..."]
@@ -74,7 +75,8 @@ class KVScales:
                 raise ValueError(f"kv_scales: expected positive finite numbers, {name} has others")
 
     def of_part(self, config: ModelConfig) -> KVScales:
-        """Return scales with the shape of one device of a mesh, whose `config` has fewer KV heads: the first heads."""
+        """Return the scales of the first KV heads, for the number of KV heads of `config`. If `config` is one device's
+        part of the model, the result has the shape of the scales on one device, but not their values."""
         heads = slice(config.num_key_value_heads if isinstance(config, GQAConfig) else None)
         return KVScales(self.k[:, heads], self.v[:, heads])
 
@@ -88,25 +90,26 @@ def cache_spec(
     *,
     layer: int = 0,
 ) -> CacheSpec:
-    """Return the shapes of one layer's cache.
+    """Return the names, shapes and dtypes of the arrays of one layer's cache.
 
-    Arrays of index keys are named index_keys and index_scale. Layers without an indexer do not have them.
+    If the layer has an indexer (sparse attention), they include its arrays index_keys and index_scale.
 
     Args:
-      config: the model.
-      num_pages, page_size: size of the pool in pages, and of a page in tokens.
+      config: configuration of the model.
+      num_pages: number of pages.
+      page_size: tokens per page.
       dtype: bfloat16, float16, float32 or float8_e4m3fn; keys and values may also be int8. The rotated keys of
-        float8_e4m3fn latents are bfloat16.
-      scales: static scales of int8 or float8_e4m3fn keys and values. Without them there is one scale per token and
-        head.
-      layer: index of the layer. Indices past the last layer are multi-token prediction modules.
+        float8_e4m3fn latents are stored in bfloat16.
+      scales: static scales of int8 or float8_e4m3fn keys and values. None for one scale per token and head, which is
+        computed when the token is written.
+      layer: index of the layer. Indices from the number of layers on are multi-token prediction modules.
 
     Raises:
       ValueError: a size below 1, an unsupported dtype, latents too narrow for scales, or scales of the wrong shape.
     """
     if isinstance(config, DeepSeekConfig):
         if scales is not None:
-            raise ValueError("kv_scales: expected none, quantised latents get a scale each as they are written")
+            raise ValueError("kv_scales: expected None, scales of quantised latents are computed when they are written")
         pool = {"num_pages": num_pages, "page_size": page_size}
         spec = latent_cache_spec(**pool, latent_dim=config.kv_lora_rank, rope_dim=config.qk_rope_head_dim, dtype=dtype)
         if not config.has_indexer(layer):
@@ -133,7 +136,8 @@ def cache_spec(
 
 
 def latent_cache(spec: CacheSpec, make: Callable[[CacheSpec, type], Any]) -> LatentCache:
-    """Make the cache of one MLA layer: `make(spec, class)` makes its latents and its index keys."""
+    """Return the cache of one MLA layer, made by `make(spec, class)`: once for its latents (class PagedLatent), and, if
+    the spec has arrays of an indexer, once for its index keys (class PagedIndexKeys)."""
 
     def part(arrays: dict[str, Any], kind: type) -> Any:
         return make(dataclasses.replace(spec, arrays=arrays), kind)
@@ -166,10 +170,11 @@ def with_arrays(cache: LayerCache, arrays: Mapping[str, jax.Array]) -> LayerCach
 
 
 def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"]) -> LayerCache:
-    """Copy tokens of a layer's cache from source slots to target slots, in place. Targets of -1 are skipped.
+    """Copy the entries of tokens in a layer's cache from source slots to target slots, in place. Pairs with a target of
+    -1 are skipped.
 
     Raises:
-      NotImplementedError: tokens of a page share a scale.
+      NotImplementedError: the cache has scales that several tokens share.
     """
     page_size = (cache.latent if isinstance(cache, IndexedLatent) else cache).page_size
     of_heads = isinstance(cache, PagedKV)  # [N, Hkv, ps, ...], else [N, ps, ...]
@@ -179,9 +184,11 @@ def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Ar
         if array.ndim < 3:  # static scales
             return array
         if array.shape[1 + of_heads] != page_size:
-            raise NotImplementedError(f"{name}: tokens that share a scale are not moved, got {list(array.shape)}")
+            raise NotImplementedError(
+                f"{name}: expected a scale per token, to move single tokens; got {list(array.shape)}"
+            )
         where = (jnp.where(targets < 0, array.shape[0], target), *[slice(None)] * of_heads, to)
-        # Without the barrier, XLA fuses the reads with the update and copies the cache.
+        # Without the barrier, XLA fuses reads and update into one operation, for which it copies the whole cache.
         taken = jax.lax.optimization_barrier(array[(source, *[slice(None)] * of_heads, at)])
         return array.at[where].set(taken, mode="drop")
 
@@ -202,10 +209,11 @@ def allocate_caches(
     """Allocate empty caches of all layers.
 
     Args:
-      config: the model.
-      specs: `cache_spec` of each layer, for these scales.
-      scales: static scales of all KV heads.
-      own_heads: maps the scales of a layer to the scales of the heads in these caches.
+      config: configuration of the model, or of one device's part of it.
+      specs: result of `cache_spec` for each layer.
+      scales: static scales of all KV heads of the model; None for MLA or scales per token.
+      own_heads: function that selects, from the scales [Hkv, ...] of a layer, the scales of the KV heads in these
+        caches. The default selects all.
     """
     if isinstance(config, DeepSeekConfig):
         return tuple(map(allocate_latents, specs))

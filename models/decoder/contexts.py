@@ -1,13 +1,17 @@
-"""Contexts split over devices: each device caches a part of the tokens of every page.
+"""Context parallelism: each of n devices along the mesh axis `context` caches a part of the tokens of every page.
 
  page of 8 tokens    0 1 2 3 4 5 6 7         page p of the engine's pool, with two devices along `context`
  device 0            0 1 2 3                  page p of its cache, which has pages of 4 tokens
  device 1                    4 5 6 7          page p of its cache
 
-Block tables, pools and prefixes are the same as on one device, and the devices have equally many tokens at any length.
-Each device attends to its tokens with all heads. Then the devices exchange heads, and each device merges the results of
-all devices, with their LSE, for its Hq / n heads. Every device computes the whole chunk of a prompt, so each device
-attends to the chunk with its own heads only, in 1/n of the time.
+Block tables, page pools and the prefix cache are the same as on one device. The numbers of cached tokens on two devices
+differ by at most one page of a device.
+
+Decode: each device attends to its own tokens with all heads. Then the devices exchange results, so that each device
+merges the partial results of all devices for Hq / n of the heads, weighted by their log-sum-exp.
+
+Prefill: the cached prefix is handled like in decode. The new tokens of a chunk and their keys are on all devices, so
+each device attends to the whole chunk with Hq / n of the heads, which takes 1 / n of the time.
 """
 
 from __future__ import annotations
@@ -21,13 +25,23 @@ from pallas_attn import PAGE_NONE, parallel
 
 
 def own_lens(lens: Int32[Array, "n"], page_size: int) -> Int32[Array, "n"]:
-    """Return how many of the first `lens` tokens of each sequence this device has, in pages of `page_size` tokens."""
+    """Return the number of cached tokens of each sequence on this device.
+
+    Args:
+      lens: number of tokens of each sequence on all devices.
+      page_size: tokens per page on one device.
+    """
     device, whole = lax.axis_index(CONTEXT), page_size * lax.axis_size(CONTEXT)
     return lens // whole * page_size + jnp.clip(lens % whole - device * page_size, 0, page_size)
 
 
 def own_slots(slots: Int32[Array, "T"], page_size: int) -> Int32[Array, "T"]:
-    """Return cache slots on this device; PAGE_NONE for tokens of other devices and for padding."""
+    """Return the cache slot of each token on this device; PAGE_NONE for tokens of other devices and for padding.
+
+    Args:
+      slots: slots in the engine's pool, whose pages are n times as large; negative for padding.
+      page_size: tokens per page on one device.
+    """
     device, whole = lax.axis_index(CONTEXT), page_size * lax.axis_size(CONTEXT)
     offset = slots % whole - device * page_size
     is_own = (slots >= 0) & (offset >= 0) & (offset < page_size)
@@ -35,12 +49,12 @@ def own_slots(slots: Int32[Array, "T"], page_size: int) -> Int32[Array, "T"]:
 
 
 def own_heads(x: Float[Array, "*rows heads D"], count: int) -> Float[Array, "*rows own D"]:
-    """Return the `count` heads that this device merges. Heads are the second to last axis of x."""
+    """Return the heads of x whose results this device merges. Device i merges the i-th group of `count` heads."""
     return lax.dynamic_slice_in_dim(x, lax.axis_index(CONTEXT) * count, count, axis=x.ndim - 2)
 
 
 def own_kv_heads(x: Float[Array, "T Hkv D"], num_q_heads: int) -> Float[Array, "T own D"]:
-    """Return the KV heads of the query heads that this device merges."""
+    """Return the KV heads that belong to the query heads whose results this device merges."""
     split = parallel.head_split(num_q_heads, x.shape[1], lax.axis_size(CONTEXT))
     first = lax.axis_index(CONTEXT) // split.copies * split.kv_heads
     return lax.dynamic_slice_in_dim(x, first, split.kv_heads, axis=1)

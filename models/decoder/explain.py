@@ -1,4 +1,4 @@
-"""Explain, from shapes only, which implementations the attention of a model would use."""
+"""Explain which implementations the attention of a model would use, from shapes only: nothing is allocated or run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from pallas_attn import Explanation, HeadWindow, PagedKV, Rope, explain
 
 @dataclasses.dataclass(frozen=True)
 class StepSizes:
-    """Sizes of the largest step of an engine and of its cache.
+    """Sizes of an engine's cache and of its largest step, a forward pass over decode rows and prompt chunks.
 
     Attributes:
-      num_pages, page_size: pages of each layer's cache, and tokens per page.
-      table_pages: maximum pages of a sequence.
+      num_pages: number of pages of each layer's cache.
+      page_size: tokens per page.
+      table_pages: maximum number of pages per sequence.
       decode_rows: number of decode rows.
-      prefill_tokens, prefill_seqs: number of new tokens of prefill chunks, and of their sequences.
-      cache_dtype: dtype of latents or keys and values; None for the dtype of the weights.
+      prefill_tokens: number of tokens of all prompt chunks.
+      prefill_seqs: number of prompt chunks.
+      cache_dtype: dtype of the cached latents, or keys and values; None for the dtype of the weights.
       kv_scales: static scales of quantised keys and values; None for one scale per token and head.
-      decode_queries: tokens of a decode row, including drafts.
+      decode_queries: number of tokens per decode row: the newest token and, with speculation, drafts.
     """
 
     num_pages: int
@@ -47,16 +49,17 @@ class StepSizes:
 def explain_attention(
     config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike
 ) -> dict[str, Explanation]:
-    """Explain every operation that the model calls, with the shapes of its largest step (`pallas_attn.explain`).
+    """Call `pallas_attn.explain` for every attention operation of the model, with the shapes of the largest step.
 
     Args:
-      config: the model.
+      config: configuration of the model.
       settings: attention settings.
       sizes: sizes of the step and the cache.
       dtype: dtype of the weights, and of the cache if `sizes` has no cache_dtype.
 
     Returns:
-      Explanation of each operation. If `chosen` of one of them is None, every step fails.
+      Explanation by name of the operation. If `chosen` of an explanation is None, no implementation supports the
+      operation, and steps that call it raise.
 
     Raises:
       ValueError: unknown implementation, or a dtype or size that the operations do not support.
@@ -85,7 +88,8 @@ def explain_attention(
 def _explain_gqa(
     config: GQAConfig, settings: AttentionSettings, sizes: StepSizes, dtype: jnp.dtype
 ) -> dict[str, Explanation]:
-    """Explain the operations of GQA, each for the cache group that the fewest implementations support."""
+    """Explain the operations of GQA. If cache groups (layers with equal windows) have different explanations, return
+    the explanation of the group that the fewest implementations support."""
     layers = [_HeadShapes(config, settings, sizes, dtype, group.window) for group in cache_groups(config)]
 
     def hardest(explained: list[Explanation]) -> Explanation:
@@ -101,7 +105,8 @@ def _explain_gqa(
 
 
 class _HeadShapes:
-    """Shapes of the calls of one GQA layer. If windows differ between heads, tables and slots are per head."""
+    """Arguments, as shapes, of the operations of one GQA layer. If the windows of the heads differ, block tables and
+    slots have an axis for the KV heads."""
 
     def __init__(
         self,
@@ -156,7 +161,7 @@ class _HeadShapes:
 
 
 class _LatentShapes:
-    """Shapes of the calls of one MLA layer."""
+    """Arguments, as shapes, of the operations of one MLA layer."""
 
     def __init__(self, config: DeepSeekConfig, settings: AttentionSettings, sizes: StepSizes, dtype: DTypeLike):
         self._config, self._settings, self._sizes, self._dtype = config, settings, sizes, jnp.dtype(dtype)
@@ -191,7 +196,7 @@ class _LatentShapes:
 
     @property
     def chooses_keys(self) -> bool:
-        """Whether tokens attend to selected keys in steps with the widest block tables."""
+        """Whether steps with the widest block tables use sparse attention, in which tokens attend to selected keys."""
         capacity = self._sizes.table_pages * self._sizes.page_size
         return is_sparse(self._config, self._settings, capacity)
 
@@ -201,7 +206,7 @@ class _LatentShapes:
         return self._explain("write_index_keys", self._index, keys, _ints(tokens))
 
     def sparse(self) -> dict[str, Explanation]:
-        """Explain attention to selected keys, for decode rows or for chunks, whichever have more tokens."""
+        """Explain sparse attention, for the decode rows or for the prompt chunks, whichever have more tokens."""
         config, sizes = self._config, self._sizes
         tokens, heads = max(sizes.decode_tokens, sizes.prefill_tokens), config.num_attention_heads
         top_k = self._settings.index_topk or config.index_topk

@@ -1,7 +1,8 @@
-"""Grouped-query attention (Ainslie et al., arXiv:2305.13245) over a paged K/V cache.
+"""Grouped-query attention (Ainslie et al., arXiv:2305.13245) over a paged KV cache.
 
-`write_kv` normalises and rotates keys and queries while it writes the cache. Then decode rows attend over their pages,
-with one decode plan for all layers of a cache group, and prefill chunks attend over their pages.
+`write_kv` normalises and rotates keys and queries and writes keys and values of the new tokens to the cache. Then
+`paged_decode` computes the decode rows, and `paged_prefill` the prompt chunks. A decode plan (assignment of pages to
+thread blocks) is computed once per step for all layers of a cache group, a set of layers with equal windows.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from pallas_attn import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GQAStep:
-    """Metadata and plan of a step that the layers of a cache group share.
+    """Metadata and decode plan of a step, which the layers of a cache group share.
 
     Attributes:
       metadata: metadata of the step.
       tables: block tables and cache slots of the group.
       plan: decode plan of the decode rows; None without decode rows.
-      decode_kv_lens: [Bd], number of tokens that each decode row sees on this device.
+      decode_kv_lens: [Bd], number of cached tokens of each decode row on this device, including the step's.
       window: attention window of the layers of the group.
     """
 
@@ -58,7 +59,7 @@ class GQAStep:
     window: LayerWindow = dataclasses.field(default=None, metadata={"static": True})
 
     def window_argument(self) -> int | HeadWindow | None:
-        """Return the window as an argument of the operations."""
+        """Return the window in the form that `pallas_attn` operations take."""
         return self.window.array() if isinstance(self.window, HeadWindows) else self.window
 
 
@@ -70,14 +71,15 @@ def plan_step(
     dtype: DTypeLike,
     contexts: int = 1,
 ) -> tuple[GQAStep, ...]:
-    """Plan the decode rows of a step, once per cache group.
+    """Compute the decode plan of a step for each cache group.
 
     Args:
-      config, settings: of the model.
-      metadata: the step.
-      cache: cache of any layer; only its shapes and dtypes matter.
+      config: configuration of the model, or of one device's part.
+      settings: attention settings.
+      metadata: metadata of the step.
+      cache: cache of any layer; only its shapes and dtypes are used.
       dtype: dtype of the queries.
-      contexts: number of devices that contexts are split over.
+      contexts: number of devices that the tokens of each page are split over.
 
     Returns:
       One `GQAStep` per entry of `cache_groups(config)`.
@@ -110,10 +112,16 @@ def plan_step(
 class GQA(nnx.Module):
     """Grouped-query attention of one layer. One projection computes q, k and v.
 
-    With split contexts, each device has the output projection of its share of the heads.
+    `contexts` is the number of devices that the tokens of each page are split over. If it is above 1, each device
+    merges the results for 1 / contexts of the heads, so its output projection has only the rows of these heads.
     """
 
     def __init__(self, config: GQAConfig, settings: AttentionSettings, dtype: DTypeLike, contexts: int = 1):
+        """Make the layer with zero weights.
+
+        Raises:
+          ValueError: `settings.mla` is not "auto".
+        """
         if settings.mla != "auto":
             raise ValueError(f"mla: expected auto, a {config.model_type} has no latents to {settings.mla}")
         self.config, self.settings, self.contexts = config, settings, contexts
@@ -133,10 +141,17 @@ class GQA(nnx.Module):
         slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
         step: GQAStep,
     ) -> tuple[Float[Array, "T D"], PagedKV]:
-        """Write keys and values of a step to the cache, and attend.
+        """Write keys and values of a step's tokens to the cache, and attend.
+
+        Args:
+          x: normed hidden states.
+          rope: cosines and sines of the rotation angles of the tokens.
+          cache: cache of the layer.
+          slots: cache slot of each token; negative for padding.
+          step: metadata and plan of the layer's cache group.
 
         Returns:
-          Attention output of every token, and the written cache.
+          Attention output of every token, and the cache with the new tokens.
         """
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         joined = self.qkv_proj(x).reshape(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
@@ -154,6 +169,7 @@ class GQA(nnx.Module):
         return self.o_proj(out.reshape(x.shape[0], -1)), cache
 
     def _rope(self, cos: Float32[Array, "T half"], sin: Float32[Array, "T half"]) -> Rope:
+        """Return rotation angles and norm weights for `write_kv`."""
         return Rope(
             cos,
             sin,
@@ -163,11 +179,13 @@ class GQA(nnx.Module):
         )
 
     def _attend(self, q: Float[Array, "T Hq D"], cache: PagedKV, step: GQAStep) -> Float[Array, "T Hq D"]:
+        """Attend to the cache with all tokens of a step, whose keys and values are in the cache already."""
         metadata, num_decode, window = step.metadata, step.metadata.num_decode, step.window_argument()
         sinks = None if self.sinks is None else self.sinks[...]
         out: Any = None
         if num_decode < metadata.num_tokens:
-            # For paged_prefill, decode rows are padding before the first sequence. paged_decode fills them in place.
+            # The prefix sums start after the decode rows, so paged_prefill treats decode rows as padding. Then
+            # paged_decode writes their results into the same array.
             out = paged_prefill(
                 q,
                 cache,
@@ -203,7 +221,7 @@ class GQA(nnx.Module):
         cos: Float32[Array, "T half"],
         sin: Float32[Array, "T half"],
     ) -> Float[Array, "T heads D"]:
-        """Normalise and rotate queries or keys as `write_kv` does."""
+        """Return normalised and rotated queries or keys, as `write_kv` computes them."""
         if norm is not None:
             x = norm(x.reshape(-1, x.shape[2])).reshape(x.shape)
         return rotate(x, cos, sin)
@@ -216,7 +234,14 @@ class GQA(nnx.Module):
         cache: PagedKV,
         step: GQAStep,
     ) -> Float[Array, "T own D"]:
-        """Attend with this device's share of the heads to all tokens, of which the device has a part."""
+        """Attend if `contexts` is above 1, so that each device has a part of the cached tokens.
+
+        Each device attends to its cached tokens with all heads. Then results are exchanged and merged, so that each
+        device has the results of 1 / contexts of the heads for all cached tokens.
+
+        Returns:
+          Results of this device's share of the heads [T, Hq / contexts, D].
+        """
         metadata, num_decode = step.metadata, step.metadata.num_decode
         sinks = None if self.sinks is None else self.sinks[...]
         options = {"sm_scale": self.config.sm_scale, "implementation": self.settings.implementation}
@@ -234,7 +259,8 @@ class GQA(nnx.Module):
             out, _ = parallel.merge_over_contexts(out, lse, axis=CONTEXT, sinks=sinks)
             outputs.append(out[:, 0])
         if num_decode < metadata.num_tokens:
-            # This device attends to its tokens of the prefix with all heads, and to the whole chunk with its own heads.
+            # This device attends to its cached tokens of the prefix with all heads (`found`). All devices have the new
+            # tokens of the chunk, so this device attends to them with its share of the heads (`own`).
             q, k, v = (x[num_decode:] for x in (q, k, v))
             cu_q_lens = metadata.cu_q_lens
             prefix = jnp.maximum(metadata.prefill_kv_lens - jnp.diff(cu_q_lens), 0)

@@ -1,8 +1,8 @@
 """Indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1).
 
-Its queries, weights and keys determine the scores by which a token selects the keys that it attends to. As in
-transformers, queries and keys are not rotated by a Hadamard matrix. DeepSeek's code applies this rotation to both,
-which does not change the scores.
+A token attends only to the keys with the highest index scores. The indexer computes index queries, index keys and head
+weights, from which `pallas_attn.index_top_k` computes the scores. DeepSeek's code also multiplies index queries and
+index keys by a Hadamard matrix, which does not change their products. This module leaves it out, as transformers does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEY_NORM_EPS = 1e-6
 
 
 class Indexer(nnx.Module):
-    """Index heads of one layer, which share one key per token."""
+    """Indexer of one layer: Hi index heads of width Di, which share one index key per token."""
 
     def __init__(self, config: DeepSeekConfig, dtype: DTypeLike):
         heads, width = config.index_n_heads, config.index_head_dim
@@ -34,18 +34,22 @@ class Indexer(nnx.Module):
     def queries(
         self, residual: Float[Array, "T rank"], x: Float[Array, "T D"], rope: CosSin
     ) -> tuple[Float[Array, "T Hi Di"], Float32[Array, "T Hi"]]:
-        """Return index queries and the weights of the index heads.
+        """Return the index queries, and the weight of each index head in the score.
 
-        `residual` is the normed low-rank projection from which attention computes its queries.
+        Args:
+          residual: normed low-rank projection of x, from which attention computes its queries as well.
+          x: normed hidden states.
+          rope: rotation angles of the tokens.
         """
         q = self.wq_b(residual).reshape(residual.shape[0], self.heads, -1)
         return self._rotate(q, rope), self.weights_proj(x.astype(jnp.float32)) * self.heads**-0.5
 
     def keys(self, x: Float[Array, "T D"], rope: CosSin) -> Float[Array, "T Di"]:
-        """Return index keys as they are cached, normed and then rotated."""
+        """Return the index keys of the tokens, normed and rotated, as they are cached."""
         return self._rotate(self.k_norm(self.wk(x)), rope)
 
     def _rotate(self, x: Float[Array, "T *heads Di"], rope: CosSin) -> Float[Array, "T *heads Di"]:
-        """Rotate the first columns. In queries and keys of attention, the last columns are rotated."""
+        """Rotate the first `qk_rope_head_dim` columns. (In queries and keys of attention, the last columns are
+        rotated.)"""
         first, rest = jnp.split(x, [self.rotated], axis=-1)
         return jnp.concatenate([rotate(first, *rope), rest], axis=-1)

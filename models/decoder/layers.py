@@ -1,4 +1,4 @@
-"""Layers without state other than weights: norms, projections, feed-forward."""
+"""Norms, projections and dense feed-forward layers, and matrix products that are fast on GPUs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Float32
 from pallas_attn import capability
 
 MAX_UNSPLIT_ROWS = 8
-"""Maximum rows for which a GPU multiplies float32 weights without splitting them, which is faster for few rows. A
-single row is also multiplied as this many equal rows."""
+"""Maximum number of bfloat16 rows that are multiplied by float32 weights in a float32 GEMM on a GPU, which is faster
+for few rows. More rows use `project_split_weights`. A single row is repeated this number of times (see `project`)."""
 
 
 def project(
@@ -22,14 +22,17 @@ def project(
 ) -> Float[Array, "*rows F"]:
     """Return x @ weight, accumulated in float32.
 
-    The precision is HIGHEST, because GPUs round float32 operands to TF32 otherwise. It does not affect 16-bit operands.
-    On a GPU a single row is multiplied as eight equal rows. XLA multiplies a vector elementwise: it writes the products
-    to memory before the reduction, or recomputes all of them in each thread block of the next kernel.
+    Products have precision HIGHEST, because GPUs otherwise round float32 operands to TF32. The precision does not
+    affect 16-bit operands.
+
+    On a GPU a single row is multiplied as eight equal rows, because XLA has no GEMM for a vector: it would multiply
+    elementwise, and write the products to memory before the reduction or recompute them in each thread block of the
+    next kernel.
 
     Args:
       x: rows.
       weight: matrix.
-      out_dtype: dtype of the result. The default is the dtype of x, or float32 with float32 weights.
+      out_dtype: dtype of the result. The default is float32 if the weight is float32, else the dtype of x.
     """
     on_gpu, num_rows = capability().platform == "gpu", math.prod(x.shape[:-1])
     if weight.dtype == jnp.float32:
@@ -45,14 +48,14 @@ def project(
 
 
 MAX_SPLIT_K_ROWS = 64
-"""Maximum rows for which XLA may use split-K, with up to 16 splits."""
+"""Maximum number of rows for which XLA may use split-K GEMMs, which sum over up to 16 ranges of K in parallel."""
 
 
 def num_k_splits(depth: int) -> int:
-    """Return the number of splits of a long K, 1 for none.
+    """Return the number of ranges into which `project` splits the sum over K = depth; 1 to leave the split to XLA.
 
-    A K that is not divisible by 16 · 16 is split here, because XLA's split-K would pad the weights in every call. On an
-    H200, padding took 28 of 44 us for K = 10,944, the dense layer of DeepSeek-V2-Lite.
+    XLA's split-K pads the weights in every call if K is not divisible by 256. On an H200, padding took 28 of 44 us for
+    K = 10,944 (the dense layer of DeepSeek-V2-Lite). Therefore `project` splits long K of this kind itself.
     """
     if depth < 8192 or depth % 256 == 0:
         return 1
@@ -62,7 +65,7 @@ def num_k_splits(depth: int) -> int:
 def _split_k_matmul(
     x: Float[Array, "*rows D"], weight: Float[Array, "D F"], out_dtype: DTypeLike | None
 ) -> Float[Array, "*rows F"]:
-    """Return x @ weight as a sum over splits of D."""
+    """Return x @ weight as a sum of products over `num_k_splits` equal ranges of D."""
     splits = num_k_splits(weight.shape[0])
     rows = x.reshape(-1, splits, weight.shape[0] // splits).swapaxes(0, 1)  # [splits, rows, D / splits]
     products = _matmul(rows, weight.reshape(splits, -1, weight.shape[1]), jnp.float32)
@@ -76,10 +79,10 @@ def _matmul(
 
 
 def project_split_weights(x: Float[Array, "*rows D"], weight: Float32[Array, "D F"]) -> Float32[Array, "*rows F"]:
-    """Return x @ weight for bfloat16 rows and float32 weights in float32 accuracy, on tensor cores.
+    """Return x @ weight for bfloat16 rows and float32 weights with float32 accuracy, on tensor cores.
 
-    Each weight is split into the sum of three bfloat16 values, whose products with bfloat16 values are exact in
-    float32. A float32 GEMM would convert the rows to float32 first, and would not use tensor cores.
+    Each weight is written as the sum of three bfloat16 values. The product of two bfloat16 values is exact in float32.
+    A float32 GEMM would convert the rows to float32 first, and would not use tensor cores.
     """
     parts, left = [], weight
     for _ in range(3):
@@ -92,13 +95,15 @@ def project_split_weights(x: Float[Array, "*rows D"], weight: Float32[Array, "D 
 
 
 def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
-    """silu(gate) · up of the two halves of the columns (Shazeer, arXiv:2002.05202)."""
+    """Return silu(gate) · up [*rows, F], where gate and up are the halves of the 2F columns (Shazeer,
+    arXiv:2002.05202)."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) · weight (Zhang and Sennrich, arXiv:1910.07467). The mean square is computed in float32."""
+    """RMS norm: x / sqrt(mean(x²) + eps) · weight (Zhang and Sennrich, arXiv:1910.07467). The division is computed in
+    float32, the product with the weight in the dtype of x."""
 
     def __init__(self, width: int, eps: float, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones(width, dtype))
@@ -111,7 +116,8 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / deviation · weight + bias (Ba et al., arXiv:1607.06450), computed in float32."""
+    """Layer norm: (x - mean) / standard deviation · weight + bias (Ba et al., arXiv:1607.06450), computed in
+    float32."""
 
     def __init__(self, width: int, eps: float, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones(width, dtype))
@@ -127,7 +133,8 @@ class LayerNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x @ weight + bias. The weight is [in, out], the transpose of the checkpoint's, which is faster for few rows."""
+    """Linear layer x @ weight + bias. The weight is [in, out], which is faster for few rows than the [out, in] of
+    checkpoints."""
 
     def __init__(self, in_width: int, out_width: int, dtype: DTypeLike, bias: bool = False):
         self.weight = nnx.Param(jnp.zeros((in_width, out_width), dtype))
@@ -139,7 +146,7 @@ class Linear(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Feed-forward layer of a dense block, or the shared experts of a mixture of experts."""
+    """SwiGLU feed-forward layer: of a dense layer, or of the shared experts of a mixture of experts."""
 
     def __init__(self, width: int, hidden_width: int, dtype: DTypeLike):
         self.gate_up_proj = Linear(width, 2 * hidden_width, dtype)

@@ -1,24 +1,29 @@
-"""A model split over the devices of a mesh: heads and hidden columns, whole experts, contexts and requests.
+"""A model split over the devices of a mesh with the axes `data`, `tensor`, `context` and `expert`.
 
-Each device runs the layers of a smaller model, the `device_part` of the model, inside one `jax.shard_map` around the
-step. The outputs of its heads and hidden columns are terms of a sum. `DecoderLayer` sums over the devices once after
-attention and once after the feed-forward layer. All other code is the same as on one device.
+Each device runs a smaller model, the `device_part` of the model, inside one `jax.shard_map` around the step. It has
+some of the heads and of the hidden columns of each layer. The output of a layer is the sum of the outputs of all
+devices: `DecoderLayer` adds them up once after attention and once after the feed-forward layer. All other code is the
+same as on one device. The axes:
 
-- The slice of a weight follows from its shape in the smaller model (`slices_of_device`). If there are fewer KV heads
-  than devices, KV heads are copied. Latents of MLA and routers are the same on all devices.
-- The vocabulary is split if the number of devices divides it, because reading the weights of the head takes longer than
-  gathering the logits of a step. Each device looks up its own rows of the embedding. Each device samples from all
-  logits, so the samples are the same as on one device.
-- Over `tensor`, the hidden columns of experts are split. Over `expert`, whole experts are split, and all other weights
-  as over `tensor`. These devices have the same tokens. Each applies its own experts to the tokens that selected them,
-  and the sum after the layer adds up the results, so no other exchange is necessary.
-- Over `context`, each device caches a part of the tokens of every page (`contexts`). It computes queries and cache
-  entries for all heads of its position along the other axes, and has a part of all other columns.
-- Over `data`, each rank has different requests and pages, and all weights except experts, which are split over the
-  ranks. Ranks gather the tokens of all ranks; with many ranks, they send tokens to the ranks of their experts
-  (`models.moe.exchange`).
-- A split array is the concatenation of the devices' slices along its first axis, whichever axis of the weight is split.
-  No code outside `jax.shard_map` reads it.
+- `tensor` splits heads, hidden columns of dense layers and of each expert, and the vocabulary.
+- `expert` splits whole experts, and all other weights like `tensor`. The devices along this axis have the same tokens.
+  Each device applies its experts to the tokens that selected them, and the sum after the layer adds up the results.
+- `context` splits the cached tokens of every page (see `contexts`). Devices along this axis compute queries and cache
+  entries of the same heads. Output projections, hidden columns and the vocabulary are split.
+- `data` splits the requests. Each index along `data` is a data rank with its own requests and pages. All weights are
+  copied to every rank, except experts, which are split over the ranks. Each rank gathers the tokens of all ranks for
+  its experts; with many ranks, tokens are sent only to the ranks of their experts (`models.moe.exchange`).
+
+Weights:
+
+- The slice of a weight on a device follows from its shape in the smaller model (`slices_of_device`). If there are fewer
+  KV heads than devices, several devices have the same KV head. MLA's projections to latents, and routers, are the same
+  on all devices.
+- The vocabulary is split if the number of devices divides its size, because reading all weights of the output head
+  takes longer than gathering the logits of a step. Each device samples from the logits of all devices, so the samples
+  are the same as on one device.
+- A split weight is stored as one array, the concatenation of the devices' slices along the first axis, whichever axis
+  of the weight is split. Only code inside `jax.shard_map` reads it, where each device has its slice.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from pallas_attn import CacheSpec, HeadWindow, PagedKV, parallel
 DATA, TENSOR, CONTEXT, EXPERT = "data", "tensor", "context", "expert"
 
 AXES = (DATA, TENSOR, CONTEXT, EXPERT)
-"""Names of the axes of a mesh, in order."""
+"""Names of the axes of a mesh, in the order of `Mesh.devices`."""
 
 HEADS = (TENSOR, EXPERT)
 """Axes over which heads are split."""
@@ -60,18 +65,20 @@ EXPERTS = (DATA, EXPERT)
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Make a mesh of the first devices, or with several processes of all their devices.
+    """Make a mesh of the first devices, or of all devices if there are several processes.
 
-    In `sizes`, `expert` counts devices of `data` x `tensor`: the number of devices that whole experts are split over, a
-    multiple of `data`. The remaining factor of `data` x `tensor` splits the hidden columns of each expert. In the
-    returned mesh, the axes are independent: heads are split over `tensor` x `expert`, experts over `data` x `expert`.
+    In `sizes`, as in the option --mesh of the scripts, `expert` is the number of groups that experts are divided into:
+    a multiple of `data` that divides `data` x `tensor`. The hidden columns of each expert are split over the remaining
+    factor data · tensor / expert. The axes of the returned mesh are independent of each other instead: heads are split
+    over `tensor` x `expert`, and experts over `data` x `expert`. Example: sizes {data: 2, tensor: 4, expert: 4} give a
+    mesh of data 2, tensor 2 and expert 2.
 
     Args:
-      sizes: number of devices along each axis; 1 for axes that are left out, except that `expert` defaults to `data`,
-        and `tensor` to `expert` / `data`.
+      sizes: number of devices along each axis, in this sense. Axes that are left out have size 1, except that `expert`
+        defaults to `data`, and `tensor` to `expert` / `data`.
 
     Raises:
-      ValueError: unknown axis, size below 1, more devices than available, fewer devices than several processes have, or
+      ValueError: unknown axis, size below 1, more devices than available, not all devices with several processes, or
         `expert` is not a multiple of `data` that divides `data` x `tensor`.
     """
     for axis, size in sizes.items():
@@ -90,7 +97,7 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
 
 
 def _with_experts(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the axes of the mesh, given the argument of `make_mesh`."""
+    """Convert the argument of `make_mesh` to the sizes of the axes of its result."""
     data = sizes.get(DATA, 1)
     experts = sizes.get(EXPERT, data)
     tensor = sizes.get(TENSOR, max(experts // data, 1))
@@ -101,7 +108,7 @@ def _with_experts(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def normal_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh with all `AXES` in order. Missing axes are added with one device.
+    """Return a mesh of the same devices that has all `AXES` in order. Missing axes are added with size 1.
 
     Raises:
       ValueError: unknown axes, or not a mesh.
@@ -116,10 +123,11 @@ def normal_mesh(mesh: Mesh) -> Mesh:
 
 
 def over_mesh(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Return `jax.shard_map` of a step.
+    """Return `jax.shard_map` of a step function, with `check_vma=False`.
 
-    Replication is not checked, because kernels of jax do not declare how their outputs vary over the mesh. `psum` and
-    gathers give the same bits on all devices.
+    The check that replicated outputs are equal on all devices is off, because Pallas kernels do not declare how their
+    outputs vary over the mesh. The outputs are equal: they follow from `psum` and gathers, which give the same bits on
+    all devices.
     """
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -146,11 +154,12 @@ def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
 class ExpertSplit:
     """Numbers of devices that the experts of a layer are split over.
 
-    All devices have equally many experts. The last devices are padded with zero experts, which no token selects.
+    All devices have the same number of experts. If it does not divide the number of experts of the layer, the last
+    devices have experts with zero weights, which no token selects.
 
     Attributes:
-      data: devices along `data`.
-      expert: devices along `expert`.
+      data: number of devices along the mesh axis `data`.
+      expert: number of devices along the mesh axis `expert`.
     """
 
     data: int = 1
@@ -170,20 +179,22 @@ class ExpertSplit:
         return -(-num_experts // self.devices)
 
     def own(self, num_experts: int, device: int) -> range:
-        """Return the experts of one device, without padding. `device` is its index along both axes."""
+        """Return the experts of one device, without padding. `device` is its index along both axes together: index
+        along `data` · size of `expert` + index along `expert`."""
         each = self.num_own(num_experts)
         return range(min(device * each, num_experts), min((device + 1) * each, num_experts))
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitHeadWindows(HeadWindows):
-    """Windows of KV heads that are split over devices.
+    """Attention windows of one layer's KV heads that are split over devices. Each device has n of the heads.
 
-    The fields of the base class determine which pages are retained, and are the same on all devices: head i of a device
-    retains the tokens that head i of any device sees.
+    The engine has one block table for the i-th heads of all devices, so their pages are released together. Therefore
+    the fields of the base class, from which released pages are computed, have n entries: entry i of `window` and of
+    `sink_tokens` is the maximum over the i-th heads of all devices.
 
     Attributes:
-      devices: windows of the heads of each device.
+      devices: windows of the n heads of each device.
     """
 
     devices: tuple[HeadWindows, ...] = ()
@@ -199,15 +210,15 @@ class SplitHeadWindows(HeadWindows):
 
 
 def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh | None) -> Config:
-    """Return the configuration of one device's part of a model: its heads, hidden columns and vocabulary.
+    """Return the configuration of the smaller model on each device: fewer heads, hidden columns and vocabulary entries.
 
-    Without a mesh, it is the configuration of the model. The number of experts is not divided, because routers
-    select among all experts; `ExpertSplit` has the number of experts on a device.
+    Without a mesh, return `config`. The result has the number of experts of the whole model, because routers select
+    among all experts. `ExpertSplit` has the number of experts on a device.
 
     Raises:
       ValueError: the number of devices does not divide the heads (`pallas_attn.parallel.head_split`) or a hidden width,
         or the mesh splits experts of a model without experts.
-      NotImplementedError: the mesh splits contexts of a model with windows or sparse attention.
+      NotImplementedError: the axis `context` is larger than 1, and the model has windows or sparse attention.
     """
     if mesh is None:
         return config
@@ -231,7 +242,7 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
         changes = {
             "num_key_value_heads": heads.kv_heads,
             "windows": config.windows and tuple(_split_window(window, heads) for window in config.windows),
-            "mxfp4_experts": False,  # the checkpoint's storage format, irrelevant for a part
+            "mxfp4_experts": False,  # how the checkpoint stores experts, which does not matter here
         }
     for name, over in widths.items():
         if getattr(config, name) % over:
@@ -245,6 +256,7 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
 
 
 def _split_heads(config: ModelConfig, devices: int) -> parallel.HeadSplit:
+    """Return the split of query and KV heads over devices. MLA has one KV head: the latent."""
     kv_heads = 1 if isinstance(config, DeepSeekConfig) else config.num_key_value_heads
     try:
         return parallel.head_split(config.num_attention_heads, kv_heads, devices)
@@ -253,23 +265,29 @@ def _split_heads(config: ModelConfig, devices: int) -> parallel.HeadSplit:
 
 
 def _among(mesh: Mesh) -> str:
-    """Return the axes that an error message about columns names."""
+    """Return the names of the axes that split hidden columns, for error messages."""
     return TENSOR if mesh.shape[CONTEXT] == 1 else f"{TENSOR} x {CONTEXT}"
 
 
 def _check_contexts(config: ModelConfig, heads: parallel.HeadSplit, contexts: int) -> None:
-    """Raise the errors of `device_part` unless heads can be split over contexts and all tokens are attended to."""
+    """Raise the errors of `device_part` unless the axis `context` can have this size: it must divide the heads, and
+    every token must attend to all earlier tokens."""
     try:
         parallel.head_split(heads.q_heads, heads.kv_heads, contexts)
     except ValueError as error:
         raise ValueError(f"mesh: {CONTEXT}: {error}") from error
     if isinstance(config, DeepSeekConfig) and config.is_sparse:
-        raise NotImplementedError(f"mesh: {CONTEXT}: tokens of a {config.model_type} choose among all keys")
+        raise NotImplementedError(
+            f"mesh: {CONTEXT}: expected 1, a {config.model_type} selects among keys of all devices"
+        )
     if isinstance(config, GQAConfig) and any(window is not None for window in config.windows or ()):
-        raise NotImplementedError(f"mesh: {CONTEXT}: windows hide different numbers of tokens on each device")
+        raise NotImplementedError(
+            f"mesh: {CONTEXT}: expected 1, windows hide different numbers of tokens on each device"
+        )
 
 
 def _split_window(window: LayerWindow, heads: parallel.HeadSplit) -> LayerWindow:
+    """Return a layer's window for one device: `SplitHeadWindows` if the heads have different windows, else `window`."""
     if not isinstance(window, HeadWindows):
         return window
 
@@ -284,9 +302,15 @@ def _split_window(window: LayerWindow, heads: parallel.HeadSplit) -> LayerWindow
 
 
 def slices_of_device(whole: Sequence[int], part: Sequence[int], device: int, devices: int) -> tuple[slice, ...]:
-    """Return the slices of a tensor on a device, given its shapes in the model and in the `device_part`.
+    """Return the slice of a weight that a device has, one slice object per axis.
 
-    If there are fewer slices than devices, neighbouring devices have the same slice.
+    If the weight has fewer different slices than devices, neighbouring devices have the same slice.
+
+    Args:
+      whole: shape of the weight in the whole model.
+      part: shape of the weight in the `device_part`.
+      device: index of the device.
+      devices: number of devices that the weight is split over.
 
     >>> slices_of_device((8, 32), (4, 32), device=2, devices=4)
     (slice(4, 8, None), slice(None, None, None))
@@ -302,12 +326,15 @@ def slices_of_device(whole: Sequence[int], part: Sequence[int], device: int, dev
 
 
 def place(values: Callable[[Mapping[str, int]], np.ndarray], mesh: Mesh, axes: Sequence[str] = ()) -> jax.Array:
-    """Copy a weight to the devices, one slice at a time.
+    """Copy a weight to the devices, one slice at a time, so that the host needs memory for one slice only.
 
     Args:
-      values: returns the slice for a device's index along each of `axes`.
+      values: function from a device's index along each of `axes` (dict by axis name) to its slice.
       mesh: the devices.
-      axes: mesh axes along which the slices differ.
+      axes: mesh axes that the weight is split over; devices that differ only along other axes get the same slice.
+
+    Returns:
+      The slices as one array, concatenated along the first axis.
     """
     if not axes:
         return replicated(values({}), mesh)
@@ -339,12 +366,18 @@ def spans_processes(mesh: Mesh | None) -> bool:
 
 
 def num_contexts(mesh: Mesh | None) -> int:
-    """Return the number of devices that contexts are split over."""
+    """Return the size of the mesh axis `context`: the number of devices that the tokens of each page are split over."""
     return 1 if mesh is None else mesh.shape[CONTEXT]
 
 
 def number_along(axes: Sequence[str], mesh: Mesh, at: Mapping[str, int]) -> int:
-    """Return a device's index along several axes together, given its index along each axis; 0 for missing axes."""
+    """Return a device's index along several axes together, in row-major order of `axes`.
+
+    Args:
+      axes: names of the axes.
+      mesh: the mesh.
+      at: the device's index along each axis; 0 for missing axes.
+    """
     number = 0
     for axis in axes:
         number = number * mesh.shape[axis] + at.get(axis, 0)
@@ -352,7 +385,7 @@ def number_along(axes: Sequence[str], mesh: Mesh, at: Mapping[str, int]) -> int:
 
 
 def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[Any, ...]:
-    """Return the `PartitionSpec` of the caches of all layers, given their shapes on one device."""
+    """Return the `PartitionSpec` of the caches of all layers. `config` and `specs` describe one device's part."""
     if isinstance(config, DeepSeekConfig):
         latents = [jax.eval_shape(functools.partial(allocate_latents, spec)) for spec in specs]
         return tuple(jax.tree.map(lambda _: PartitionSpec((DATA, CONTEXT)), latent) for latent in latents)
@@ -361,7 +394,13 @@ def cache_partition(config: ModelConfig, specs: Sequence[CacheSpec]) -> tuple[An
 
 
 def own_kv_heads(config: ModelConfig, devices: int) -> Callable[[Array], Array]:
-    """Return a function that selects this device's KV heads of an array [Hkv, ...], inside `jax.shard_map`."""
+    """Return a function for use inside `jax.shard_map` that selects from an array [Hkv, ...] the KV heads of the device
+    that runs it.
+
+    Args:
+      config: configuration of the whole model.
+      devices: number of devices that heads are split over.
+    """
     split = _split_heads(config, devices)
     heads = np.array([[*split.kv_heads_of(i)] for i in range(devices)], np.int32)
     return lambda x: x[jnp.asarray(heads)[lax.axis_index(HEADS)]]

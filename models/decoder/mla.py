@@ -1,12 +1,15 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over a paged latent cache.
 
-Keys and values of all heads are computed from one latent of L columns and one rotated key of R columns per token. Only
-the latent and the rotated key are cached. A step uses two forms of attention:
+Per token, only a latent of L columns and a rotated key of R columns are cached. The projections W_UK and W_UV compute
+the keys and values of all heads from the latent. There are two equivalent forms of attention:
 
-- absorbed: fold W_UK into the queries and W_UV into the output, and attend to the latents as one KV head of width L + R
-  that all query heads share. This form reads the least memory and is used for decode rows.
-- expanded: compute keys and values from the latents, and attend in their smaller width. This form computes the least
-  and is used for prefill.
+- Absorbed: multiply the queries by W_UK and the outputs by W_UV, and attend to the latents as one KV head of width L +
+  R that all query heads share. This form reads the least memory and is used for decode rows.
+- Expanded: compute keys and values of each head from the latents, and attend to these. They are narrower than the
+  latents, so this form needs the fewest operations. It is used for prefill.
+
+In sparse attention, tokens attend only to keys that an indexer selects, in absorbed form. A layer without an indexer
+may use the selection of an earlier layer.
 """
 
 from __future__ import annotations
@@ -48,23 +51,24 @@ from pallas_attn import (
 )
 
 INNER_NORM_EPS = 1e-6
-"""Epsilon of the norms inside attention, independent of the model's rms_norm_eps."""
+"""Epsilon of the norms of queries and latents inside attention, independent of the model's rms_norm_eps."""
 
 
 @typing.no_type_check  # the leaves of a pytree may be shapes instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Consecutive tokens of a step that use absorbed attention, in rows of Q tokens of one sequence.
+    """Part of a step that uses absorbed attention: B rows of Q consecutive tokens of one sequence each.
 
     Attributes:
-      tokens: indices in the packed step.
-      block_tables: [B, P], page ids.
-      kv_lens: [B], number of tokens that the last token of each row sees, including itself; 0 for an idle row.
-      q_lens: [B], number of tokens of each row that are not padding; None if there is no padding.
+      tokens: indices of the part's tokens among the packed tokens of the step.
+      block_tables: int32 [B, P], page ids.
+      kv_lens: int32 [B], number of cached tokens that the last token of each row sees, including itself; 0 for an idle
+        row.
+      q_lens: int32 [B], number of tokens of each row without padding; None if no row is padded.
       queries: Q.
-      draft_mask: [B, Q, Q], as `StepMetadata.decode_draft_mask`.
-      plan: decode plan of the pages; None until `plan_rows` computes it.
+      draft_mask: bool [B, Q, Q], for trees of drafts: entry [b, i, j] is True if token i of the row sees token j.
+      plan: decode plan (assignment of pages to thread blocks); None until `plan_rows` computes it.
     """
 
     tokens: slice = dataclasses.field(metadata={"static": True})
@@ -80,15 +84,15 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Consecutive tokens of a step that attend in chunks of sequences.
+    """Part of a step that uses `mla_prefill`: one chunk of consecutive tokens of each of S sequences.
 
-    They use expanded attention, except that short chunks attend to their prefixes in absorbed form.
+    `mla_prefill` expands latents, but may use the absorbed form for the cached prefix of short chunks.
 
     Attributes:
-      tokens: indices in the packed step.
-      block_tables: [S, P], page ids.
-      cu_q_lens: [S + 1], prefix sum of the chunks' lengths.
-      kv_lens: [S], number of tokens of each sequence, including its chunk.
+      tokens: indices of the part's tokens among the packed tokens of the step.
+      block_tables: int32 [S, P], page ids.
+      cu_q_lens: int32 [S + 1], prefix sum of the lengths of the chunks.
+      kv_lens: int32 [S], number of tokens of each sequence, including its chunk.
     """
 
     tokens: slice = dataclasses.field(metadata={"static": True})
@@ -100,11 +104,13 @@ class Chunks:
 type Part = Rows | Chunks
 
 type Choice = list[Int32[Array, "_ K"] | None]
-"""Cache slots that the tokens of each part of a step attend to, -1 for none. None for a part that attends to all."""
+"""Selected keys of sparse attention, one entry for each part of a step: the cache slots that each token attends to,
+int32 [T, K], padded with -1. None for a part that attends to all keys."""
 
 
 def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"]) -> list[Part]:
-    """Split a step into a decode part and a prefill part, in the form that `mla` selects. Empty parts are omitted."""
+    """Split a step into the decode rows and the prefill tokens, in the form of attention that `mla` selects (see
+    `AttentionSettings`). A part without tokens is left out."""
     num_tokens, num_decode = metadata.num_tokens, metadata.num_decode
     parts = []
     if num_decode:
@@ -115,6 +121,7 @@ def step_parts(metadata: StepMetadata, mla: Literal["auto", "absorb", "expand"])
 
 
 def _decode_rows(metadata: StepMetadata) -> Rows:
+    """Return the decode rows for absorbed attention."""
     tokens = slice(0, metadata.num_decode)
     tables = metadata.of_group(0).decode_block_tables
     q_lens, queries, mask = metadata.decode_q_lens, metadata.decode_queries, metadata.decode_draft_mask
@@ -122,10 +129,11 @@ def _decode_rows(metadata: StepMetadata) -> Rows:
 
 
 def _decode_chunks(metadata: StepMetadata) -> Chunks:
-    """Return decode rows as chunks of one token. An idle row remains among the tokens and attends to itself."""
+    """Return the decode rows as chunks of one token, for expanded attention. An idle row becomes a sequence of one
+    token, whose result is ignored."""
     if metadata.decode_queries > 1:
         raise NotImplementedError(
-            "mla: expanded decode rows take one token each, without drafts; mla auto or absorb takes several"
+            "mla: expanded decode rows take one token each, without drafts; mla auto or absorb supports drafts"
         )
     offsets = jnp.arange(metadata.num_decode + 1, dtype=jnp.int32)
     kv_lens = jnp.maximum(metadata.decode_kv_lens, 1)
@@ -133,30 +141,37 @@ def _decode_chunks(metadata: StepMetadata) -> Chunks:
 
 
 def _prefill_chunks(metadata: StepMetadata) -> Chunks:
+    """Return the prefill tokens for expanded attention."""
     tokens = slice(metadata.num_decode, metadata.num_tokens)
     return Chunks(tokens, metadata.of_group(0).prefill_block_tables, metadata.cu_q_lens, metadata.prefill_kv_lens)
 
 
 def _prefill_rows(metadata: StepMetadata) -> Rows:
-    """Return every prefill token as a decode row that sees its sequence up to and including itself."""
+    """Return the prefill tokens for absorbed attention: each token is a row that sees its sequence up to itself."""
     tokens = slice(metadata.num_decode, metadata.num_tokens)
     rows = dataclasses.replace(metadata, decode_draft_mask=None).as_decode_rows()
     return Rows(tokens, rows.of_group(0).decode_block_tables[tokens], rows.decode_kv_lens[tokens])
 
 
 def is_sparse(config: DeepSeekConfig, settings: AttentionSettings, capacity: int) -> bool:
-    """Return whether tokens attend to selected keys, with block tables for `capacity` tokens.
+    """Return whether a step uses sparse attention, in which tokens attend only to selected keys.
 
-    Selection is skipped if every key could be selected. With batch_invariant it is never skipped, because the width of
-    the tables depends on the other requests.
+    If the block tables have room for at most `index_topk` tokens, all keys would be selected, so the selection is
+    skipped. With batch_invariant it is never skipped, because the width of the tables may depend on other requests.
+
+    Args:
+      config: configuration of the model.
+      settings: attention settings.
+      capacity: number of tokens that the block tables have entries for.
     """
     return config.is_sparse and (settings.batch_invariant or capacity > (settings.index_topk or config.index_topk))
 
 
 def packed_rows(part: Part) -> tuple[Int32[Array, "S P"], Int32[Array, "S+1"], Int32[Array, "S"]]:
-    """Return block tables, prefix sums and lengths of a part as packed sequences.
+    """Return a part in the format of packed sequences: block tables [S, P], prefix sums of the numbers of new tokens [S
+    + 1], and sequence lengths [S].
 
-    Every token of a decode row becomes a sequence that ends with this token.
+    Every token of `Rows` becomes a sequence with one new token, which ends with this token.
     """
     if isinstance(part, Chunks):
         return part.block_tables, part.cu_q_lens, part.kv_lens
@@ -169,14 +184,16 @@ def packed_rows(part: Part) -> tuple[Int32[Array, "S P"], Int32[Array, "S+1"], I
 
 
 def newest_mask(part: Part) -> Bool[Array, "T Q"] | None:
-    """Return which of the Q newest keys each of the `packed_rows` sees, up to its own key, for trees of drafts.
+    """Return the draft mask of a part in the format of `index_top_k`; None if the part has no draft mask.
 
-    The result is None for rows without a draft mask.
+    Entry [t, j] is True if token t of the part sees the key that is Q - 1 - j cache slots before its own key. Other
+    earlier keys are visible to all tokens of the row.
     """
     if isinstance(part, Chunks) or part.draft_mask is None:
         return None
     query = jnp.arange(part.queries, dtype=jnp.int32)
-    draft = query[:, None] - part.queries + 1 + query[None]  # [Q, Q]: draft of the key; negative before the drafts
+    # [Q, Q], index of the key among the tokens of its row; negative for earlier tokens of the sequence
+    draft = query[:, None] - part.queries + 1 + query[None]
     index = jnp.broadcast_to(jnp.maximum(draft, 0)[None], part.draft_mask.shape)
     shown = (draft < 0)[None] | jnp.take_along_axis(part.draft_mask, index, axis=2)
     return shown.reshape(-1, part.queries)
@@ -190,14 +207,17 @@ def plan_rows(
     dtype: DTypeLike,
     contexts: int = 1,
 ) -> list[Part]:
-    """Plan the absorbed parts that attend to all keys, once for all layers.
+    """Return the parts of a step with decode plans, which all layers share. Only `Rows` that attend to all keys have a
+    plan.
 
     Args:
-      parts: parts of a step.
-      config, settings: of the model.
-      cache: cache of any layer; only its shapes and dtypes matter.
+      parts: parts of the step.
+      config: configuration of the model, or of one device's part.
+      settings: attention settings.
+      cache: cache of any layer; only its shapes and dtypes are used.
       dtype: dtype of the queries.
-      contexts: number of devices that contexts are split over; rows then see the tokens of this device.
+      contexts: number of devices that the tokens of each page are split over. If it is above 1, `kv_lens` of `Rows` are
+        replaced by the numbers of cached tokens on this device.
     """
     latents = latents_of(cache)
 
@@ -233,12 +253,22 @@ def latents_of(cache: LatentCache) -> PagedLatent:
 class MLA(nnx.Module):
     """Latent attention of one layer, with an indexer if the layer selects keys.
 
-    With split contexts, each device has the output projection of its share of the heads.
+    `contexts` is the number of devices that the tokens of each page are split over. If it is above 1, each device
+    merges the results for 1 / contexts of the heads, so its output projection has only the rows of these heads.
+
+    Attributes:
+      indexer: the layer's indexer; None if the layer does not select keys.
+      shares_choice: whether the layer attends to the keys that an earlier layer selected.
     """
 
     def __init__(
         self, config: DeepSeekConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, contexts: int = 1
     ):
+        """Make layer `index` with zero weights.
+
+        Raises:
+          NotImplementedError: a model with sparse attention and `settings.mla` "expand".
+        """
         self.config, self.settings, self.contexts = config, settings, contexts
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         query_width = heads * config.qk_head_dim
@@ -269,22 +299,24 @@ class MLA(nnx.Module):
         parts: list[Part],
         choice: Choice | None = None,
     ) -> tuple[Float[Array, "T D"], LatentCache, Choice | None]:
-        """Write the latents of a step to the cache, and attend.
+        """Write the latents of a step's tokens to the cache, and attend.
 
         Args:
           x: normed hidden states.
-          rope: rotations of the tokens.
+          rope: cosines and sines of the rotation angles of the tokens.
           cache: cache of the layer.
           slots: cache slot of each token; negative for padding.
-          parts: parts of the step.
-          choice: keys selected by the layer before; required if this layer shares them.
+          parts: parts of the step, from `plan_rows`.
+          choice: keys that an earlier layer selected; required if `shares_choice`.
 
         Returns:
-          Attention output of every token, the written cache, and the selected keys. The selected keys are None if no
-          layer of the model shares them, so that compiled single layers do not return them.
+          Attention output of every token; the cache with the new tokens; and the keys that this layer attends to. The
+          last result is None if no layer of the model uses the selection of an earlier layer. A compiled layer then has
+          no unused output.
 
         Raises:
-          ValueError: missing `choice`, or a cache with or without index keys that the layer does not expect.
+          ValueError: `choice` is missing; a layer with an indexer gets a cache without index keys; or a layer without
+            an indexer gets a cache with index keys.
         """
         residual = None if self.config.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x))
         q_nope, q_rope = self._queries(self.q_proj(x) if residual is None else self.q_b_proj(residual), rope)
@@ -312,7 +344,8 @@ class MLA(nnx.Module):
         return self.o_proj(jnp.concatenate(outputs).reshape(x.shape[0], -1)), written, handed_on
 
     def _given_choice(self, cache: LatentCache, parts: list[Part], choice: Choice | None) -> Choice:
-        """Return the slots that a layer without an indexer attends to: the selection of an earlier layer, or all."""
+        """Return the keys that this layer, which has no indexer, attends to: the selection of an earlier layer if
+        `shares_choice`, otherwise all (None for each part)."""
         if isinstance(cache, IndexedLatent):
             raise ValueError("cache: expected no index keys, the layer has no indexer")
         if not self.shares_choice:
@@ -331,7 +364,7 @@ class MLA(nnx.Module):
         slots: Int32[Array, "T"],
         parts: list[Part],
     ) -> tuple[PagedIndexKeys, Choice]:
-        """Write index keys of the step's tokens, and select the keys that the tokens attend to."""
+        """Write the index keys of the step's tokens to the cache, and select the keys that each token attends to."""
         if not isinstance(cache, IndexedLatent) or residual is None:
             raise ValueError("cache: expected index keys, the layer has an indexer")
         keys = indexer.keys(x, rope)
@@ -342,7 +375,7 @@ class MLA(nnx.Module):
     def _choose(
         self, q: Float[Array, "T Hi Di"], weights: Float32[Array, "T Hi"], index: PagedIndexKeys, part: Part
     ) -> Int32[Array, "T K"] | None:
-        """Return the slots that each token of the part attends to; None if tokens attend to all."""
+        """Return the cache slots that each token of the part attends to; None if tokens attend to all keys."""
         if not is_sparse(self.config, self.settings, part.block_tables.shape[1] * index.page_size):
             return None
         tables, cu_q_lens, kv_lens = packed_rows(part)
@@ -362,17 +395,21 @@ class MLA(nnx.Module):
     def _queries(
         self, q: Float[Array, "T Hq_times_D"], rope: CosSin
     ) -> tuple[Float[Array, "T Hq nope"], Float[Array, "T Hq R"]]:
+        """Split the projected queries into the columns without and with rotation, and rotate the latter."""
         q = q.reshape(q.shape[0], self.config.num_attention_heads, self.config.qk_head_dim)
         q_nope, q_rope = jnp.split(q, [self.config.qk_nope_head_dim], axis=-1)
         return q_nope, rotate(q_rope, *rope)
 
     def _latent(self, x: Float[Array, "T D"], rope: CosSin) -> Float[Array, "T LR"]:
+        """Return the cache entry of each token: the normed latent [:L] and the rotated key [L:]."""
         latent, key = jnp.split(self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1)
         return jnp.concatenate([self.kv_a_layernorm(latent), rotate(key, *rope)], axis=-1)
 
     def _absorbed(
         self, q_nope: Float[Array, "T Hq nope"], q_rope: Float[Array, "T Hq R"], cache: PagedLatent, part: Rows
     ) -> Float[Array, "T own v"]:
+        """Attend in absorbed form. If `contexts` is above 1, merge the results of all devices for this device's share
+        of the heads."""
         q_latent, q_rope = (
             q.reshape(-1, part.queries, *q.shape[1:]) for q in (_per_head(q_nope, self.w_uk[...]), q_rope)
         )
@@ -403,6 +440,7 @@ class MLA(nnx.Module):
         cache: PagedLatent,
         slots: Int32[Array, "T K"],
     ) -> Float[Array, "T Hq v"]:
+        """Attend in absorbed form to the selected cache slots."""
         out = mla_sparse(
             _per_head(q_nope, self.w_uk[...]),
             q_rope,
@@ -421,6 +459,8 @@ class MLA(nnx.Module):
         cache: PagedLatent,
         part: Chunks,
     ) -> Float[Array, "T own v"]:
+        """Attend with `mla_prefill`. If `contexts` is above 1, merge the results of all devices for this device's share
+        of the heads."""
         weights = [self.w_uk[...], self.w_uv[...]]
         attend: Callable[..., Any] = functools.partial(
             mla_prefill,
@@ -432,8 +472,8 @@ class MLA(nnx.Module):
         if self.contexts == 1:
             places = (part.block_tables, part.cu_q_lens, part.kv_lens)
             return attend(q_nope, q_rope, latent, cache, *weights, *places)
-        # This device attends to its tokens of the prefix with all heads. The whole chunk is on every device, so each
-        # device attends to it with its own heads.
+        # This device attends to its cached tokens of the prefix with all heads (`found`). All devices have the new
+        # tokens of the chunk, so this device attends to them with its share of the heads (`own`).
         q_lens = jnp.diff(part.cu_q_lens)
         prefix = split_contexts.own_lens(jnp.maximum(part.kv_lens - q_lens, 0), cache.page_size)
         places = (part.block_tables, part.cu_q_lens)
@@ -447,8 +487,9 @@ class MLA(nnx.Module):
 
 
 def _per_head(x: Float[Array, "T Hq D"], weight: Float[Array, "Hq D F"]) -> Float[Array, "T Hq F"]:
-    """Return x @ weight per head.
+    """Return x[:, h] @ weight[h] for each head h.
 
-    Heads are moved to the first axis, because XLA swaps the operands of an einsum, which is 10 times slower on a CPU.
+    It is written as a matmul with the heads as first axis. For an einsum, XLA would swap the operands, which is 10
+    times slower on a CPU.
     """
     return jnp.matmul(x.swapaxes(0, 1), weight, precision=jax.lax.Precision.HIGHEST).swapaxes(0, 1)

@@ -1,6 +1,8 @@
-"""Decoders of the DeepSeek, Qwen3, Llama and gpt-oss families. The module holds the weights; caches are arguments.
+"""Decoder models of the DeepSeek, Qwen3, Llama and gpt-oss families as Flax NNX modules.
 
-Families differ in attention (`mla` or `gqa`) and its cache (`caches`). They share all other code.
+A `Decoder` has the weights. Caches are arguments and results of a call. The families differ in attention (`mla` or
+`gqa`) and in the cache (`caches`), and share all other code. A step is one call of the model on the packed new tokens
+of several sequences.
 """
 
 from __future__ import annotations
@@ -39,17 +41,18 @@ from models.moe.layer import BiasedMoE, MoE
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
 
 type AttentionStep = list[Part] | GQAStep
-"""Metadata and plans of a step for the attention of a family, the same for all layers of a cache group."""
+"""Metadata and decode plans of a step for attention: a list for MLA, `GQAStep` for GQA. They are computed once for all
+layers of a cache group, a set of layers with equal attention windows."""
 
 type GroupStep = tuple[Int32[Array, "T"] | Int32[Array, "T Hkv"], AttentionStep]
-"""Cache slots of a step's tokens in the layers of a cache group, and the input of their attention."""
+"""For the layers of a cache group: cache slots of a step's tokens, and metadata and plans of attention."""
 
 
 @runtime_checkable
 class Step(Protocol):
-    """(weights, tokens, caches, metadata) -> (logits, caches), as `Decoder.__call__`.
+    """Model as a pure function: (weights, tokens, caches, metadata) -> (logits, caches), like `Decoder.__call__`.
 
-    With return_hidden it returns the results of `Decoder.with_hidden`.
+    With return_hidden=True it returns (logits, caches, hidden states), like `Decoder.with_hidden`.
     """
 
     @overload
@@ -61,9 +64,9 @@ class Step(Protocol):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then a dense feed-forward layer or a mixture of experts, each with a norm before it and a residual.
+    """One layer: x + attention(norm(x)), then x + feed_forward(norm(x)), which is dense or a mixture of experts.
 
-    On a mesh, the outputs of the devices are summed after attention and after the feed-forward layer.
+    On a mesh, the outputs of attention and of the feed-forward layer are summed over the devices.
     """
 
     def __init__(
@@ -74,7 +77,15 @@ class DecoderLayer(nnx.Module):
         dtype: DTypeLike,
         mesh: Mesh | None = None,
     ):
-        """Make one device's part of a layer. `config` is the `device_part` of the mesh."""
+        """Make a layer with zero weights, on a mesh one device's part of the layer.
+
+        Args:
+          config: configuration of the model; on a mesh, the result of `device_part`.
+          index: index of the layer.
+          settings: attention settings.
+          dtype: dtype of the weights.
+          mesh: devices that the model is split over; None for one device.
+        """
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.self_attn = _attention(config, index, settings, dtype, num_contexts(mesh))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -83,7 +94,7 @@ class DecoderLayer(nnx.Module):
 
     @property
     def shares_choice(self) -> bool:
-        """Whether the layer attends to the keys that an earlier layer selected."""
+        """Whether the layer uses sparse attention with the keys that an earlier layer selected."""
         return isinstance(self.self_attn, MLA) and self.self_attn.shares_choice
 
     def __call__(
@@ -95,6 +106,7 @@ class DecoderLayer(nnx.Module):
         step: AttentionStep,
         choice: Choice | None = None,
     ) -> tuple[Float[Array, "T D"], LayerCache, Choice | None]:
+        """Apply the layer. Arguments and results are described in `apply_layers`."""
         attend: Callable[..., Any] = self.self_attn
         arguments = (self.input_layernorm(x), rope, cache, slots, step)
         if isinstance(self.self_attn, MLA):
@@ -109,19 +121,21 @@ class DecoderLayer(nnx.Module):
         return x + self._added_up(self.mlp(normed)), cache, choice
 
     def _added_up(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return the sum of x over the devices that split the layer."""
         return jax.lax.psum(x, self.axes) if self.axes else x
 
 
 class Decoder(nnx.Module):
-    """Decoder of any family. `checkpoints.load_model` and `checkpoints.random_model` create one with weights.
+    """Decoder of any family. The constructor sets weights to zero; `checkpoints.load_model` and
+    `checkpoints.random_model` return models with weights.
 
     Attributes:
       config: configuration of the model.
-      settings: settings of attention.
-      mesh: devices that the model is split over (module `mesh`); it then runs inside `jax.shard_map` over this mesh.
-        None for one device.
+      settings: attention settings.
+      mesh: devices that the model is split over (see module `mesh`). The model must then be called inside
+        `jax.shard_map` over this mesh. None for one device.
       part: configuration of one device's part of the model; `config` without a mesh.
-      contexts: number of devices that contexts are split over.
+      contexts: number of devices that the tokens of each page are split over.
     """
 
     def __init__(self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None = None):
@@ -140,15 +154,15 @@ class Decoder(nnx.Module):
     ) -> tuple[Float32[Array, "n V"], Caches]:
         """Run one step over packed tokens: write their cache entries, attend, and compute logits.
 
-        Padding rows and idle rows do not affect other rows, and their results are not NaN.
+        Padding does not affect other tokens, and its logits are not NaN.
 
         Args:
-          tokens: ids, decode rows first, then prefill chunks, then padding (any valid id).
-          caches: one per layer, from `allocate_caches`. Donated caches are written in place.
+          tokens: token ids of the decode rows, then of the prefill chunks, then padding (any valid id).
+          caches: cache of each layer, from `allocate_caches`. Donated caches are written in place.
           metadata: sequences, positions and cache slots of the tokens.
 
         Returns:
-          float32 logits of the rows `metadata.logit_rows`, and the caches.
+          Logits of the tokens `metadata.logit_rows`, and the caches with the new tokens.
 
         Raises:
           ValueError: inconsistent shapes, or a model on a mesh is called outside `jax.shard_map`.
@@ -159,9 +173,9 @@ class Decoder(nnx.Module):
     def with_hidden(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float32[Array, "n V"], Caches, Float[Array, "T D"]]:
-        """Run a step, and also return the hidden state of every token after the final norm.
+        """Run a step like `__call__`, and also return the hidden states of all tokens after the final norm.
 
-        Logits are computed from these states, and `mtp` uses them as its input.
+        The logits are computed from these hidden states. Multi-token prediction (`mtp`) uses them as its input.
         """
         x, caches = self._apply_layers(tokens, caches, metadata)
         hidden = self.norm(x)
@@ -170,7 +184,7 @@ class Decoder(nnx.Module):
     def _apply_layers(
         self, tokens: Int32[Array, "T"], caches: Caches, metadata: StepMetadata
     ) -> tuple[Float[Array, "T D"], Caches]:
-        """Embed the tokens and apply all layers, without the final norm."""
+        """Embed the tokens and apply all layers. Return the hidden states before the final norm, and the caches."""
         if len(caches) != len(self.layers):
             raise ValueError(f"caches: expected one per layer, {len(self.layers)}, got {len(caches)}")
         x, rope, groups = self.begin(tokens, caches[0], metadata)
@@ -180,21 +194,22 @@ class Decoder(nnx.Module):
 
     @property
     def layer_groups(self) -> Mapping[int, int]:
-        """Cache group of each layer."""
+        """Index of the cache group of each layer."""
         return {layer: i for i, group in enumerate(cache_groups(self.part)) for layer in group.layers}
 
     def begin(
         self, tokens: Int32[Array, "T"], cache: LayerCache, metadata: StepMetadata
     ) -> tuple[Float[Array, "T D"], CosSin, Sequence[GroupStep]]:
-        """Compute the inputs of the layers of a step. It takes the arguments and raises the errors of `__call__`.
+        """Compute the inputs that the layers of a step share. Raises the errors of `__call__`.
 
         Args:
-          tokens: ids.
-          cache: cache of the first layer.
+          tokens: token ids.
+          cache: cache of the first layer, of which only shapes and dtypes are used.
           metadata: sequences, positions and cache slots of the tokens.
 
         Returns:
-          Embeddings, rotations, and for each cache group its slots and the input of its attention.
+          Embeddings of the tokens; cosines and sines of their rotation angles; and for each cache group the cache
+          slots, metadata and plans.
         """
         if self.mesh is not None:
             check_inside_shard_map()
@@ -208,7 +223,7 @@ class Decoder(nnx.Module):
         return x, rope, [(metadata.of_group(group).slots, step) for group, step in enumerate(steps)]
 
     def finish(self, x: Float[Array, "T D"], logit_rows: Int32[Array, "n"]) -> Float32[Array, "n V"]:
-        """Return the logits of some rows of the last layer's output."""
+        """Return the logits of the tokens `logit_rows`, given the output x of the last layer."""
         return self.logits(self.norm(x[logit_rows]))
 
     def embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
@@ -216,11 +231,11 @@ class Decoder(nnx.Module):
         return embed(tokens, self.embed_tokens, self.config.vocab_size)
 
     def logits(self, x: Float[Array, "n D"]) -> Float32[Array, "n V"]:
-        """Return the logits of normed hidden states."""
+        """Return the logits, given hidden states after the final norm."""
         return vocabulary_logits(x, self.embed_tokens, self.lm_head, self.config.vocab_size)
 
     def _attention_steps(self, metadata: StepMetadata, cache: LayerCache) -> Sequence[AttentionStep]:
-        """Prepare the attention of a step, once per cache group."""
+        """Compute metadata and plans of attention for each cache group."""
         match self.part, cache:
             case DeepSeekConfig() as config, (PagedLatent() | IndexedLatent()) as cache:
                 parts = step_parts(metadata, self.settings.mla)
@@ -239,20 +254,24 @@ class Decoder(nnx.Module):
         *,
         layer: int = 0,
     ) -> CacheSpec:
-        """Return the shapes of one layer's cache on a device. The default dtype is the dtype of the model.
+        """Return the shapes and dtypes of one layer's cache on a device.
 
-        See `caches.cache_spec` for the arguments. If contexts are split, each device has a part of the tokens of every
-        page.
+        `caches.cache_spec` describes the arguments. The default of dtype is the dtype of the model. `page_size` is the
+        number of tokens per page on all devices together: if `contexts` is above 1, each device has a part of the
+        tokens of every page.
 
         Raises:
-          ValueError: as `caches.cache_spec`, or page_size is not a multiple of the number of contexts.
-          NotImplementedError: quantised keys and values with split contexts.
+          ValueError: as `caches.cache_spec`, or page_size is not a multiple of `contexts`.
+          NotImplementedError: quantised keys and values, and `contexts` is above 1.
         """
         dtype = dtype or self.embed_tokens.dtype
         if page_size % self.contexts:
             raise ValueError(f"page_size: expected a multiple of {CONTEXT}={self.contexts}, got {page_size}")
         if self.contexts > 1 and jnp.dtype(dtype) in QUANTISED and isinstance(self.config, GQAConfig):
-            raise NotImplementedError(f"cache_dtype: a chunk is not attended to as it is stored, over {CONTEXT}")
+            raise NotImplementedError(
+                f"cache_dtype: quantised keys and values are not supported over {CONTEXT}, because chunks would attend"
+                " to their unquantised keys and values"
+            )
         page_size //= self.contexts
         spec = cache_spec(self.config, num_pages, page_size, dtype, scales, layer=layer)
         if self.mesh is None:
@@ -267,7 +286,8 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> list[CacheSpec]:
-        """Return the shapes of the caches of all layers. `num_pages` may be per layer; else as `cache_spec`."""
+        """Return the result of `cache_spec` for each layer. `num_pages` is equal for all layers or a number per
+        layer."""
         pages = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
         return [self.cache_spec(n, page_size, dtype, scales, layer=layer) for layer, n in enumerate(pages)]
 
@@ -278,9 +298,9 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> Caches:
-        """Allocate empty caches of all layers. See `cache_specs` for the arguments.
+        """Allocate empty caches of all layers. Arguments as in `cache_specs`.
 
-        On a mesh, call it inside `jax.shard_map`; it allocates the caches of one device.
+        On a mesh, call this method inside `jax.shard_map`, where it returns the caches of one device.
         """
         specs = self.cache_specs(num_pages, page_size, dtype, scales)
         if scales is None or self.mesh is None:
@@ -299,17 +319,15 @@ def with_settings(model: Decoder, settings: AttentionSettings) -> Decoder:
 def _attention(
     config: ModelConfig, index: int, settings: AttentionSettings, dtype: DTypeLike, contexts: int
 ) -> MLA | GQA:
-    """Make the attention module of a layer: (x, rope, cache, slots, step) -> (output, cache).
-
-    MLA also takes and returns the selected keys.
-    """
+    """Make the attention module of a layer. GQA maps (x, rope, cache, slots, step) to (output, cache). MLA has the
+    selected keys of sparse attention as an additional argument and result."""
     if isinstance(config, DeepSeekConfig):
         return MLA(config, index, settings, dtype, contexts)
     return GQA(config, settings, dtype, contexts)
 
 
 def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike, split: ExpertSplit) -> MLP | MoE | BiasedMoE:
-    """Make the feed-forward module of a layer."""
+    """Make the feed-forward module of a layer: dense, or a mixture of experts."""
     if config.is_dense(index):
         return MLP(config.hidden_size, config.intermediate_size, dtype)
     return MoE(config, dtype, split) if isinstance(config, DeepSeekConfig) else BiasedMoE(config, dtype, split)
@@ -318,8 +336,8 @@ def _feed_forward(config: ModelConfig, index: int, dtype: DTypeLike, split: Expe
 def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -> Float[Array, "T D"]:
     """Return the embeddings of tokens.
 
-    If a device has a part of the `vocab_size` rows, the embeddings of other rows are zero on this device, and the
-    result is the sum over the devices. The sum is exact.
+    On a mesh that splits the vocabulary, each device has a part of the `vocab_size` rows of the embedding and uses
+    zeros for other tokens. The result is the sum over the devices, which is exact because one term is not zero.
     """
     weight = embed_tokens[...]
     if weight.shape[0] == vocab_size:
@@ -333,9 +351,10 @@ def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -
 def vocabulary_logits(
     x: Float[Array, "n D"], embed_tokens: nnx.Param, lm_head: Linear | None, vocab_size: int
 ) -> Float32[Array, "n V"]:
-    """Return the logits of all tokens, with the weights of the head or the tied input embedding.
+    """Return the logits of all `vocab_size` tokens, given hidden states x after the final norm.
 
-    Devices that have a part of the `vocab_size` tokens gather the logits of all devices.
+    The weights are `lm_head`, or the tied input embedding if `lm_head` is None. On a mesh that splits the vocabulary,
+    each device computes the logits of its part, and the logits of all devices are gathered.
     """
     weight = embed_tokens[...].T if lm_head is None else lm_head.weight[...]
     logits = jnp.matmul(x, weight, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -344,9 +363,12 @@ def vocabulary_logits(
 
 
 def rows_to_attend(metadata: StepMetadata, settings: AttentionSettings, contexts: int) -> StepMetadata:
-    """Return metadata of a step with the rows that attention computes.
+    """Return metadata of a step in which tokens are arranged in the rows for which attention is called.
 
-    With split contexts, the queries of a row see different numbers of a device's tokens, so each query becomes a row.
+    With batch_invariant, each token becomes a decode row. If `contexts` is above 1 (the tokens of each page are split
+    over devices), decode rows of several tokens are split into rows of one token. The reason is that the operations
+    compute from the length of a row how many keys each of its tokens sees, but on one device only some of these keys
+    exist.
     """
     if settings.batch_invariant:
         return metadata.as_decode_rows()
@@ -371,28 +393,32 @@ def apply_layers(
 
     Args:
       layers: the layers.
-      x: output of the layers before, or the embeddings of `Decoder.begin`.
-      rope: rotations.
+      x: hidden states before the first of these layers.
+      rope: cosines and sines of the rotation angles of the tokens.
       caches: cache of each layer.
-      steps: input of each layer's attention, from `Decoder.begin`.
-      choice: keys that the layers before selected, if any.
+      steps: cache slots, metadata and plans of attention for each layer, from `Decoder.begin`.
+      choice: cache slots of the keys that the last indexer before these layers selected (sparse attention); None
+        without an indexer.
 
     Returns:
-      Inputs of the next layers: x, the written caches, and the last selected keys, if layers select keys.
+      Hidden states after the last layer; the caches with the new tokens; and the keys that the last indexer selected,
+      None without an indexer.
     """
     apply_layer = layer_function()
     written = []
     for layer, cache, step in zip(layers, caches, steps, strict=True):
-        given = choice if layer.shares_choice else None  # equal inputs, so that other layers compile to one function
+        # None for layers that ignore the argument: layers with and without it would be compiled separately.
+        given = choice if layer.shares_choice else None
         x, cache, choice = apply_layer(*nnx.split(layer), x, rope, cache, *step, given)
         written.append(cache)
     return x, tuple(written), choice
 
 
 def layer_function() -> Callable[..., tuple[Array, Any, Choice | None]]:
-    """Return a new jitted `_apply_layer` for each trace.
+    """Return `_apply_layer`, jitted anew.
 
-    A trace depends on implementations and tuned configurations, which may change between calls.
+    The trace of a layer depends on the chosen implementations and kernel settings, which may change between traces of a
+    step. A new jitted function does not reuse traces of earlier steps. Equal layers of one step still share a trace.
     """
     return jax.jit(functools.partial(_apply_layer), static_argnums=0)
 
@@ -407,14 +433,14 @@ def _apply_layer(
     step: AttentionStep,
     choice: Choice | None = None,
 ) -> tuple[Float[Array, "T D"], LayerCache, Choice | None]:
-    """Apply a layer as a pure function. When jitted, it is lowered and compiled once for all equal layers."""
+    """Apply a layer as a pure function of its graph definition and weights, so that jit compiles equal layers once."""
     return nnx.merge(graph, state)(x, rope, cache, slots, step, choice)
 
 
 def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Module], list[jax.Array]]:
     """Split a module into its weights and a function that rebuilds the module from weights inside jit.
 
-    The weights are a flat list, which has the least overhead in a jitted call.
+    The weights are a flat list, which has less overhead than a tree as an argument of a jitted call.
     """
     graph, state = nnx.split(module)
     weights, structure = jax.tree.flatten(state)
@@ -422,7 +448,10 @@ def split_module[Module: nnx.Module](module: Module) -> tuple[Callable[[Any], Mo
 
 
 def split_model(model: Decoder) -> tuple[Step, list[jax.Array]]:
-    """Split the model into a pure function and its weights. Jit it with `jax.jit(step, donate_argnums=2)`."""
+    """Split the model into a pure function and its weights.
+
+    Jit the function with `jax.jit(step, donate_argnums=2)`, so that caches are written in place.
+    """
     rebuild, weights = split_module(model)
 
     def step(

@@ -1,14 +1,15 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, 2.2): modules that draft tokens from hidden states.
 
-The input of a module at position i is the hidden state at i joined with the embedding of token i + 1. The module
-computes logits of token i + 2 and a hidden state, from which the next token can be drafted: the input at i + 1 joins
-this state with the drafted token i + 2. Each module is one decoder layer. It has a latent cache in the same pages and
-slots as the decoder: the entry at position i is in the slot of token i.
+A module is one decoder layer with an input projection. At position i, its input joins the hidden state of position i
+with the embedding of token i + 1. Its outputs are logits of token i + 2 and a hidden state. To draft another token, the
+hidden state is joined with the drafted token i + 2 as the input of position i + 1. Each module has a latent cache with
+the same pages and slots as the decoder's caches: the entry of position i is in the slot of token i.
 
-Hidden states are used after the norm before the head: `norm` of the decoder, `shared_head.norm` of a module. The paper
-does not specify this. vLLM's deepseek_v2.py and SGLang's deepseek_nextn.py also return normed states. Pull requests
-47448 of vLLM and 1764 of ROCm/ATOM report that fewer drafts are accepted if the unnormed state of a module is used for
-the next draft. vLLM omits the embedding at position 0; this implementation includes it, as SGLang and the paper do.
+Hidden states are used after the norm that precedes the output head: `norm` of the decoder, `shared_head.norm` of a
+module. The paper does not specify this. vLLM's deepseek_v2.py and SGLang's deepseek_nextn.py also return normed states.
+Pull requests 47448 of vLLM and 1764 of ROCm/ATOM report that fewer drafts are accepted if the unnormed state of a
+module is used for the next draft. At position 0, vLLM omits the embedding; this implementation includes it, like SGLang
+and the paper.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from models.decoder.settings import AttentionSettings
 from models.decoder.step_metadata import StepMetadata
 
 type MTPCaches = tuple[LatentCache, ...]
-"""Caches of all modules."""
+"""Latent cache of each module."""
 
 
 class MTPModule(nnx.Module):
-    """Weights of one module, on a mesh one device's part. Modules use the embedding and the head of the decoder."""
+    """Weights of one module, on a mesh one device's part. The embedding and the output head of the decoder are used."""
 
     def __init__(
         self,
@@ -60,19 +61,20 @@ class MTPModule(nnx.Module):
         self.norm = RMSNorm(width, eps, dtype)
 
     def join(self, embedded: Float[Array, "T D"], hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return the input of the decoder layer. The embedding comes first, as in vLLM's deepseek_mtp.py."""
+        """Return the input of the module's layer: the projection of the normed embeddings and the normed hidden states.
+        The embedding comes first in the projection's columns, as in vLLM's deepseek_mtp.py."""
         return self.eh_proj(jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1))
 
 
 class MTP(nnx.Module):
-    """Multi-token prediction modules of a model, split over the model's mesh as its layers.
+    """Multi-token prediction modules of a model. On a mesh they are split like the model's layers.
 
-    `checkpoints.load_mtp` and `checkpoints.random_mtp` create them.
+    `checkpoints.load_mtp` and `checkpoints.random_mtp` return modules with weights.
 
     Attributes:
-      config, part, settings, mesh, contexts: attributes of the model.
-      embed_tokens, lm_head: the model's parameters, not copies.
-      depths: modules; module k drafts the (k + 1)-th token ahead.
+      config, part, settings, mesh, contexts: attributes of the model, see `Decoder`.
+      embed_tokens, lm_head: embedding and output head of the model, not copies.
+      depths: the modules. After the decoder has computed the next token, module k drafts the (k + 1)-th token after it.
     """
 
     def __init__(self, model: Decoder, depths: Sequence[MTPModule]):
@@ -89,20 +91,20 @@ class MTP(nnx.Module):
         metadata: StepMetadata,
         depth: int = 0,
     ) -> tuple[Float[Array, "T D"], MTPCaches]:
-        """Run a module over packed positions: write its cache entries, and attend.
+        """Run one module over packed positions: write its cache entries, and attend.
 
-        With several modules, the module of depth k joins token i + 1 with the hidden state of the previous module at
-        position i - 1, so that all modules have the same tokens in the same slots.
+        A module of depth above 0 gets the hidden state of the previous module from the position before (i - 1) and
+        token i + 1. Therefore all modules have the same tokens in the same slots.
 
         Args:
           next_tokens: token after each position.
-          hidden: hidden states. At depth 0, hidden states of the decoder at the same positions.
-          caches: one per module, from `allocate_caches`. Donated caches are written in place.
-          metadata: sequences, positions and cache slots; logit_rows are not used.
-          depth: number of tokens drafted so far. The module is depth modulo the number of modules.
+          hidden: hidden states. At depth 0, the decoder's hidden states at the same positions.
+          caches: cache of each module, from `allocate_caches`. Donated caches are written in place.
+          metadata: sequences, positions and cache slots; `logit_rows` is not used.
+          depth: number of tokens that have been drafted before. Module depth % (number of modules) is used.
 
         Returns:
-          Hidden states, the input of `logits` and of the next depth, and the caches.
+          Hidden states, which are the input of `logits` and of the next depth; and the caches.
 
         Raises:
           ValueError: inconsistent shapes, or modules on a mesh are called outside `jax.shard_map`.
@@ -128,11 +130,15 @@ class MTP(nnx.Module):
         return module.norm(x), (*caches[:index], cache, *caches[index + 1 :])
 
     def logits(self, hidden: Float[Array, "n D"]) -> Float32[Array, "n V"]:
-        """Return logits of the token after the next token, from the hidden states of a module."""
+        """Return the logits of token i + 2, given the hidden state of a module at position i."""
         return vocabulary_logits(hidden, self.embed_tokens, self.lm_head, self.config.vocab_size)
 
     def allocate_caches(self, num_pages: int, page_size: int, dtype: DTypeLike | None = None) -> MTPCaches:
-        """Allocate an empty cache per module, with the shapes of the decoder's layers on a device."""
+        """Allocate an empty cache for each module, with pages like the decoder's caches. On a mesh, allocate the caches
+        of one device.
+
+        `page_size` is the number of tokens per page on all devices together. The default dtype is the model's.
+        """
         dtype, page_size = dtype or self.embed_tokens.dtype, page_size // self.contexts
         layers = self.config.mtp_layers
         return tuple(allocate_latents(cache_spec(self.part, num_pages, page_size, dtype, layer=i)) for i in layers)

@@ -1,8 +1,11 @@
 """Rotary position embedding (Su et al., arXiv:2104.09864), optionally scaled by YaRN or by Llama 3's rule.
 
-Columns i and i + R/2 form a pair that is rotated by angle i. In DeepSeek checkpoints the pairs are interleaved, columns
-2i and 2i + 1. `checkpoints.weights` reorders the columns when it loads them (`halves_order`). Queries and keys are
-reordered in the same way, so scores do not change; only the order of the cached rotated keys differs.
+R is the number of rotated columns of a head. Columns i and i + R/2 form pair i, which is rotated by position ·
+frequency i.
+
+In DeepSeek checkpoints, pair i is in columns 2i and 2i + 1 instead. `checkpoints.weights` reorders the columns of the
+weights when it loads them (`halves_order`). Queries and keys are reordered in the same way, so their products do not
+change. The cached rotated keys have the new order.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ from models.config import ModelConfig, YarnConfig
 from models.config.rope import RopeScaling
 
 type CosSin = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]
-"""Cosines and sines of the angles of each token."""
+"""Cosines and sines, float32 [T, R / 2] each, of the rotation angle of each token and pair."""
 
 
 def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
-    """Return the angle per position of each rotated pair, in radians [R / 2]."""
+    """Return the frequency of each rotated pair: its angle per position in radians, float32 [R / 2]."""
     width = config.rotary_dim
     frequencies = config.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
     if config.rope_scaling is not None:
@@ -31,7 +34,8 @@ def inverse_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
 
 
 def _unscaled_share(scaling: RopeScaling, theta: float, width: int) -> np.ndarray:
-    """Return the weight of each unscaled frequency in the interpolation: 1 for the fastest, 0 for the slowest."""
+    """Return the weight [R / 2] of each unscaled frequency in its interpolation with the scaled frequency. It is 1 for
+    high frequencies, which stay unscaled, and 0 for low frequencies."""
     if isinstance(scaling, YarnConfig):
         return _yarn_share(scaling, theta, width)
     turns = scaling.original_max_position_embeddings / (2 * math.pi) * theta ** -(np.arange(0, width, 2) / width)
@@ -55,7 +59,7 @@ def _yarn_share(yarn: YarnConfig, theta: float, width: int) -> np.ndarray:
 
 
 def rope_table(config: ModelConfig, positions: Int32[Array, "T"]) -> CosSin:
-    """Return cosines and sines of the angles of each token, multiplied by YaRN's temperature."""
+    """Return cosines and sines of the angles of each token, multiplied by the attention scale of YaRN if it is used."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(config))[None, :]
     scale = config.rope_scaling.rotary_scale if config.rope_scaling else 1.0
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
@@ -64,7 +68,8 @@ def rope_table(config: ModelConfig, positions: Int32[Array, "T"]) -> CosSin:
 def rotate(
     x: Float[Array, "T *heads R"], cos: Float32[Array, "T half"], sin: Float32[Array, "T half"]
 ) -> Float[Array, "T *heads R"]:
-    """Rotate columns i and i + R/2 of every token by its angle i, in float32; the result has the dtype of x."""
+    """Rotate pair i (columns i and i + R/2) of every token and head by the token's angle i. It is computed in float32;
+    the result has the dtype of x."""
     heads = tuple(range(1, x.ndim - 1))
     cos, sin = jnp.expand_dims(cos, heads), jnp.expand_dims(sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -72,5 +77,6 @@ def rotate(
 
 
 def halves_order(width: int) -> np.ndarray:
-    """Return the permutation to halves: `interleaved[halves_order(width)]` has pair i at columns i and i + R/2."""
+    """Return the permutation from interleaved pairs to halves, int [width]: if `x` has pair i in columns 2i and 2i + 1,
+    `x[halves_order(width)]` has it in columns i and i + width/2."""
     return np.arange(width).reshape(-1, 2).T.reshape(-1)

@@ -1,4 +1,4 @@
-"""Settings of attention. They belong to a run, not to the model."""
+"""Settings of attention that are chosen when a model is run. They are not part of the model's configuration."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ class AttentionSettings:
     """Settings of attention. All settings except `index_topk` change only speed and rounding.
 
     Attributes:
-      mla: form of latent attention. "auto" uses the absorbed form for decode rows and the expanded form for prefill, in
-        which `mla_prefill` may absorb short chunks. "absorb" and "expand" use one form for both.
-      implementation: implementation of every attention operation, an argument of `pallas_attn` operations.
+      mla: form of latent attention (MLA). "absorb" attends to the latents, with W_UK and W_UV folded into queries and
+        outputs. "expand" computes keys and values of each head from the latents. "auto" absorbs in decode rows and
+        expands in prefill, except that `mla_prefill` may choose the absorbed form for short chunks.
+      implementation: argument `implementation` of all `pallas_attn` operations.
       piece_tokens: number of cached tokens that are expanded at a time, which limits the memory of prefill; None for
-        the default of the operation.
-      index_topk: number of keys that a token of a sparse model attends to; None for the number in its configuration.
-      batch_invariant: whether the result of a token has the same bits for any other tokens in steps of the same shape.
-        Every token, including prompt tokens, then attends as a decode row, with decode plans of mode "fixed".
+        the default of `mla_prefill`.
+      index_topk: number of keys that each token attends to in sparse attention; None for the number in the model's
+        configuration.
+      batch_invariant: whether the result of a token has the same bits in all steps of the same shape, independent of
+        the other tokens. Every token, including prompt tokens, then attends as a decode row, with decode plans of mode
+        "fixed" (argument `mode` of `plan_decode`).
 
     Raises:
       ValueError: unknown value of mla, or index_topk below 1.
@@ -38,6 +41,6 @@ class AttentionSettings:
             raise ValueError(f"index_topk: expected at least 1, got {self.index_topk}")
         if self.batch_invariant and self.mla == "expand":
             raise NotImplementedError(
-                "batch_invariant: expanded attention merges a chunk with its cached prefix, and where the chunk starts"
-                " depends on the other requests; use mla auto or absorb"
+                "batch_invariant: expanded attention computes chunk and cached prefix separately, and the start of the"
+                " chunk depends on other requests; use mla auto or absorb"
             )

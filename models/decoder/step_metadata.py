@@ -1,4 +1,8 @@
-"""Metadata of one step: positions, block tables, cache slots and lengths of its tokens."""
+"""Metadata of one step: positions, block tables, cache slots and lengths of its tokens.
+
+A step is one forward pass over packed tokens: first the decode rows (newest tokens of sequences), then the prefill
+tokens (chunks of prompts).
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,18 @@ from jaxtyping import Array, Bool, Int32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupTables:
-    """Block tables and cache slots of a step's tokens in the layers of a cache group. All arrays are int32.
+    """Block tables and cache slots of a step's tokens for one cache group, a set of layers with equal attention
+    windows.
+
+    All arrays are int32. If the KV heads of the group have different windows, pages are allocated per head: entries are
+    page rows, each one page of one KV head. Otherwise entries are page ids.
 
     Attributes:
-      slots: cache slot of each token, page · page_size + offset [T], or page_row · page_size + offset per head
-        [T, Hkv]; -1 for padding, which is not cached.
+      slots: cache slot of each token: page · page_size + offset [T], or page_row · page_size + offset per head [T,
+        Hkv]; -1 for padding, which is not cached.
       decode_block_tables: page ids [Bd, Pd], or page rows [Bd, Hkv, Pd].
-      prefill_block_tables: page ids [S, Pp], or page rows [S, Hkv, Pp]. They cover the visible part of the cached
-        prefix and the slots of this step.
+      prefill_block_tables: page ids [S, Pp], or page rows [S, Hkv, Pp]. They have the pages of the visible cached
+        prefix and of the new tokens.
     """
 
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"]
@@ -35,9 +43,10 @@ class GroupTables:
 class StepMetadata:
     """Positions and lengths of a step's T packed tokens: Bd decode rows of Q tokens, then the prefill tokens.
 
-    A decode row is the newest token of a sequence, and with Q > 1 also the drafts after it, padded to Q tokens. Sizes
-    are static and determine the compiled program: Bd decode rows, T - Bd · Q prefill tokens of at most S sequences.
-    Either part may be empty. All arrays are int32 unless stated otherwise.
+    A decode row has the newest token of a sequence. With Q > 1 it also has drafts after the newest token, which are
+    verified in this step (speculation), and is padded to Q tokens. The sizes are static and determine the compiled
+    program: Bd decode rows, and T - Bd · Q prefill tokens of at most S sequences. Either part may be empty. All arrays
+    are int32 unless stated otherwise.
 
     Attributes:
       positions: [T], position of each token in its sequence; 0 for padding.
@@ -45,12 +54,13 @@ class StepMetadata:
       decode_kv_lens: [Bd], number of tokens of each sequence including this step; 0 for an idle row.
       decode_q_lens: [Bd], number of tokens of each decode row that are not padding, at most Q; None for Q.
       decode_queries: Q.
-      decode_draft_mask: bool [Bd, Q, Q], the tokens of its row that each token sees, for trees of drafts. None if each
-        token sees all tokens up to itself. Token j is in the j-th slot of the row, independent of its position.
+      decode_draft_mask: bool [Bd, Q, Q], for trees of drafts: entry [b, i, j] is True if token i of row b sees token j
+        of the row. None if each token sees the tokens of its row up to itself. The cache slots of a row are consecutive
+        and in order of j, also where positions are not.
       cu_q_lens: [S + 1], prefix sum of the new tokens per prefill sequence, starting at 0, not at Bd. Prefill tokens
         at or past its last entry are padding.
       prefill_kv_lens: [S], number of tokens of each sequence including this step; 0 for an idle row.
-      logit_rows: [n], rows of the packed step for which logits are computed, in this order.
+      logit_rows: [n], indices in [0, T) of the tokens for which logits are computed, in this order.
     """
 
     positions: Int32[Array, "T"]
@@ -64,11 +74,12 @@ class StepMetadata:
     decode_draft_mask: Bool[Array, "Bd Q Q"] | None = None
 
     def of_group(self, group: int) -> GroupTables:
-        """Return block tables and slots of a cache group."""
+        """Return block tables and slots of the cache group with this index."""
         return self.groups[group if len(self.groups) > 1 else 0]
 
     def as_decode_rows(self) -> StepMetadata:
-        """Return metadata in which every token is a decode row that sees its sequence up to and including itself."""
+        """Return metadata of the same tokens in which every token, also of prompts, is a decode row with one token.
+        Each row sees its sequence up to and including its token."""
         metadata, index = self.one_query_a_row(), jnp.arange(self.num_tokens - self.num_decode, dtype=jnp.int32)
         ends = self.cu_q_lens[1:]
         if not index.size:
@@ -92,7 +103,11 @@ class StepMetadata:
         )
 
     def one_query_a_row(self) -> StepMetadata:
-        """Return metadata in which decode rows of several tokens are split into rows of one token."""
+        """Return metadata of the same tokens in which decode rows of several tokens are split into rows of one token.
+
+        Raises:
+          NotImplementedError: the drafts form trees.
+        """
         queries = self.decode_queries
         if queries == 1:
             return self

@@ -1,6 +1,7 @@
-"""One sequence in one forward pass over an empty cache, without chunks and without other sequences.
+"""Forward pass of one sequence with an empty cache, without splitting it into chunks and without other sequences.
 
-Engine outputs are verified against it, and quantised caches are calibrated with it.
+`engine.verify` compares outputs of the engine with its logits. `checkpoints.calibration` measures keys and values in
+the caches that it fills.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ PAGE_SIZE = 64
 
 
 def pad_tokens(tokens: Sequence[int]) -> Int32[np.ndarray, "T"]:
-    """Return token ids padded with zeros to a power of two, at least 256. Few lengths are compiled this way."""
+    """Return token ids padded with zeros to a power of two, at least 256, so that few different lengths are
+    compiled."""
     padded = np.zeros(power_of_two(len(tokens), 256), np.int32)
     padded[: len(tokens)] = tokens
     return padded
@@ -40,10 +42,11 @@ def run_sequence(
     num_tokens: Int32[Array, ""],
     logit_rows: Int32[Array, "n"],
 ) -> tuple[Float32[Array, "n V"], Caches]:
-    """Return logits at some positions of a padded sequence, and the filled caches, with the pages in order.
+    """Run a padded sequence. Return the logits at some positions, and the filled caches, whose page i has the tokens
+    from position i · PAGE_SIZE on.
 
     Args:
-      step, weights: results of `split_model`.
+      step, weights: the model, as `split_model` returns it.
       allocate: `allocate(num_pages, page_size)` returns empty caches of all layers.
       tokens: result of `pad_tokens`.
       num_tokens: number of tokens that are not padding.

@@ -1,21 +1,23 @@
-"""The inference engine: requests in, tokens out. The package imports `models.config` and `models.decoder`.
+"""The inference engine: takes requests with prompts and returns generated tokens.
 
-Modules in reading order:
+The package imports `models.config` and `models.decoder`. Modules in reading order:
 
-- `engine`: the main loop and the public methods. `assembly` makes its parts, `tracked_request` and `step_log` are its
-  records.
-- `config`: sizes and policies. `request`, `outputs`: arguments and results.
-- `scheduler`: plans steps and allocates pages, without jax. `group_sizes`: division of memory between cache groups.
-- `runner`: weights, caches and compiled steps on the device. `compile_options`: XLA options. `sampler`: sampling.
-- `step`: `plan` (made by the scheduler), `packed` (metadata as one array), `plain` (the step's function), `layered`
-  (a step as several programs), `result`.
-- `speculation`: `proposer` (interface), `step` (verifies drafts), `draft_control` (number of drafts); proposers
-  `ngram`, `draft_model`, `mtp`.
-- `kv_transfer`: `engine_transfers` (methods of the engine), `cached_pages` (exported pages), `cache_rows` and
-  `split_rows` (page rows on one device and on a mesh), `written_pages` and `incoming_pages` (layer by layer),
-  `remote_prefill` and `transport` (between two processes).
+- `engine`: the main loop and the public methods. `assembly` constructs the parts of an engine. `tracked_request` and
+  `step_log` record requests and steps.
+- `config`: sizes and options. `request`: requests and sampling parameters. `outputs`: results and statistics.
+- `scheduler`: plans steps and allocates cache pages, in plain Python. `group_sizes` divides the cache memory between
+  layers with different attention windows.
+- `runner`: owns weights and caches on the device, compiles steps and launches them. `compile_options`: XLA options.
+  `sampler`: sampling of tokens from logits.
+- `step`: `plan` (the scheduler's plan of a step), `packed` (the plan as one array for the device), `plain` (the
+  function that is compiled), `layered` (a step as several programs), `result` (tokens and logits on the device).
+- `speculation`: `proposer` (interface of draft proposers), `step` (a step that verifies drafts), `draft_control`
+  (number of drafts per step); the proposers `ngram`, `draft_model`, `mtp`.
+- `kv_transfer`: `engine_transfers` (transfer methods of the engine), `cached_pages` (exported pages), `cache_rows` and
+  `split_rows` (copies of cache pages on one device and on a mesh), `written_pages` and `incoming_pages` (layer by
+  layer), `remote_prefill` and `transport` (between two processes).
 - `distributed`: `data_ranks` (data parallelism), `processes` (one engine in several processes).
-- `verify`: checks tokens against an independent computation.
+- `verify`: compares generated tokens with an independent computation.
 """
 
 from models.engine.config import EngineConfig as EngineConfig

@@ -1,4 +1,8 @@
-"""Construction of the parts of an engine: checks, page pools, schedulers, control of drafts."""
+"""Functions with which `Engine` checks its arguments and constructs its parts.
+
+A cache group is a set of layers with equal attention windows, which share a page pool. A data rank is a group of
+devices with its own requests; an engine without data parallelism has one data rank.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ def checked_model_len(model: Decoder, config: EngineConfig) -> int:
     """Return `config.max_model_len`, or the model's limit if it is None.
 
     Raises:
-      ValueError: it is less than 2 or above the model's limit.
+      ValueError: `config.max_model_len` is less than 2 or above the model's limit.
     """
     limit = model.config.max_position_embeddings
     max_model_len = limit if config.max_model_len is None else config.max_model_len
@@ -44,7 +48,7 @@ def checked_model_len(model: Decoder, config: EngineConfig) -> int:
 
 
 def make_groups(model: Decoder, config: EngineConfig, max_model_len: int) -> tuple[GroupSizes, ...]:
-    """Divide the cache memory between the cache groups."""
+    """Choose the number of pages of each cache group."""
     return group_sizes(
         model.part,
         num_pages=config.num_pages,
@@ -89,7 +93,8 @@ def make_schedulers(
             max_prefill_seqs=config.prefill_seqs,
             max_model_len=max_model_len,
             chunked_prefill=config.chunked_prefill,
-            # With several ranks the step is padded to the largest rank's tokens, which a scheduler does not know.
+            # With several data ranks, a step is padded to the largest number of prompt tokens of any rank. The
+            # scheduler of one rank does not know this number, so it does not optimise the padding.
             padded_sizes=runner_config.prefill_buckets if len(pools) == 1 else (),
             eos_token_ids=model.config.eos_token_ids,
             draft_control=_draft_control(model, config),
@@ -106,7 +111,8 @@ def _devices(mesh: Mesh | None) -> str:
 
 
 def _draft_control(model: Decoder, config: EngineConfig) -> DraftControl | None:
-    """Make the control of the number of drafts from the bytes of weights per device; None without speculation."""
+    """Make the control of the number of drafts per step; None without speculation. Its estimate of step times needs the
+    bytes of weights that a device reads per step."""
     if config.speculate is None:
         return None
     sizes, (_, weights) = model.part, split_model(model)

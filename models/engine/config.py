@@ -1,4 +1,10 @@
-"""Sizes and policies of the engine, and the static step sizes derived from them."""
+"""Configuration of the engine: sizes, options, and the batch shapes for which steps are compiled.
+
+A step is one forward pass over decode rows (newest tokens of requests) and prefill rows (chunks of prompts). A draft is
+a guessed token after the newest token of a decode row, which a step verifies (speculation). A page row is an entry of a
+block table: one page of one KV head if the heads of a layer have different windows, otherwise one page of all heads (a
+page id).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +22,11 @@ from models.engine.speculation.proposer import Speculation
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes that the engine allocates, and its scheduling policies.
+    """Sizes that the engine allocates, and options of scheduling, caching and speculation.
 
     Attributes:
-      num_pages: pages of every layer if the memory is divided evenly. Layers with windows need fewer pages, and other
-        layers get the rest (see `group_sizes`).
+      num_pages: average number of pages per layer. If layers have different attention windows, layers with windows get
+        fewer pages and other layers get more (see `group_sizes`).
       page_size: tokens per page.
       max_batched_tokens: maximum number of new tokens per step, decode and prefill together.
       max_num_seqs: maximum number of running requests; others wait.
@@ -28,26 +34,33 @@ class EngineConfig:
       max_model_len: maximum number of tokens per sequence, prompt and output together; None for the model's limit.
       chunked_prefill: whether a prompt may be split over several steps.
       prefix_caching: whether requests with equal prefixes share pages.
-      recycling: whether pages before a window are released while a request runs; changes no token.
-      cache_dtype: dtype of latents, or of keys and values; None for the model's dtype. float8_e4m3fn is
-        possible for both, int8 for keys and values.
+      recycling: whether a running request releases pages that lie before the attention window of all later queries. It
+        changes no token.
+      cache_dtype: dtype of the cached keys and values, or of the cached latents (MLA); None for the model's dtype.
+        float8_e4m3fn is supported for both, int8 only for keys and values.
       kv_scales: static scales of quantised keys and values; None for one scale per token and head.
-      decode_buckets, prefill_buckets: sizes to which steps are padded, each compiled once; None for powers of 2 and of
-        4. A step takes fewer prompt tokens if padding to the next size would cost more than a further step.
-      batch_invariant: whether a request's logits and tokens have the same bits whatever other requests run, however its
-        prompt is split, and whether tokens come from the prefix cache. All steps then have the largest shape, and
-        prompts attend token by token, which costs time. The bits depend on the sizes in this class except num_pages.
-      speculate: proposer of drafts and number of drafts per step; None for plain decoding. Drafts change no token, and
-        do not count in max_batched_tokens.
-      history: number of newest finished requests, and of newest steps, whose records are stored; None for all.
-      mesh: devices that run each step together; the model must be loaded for the same mesh. Heads, hidden widths and
-        vocabulary are split over the axes tensor and expert, experts over data and expert, and the tokens of each page
-        over context. Sizes in this class apply to each data rank, which has its own requests; pages apply to each
-        device. None for one device.
+      decode_buckets: numbers of decode rows to which steps are padded, ascending, the last one equal to max_num_seqs.
+        None for powers of two up to max_num_seqs, and max_num_seqs.
+      prefill_buckets: numbers of prompt tokens to which steps are padded, ascending, the last one equal to
+        max_batched_tokens. None for 32, 128, 512, ... (factor 4) up to max_batched_tokens, and max_batched_tokens. A
+        step takes fewer prompt tokens if padding to the next size would cost more than another step. Steps are compiled
+        once per padded shape.
+      batch_invariant: whether logits and tokens of a request have the same bits in every run, independent of other
+        requests, of the split of its prompt into chunks, and of the prefix cache. All steps are then padded to the
+        largest shape, and every prompt token attends as a decode row, which is slower. The bits depend on all sizes in
+        this class except num_pages.
+      speculate: proposer of drafts and number of drafts per step; None for decoding without drafts. Drafts change no
+        token. They do not count towards max_batched_tokens.
+      history: number of finished requests, and of steps, whose records are stored. Older records are deleted. None to
+        store all.
+      mesh: devices that run each step together; the model must be loaded for the same mesh. None for one device. Heads,
+        hidden columns and vocabulary are split over the axes tensor and expert, experts over data and expert, and the
+        tokens of each page over context. Each data rank (index along data) has its own requests. The sizes in this
+        class apply to each data rank, and num_pages applies to each device.
 
     Raises:
-      ValueError: a size is out of range, the last bucket is not the required size, there are several buckets although
-        steps are batch-invariant, or the mesh has an unknown axis.
+      ValueError: a size is out of range; buckets are not ascending or do not end at the required size; batch_invariant
+        with several buckets; or the mesh has an unknown axis.
     """
 
     num_pages: int = 512
@@ -99,7 +112,12 @@ class EngineConfig:
                 raise ValueError(f"{name}: expected None or ({reach},) if batch_invariant, got {buckets}")
 
     def runner_config(self, max_model_len: int, groups: tuple[GroupSizes, ...] | None = None) -> RunnerConfig:
-        """Return the static sizes of the runner; `groups` is None for one cache group of all layers."""
+        """Return the sizes for which the runner allocates and compiles.
+
+        Args:
+          max_model_len: maximum number of tokens per sequence.
+          groups: the model's cache groups (layers with equal windows); None for one group of all layers.
+        """
         table_pages = -(-max_model_len // self.page_size)
         decode, prefill = (self.max_num_seqs,), (self.max_batched_tokens,)
         if not self.batch_invariant:
@@ -134,7 +152,7 @@ def _powers(base: int, first: int, last: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
-    """Static sizes of a step, which determine the compiled program.
+    """Padded shape of a step's batch. Each bucket is compiled to one program.
 
     Attributes:
       decode_rows: Bd, number of decode rows including padding.
@@ -155,16 +173,18 @@ class RunnerConfig:
     """Sizes that the runner allocates and compiles for.
 
     Attributes:
-      num_pages, page_size: pages of every layer's cache and tokens per page. `groups` have their own number of pages.
+      num_pages: pages of every layer's cache if `groups` is None. Otherwise each group has its number of pages.
+      page_size: tokens per page.
       table_pages: maximum number of pages per sequence.
       max_num_seqs: maximum number of running requests.
       max_prefill_seqs: maximum number of prefill rows per step.
-      decode_buckets, prefill_buckets: sizes to which steps are padded, ascending; the last size is the maximum.
+      decode_buckets, prefill_buckets: numbers of decode rows, and of prefill tokens, to which steps are padded,
+        ascending; the last number is the maximum.
       cache_dtype: dtype of latents, or of keys and values; None for the model's dtype.
       kv_scales: static scales of quantised keys and values; None for one scale per token and head.
       groups: the model's cache groups; None for one group of all layers with tables of page ids.
-      batch_invariant: whether all steps use one bucket, in which a row's bits do not depend on other rows.
-      speculate: policy of speculative decoding; None for decode rows of one token.
+      batch_invariant: whether all steps use the largest bucket, so that the bits of a row do not depend on other rows.
+      speculate: proposer and number of drafts per decode row; None for decode rows of one token.
     """
 
     num_pages: int
@@ -188,10 +208,13 @@ class RunnerConfig:
     def buckets(self, all_logits: bool = False) -> list[Bucket]:
         """Return every bucket that a step may use.
 
-        Steps with decode rows and prompts are padded to the largest number of decode rows, and to the smallest or
-        largest number of drafts. Idle decode rows cost little compared with the prefill, and compiling every
-        combination would take too long. Batch-invariant steps all use the largest bucket, because programs of different
-        shapes round differently.
+        Steps with both decode rows and prompts are padded to the largest number of decode rows, and to the smallest or
+        largest number of drafts. This limits the number of compiled programs, and idle decode rows cost little compared
+        with the prefill. Batch-invariant steps all use the largest bucket, because programs of different shapes round
+        differently.
+
+        Args:
+          all_logits: whether steps return the logits of every prefill token.
         """
         drafts, largest = self.draft_buckets, self.decode_buckets[-1]
         if self.batch_invariant:
@@ -218,13 +241,14 @@ class RunnerConfig:
         )
 
     def table_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the page tables of `rows` sequences, one for each cache group."""
+        """Return the shapes of the page tables of `rows` sequences for each cache group: [rows, P] of page ids, or
+        [rows, Hkv, P] of page rows if the heads of the group have different windows."""
         heads = [(g.num_heads,) if g.head_wise else () for g in self.groups] if self.groups else [()]
         return tuple((rows, *of_heads, self.table_pages) for of_heads in heads)
 
     @property
     def empty_tables(self) -> tuple[np.ndarray, ...]:
-        """Page tables of a plan without rows."""
+        """Page tables of a plan without rows: int32 [0, heads, P] for each cache group."""
         shapes = self.table_shapes(0)
         return tuple(np.zeros((0, *(heads or (1,)), pages), np.int32) for _, *heads, pages in shapes)
 

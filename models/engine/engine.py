@@ -1,18 +1,26 @@
-"""The inference engine: requests in, tokens out. Every model is driven through it.
+"""The inference engine: takes requests with prompts and returns generated tokens.
 
 >>> engine = Engine(random_model(PRESETS["v3-tiny"]), EngineConfig(num_pages=256))
 >>> outputs = engine.generate([[1, 2, 3], [1, 2, 4]], SamplingParams(max_tokens=8))
 
-Main loop. The caller runs `Engine.step` while `Engine.has_unfinished`; step n is:
+A step is one forward pass of the model over a batch. The batch has at most one row per running request: a decode row
+with the newest token of the request, or a prefill row with a chunk of its prompt. A token is sampled after each decode
+row, and after a prefill row that ends the prompt.
 
-    plans = schedulers.schedule()          # per data rank: decode rows, prefill chunks, and their cache pages
-    step_n = runner.launch(plans)          # asynchronous: the device runs it after step n - 1
-    tokens = step_n_minus_1.sampled()      # waits for step n - 1, while step n is queued on the device
-    schedulers.retire(tokens)              # extends requests, ends them, releases their pages
-    for each new token: on_token(...)      # callbacks come last; an exception in one loses no token
+Main loop. The caller calls `Engine.step` as long as `Engine.has_unfinished` is true. Call n does:
 
-Other modules do the parts: `scheduler` (which tokens, in which pages), `runner` (programs and caches on the device),
-`kv_transfer.engine_transfers` (pages to and from other engines), `step_log` (statistics), `assembly` (construction).
+    plans = schedulers.schedule()          # choose the rows of step n and allocate cache pages for them
+    step_n = runner.launch(plans)          # asynchronous: the device runs step n after step n - 1
+    tokens = step_n_minus_1.sampled()      # blocks until step n - 1 has ended; step n is queued on the device meanwhile
+    schedulers.retire(tokens)              # append the tokens to the requests; end requests and release their pages
+    for each new token: on_token(...)      # callbacks run last, so an exception in a callback loses no token
+
+With data parallelism, each data rank (a group of devices) has different requests, and a scheduler and page pools for
+them. All data ranks run the same step together. Otherwise there is one data rank.
+
+Other modules: `scheduler` (plans steps), `runner` (compiled programs and caches on the device),
+`kv_transfer.engine_transfers` (copies cache pages to and from other engines), `step_log` (statistics), `assembly`
+(constructs the parts of an engine).
 """
 
 from __future__ import annotations
@@ -47,15 +55,15 @@ from pallas_attn.cache import PrefixCache
 
 
 class Engine:
-    """Continuous batching over a paged cache.
+    """Generates tokens for many requests at a time, with continuous batching and a paged KV cache.
 
     The engine launches a step before it reads the tokens of the previous step, so the host and the device work at the
-    same time. Requests are served first come, first served. When pages run out, the youngest request is preempted and
-    computed again later, which changes no token.
+    same time. Requests are served first come, first served. When pages run out, the youngest running request is
+    preempted: it loses its pages, and its tokens are computed again later. Preemption does not change any token.
 
-    An exception may interrupt any call. Requests and the tokens that have arrived survive it; all other state may be
-    inconsistent afterwards. The next call that changes the engine first rebuilds pools, queues and caches from the
-    requests.
+    Any call may be interrupted by an exception, such as KeyboardInterrupt. All requests, and all tokens that the host
+    has read from the device, survive the exception. All other state may be inconsistent afterwards. Therefore the next
+    call that changes the engine rebuilds pools, queues and caches from the requests.
     """
 
     def __init__(
@@ -66,26 +74,28 @@ class Engine:
         capture_logits: bool = False,
         processes: Processes | None = None,
     ):
-        """Allocate the cache.
+        """Allocate the cache on the device. Nothing is compiled.
 
         Args:
           model: the model. Its weights are neither copied nor moved.
-          config: sizes and policies.
+          config: cache and batch sizes, and options such as prefix caching and speculation.
           capture_logits: whether to store the logits of every computed prompt token, for `prompt_logits`.
-          processes: the processes whose devices form the mesh. Each of them makes the same calls. None for one process.
+          processes: the processes whose devices form the mesh; None for a single process. Every process must make the
+            same calls of its engine, in the same order.
 
         Raises:
           ValueError: max_model_len is below 2 or above the model's limit; the model was loaded for another mesh than
             `config.mesh`; or the mesh spans several processes and `processes` is None.
-          ProcessError: another process has failed. Every call that steps may raise it, too.
-          NotImplementedError: batch_invariant or speculate, for a model whose settings do not support it.
+          ProcessError: another process has failed. Calls that launch or read a step may raise this error, too.
+          NotImplementedError: `config` sets batch_invariant or speculate, and the model does not support the option.
         """
         check_mesh(model, config, processes)
         self.config = config
         self.max_model_len = checked_model_len(model, config)
         self._vocab_size = model.config.vocab_size
         self._capture_logits = capture_logits
-        # Several processes would measure different times, but must choose the same number of drafts.
+        # With speculation, the number of drafts (guessed tokens) per step may depend on measured step times. It must be
+        # equal in all processes, which measure different times.
         self._decides_by_time = processes is None
         self._groups = make_groups(model, config, self.max_model_len)
         self._pools = make_rank_pools(model, config, self._groups, self.max_model_len)
@@ -103,37 +113,44 @@ class Engine:
         self._ids = itertools.count()
         self._intact = True
         self._in_flight: LaunchedStep | None = None
-        self._due_calls: deque[TrackedRequest] = deque()  # one entry for each call of `on_token` that is due
+        self._due_calls: deque[TrackedRequest] = deque()  # one entry per token that `on_token` has not received yet
         self._log = StepLog(config.history, self._groups, len(self._pools), self._now())
 
     @property
     def max_sequence_len(self) -> int:
-        """Number of tokens at which a request ends: the smaller limit of the model and the cache."""
+        """Maximum number of tokens of a sequence, prompt and output: the smaller of `max_model_len` and the number of
+        tokens that fit the cache. A request ends at this length."""
         return self._ranks.max_len
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work left."""
-        if not self._intact:
+        """Whether `step` must be called again: a request is unfinished, a step is in flight, or callbacks are
+        pending."""
+        if not self._intact:  # the schedulers may be inconsistent; the records of requests are not
             return any(tracked.finish_reason is None or tracked.num_due_calls for tracked in self._tracked.values())
         return self._ranks.has_unfinished or self._in_flight is not None or bool(self._due_calls)
 
     @property
     def cache_format(self) -> dict[str, Any]:
-        """Facts by name, as JSON values, that must be equal in two engines that exchange pages."""
+        """Properties of the model and its cache: a dict from name to JSON value. Two engines can exchange cache pages
+        only if all these properties are equal."""
         return self._transfers.cache_format
 
     # --- main loop
 
     def step(self) -> list[RequestId]:
-        """Launch the next step and collect the tokens of the previous one.
+        """Launch the next step, then read the tokens of the previous step and call the callbacks.
 
-        The device, a callback, an allocation or Ctrl-C may raise in here. No token that has arrived is then lost, and
-        every unfinished request continues with the next call. Requests are computed again, unless a callback raised.
-        Each callback gets each token once. If Ctrl-C arrives just before a call, that call does not happen.
+        The call may raise errors of the device, exceptions of callbacks, MemoryError and KeyboardInterrupt. Tokens that
+        have been read are not lost, and the next call continues all unfinished requests. After an exception of a
+        callback it continues with the same cache. After other exceptions it allocates an empty cache and computes the
+        tokens of all unfinished requests again.
+
+        Each callback receives each token at most once. A token is skipped only if KeyboardInterrupt interrupts this
+        method just before it calls the callback.
 
         Returns:
-          Ids of the requests that got a token.
+          Ids of the requests that received a token.
         """
         with self._changing():
             launched = self._launch()
@@ -148,7 +165,7 @@ class Engine:
         return progressed
 
     def _launch(self) -> LaunchedStep | None:
-        """Plan a step and start it on the device; None if there is nothing to compute."""
+        """Plan a step and start it on the device. Return None if no request has tokens to compute."""
         planned_s = self._now()
         hits = self._hit_tokens
         plans = self._schedule()
@@ -160,7 +177,11 @@ class Engine:
         return LaunchedStep(result, planned_s, self._now(), cached, used)
 
     def _schedule(self) -> tuple[StepPlan | None, ...] | None:
-        """Plan a step. If nothing runs and no request fits because incoming pages hold the memory, give these up."""
+        """Plan a step: one plan per data rank, None for a rank without rows; None if no rank has rows.
+
+        Incoming pages (see `receive_pages`) occupy cache memory until their request is admitted. If no step is in
+        flight and no request fits into the remaining memory, release all incoming pages and plan again.
+        """
         plans = self._ranks.schedule()
         self._transfers.remove_closed()
         if plans is None and self._transfers.incoming and self._in_flight is None and self._ranks.has_unfinished:
@@ -170,7 +191,11 @@ class Engine:
         return plans
 
     def _collect(self, step: LaunchedStep) -> list[RequestId]:
-        """Read the tokens of a step, which waits for the device, and give them to the requests."""
+        """Wait until the device has finished a step, read its tokens, and append them to the requests.
+
+        Returns:
+          Ids of the requests that received a token.
+        """
         plans = step.result.plans
         rows = step.result.sampled()
         if step.result.logits is not None:
@@ -198,7 +223,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Context of every change. If an exception interrupted an earlier change, rebuild the state first."""
+        """Context manager around every change of the engine's state. If an exception interrupted an earlier change, the
+        state is rebuilt before this change."""
         if not self._intact:
             self._start_over()
         self._intact = False
@@ -206,8 +232,9 @@ class Engine:
         self._intact = True
 
     def _start_over(self) -> None:
-        """Rebuild everything from the requests: pools, queues, empty caches, due callbacks and the history. If an
-        exception interrupts this call, the next change repeats it."""
+        """Rebuild all state from the requests and the tokens that have been read: page pools, queues, empty caches,
+        pending callbacks and the history. If an exception interrupts this call, `_changing` repeats it before the next
+        change."""
         self._in_flight = None
         self._runner.reset()
         self._transfers.start_over()
@@ -220,15 +247,18 @@ class Engine:
         self._due_calls = deque(t for t in with_callbacks for _ in range(t.num_due_calls))
         self._finished = deque()
         for t in tracked:
-            t.is_owned = False  # the call that owned it was interrupted, too
+            t.is_owned = False  # `generate`, which would have deleted the record, was interrupted
             if t.finish_reason is not None:
                 self._retain(t)
 
     # --- requests
 
     def warmup(self) -> float:
-        """Compile every step shape. On a GPU also run each one without rows, which loads its kernels. After this call
-        no request causes a compilation. Without it, a shape is compiled when the first step needs it.
+        """Compile the step programs for all batch shapes that the engine pads steps to. On a GPU, also run each program
+        with an empty batch, which loads its kernels.
+
+        After this call no step compiles, unless `watch_written` is called later. Without this call, a program is
+        compiled when the first step needs it.
 
         Returns:
           Duration in seconds.
@@ -253,23 +283,24 @@ class Engine:
     ) -> RequestId:
         """Queue a request.
 
-        A prompt that can never run is not queued: it is too long for the model, for the pool or, without chunked
-        prefill, for a step. Its output has the finish reason "refused" and an explanation.
+        A prompt that is too long for the model, for the page pool or, without chunked prefill, for a step is refused
+        instead: its output has the finish reason "refused" and an explanation in `refusal`.
 
         Args:
           prompt_ids: token ids, at least one.
           params: sampling parameters and stop conditions.
-          request_id: a new id; None for the next free number.
+          request_id: an int or str that no other recorded request has; None for the next free number.
           salt: requests share cached prefixes only with requests of the same salt.
-          on_token: called with every token from within `step`.
-          incoming: pages of the prompt, from `receive_pages`. They are held until the request is admitted, then closed.
+          on_token: function (request_id, token, finish_reason) that `step` calls for each token.
+          incoming: receiver of pages of the prompt, from `receive_pages`. When the request is admitted, it uses the
+            pages that have arrived, and the receiver is closed.
 
         Returns:
           The request's id.
 
         Raises:
-          ValueError: an empty prompt, ids that are not integers or outside the vocabulary, a request_id in use, or an
-            argument of the wrong type. Nothing is queued.
+          ValueError: an empty prompt, token ids that are not integers or not in the vocabulary, a request_id in use, or
+            an argument of the wrong type. Nothing is queued.
         """
         tracked = self._add(prompt_ids, params, request_id, salt, on_token)
         if incoming is not None:
@@ -277,7 +308,7 @@ class Engine:
         return tracked.request.request_id
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request. Its output keeps the tokens that have arrived.
+        """End a request. Its output keeps the tokens that have been read from the device.
 
         Returns:
           False if the request had already ended.
@@ -295,7 +326,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] = SamplingParams()
     ) -> list[RequestOutput]:
-        """Run prompts to their ends and forget them.
+        """Add one request per prompt, step until all of them have finished, and delete their records.
 
         Args:
           prompts: token ids of each prompt.
@@ -305,8 +336,8 @@ class Engine:
           One output per prompt, in the same order.
 
         Raises:
-          ValueError: as `add_request`, or the number of params is wrong. If this or anything else is raised, none of
-            the prompts stays queued.
+          ValueError: as `add_request`, or `params` is a sequence of another length than `prompts`. After this or any
+            other exception, none of the prompts stays queued.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -325,7 +356,7 @@ class Engine:
                     self.forget(tracked.request.request_id)
 
     def output(self, request_id: RequestId) -> RequestOutput:
-        """Return a request's output so far.
+        """Return the state of a running or finished request, with the tokens that have been read.
 
         Raises:
           ValueError: no such request.
@@ -337,8 +368,8 @@ class Engine:
         return request_id in self._tracked
 
     def forget(self, request_id: RequestId) -> None:
-        """Delete the records of a finished request. Otherwise the engine deletes them once `EngineConfig.history` later
-        requests have finished.
+        """Delete the records of a finished request. Without this call the engine deletes them when
+        `EngineConfig.history` more requests have finished.
 
         Raises:
           ValueError: no such request, or it has not finished.
@@ -352,13 +383,14 @@ class Engine:
                 self._finished.remove(tracked)
 
     def prompt_logits(self, request_id: RequestId) -> np.ndarray:
-        """Return float32 logits [prompt length, V] of the prompt. Rows that the prefix cache made unnecessary are NaN.
+        """Return float32 logits [prompt length, V] of the prompt. Rows of tokens that are not computed, or not computed
+        yet, are NaN. Tokens found in the prefix cache are not computed.
 
         Raises:
           ValueError: no such request, or the engine was made without capture_logits.
         """
         if not self._capture_logits:
-            raise ValueError("capture_logits: the engine was made without it")
+            raise ValueError("capture_logits: expected an engine that was made with capture_logits=True")
         tracked = self._find(request_id)
         return self._no_logits(tracked) if tracked.prompt_logits is None else tracked.prompt_logits
 
@@ -388,8 +420,11 @@ class Engine:
     # --- KV-cache transfer
 
     def export_pages(self, request_id: RequestId) -> CachedPages:
-        """Copy the full pages of a running or finished request to the host, as far as they are computed and still in
-        the cache. `import_pages` of another engine takes them, and that engine computes only the rest of the request.
+        """Copy pages of a running or finished request to the host. `import_pages` of another engine adds them to its
+        prefix cache, so it computes only the rest of the request.
+
+        Only full pages are copied: the pages from the first token of the request up to the first page that is not
+        computed or no longer in the cache.
 
         Raises:
           ValueError: no such request, or the engine was made without a prefix cache.
@@ -407,27 +442,27 @@ class Engine:
         return self._transfers.export_all()
 
     def import_pages(self, pages: CachedPages) -> int:
-        """Add pages of another engine to the prefix cache, where later requests find them. The pages take free page
-        rows, on every data rank.
+        """Copy pages of another engine into free pages of this cache, on every data rank, and add them to the prefix
+        cache, where later requests find them.
 
-        Both engines need the same model and the same kind of cache. The number of pages, the step sizes, the attention
-        implementations and the number of devices may differ. If heads have windows of their own, the number of heads
-        per device must be equal. Caches of draft proposers are not included, so drafts for these requests are worse at
-        first.
+        Both engines need the same model and the same `cache_format`. The number of pages, the step sizes, the attention
+        implementations and the number of devices may differ. If the KV heads of a layer have different windows, both
+        engines need the same number of KV heads per device. Caches of draft proposers are not copied. Therefore fewer
+        drafts are accepted at first for requests with imported pages.
 
         Returns:
-          Number of tokens of the sequences that a request would find now, on any rank. It is less than the number of
-          tokens in `pages` if there were too few free pages.
+          Number of tokens of the imported sequences that requests would now find in the prefix cache, whatever data
+          rank they run on. It is less than the number of tokens in `pages` if there were too few free pages.
 
         Raises:
-          ValueError: pages of another model or another kind of cache, or malformed pages; nothing is added. Or the
-            engine was made without a prefix cache.
+          ValueError: `pages` are malformed or their engine has another `cache_format`; nothing is added. Or this engine
+            was made without a prefix cache.
           NotImplementedError: the engine runs as several processes.
         """
         return self._transfers.insert(pages, self._vocab_size)
 
     def receive_pages(self, tokens: Sequence[int], made_for: Mapping[str, Any], *, salt: str = "") -> IncomingPages:
-        """Prepare to receive pages of a prompt, layer by layer, while another engine computes them.
+        """Make a receiver for the pages of a prompt that another engine computes. The pages arrive layer by layer.
 
         Args:
           tokens: token ids of the prompt.
@@ -438,8 +473,8 @@ class Engine:
           The receiver of the pages. Pass it to `add_request` as `incoming`, or close it.
 
         Raises:
-          ValueError: pages of another model or another kind of cache, invalid token ids, a prompt that is longer than
-            the cache, or the engine was made without a prefix cache.
+          ValueError: `made_for` differs from this engine's `cache_format`; `tokens` has invalid ids or is longer than
+            `max_sequence_len`; or the engine was made without a prefix cache.
           NotImplementedError: the engine runs on a mesh.
         """
         return self._transfers.receive(
@@ -449,21 +484,25 @@ class Engine:
     def watch_written(
         self, consumer: Callable[[WrittenLayer], object], *, max_bytes: int = 2**30, pieces: int = 4
     ) -> WrittenFeed:
-        """Report pages that prefill completes to a consumer, layer by layer, from the next step on.
+        """Copy each page that a prefill row fills to the host, layer by layer, and pass it to a consumer, from the next
+        step on.
 
-        A step that completes pages is then launched as several programs of consecutive layers. Pages of the first
-        layers are copied to the host while later layers compute. All other steps remain single programs. Tokens are
-        equal up to rounding. `WrittenLayer` describes the order of layers. Pages that a request found in the prefix
-        cache are reported together with the first page that the request completes.
+        Each step whose prefill rows fill a page is then launched as several programs, each with consecutive layers.
+        Pages of the first layers are copied to the host while later layers compute. All other steps remain single
+        programs. Logits of the several programs equal the logits of the single program up to rounding.
+
+        `WrittenLayer` describes one call of the consumer and the order of the calls. Pages that a request found in the
+        prefix cache are passed to the consumer together with the first page that the request fills.
 
         Args:
           consumer: function called on a thread of the feed. It must not call the engine. No step waits for it.
-          max_bytes: largest backlog of pages that the consumer has not processed. A larger backlog ends the feed.
-          pieces: number of programs per step. More programs deliver pages earlier and make the step slower. If it
-            equals the number of layers, the pages of each layer leave while the next layer computes.
+          max_bytes: maximum bytes of page copies that the consumer has not processed. The feed ends if a step would
+            exceed this limit. A single step may exceed it if the consumer has processed all earlier copies.
+          pieces: number of programs per step. More programs deliver pages earlier and make the step slower. If `pieces`
+            equals the number of layers, the pages of each layer are copied while the next layer computes.
 
         Returns:
-          The feed, with methods to wait, inspect and close.
+          The feed. Its methods wait for pages, report its state and close it.
 
         Raises:
           ValueError: the engine already has an open feed, or an argument has the wrong type or value.
@@ -495,8 +534,8 @@ class Engine:
         """Queue a request, or record its refusal. Arguments as `add_request`.
 
         Args:
-          own: the caller's list. The request is appended to it even if the call is interrupted afterwards, and the
-            caller must forget the request.
+          own: list of the caller, to which the request is appended as soon as it is queued. If this call is interrupted
+            later, the caller therefore still knows the request and can delete it. None for `add_request`.
         """
         if request_id is None:
             request_id = next(number for number in self._ids if number not in self._tracked)
@@ -517,13 +556,13 @@ class Engine:
                 tracked.refusal = str(refusal)
             if own is not None:
                 own.append(tracked)
-            self._tracked[request_id] = tracked  # the request exists from here on
+            self._tracked[request_id] = tracked  # from here on the request survives an exception
             if tracked.refusal is not None:
                 self._retain(tracked)
         return tracked
 
     def _checked_ids(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
-        """Return token ids as a tuple; raise ValueError if one is not an integer or not in the vocabulary."""
+        """Return token ids as a tuple; raise ValueError if an id is not an integer or not in the vocabulary."""
         ids = as_integers(name, given)
         outside = [token for token in ids if not 0 <= token < self._vocab_size]
         if outside:
@@ -531,7 +570,8 @@ class Engine:
         return ids
 
     def _retain(self, tracked: TrackedRequest) -> None:
-        """Add a finished request to the history, and delete the oldest records beyond `EngineConfig.history`."""
+        """Add a finished request to the history. If the history is then longer than `EngineConfig.history`, delete the
+        records of its oldest request. Requests of `generate` are not added, because `generate` deletes them."""
         if tracked.is_owned or self.config.history is None:
             return
         self._finished.append(tracked)
@@ -558,12 +598,16 @@ class Engine:
 
     @property
     def _num_owned(self) -> tuple[int, ...]:
-        """Page rows owned by requests, for each cache group, summed over data ranks."""
+        """Number of page rows that requests own, for each cache group, summed over data ranks.
+
+        A cache group is a set of layers with equal attention windows, which share page pools. A page row is one page of
+        one KV head, or one page of all KV heads if the heads have equal windows.
+        """
         return tuple(map(sum, zip(*(pools.num_owned for pools in self._pools), strict=True)))
 
     @property
     def _hit_tokens(self) -> int:
-        """Tokens found in the prefix caches so far."""
+        """Number of tokens that the prefix caches have found for requests since the engine was made."""
         return sum(cache.hit_tokens for cache in self._prefix_caches)
 
     def _now(self) -> float:

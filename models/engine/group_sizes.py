@@ -1,4 +1,8 @@
-"""Division of the cache memory between the cache groups of a model."""
+"""Division of the cache memory between the cache groups of a model.
+
+A cache group is a set of layers with equal attention windows, which share a page pool. A sequence needs fewer pages in
+a group with windows, because pages before the windows are recycled: released while the sequence runs.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,11 @@ class GroupSizes:
 
     Attributes:
       layers: indices of its layers.
-      heads: windows that determine which pages its pool recycles: one per KV head if heads have different windows,
-        otherwise one for all heads.
-      head_wise: whether heads have different windows; then tables have page rows per head.
-      num_pages: pages of each layer.
+      heads: attention windows that determine which pages its pool recycles: one per KV head if the heads have different
+        windows, otherwise one for all heads.
+      head_wise: whether the KV heads have different windows. If True, pages are allocated per head: block tables [B,
+        Hkv, P] have page rows (one page of one KV head). If False, block tables [B, P] have page ids.
+      num_pages: number of pages of each layer.
     """
 
     layers: tuple[int, ...]
@@ -31,12 +36,12 @@ class GroupSizes:
 
     @property
     def num_heads(self) -> int:
-        """Page rows per page."""
+        """Page rows per page: the number of KV heads if head_wise, otherwise 1."""
         return len(self.heads.window)
 
     @property
     def num_rows(self) -> int:
-        """Page rows of the pool."""
+        """Number of page rows of the pool."""
         return self.num_pages * self.num_heads
 
 
@@ -50,34 +55,39 @@ def group_sizes(
     step_tokens: int,
     recycling: bool,
 ) -> tuple[GroupSizes, ...]:
-    """Divide the memory of `num_pages` pages per layer between the cache groups.
+    """Choose the number of pages of each cache group, for a total of `num_pages` pages per layer on average.
 
-    Each group first gets the pages that a step's new tokens need temporarily, before pages outside of windows are
-    recycled. The remaining memory is divided in proportion to the pages that one sequence holds in each group. The
-    sequence length for this is the largest length, up to `max_model_len`, at which `max_num_seqs` sequences fit.
+    The memory is divided for `max_num_seqs` sequences of equal length:
 
-    A division for the model's longest sequences would give groups with windows too few pages for many short sequences.
-    With this division, if fewer and longer sequences run, pages of the groups with windows remain unused. So
+    1. Each group gets pages for the new tokens of one step. A sequence needs them only during the step: pages that the
+       new tokens move out of a window are released before the next step.
+    2. The remaining pages are divided in proportion to the pages that one sequence occupies in each group between
+       steps. This proportion depends on the length of the sequence. The length used is the largest one, up to
+       `max_model_len`, at which `max_num_seqs` sequences fit.
+
+    A division for sequences of `max_model_len` would give groups with windows too few pages for many short sequences.
+    If fewer and longer sequences run than `max_num_seqs`, pages of the groups with windows remain unused. Therefore
     `max_num_seqs` should be the expected number of running sequences.
 
-    A single group gets all `num_pages`. So does every group without recycling.
+    If the model has a single group, or without recycling, every group gets `num_pages` pages.
 
     Args:
       config: the model's configuration.
-      num_pages: pages of every layer if the memory is divided evenly.
+      num_pages: average number of pages per layer.
       page_size: tokens per page.
       max_model_len: maximum number of tokens per sequence.
       max_num_seqs: maximum number of running sequences.
       step_tokens: maximum number of new tokens of a sequence per step.
-      recycling: whether pages outside of windows are released; if False, the pools have no windows.
+      recycling: whether pages before the windows are released while a sequence runs. If False, the result has no
+        windows, so the pools release no pages early.
     """
     groups = cache_groups(config)
     heads = [_heads(group.window if recycling else _unlimited(group.window)) for group in groups]
     total = num_pages * config.num_hidden_layers
 
     def share(pages: int) -> tuple[Fraction, list[Fraction], list[Fraction]]:
-        """Return the number of sequences of `pages` pages that fit; the pages that a sequence holds in each group; and
-        the additional pages that a step needs temporarily in each group."""
+        """Return for sequences of `pages` pages: the number of sequences that fit; the pages that one sequence occupies
+        in a layer of each group between steps; and the further pages that it occupies during a step."""
         held = [_peak_pages(seen, page_size, pages, 1) for seen in heads]
         chunk = [_peak_pages(seen, page_size, pages, step_tokens) - h for seen, h in zip(heads, held, strict=True)]
         return (total - _memory(groups, chunk)) / _memory(groups, held), held, chunk
@@ -99,8 +109,16 @@ def make_pools(
     max_model_len: int,
     whole_tables: bool = False,
 ) -> GroupPools:
-    """Make the page pools. Tables have room for `max_model_len` tokens, or, unless `whole_tables`, for the longest
-    sequence that fits the pools if that is shorter."""
+    """Make the page pools of all cache groups.
+
+    Args:
+      groups: sizes of the cache groups.
+      page_size: tokens per page.
+      max_num_seqs: number of batch slots of the pools.
+      max_model_len: maximum number of tokens per sequence.
+      whole_tables: whether block tables have entries for `max_model_len` tokens, even if the pools cannot hold a
+        sequence of this length. Otherwise the tables end at the longest sequence that fits the pools.
+    """
 
     def with_tables(num_pages: int) -> GroupPools:
         sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_pages_per_seq": num_pages}
@@ -111,22 +129,31 @@ def make_pools(
 
 
 def _peak_pages(seen: HeadWindows, page_size: int, num_pages: int, step_tokens: int) -> Fraction:
-    """Upper bound of a sequence's pages, from `HeadPagePool.peak_rows`. It does not depend on the pool's size."""
+    """Return an upper bound of the pages that a sequence occupies at one time in one layer.
+
+    Args:
+      seen: windows of the layer.
+      page_size: tokens per page.
+      num_pages: length of the sequence in pages.
+      step_tokens: maximum number of new tokens per step. Pages before the windows are released before each step.
+    """
+    # `peak_rows` does not depend on the sizes of the pool, so a pool of one row is enough.
     pool = HeadPagePool(1, seen, page_size=page_size, max_num_seqs=1, max_pages_per_seq=1)
     return Fraction(pool.peak_rows(num_pages * page_size, step_tokens=step_tokens), pool.num_heads)
 
 
 def _memory(groups: Sequence[CacheGroup], pages: Sequence[Fraction]) -> Fraction:
-    """Sum of pages over all layers, given the pages per layer of each group."""
+    """Return the total number of pages of all layers, given the pages per layer of each group."""
     return sum((len(group.layers) * n for group, n in zip(groups, pages, strict=True)), Fraction(0))
 
 
 def _heads(window: LayerWindow) -> HeadWindows:
+    """Return the windows of a layer per KV head; a single window if all heads have the same window."""
     if isinstance(window, HeadWindows):
         return window
     return HeadWindows((FULL if window is None else window,), (0,))
 
 
 def _unlimited(window: LayerWindow) -> LayerWindow:
-    """Replace a window by no window, for the same number of heads."""
+    """Return windows that see all tokens, per KV head if `window` is per KV head."""
     return HeadWindows((FULL,) * len(window.window), window.sink_tokens) if isinstance(window, HeadWindows) else None

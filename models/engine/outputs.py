@@ -1,4 +1,10 @@
-"""Results and statistics of the engine: of a request, of a step, of all steps."""
+"""Outputs of requests, and statistics of the engine's steps.
+
+A page row is one page of one KV head, or of all KV heads of a layer if they have equal windows. A cache group is a set
+of layers with equal windows, which share a page pool. A data rank is a group of devices with its own requests and page
+pools; without data parallelism there is one. A draft is a proposed token that a step verifies (speculation). A mixed
+step has both decode rows and prefill rows.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +17,20 @@ type RequestId = int | str
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """State and output of a request so far. Times exclude compilation.
+    """State and generated tokens of a running or finished request. Times exclude compilation.
 
     Attributes:
       request_id: the id given to `add_request`.
       prompt_tokens: number of prompt tokens.
       cached_tokens: prompt tokens found in the prefix cache when the request was first admitted.
       output_ids: generated tokens.
-      finish_reason: "stop", "length", "abort", "refused", "nonfinite" (the next token's logits were NaN or infinite),
-        or None while the request runs.
+      finish_reason: "stop", "length", "abort", "refused" or "nonfinite", as in `Request.finish_reason`; None while the
+        request waits or runs.
       refusal: why the request was refused; None if it was accepted.
       ttft_s: seconds from `add_request` to the first token; None before the first token.
       itl_s: seconds between consecutive tokens; 0 between tokens of the same step.
-      drafted, accepted: numbers of steps that verified and that accepted a draft; entry i is for the draft i + 1
-        positions after the newest token.
+      drafted, accepted: entry i is the number of steps that verified, and that accepted, a draft i + 1 positions after
+        the newest token.
     """
 
     request_id: RequestId
@@ -44,14 +50,15 @@ class StepRecord:
     """Record of one step, made when its tokens have been read.
 
     Attributes:
-      ended_s: time since the engine was made, in seconds.
-      duration_s: seconds since the previous step ended, or since this step was planned if that was later.
-      prefill_tokens: computed prompt tokens.
-      decode_tokens: tokens sampled by decode rows: one per row, plus accepted drafts.
+      ended_s: time at which the tokens of the step were read, in seconds since the engine was made.
+      duration_s: seconds from the end of the previous step to the end of this step. If planning of this step began
+        later than the previous step ended, seconds from the start of planning.
+      prefill_tokens: number of tokens computed in prefill rows.
+      decode_tokens: number of tokens sampled by decode rows: one per row, plus accepted drafts.
       cached_tokens: prompt tokens that requests admitted by this step found in the prefix cache.
       used_pages: pages owned by requests after planning, counted as in `EngineStats`.
       used_rows: page rows owned by requests in each cache group, counted as in `GroupStats`.
-      drafted_tokens, accepted_tokens: verified drafts, and accepted drafts.
+      drafted_tokens, accepted_tokens: number of verified drafts, and number of accepted drafts.
       launch_s: host time to plan and launch the step in seconds, without compilation.
     """
 
@@ -69,13 +76,13 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStats:
-    """Page pool of one cache group. A page row holds one KV head if heads have different windows; otherwise all heads.
+    """Use of the page pool of one cache group. Numbers of rows are summed over data ranks.
 
     Attributes:
-      layers: indices of the group's layers, which have equal windows.
-      num_heads: page rows per page.
-      num_rows: page rows of the pools of all data ranks.
-      used_rows, peak_rows: page rows owned by requests, now and at the maximum.
+      layers: indices of the group's layers.
+      num_heads: page rows per page: the number of KV heads if they have different windows, otherwise 1.
+      num_rows: page rows of the pool.
+      used_rows, peak_rows: page rows that requests own now, and the maximum since the engine was made.
     """
 
     layers: tuple[int, ...]
@@ -105,8 +112,11 @@ class Totals:
     accepted_tokens: int = 0
 
     def plus(self, step: StepRecord) -> Totals:
-        """Return the sums with one more step. A step without tokens counts as decode. It occurs with drafts, if all
-        its requests had ended in earlier steps."""
+        """Return the sums with one more step.
+
+        The time of a step without tokens is added to `decode_s`. With speculation such a step occurs if all its
+        requests ended in steps that the host had not read when it launched this step.
+        """
         tokens = step.prefill_tokens + step.decode_tokens
         of_prefill = step.duration_s * step.prefill_tokens / tokens if tokens else 0.0
         return Totals(
@@ -129,17 +139,17 @@ class EngineStats:
       prefill_tokens, decode_tokens: as in `StepRecord`.
       prefill_tokens_per_s, decode_tokens_per_s: tokens per second of step time. The time of a mixed step is divided in
         proportion to its tokens.
-      prefix_hit_rate: share of the looked-up prompt tokens that the prefix cache had at first admission; 0 without
-        look-ups.
-      used_pages, peak_pages, num_pages: pages owned by requests now and at the maximum, and all pages, summed over data
-        ranks. If layers or heads hold different numbers of tokens, their memory is converted to pages of all layers and
-        rounded up.
+      prefix_hit_rate: share of the prompt tokens of admitted requests that were found in the prefix cache at the first
+        admission; 0 without requests.
+      used_pages, peak_pages, num_pages: pages that requests own now, their maximum, and all pages, summed over data
+        ranks. A page counts as one page of every layer. If requests own different numbers of pages in different layers
+        or heads, their memory is converted to pages of all layers and rounded up.
       preemptions: number of preemptions.
       compilations, compile_s: number of compiled step shapes, and compile time in seconds.
       cache_bytes: bytes of all layers' caches and of the state of speculation, on each device.
       groups: statistics of every cache group.
       num_steps: number of all steps.
-      drafted_tokens, accepted_tokens: verified drafts, and accepted drafts.
+      drafted_tokens, accepted_tokens: number of verified drafts, and number of accepted drafts.
     """
 
     steps: tuple[StepRecord, ...]

@@ -1,4 +1,4 @@
-"""Requests: prompt and sampling parameters from the caller, and the engine's progress."""
+"""Requests: prompt and sampling parameters from the caller, and the engine's state of their computation."""
 
 import operator
 import reprlib
@@ -14,12 +14,13 @@ NONFINITE = -1
 """Value of a sampled token if the logits are NaN or infinite."""
 
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-6, 1e6
-"""Below the lower limit a draw always returns the likeliest token; above the upper limit all tokens are equally likely.
-Below 1e-34 and above 1e37, logits divided or multiplied by the temperature overflow in float32."""
+"""Limits of a temperature other than 0. Temperatures beyond the limits would be useless: below the lower limit a draw
+always returns the likeliest token, and above the upper limit all tokens are equally likely. Temperatures below 1e-34 or
+above 1e37 would also overflow float32, because logits are divided and multiplied by the temperature."""
 
 
 class RequestRefused(Exception):
-    """The request could not be completed even if it were the only one; the message says why."""
+    """The prompt is too long to run, even if no other request runs. The message gives length and limit."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class SamplingParams:
 
     Attributes:
       max_tokens: Maximum number of generated tokens, at least 1.
-      temperature: 0 selects the likeliest token. Otherwise logits are divided by it; from 1e-6 to 1e6.
+      temperature: 0 to select the likeliest token, or a divisor of the logits from 1e-6 to 1e6.
       top_k: Number of likeliest tokens that can be drawn; 0 for all.
-      top_p: Probability in (0, 1]. Only the smallest set of likeliest tokens with at least this probability can be
-        drawn.
-      seed: Seed in [0, 2**32). A draw depends only on the seed and the token's position.
+      top_p: Total probability in (0, 1]. Tokens can be drawn from the smallest set of likeliest tokens whose
+        probabilities add up to at least `top_p`.
+      seed: Seed in [0, 2**32). The random numbers of a draw depend only on the seed and the token's position.
       ignore_eos: Whether to continue after the model's end-of-sequence tokens.
       stop_token_ids: Tokens that end the output, also if `ignore_eos` is True. Stored as a tuple.
 
@@ -113,7 +114,10 @@ def _as_bool(name: str, value: Any) -> bool:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its continuation so far. The scheduler owns all fields except the first four.
+    """A prompt, its generated tokens, and the state of their computation.
+
+    The caller sets the first four fields. The scheduler changes the other fields. A step is launched on the device
+    before the host reads the tokens of earlier steps. A draft is a proposed token that a step verifies (speculation).
 
     Attributes:
       request_id: Id from the caller, unique among unfinished requests.
@@ -121,21 +125,25 @@ class Request:
       params: Sampling parameters.
       salt: Requests share cached prefixes only with requests of the same salt. A str that UTF-8 can encode.
       token_ids: The prompt, followed by the generated tokens that have been read from the device.
-      num_in_flight: Tokens sampled by launched steps and not read yet, without accepted drafts.
-      num_drafts_in_flight: Drafts that launched steps verify. Up to this number of additional tokens may be accepted.
-      num_computed: Tokens whose K/V is in the request's pages for certain, including tokens that launched steps will
-        write. Drafts are included once they have been read and accepted.
-      prefill_end: Number of tokens known at (re)admission. The host provides these; later tokens stay on the device.
-      num_published: Leading pages that were published to the prefix cache or came from it.
-      request_slot: Index of the running request in the pools and in device arrays with one entry per running request;
-        None if it is not running.
-      num_cached: Prompt tokens found in the prefix cache at first admission; None before.
-      drafted, accepted: Numbers of steps that verified and that accepted a draft; entry i is for the draft i + 1
-        positions after the newest token.
-      draft_trials: Accepted drafts, and drafts that could have been accepted; older steps have smaller weights.
-      finish_reason: "stop" (a stop or end-of-sequence token, which stays in the output), "length" (limit of the output,
-        the model or the pool), "abort", "refused" (the request could never run), or "nonfinite" (the logits of its next
-        token were NaN or infinite, for example because of a broken checkpoint).
+      num_in_flight: Number of tokens that launched steps sample and the host has not read. Accepted drafts of these
+        steps are not counted, because the host does not know their number.
+      num_drafts_in_flight: Number of drafts that launched steps verify and whose results the host has not read.
+      num_computed: Number of leading tokens whose keys and values are in the request's pages, or will be written by
+        launched steps. A draft counts after the host has read that it was accepted.
+      prefill_end: Number of tokens that the host knew when the request was last admitted: the prompt, and after a
+        preemption also generated tokens. Prefill rows compute these tokens. Inputs of decode rows are on the device.
+      num_published: Number of leading pages that the request published in the prefix cache or found there.
+      request_slot: Index of the running request in the page pools and in device arrays with one entry per running
+        request; None if the request is not running.
+      num_cached: Number of prompt tokens found in the prefix cache at the first admission; None before.
+      drafted, accepted: Statistics by distance from the newest token: entry i is the number of steps that verified, and
+        that accepted, a draft at distance i + 1.
+      draft_trials: Number of accepted drafts, and number of drafts whose predecessors were all accepted. Both are sums
+        over steps, and the weight of a step decreases with each later step.
+      finish_reason: None until the request ends. "stop": a stop or end-of-sequence token, which stays in the output.
+        "length": limit of the output, the model or the pool. "abort": ended by the caller. "refused": the prompt is too
+        long to run. "nonfinite": the logits of the next token were NaN or infinite, for example because of a broken
+        checkpoint.
 
     Raises:
       ValueError: the prompt is empty, or params or salt has the wrong type.
@@ -168,7 +176,7 @@ class Request:
         self.token_ids = list(self.prompt_ids)
 
     def requeue(self) -> None:
-        """Discard the request's progress in the cache and on the device. Tokens that have been read stay."""
+        """Reset the state of computation to that of a waiting request. Tokens that the host has read stay."""
         self.request_slot = None
         self.num_in_flight = self.num_computed = self.prefill_end = self.num_published = 0
         self.num_drafts_in_flight = 0
@@ -180,7 +188,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the sequence, including tokens in flight."""
+        """Length of the sequence: tokens that the host has read, plus `num_in_flight`."""
         return len(self.token_ids) + self.num_in_flight
 
     @property
@@ -189,7 +197,7 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether the request is running and tokens known at admission remain to be computed."""
+        """Whether the request is running and prefill rows have not computed all tokens before `prefill_end` yet."""
         return self.num_computed < self.prefill_end
 
     @property

@@ -1,4 +1,10 @@
-"""Sampling on the device. A draw depends only on the request's seed and the token's position."""
+"""Sampling of tokens from logits, on the device.
+
+The random numbers of a draw depend only on the request's seed and the token's position. Tokens are drawn with the
+Gumbel-max trick: the token with the highest logit after adding Gumbel noise has the softmax distribution. These sums
+are called perturbed logits below. They are multiplied by the temperature, so that their unit is that of the logits. At
+temperature 0 the perturbed logits are the logits themselves.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ class SamplingRows:
     Attributes:
       temperature: float32 [n]; 0 selects the likeliest token.
       top_k: int32 [n], number of likeliest tokens that can be drawn; 0 for all.
-      top_p: float32 [n]; only the likeliest tokens with this total probability can be drawn; 1 for all.
+      top_p: float32 [n], total probability of the likeliest tokens that can be drawn; 1 for all.
       seed: uint32 [n], seed of the request.
       position: int32 [n], position of the new token in its sequence.
     """
@@ -38,34 +44,39 @@ class SamplingRows:
 def sample(logits: Float[Array, "n V"], rows: SamplingRows) -> tuple[Int32[Array, "n"], Float[Array, "n"]]:
     """Choose the next token of each row, and compute the margin of the choice.
 
-    Temperature, top-k and top-p are applied in this order. The draw is an argmax of perturbed logits (Gumbel-max
-    trick).
+    Temperature, top-k and top-p are applied in this order. The token with the highest perturbed logit is chosen.
 
     Returns:
-      Token ids [n], NONFINITE for rows with a logit that is NaN or infinite; and margins [n], the difference between
-      the best and second-best perturbed logits (unperturbed at temperature 0), in units of the logits.
+      Token ids int32 [n], NONFINITE for rows with a logit that is NaN or infinite; and margins float32 [n], the
+      difference between the highest and the second-highest perturbed logit.
     """
     values, tokens = _highest(logits, rows, 2)
     return tokens[:, 0], values[:, 0] - values[:, 1]
 
 
 def draw(logits: Float[Array, "n V"], rows: SamplingRows) -> Int32[Array, "n"]:
-    """Choose the next token of each row, as `sample`, without margins."""
+    """Choose the same tokens as `sample`, int32 [n], without margins."""
     return best(logits, rows, 1)[:, 0]
 
 
 def best(logits: Float[Array, "n V"], rows: SamplingRows, count: int) -> Int32[Array, "n count"]:
-    """Return the `count` tokens with the highest perturbed logits, in descending order; the first equals `sample`'s.
-    NONFINITE for rows with a logit that is not finite."""
+    """Return the `count` tokens with the highest perturbed logits, int32 [n, count], highest first. The first token is
+    the token that `sample` chooses. Rows with a logit that is NaN or infinite contain NONFINITE."""
     return _highest(logits, rows, count)[1]
 
 
 def losses(logits: Float[Array, "n V"], rows: SamplingRows, tokens: Int32[Array, "n"]) -> Float[Array, "n"]:
-    """Return the amount by which the logit of each token has to rise for `sample` to choose the token; 0 for the tokens
-    that it chooses.
+    """Return the loss of each token: the amount by which its logit would have to rise for `sample` to choose the token.
+    The loss is 0 for tokens that `sample` chooses.
 
-    A token that top-k and top-p allow has to reach the highest perturbed logit. Another token has to reach the lowest
-    allowed logit, too. For top-p this is an upper bound, because the threshold falls as the token's probability rises.
+    The perturbed logit of the token must reach the highest perturbed logit of all tokens that top-k and top-p allow. If
+    top-k or top-p exclude the token, its logit must also reach the lowest allowed logit. For top-p this overestimates
+    the loss: as the token's probability rises, the lowest allowed logit falls.
+
+    Args:
+      logits: float32 logits.
+      rows: sampling parameters.
+      tokens: one token per row.
     """
     row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     greedy = (rows.temperature == 0)[:, None]
@@ -81,15 +92,18 @@ def losses(logits: Float[Array, "n V"], rows: SamplingRows, tokens: Int32[Array,
 def _highest(
     logits: Float[Array, "n V"], rows: SamplingRows, count: int
 ) -> tuple[Float[Array, "n count"], Int32[Array, "n count"]]:
+    """Return the `count` highest perturbed logits of each row and their tokens."""
+
     def of(drawn: Float[Array, "n V"], logits: Float[Array, "n V"]) -> tuple[Array, Array, Array]:
-        if count == 1:  # two kernels of a few us; XLA's top_k takes 22 us for one row of 100,000
+        """Return values, tokens, and whether all logits of the row are finite, given the perturbed logits `drawn`."""
+        if count == 1:  # max and argmax take a few us each; XLA's top_k takes 22 us for one row of 100,000 logits
             values, tokens = jnp.max(drawn, axis=-1, keepdims=True), jnp.argmax(drawn, axis=-1, keepdims=True)
         else:
             values, tokens = lax.top_k(drawn, count)
-        finite = jnp.all(jnp.isfinite(logits), axis=-1)  # argmax of NaN would silently return token 0
+        finite = jnp.all(jnp.isfinite(logits), axis=-1)  # argmax also returns a token for NaN
         return values, tokens.astype(jnp.int32), finite
 
-    # The branches return tokens: if they returned logits, XLA would copy these and read them again to check finiteness.
+    # The branches return tokens, not perturbed logits: XLA would copy an output [n, V] of the conditional.
     values, tokens, finite = lax.cond(
         jnp.any(rows.temperature > 0),
         lambda logits, rows: of(_perturbed(logits, rows), logits),
@@ -101,8 +115,8 @@ def _highest(
 
 
 def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, "n V"]:
-    """Perturb the logits of drawn rows: temperature · (masked scaled logits + Gumbel noise). Return greedy rows
-    unchanged."""
+    """Return the perturbed logits: temperature · (logits / temperature + Gumbel noise), and -inf for tokens that top-k
+    or top-p exclude. Rows with temperature 0 are returned unchanged."""
     greedy = rows.temperature == 0
     temperature = jnp.where(greedy, 1.0, rows.temperature)[:, None]
     scaled = logits / temperature
@@ -112,10 +126,10 @@ def _perturbed(logits: Float[Array, "n V"], rows: SamplingRows) -> Float[Array, 
 
 
 def _is_allowed(scaled: Float[Array, "n V"], top_k: Int32[Array, "n"], top_p: Float[Array, "n"]) -> Bool[Array, "n V"]:
-    """Mask of the tokens that top-k, then top-p allow.
+    """Return the mask of the tokens that top-k and then top-p allow, given logits divided by the temperature.
 
-    The function does not sort. For several rows of 100,000 logits a sort takes longer on a GPU, and for one row XLA
-    uses a sort that blocks the host.
+    The thresholds are found by a search over their bits, without sorting. On a GPU, sorting several rows of 100,000
+    logits takes longer, and for one row XLA uses a sort that blocks the host.
     """
     ranks = _ranked(scaled)
     count = jnp.where(top_k == 0, scaled.shape[-1], top_k).astype(jnp.float32)
@@ -126,7 +140,8 @@ def _is_allowed(scaled: Float[Array, "n V"], top_k: Int32[Array, "n"], top_p: Fl
 
 
 def _ranked(x: Float[Array, "n V"]) -> UInt32[Array, "n V"]:
-    """Map float32 values to uint32 in the same order: flip all bits of negative values, and the sign bit of others."""
+    """Map float32 values to uint32 ranks in the same order: flip all bits of negative values, and the sign bit of other
+    values."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -134,12 +149,17 @@ def _ranked(x: Float[Array, "n V"]) -> UInt32[Array, "n V"]:
 def _highest_reaching(
     target: Float[Array, "n"], ranks: UInt32[Array, "n V"], weights: Float[Array, "n V"]
 ) -> UInt32[Array, "n 1"]:
-    """Return for each row the highest rank r such that the weights of ranks >= r add up to the target; 0 if all weights
-    add up to less.
+    """Return for each row the highest rank r for which the weights of all tokens with rank >= r add up to at least the
+    target; 0 if all weights of the row add up to less.
 
-    The rank is found four bits at a time, with 15 candidate sums per iteration. Sums are computed over chunks of 256
-    columns and then over the chunks: XLA fuses 15 sums of this kind into one kernel, but not 15 sums over 100,000
-    columns.
+    Four bits of r are found per iteration, from the sums for 15 candidates. Each sum is computed in two parts: over
+    chunks of 256 columns, then over the chunks. XLA fuses the 15 sums over chunks into one kernel, but would not fuse
+    15 sums over 100,000 columns.
+
+    Args:
+      target: required sum of weights.
+      ranks: rank of each token, from `_ranked`.
+      weights: nonnegative weight of each token.
     """
     to_chunks = ((0, 0), (0, -ranks.shape[1] % 256))
     ranks, weights = (jnp.pad(x, to_chunks).reshape(x.shape[0], -1, 256) for x in (ranks, weights))
@@ -155,7 +175,7 @@ def _highest_reaching(
 
 
 def _noise(rows: SamplingRows, vocab_size: int) -> Float[Array, "n V"]:
-    """Gumbel noise of each row's draw."""
+    """Return the Gumbel noise of each row, which depends on its seed and position."""
     return jax.vmap(lambda seed, position: _gumbel(seed, position, vocab_size))(rows.seed, rows.position)
 
 

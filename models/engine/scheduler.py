@@ -1,4 +1,18 @@
-"""The scheduler: plans which tokens of which requests the next step computes, and allocates pages for their K/V."""
+"""The scheduler: chooses the tokens that the next step computes, and allocates cache pages for their keys and values.
+
+A step is one forward pass of the model over new tokens of several requests. With speculation, it also verifies drafts:
+guesses of the tokens after the newest token of a request. One call of `Scheduler.schedule` does:
+
+    recycle()                          # release pages that lie before the attention window of all later queries
+    for request in decoding requests:  # one decode row each: the newest token, and drafts if pages are free
+        allocate pages; if there are too few, preempt the youngest running request
+    while token budget is left:        # prefill rows: the next chunk of the youngest running request's prompt,
+        admit the next waiting request #   then prompts of waiting requests
+        allocate pages for its chunk
+    publish full pages of prompts      # in the prefix cache, where later requests find them
+
+`Scheduler.retire` receives the sampled tokens of a step, appends them to the requests, and ends requests.
+"""
 
 import bisect
 import itertools
@@ -12,39 +26,45 @@ from models.engine.step.plan import RowTokens, ScheduledRow, StepPlan
 from pallas_attn.cache import GroupPools, OutOfPages, PrefixCache
 
 STEP_TOKENS = 2048
-"""Number of prompt tokens whose computation takes as long as the fixed cost of a step, which is mostly the time to read
-the weights. DeepSeek-V2-Lite on an H100: the fixed cost is 15 ms, and 1,000 tokens take 8 to 9 ms. The number is
-smaller for dense models."""
+"""Fixed cost of a step, in prompt tokens whose computation takes equally long.
+
+The fixed cost is mostly the time to read the weights. For DeepSeek-V2-Lite on an H100 it is 15 ms, and 1,000 prompt
+tokens take 8 to 9 ms. The true number is smaller for dense models.
+"""
 
 
 class Scheduler:
-    """Continuous batching by token budget, first come first served.
+    """Schedules continuous batching, first come first served, with a limit on the new tokens per step (token budget).
 
-    `schedule` plans a step, which the engine launches; `retire` takes its sampled tokens. A step may be scheduled and
-    launched before earlier steps are retired, so that reading tokens overlaps with computation. Consequences:
+    Steps in flight. The engine launches each plan of `schedule`, and passes the sampled tokens of the step to `retire`.
+    It may schedule and launch a step before earlier steps are retired, so that the host reads tokens while the device
+    computes. A token is in flight if a launched step samples it and the host has not read it yet. Consequences:
 
-    - The end of a request is known only after its last token is read. So it may have surplus tokens in flight, which
-      `retire` drops.
-    - Launched steps may still use the pages of a request that ended or was preempted. The pages are nevertheless
-      released at once. This is safe because the device runs steps in launch order, and the next owner writes to the
-      pages in a later step. For the same reason the prefix cache can match a page once the step that fills it has been
-      launched.
-    - Every step recycles the pages before a window, before it allocates pages. Launched steps may still read them, but
-      no query of a later step does. Tokens in flight count as computed, because they are never withdrawn. Drafts do not
-      count, because they may be rejected.
-    - Only the device knows the length of a row with drafts in flight. Until the length is read, the request has pages
-      for all drafts that may be accepted, and its next row is planned from the smallest possible length. Drafts use
-      free pages only; they never preempt a request.
+    - The host learns that a request has ended only when it reads the last token of the request. Steps launched before
+      may sample further tokens of this request, which `retire` drops.
+    - Pages of a request that ends or is preempted are released at once, although launched steps may still use them.
+      This is safe: the device runs steps in launch order, and the next owner of a page writes it in a later step.
+    - For the same reason other requests may use a page of the prefix cache as soon as the step that fills the page has
+      been launched.
+    - Before `schedule` allocates pages, it releases the pages that lie before the attention window of all later
+      queries. Launched steps may still read these pages. The position of the next query includes tokens in flight,
+      because they are final. It does not include drafts in flight, because they may be rejected.
+    - If drafts of a request are in flight, only the device knows how many of them it accepted. Until the host has read
+      this number, the request owns pages for all drafts, and its next row is planned as if all drafts were rejected.
+      Drafts use free pages only: no request is preempted for them.
 
-    Running requests are in order of arrival, and every waiting request arrived later. When pages run out in a cache
-    group, the youngest running request is preempted: it releases its pages and becomes the first waiting request. It is
-    admitted again when all groups have room for its known tokens, and then computes all tokens that the prefix cache no
-    longer has. `retire` still delivers its tokens in flight, and it is not admitted before that. A request that runs
-    alone takes prompt chunks of the size that fits the pools. Therefore the oldest request always progresses, up to the
-    size of the pools.
+    Preemption. Running requests are in order of arrival. Every waiting request arrived after every running request. If
+    a cache group (layers with equal windows, which share a page pool) has too few free pages, the youngest running
+    request is preempted: it releases its pages and becomes the first waiting request. `retire` still appends its tokens
+    in flight. After these, the request is admitted again as soon as every cache group has room for all its tokens. The
+    tokens that the prefix cache does not have are then computed again.
 
-    Only requests and tokens that have been read must survive an exception. An exception in any call (MemoryError,
-    Ctrl-C) may leave the other state inconsistent. `requeue_all` must then be the next call; it rebuilds that state.
+    Progress. The oldest running request can preempt all others. When no other request runs, the size of its prompt
+    chunks is limited to the free pages. Therefore it reaches its end, or the length that the pools can hold.
+
+    Exceptions. An exception in any call, such as MemoryError or KeyboardInterrupt, may leave the state inconsistent,
+    except the requests themselves and their tokens that have been read. After an exception the caller must call
+    `requeue_all`, which rebuilds all other state.
     """
 
     def __init__(
@@ -63,18 +83,18 @@ class Scheduler:
         """Start without requests.
 
         Args:
-            pools: Page pools of all cache groups, with one batch slot per running request.
+            pools: Page pools of all cache groups. The number of batch slots limits the number of running requests.
             prefix_cache: Prefix cache over `pools`; None to disable it.
             max_batched_tokens: Maximum number of new tokens per step, decode and prefill together.
             max_prefill_seqs: Maximum number of prefill rows per step; None for the number of batch slots.
             max_model_len: Maximum number of tokens per sequence, prompt and output together.
-            chunked_prefill: Whether prompts may be split over several steps. If a request has more known tokens than a
-                step or the pools can take, for example after a preemption, they are split in any case.
-            padded_sizes: Sizes to which the prompt tokens of a step are padded, ascending up to `max_batched_tokens`. A
-                step takes fewer tokens than possible if that reduces the total padding of this step and the next one.
-                Empty to disable this.
-            eos_token_ids: Tokens that end a sequence unless its request ignores them.
-            draft_control: Chooses the number of drafts per step; None for no drafts.
+            chunked_prefill: Whether a prompt may be split over several steps. Even if False, the tokens of a request
+                are split if they exceed max_batched_tokens or the pools, for example after a preemption.
+            padded_sizes: Numbers of prompt tokens to which the runner pads a step, ascending; the last one is at least
+                `max_batched_tokens`. A step takes fewer prompt tokens than the budget allows if padding to the next
+                size would cost more than another step. Empty to always use the budget.
+            eos_token_ids: End-of-sequence tokens of the model. They end a request unless it sets `ignore_eos`.
+            draft_control: Chooses the number of drafts per step; None without speculation.
 
         Raises:
             ValueError: a size is too small, or padded_sizes end below max_batched_tokens.
@@ -119,17 +139,18 @@ class Scheduler:
 
     @property
     def looked_up_tokens(self) -> int:
-        """Prompt tokens looked up in the prefix cache at first admission."""
+        """Total number of prompt tokens that were looked up in the prefix cache. Each request counts once, when it is
+        admitted for the first time."""
         return self._looked_up_tokens
 
     @property
     def found_tokens(self) -> int:
-        """Number of `looked_up_tokens` that the prefix cache had."""
+        """Number of the `looked_up_tokens` that were found in the prefix cache."""
         return self._found_tokens
 
     @property
     def max_len(self) -> int:
-        """Maximum sequence length in tokens, limited by the model and the pools."""
+        """Maximum sequence length in tokens: the smaller limit of `max_model_len` and the pools."""
         return self._max_len
 
     @property
@@ -141,7 +162,7 @@ class Scheduler:
         return len(self._requests)
 
     def cached_pages(self, request: Request) -> int:
-        """Number of pages of a request's tokens in the prefix cache."""
+        """Number of leading pages of a request that the prefix cache has."""
         cache = self._prefix_cache
         return 0 if cache is None else cache.lookup(request.token_ids, request.salt)[0].shape[1]
 
@@ -149,7 +170,7 @@ class Scheduler:
         """Queue a new request.
 
         Raises:
-            RequestRefused: the request could never be completed; the message says why.
+            RequestRefused: the prompt is too long for the model, the pools or, without chunked prefill, a step.
             ValueError: an unfinished request has the same id, or the request has finished.
         """
         if request.request_id in self._requests or request.is_finished:
@@ -166,10 +187,11 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step. The caller must launch it before it calls the scheduler again.
+        """Plan the next step and allocate its pages. The caller must launch the step before it calls the scheduler
+        again.
 
         Returns:
-            The plan; None if nothing can be computed until a launched step is retired or a request is added.
+            The plan; None if no request has a token to compute before a launched step is retired or a request is added.
         """
         self._recycle()
         decode = self._schedule_decode()
@@ -188,12 +210,12 @@ class Scheduler:
 
         Args:
             plan: The oldest launched plan that has not been retired.
-            tokens: Tokens of each of `plan.sampling_rows`.
+            tokens: Sampled tokens of each row of `plan.sampling_rows`, in this order.
 
         Returns:
-            (request, token) for each token that continues a request, in order. `finish_reason` of the request is set if
-            the request has ended. Tokens after the end are dropped. A token NONFINITE ends the request and is not
-            added to it.
+            (request, token) for each new token, in order of rows. Tokens of requests that had already ended, and tokens
+            after the token that ends a request, are dropped. If a request ends with this step, its `finish_reason` is
+            set. The token NONFINITE, which marks NaN or infinite logits, ends its request and is not appended to it.
 
         Raises:
             ValueError: `plan` is not the oldest launched plan, or `tokens` has the wrong length.
@@ -205,13 +227,15 @@ class Scheduler:
             raise ValueError(f"tokens must be one for each of {len(rows)} sampling rows, got {len(tokens)}")
         continued = [(row, got) for row, got in zip(rows, tokens, strict=True) if not row.request.is_finished]
         kept = [self._until_end(row.request, got.tokens) for row, got in continued]
-        self._launched.popleft()  # no state changes before this line, in case a token is invalid and raises
+        self._launched.popleft()  # the first change of state: lines above may raise because of an invalid token
         for (row, got), (new, reason) in zip(continued, kept, strict=True):
             request = row.request
             request.num_in_flight -= 1
             request.num_drafts_in_flight -= row.num_drafts
             if request.is_running:
-                # The K/V of the last token is never computed, and rows launched after the end are idle.
+                # Accepted drafts count as computed from now on. `num_computed` already includes rows of later launched
+                # steps. These rows are idle on the device if the sequence has reached its limit, so the sum is reduced
+                # to the number of tokens that are ever computed: all except the last.
                 computed = request.num_computed + max(len(got.tokens) - 1, 0)
                 request.num_computed = min(computed, self._limit(request) - 1)
             if row.num_drafts:
@@ -223,7 +247,14 @@ class Scheduler:
         return [(row.request, token) for (row, _), (new, _) in zip(continued, kept, strict=True) for token in new]
 
     def record_time(self, num_rows: int, num_drafts: int, seconds: float, *, has_prompts: bool) -> None:
-        """Record the duration of a step, from which the number of drafts of later steps is chosen."""
+        """Record the duration of a step. The number of drafts of later steps depends on these durations.
+
+        Args:
+            num_rows: Number of decode rows of the step.
+            num_drafts: Largest number of drafts of a decode row.
+            seconds: Duration of the step. It is ignored if the step computed prompts.
+            has_prompts: Whether the step computed prompts.
+        """
         if self._draft_control is None:
             return
         if has_prompts:
@@ -239,16 +270,18 @@ class Scheduler:
         return True
 
     def requeue_all(self, requests: Iterable[Request]) -> None:
-        """Start over after the contents of the cache were lost or a call was interrupted. The cache is lost, for
-        example, if a step raises after its caches were donated.
+        """Reset the scheduler and queue all unfinished requests again, so that their tokens are computed again.
 
-        The method does not use the previous state: it resets pools, slots, queues and the progress of every request.
-        Therefore it may itself be interrupted and repeated. Every request keeps the tokens that have been read and is
-        computed again. Launched plans cannot be retired any more. Their tokens are sampled again with equal results,
-        because a draw depends only on seed and position.
+        Call it after an exception has interrupted a call of the scheduler, or after the contents of the cache were
+        lost. For example, the contents are lost if a step raises after its caches were donated.
+
+        The method resets pools, slots, queues, the prefix cache and the progress of every request, without use of their
+        previous state. Therefore it may itself be interrupted and called again. Requests keep the tokens that have been
+        read. Launched plans must not be retired any more. Their tokens are sampled again with equal results, because a
+        draw depends only on the request's seed and the token's position.
 
         Args:
-            requests: All requests that are not known to have ended, in order of arrival.
+            requests: All requests that the caller does not know to have ended, in order of arrival.
         """
         self._pools.reset()
         if self._prefix_cache is not None:
@@ -259,7 +292,8 @@ class Scheduler:
         unfinished = []
         for request in requests:
             request.requeue()
-            if request.output_ids and not request.is_finished:  # `retire` may have added the token but not the reason
+            if request.output_ids and not request.is_finished:
+                # An interrupted `retire` may have appended the last token without setting the finish reason.
                 request.finish_reason = self._reason_to_finish(request, request.token_ids[-1], len(request.token_ids))
             if not request.is_finished:
                 unfinished.append(request)
@@ -267,27 +301,33 @@ class Scheduler:
         self._requests = {request.request_id: request for request in unfinished}
 
     def _recycle(self) -> None:
-        """Recycle pages of running requests that no later step reads."""
+        """Release pages of running requests whose tokens lie before the attention window of all later queries."""
         slots = [cast(int, request.request_slot) for request in self._running]
         self._pools.recycle(slots, [request.num_computed for request in self._running])
 
     def _schedule_decode(self) -> list[ScheduledRow]:
-        """Schedule one row for each decoding request. The token budget suffices: a request is admitted only if the step
-        has a token left for it after one token for each decoding request. Drafts do not count."""
+        """Schedule one row for each decoding request, and drafts as far as pages are free.
+
+        The decode rows always fit into the token budget: a request is admitted only into a step whose decode rows leave
+        at least one token of the budget. Drafts do not use the budget.
+        """
         decoding = [
             request
             for request in self._running
             if not request.is_prefilling and not self._is_full_length(request, request.num_tokens)
         ]
         wanted = 0 if self._draft_control is None else self._draft_control.num_drafts(decoding)
-        with_room = [request for request in decoding if self._make_room(request)]  # before pages are used for drafts
+        # Every request gets a page for its next token before any request gets pages for drafts.
+        with_room = [request for request in decoding if self._make_room(request)]
         return [self._schedule_row(request, 1, self._draft_room(request, wanted)) for request in with_room]
 
     def _schedule_prefill(self, budget: int) -> list[ScheduledRow]:
+        """Schedule prompt chunks of at most `budget` tokens together, and admit waiting requests for them."""
         rows = []
         budget = self._without_padding(budget)
         while budget > 0 and len(rows) < self._max_prefill_seqs:
-            # Prompts are computed in order: only the youngest running request can be partly prefilled.
+            # A request is admitted only after the prompts of all running requests have been scheduled completely, so
+            # only the youngest running request can have prompt tokens left.
             partly_prefilled = bool(self._running) and self._running[-1].is_prefilling
             request = self._running[-1] if partly_prefilled else self._admit()
             if request is None:
@@ -297,7 +337,9 @@ class Scheduler:
             fits = num_tokens == lacking or self._chunked_prefill or lacking > self._max_batched_tokens
             if not fits:
                 break
-            if request is self._running[0]:  # it runs alone, so waiting would release no pages
+            if request is self._running[0]:
+                # The only running request takes the tokens that fit the free pages: no other request will release
+                # pages.
                 num_tokens = min(num_tokens, self._pools.room(cast(int, request.request_slot)) - request.num_computed)
             if num_tokens < 1 or not self._allocate(request, request.num_computed + num_tokens):
                 break
@@ -306,9 +348,13 @@ class Scheduler:
         return rows
 
     def _without_padding(self, budget: int) -> int:
-        """Reduce the budget of prompt tokens to one of `padded_sizes` if a separate step for the remaining tokens costs
-        less than padding this step to the next size. The decision is an estimate: cached prefixes or missing pages may
-        leave the step with fewer tokens. It affects when tokens are computed, but not their values."""
+        """Return the budget of prompt tokens, reduced to one of `padded_sizes` if this makes the computation cheaper.
+
+        Without reduction, the prompt tokens are padded to the next larger size. With reduction, this step fills a
+        smaller size, and the other tokens are computed in another step with a fixed cost of `STEP_TOKENS`. The
+        comparison is an estimate, because cached prefixes or missing pages may reduce the number of tokens. It affects
+        only in which step a token is computed.
+        """
         if not self._chunked_prefill or not self._padded_sizes:
             return budget
         sizes, tokens = self._padded_sizes, min(budget, self._known_prompt_tokens())
@@ -319,7 +365,8 @@ class Scheduler:
         return sizes[fits - 1] if sizes[fits - 1] + rest + STEP_TOKENS <= sizes[fits] else budget
 
     def _known_prompt_tokens(self) -> int:
-        """Prompt tokens that the next step could compute without a token budget and without cached prefixes."""
+        """Upper limit of the prompt tokens of the next step, if token budget and pages were unlimited and the prefix
+        cache were empty."""
         partly = [request for request in self._running[-1:] if request.is_prefilling]
         num_waiting = min(self._max_prefill_seqs - len(partly), len(self._free_slots))
         waiting = itertools.islice(self._waiting, num_waiting)
@@ -327,6 +374,7 @@ class Scheduler:
         return lacking + sum(len(request.token_ids) for request in waiting)
 
     def _schedule_row(self, request: Request, num_tokens: int, num_drafts: int = 0) -> ScheduledRow:
+        """Make a row with the request's next tokens, and count these as computed."""
         start = request.num_computed
         request.num_computed += num_tokens
         samples = not request.is_prefilling
@@ -337,12 +385,16 @@ class Scheduler:
         )
 
     def _admit(self) -> Request | None:
-        """Admit the first waiting request if there is a free slot and room for all its known tokens."""
+        """Move the first waiting request to the running requests, with the pages of its prefix that are cached.
+
+        Return None if no request waits, no slot is free, or, while other requests run, the free pages are too few for
+        all tokens of the request.
+        """
         if not self._waiting or not self._free_slots:
             return None
         request = self._waiting[0]
         if request.num_in_flight:
-            return None  # its last tokens are still on the device
+            return None  # it was preempted, and its last sampled tokens must be read first
         cache, known = self._prefix_cache, request.token_ids
         prefix = None if cache is None else cache.lookup(known, request.salt)
         step_tokens = self._max_batched_tokens
@@ -361,11 +413,13 @@ class Scheduler:
         return request
 
     def _make_room(self, request: Request) -> bool:
-        """Allocate room for one more token. Preempt the youngest running requests if necessary.
+        """Allocate a page for the next token of a running request if it needs one. Preempt the youngest running
+        requests while too few pages are free.
 
         Returns:
-            False if the request itself was preempted, in this call or an earlier one. Also False if it must wait for
-            its drafts in flight, because pages reserved for them may become unnecessary.
+            Whether the request can have a decode row in this step. False if the request itself has been preempted, in
+            this call or in an earlier call for an older request. Also False if pages are missing and the request has
+            drafts in flight: rejected drafts may leave it pages, so no request is preempted before they are read.
         """
         while request.is_running and not self._allocate(request, self._end_of_row(request, 0)):
             if request.num_drafts_in_flight:
@@ -375,22 +429,26 @@ class Scheduler:
         return request.is_running
 
     def _draft_room(self, request: Request, wanted: int) -> int:
-        """Allocate free pages for drafts after one more token: for `wanted` drafts, or fewer near the request's end.
-        Return the number of drafts, 0 without room."""
+        """Allocate free pages for drafts of a decode row. The row already has a page for its token.
+
+        Returns:
+            Number of drafts: `wanted`, or fewer if the request ends before; 0 if too few pages are free.
+        """
         num_drafts = max(min(wanted, self._limit(request) - request.num_tokens - 1), 0)
         return num_drafts if num_drafts and self._allocate(request, self._end_of_row(request, num_drafts)) else 0
 
     def _end_of_row(self, request: Request, num_drafts: int) -> int:
-        """Number of tokens that a decode row needs room for if all drafts in flight are accepted. The K/V of a
-        request's last token is never computed."""
+        """Number of tokens of a sequence that need room in the cache after its next decode row with `num_drafts`
+        drafts, if all drafts in flight are accepted. It is less than the limit of the sequence, because no step
+        computes keys and values of the last token."""
         end = request.num_computed + 1 + request.num_drafts_in_flight + num_drafts
         return min(end, self._limit(request) - 1)
 
     def _allocate(self, request: Request, end: int) -> bool:
-        """Allocate page rows so that the request can hold `end` tokens. Return False, and allocate nothing, if too few
-        are free."""
+        """Allocate pages so that the request has room for `end` tokens in every cache group. If too few are free,
+        allocate nothing and return False."""
         if end <= request.num_computed + -request.num_computed % self._page_size:
-            return True  # the last page has room, as for most decode rows
+            return True  # the request's last page has room; a shortcut for most decode rows
         try:
             self._pools.allocate(cast(int, request.request_slot), end)
         except OutOfPages:
@@ -398,7 +456,10 @@ class Scheduler:
         return True
 
     def _publish(self, request: Request) -> None:
-        """Publish full pages whose tokens are known and whose K/V launched steps write."""
+        """Make full pages of a request available to other requests through the prefix cache.
+
+        A page can be published once the host knows all its tokens, and the steps that write it have been launched.
+        """
         num_tokens = min(request.num_computed, len(request.token_ids))
         num_full = num_tokens // self._page_size
         if self._prefix_cache is not None and num_full > request.num_published:
@@ -406,12 +467,12 @@ class Scheduler:
             request.num_published = num_full
 
     def _requeue(self, request: Request) -> None:
-        """Make the youngest running request the first waiting request."""
+        """Preempt the youngest running request: release its pages and make it the first waiting request."""
         self._give_up(request)
         self._waiting.appendleft(request)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finish_reason = reason  # first, because `requeue_all` can rebuild everything else
+        request.finish_reason = reason  # first: if an exception follows, `requeue_all` rebuilds all other state
         if request.is_running:
             self._give_up(request)
         else:
@@ -424,10 +485,16 @@ class Scheduler:
         self._free_slots.append(cast(int, request.request_slot))
         self._pools.release(cast(int, request.request_slot))
         request.request_slot = None
-        request.num_computed = request.prefill_end = 0  # tokens in flight will still be retired
+        request.num_computed = request.prefill_end = 0  # `num_in_flight` stays: `retire` will receive these tokens
 
     def _reason_to_finish(self, request: Request, token: int, num_tokens: int) -> FinishReason | None:
-        """Return why a request ends with this token, the last of `num_tokens`; None if it continues."""
+        """Return why a request ends with this token; None if it continues.
+
+        Args:
+            request: The request.
+            token: A sampled token.
+            num_tokens: Length of the sequence including this token.
+        """
         params = request.params
         if token == NONFINITE:
             return "nonfinite"
@@ -436,14 +503,16 @@ class Scheduler:
         return "length" if self._is_full_length(request, num_tokens) else None
 
     def _until_end(self, request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
-        """Return the tokens up to the token that ends the request, and the reason; all tokens and None otherwise."""
+        """Return the tokens up to and including the first token that ends the request, and the finish reason. Return
+        all tokens and None if no token ends the request."""
         for i, token in enumerate(tokens, 1):
             if reason := self._reason_to_finish(request, token, len(request.token_ids) + i):
                 return tokens[:i], reason
         return tokens, None
 
     def _count_drafts(self, row: ScheduledRow, got: RowTokens, accepted: int) -> None:
-        """Count a row's drafts; the first `accepted` were accepted."""
+        """Add the drafts of a retired row to the statistics of its request. The first `accepted` drafts were
+        accepted."""
         request, places = row.request, row.num_drafts
         if self._draft_control is not None:
             self._draft_control.record(request, row.num_drafts, accepted)
@@ -452,7 +521,7 @@ class Scheduler:
         request.accepted = counted(request.accepted, accepted, places)
 
     def _limit(self, request: Request) -> int:
-        """Number of tokens at which a request ends."""
+        """Length of the sequence, in tokens with the prompt, at which a request ends."""
         return min(self._max_len, len(request.prompt_ids) + request.params.max_tokens)
 
     def _is_full_length(self, request: Request, num_tokens: int) -> bool:

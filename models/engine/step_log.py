@@ -1,4 +1,4 @@
-"""Records and totals of the engine's steps."""
+"""Statistics of the engine's steps: records of the newest steps, and totals."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from models.engine.step.plan import RowTokens
 
 @dataclasses.dataclass(frozen=True)
 class LaunchedStep:
-    """A step that runs on the device.
+    """A step that has been launched and whose tokens the host has not read yet.
 
     Attributes:
-      result: the step's results on the device.
-      planned_s, launched_s: when planning began, and when the launch returned.
-      cached_tokens: prompt tokens that the step's new requests found in the prefix cache.
-      used_rows: page rows owned by requests in each cache group.
+      result: tokens and logits on the device.
+      planned_s, launched_s: times at which planning began and at which the launch returned, in seconds of the engine's
+        clock.
+      cached_tokens: number of prompt tokens that the requests admitted by this step found in the prefix cache.
+      used_rows: number of page rows that requests own in each cache group, after planning. A cache group is a set of
+        layers with equal attention windows. A page row is one page of one KV head, or of all heads with equal windows.
     """
 
     result: StepResult
@@ -33,23 +35,23 @@ class LaunchedStep:
 
 
 class StepLog:
-    """Records of the newest steps, totals of all steps, and peak memory use.
+    """Records of the newest steps, totals of all steps, and maximum use of the cache.
 
     Attributes:
-      records: the newest steps.
+      records: records of the newest steps.
       totals: sums over all steps.
-      peak_rows: most page rows in use at once, for each cache group.
-      peak_pages: most pages in use at once, of all cache groups together.
+      peak_rows: maximum number of page rows in use, for each cache group.
+      peak_pages: maximum number of pages in use, all cache groups together (see `pages`).
     """
 
     def __init__(self, history: int | None, groups: Sequence[GroupSizes], num_ranks: int, start_s: float):
         """Start an empty log.
 
         Args:
-          history: number of step records; None for all.
-          groups: cache groups of a data rank.
+          history: maximum number of step records; None to store all.
+          groups: cache groups, with the sizes of one data rank (a group of devices with its own page pools).
           num_ranks: number of data ranks.
-          start_s: zero of `StepRecord.ended_s`.
+          start_s: time of the engine's clock at which `StepRecord.ended_s` is 0.
         """
         self._groups, self._num_ranks, self._start_s = tuple(groups), num_ranks, start_s
         self.records: deque[StepRecord] = deque(maxlen=history)
@@ -58,12 +60,13 @@ class StepLog:
         self.peak_pages = 0
 
     def pages(self, rows: Sequence[int]) -> int:
-        """Convert page rows of each cache group to pages of all layers, rounded up."""
+        """Convert numbers of page rows of each cache group to the number of pages of equal memory, rounded up. Here one
+        page counts as one page of every layer and head."""
         shares = (len(g.layers) * Fraction(n, g.num_heads) for g, n in zip(self._groups, rows, strict=True))
         return math.ceil(sum(shares, Fraction(0)) / sum(len(g.layers) for g in self._groups))
 
     def record_use(self, rows: tuple[int, ...]) -> None:
-        """Update the peaks with the page rows in use."""
+        """Update the maxima, given the number of page rows in use in each cache group."""
         self.peak_rows = tuple(map(max, self.peak_rows, rows))
         self.peak_pages = max(self.peak_pages, self.pages(rows))
 
@@ -74,12 +77,12 @@ class StepLog:
         )
 
     def add(self, step: LaunchedStep, rows: Sequence[RowTokens], now: float) -> StepRecord:
-        """Add a step that has ended.
+        """Add a step whose tokens have been read.
 
         Args:
           step: the step.
           rows: tokens of its sampling rows.
-          now: when they were read.
+          now: time at which the tokens were read, in seconds of the engine's clock.
         """
         previous_end = self.records[-1].ended_s + self._start_s if self.records else 0.0
         launched = [plan for plan in step.result.plans if plan is not None]

@@ -1,4 +1,4 @@
-"""The engine's records of a request: arrival times, due callbacks, captured logits."""
+"""The engine's records of a request: times of its tokens, pending callbacks, captured logits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from models.engine.outputs import RequestId, RequestOutput
 from models.engine.request import NONFINITE, FinishReason, Request
 
 type OnToken = Callable[[RequestId, int, FinishReason | None], None]
-"""Callback (request_id, token, finish_reason), called once per token; the reason is None before the last token. If the
-logits of a request are not finite, its last call has token -1 and the reason "nonfinite"."""
+"""Callback (request_id, token, finish_reason), called once per generated token. The finish reason is None except in the
+call for the last token. If a request ends because its logits are NaN or infinite, a last call has token -1 and the
+reason "nonfinite"."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -21,14 +22,16 @@ class TrackedRequest:
     """A request and the engine's records of it.
 
     Attributes:
-      request: the request. All other state of the engine can be rebuilt from its tokens and its finish reason.
-      added_s: time of `add_request`, in seconds of the engine's clock.
-      on_token: the caller's callback.
-      token_times: arrival time of each token.
-      num_calls: calls of `on_token` so far. The counter increases before the call, so no call is repeated.
+      request: the request. The engine can rebuild all its other state from the tokens and finish reasons of requests.
+      added_s: time of `add_request`, in seconds of the engine's clock, which stops during compilation.
+      on_token: the caller's callback; None for no callback.
+      token_times: time at which the host read each generated token, in seconds of the same clock.
+      num_calls: number of calls of `on_token` that were made. It is increased before each call, so that no call is
+        repeated after an exception.
       refusal: why the request was refused; None if it was accepted.
-      is_owned: whether the caller removes the records (`Engine.generate`). Otherwise `EngineConfig.history` decides.
-      prompt_logits: float32 [prompt length, V], if the engine captures logits and has computed any.
+      is_owned: whether `Engine.generate` made the request and will delete this record. Other records are deleted when
+        the history exceeds `EngineConfig.history`.
+      prompt_logits: float32 [prompt length, V]; None if the engine does not capture logits or has computed none yet.
     """
 
     request: Request
@@ -46,7 +49,7 @@ class TrackedRequest:
 
     @property
     def num_due_calls(self) -> int:
-        """Calls of `on_token` for tokens that have arrived and were not delivered."""
+        """Number of pending calls of `on_token`: for tokens that the host has read, without a call yet."""
         if self.on_token is None:
             return 0
         request = self.request
@@ -54,7 +57,8 @@ class TrackedRequest:
         return num_tokens + (request.finish_reason == "nonfinite") - self.num_calls
 
     def next_call(self) -> tuple[int, FinishReason | None] | None:
-        """Count the next due call of `on_token`. Return its token and reason, or None if no call is due."""
+        """Return the token and finish reason for the next call of `on_token`, and count the call as made. Return None
+        if no call is pending."""
         request, at = self.request, len(self.request.prompt_ids) + self.num_calls
         if not self.num_due_calls:
             return None

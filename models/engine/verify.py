@@ -1,34 +1,42 @@
-"""Verification of an engine's tokens against an independent computation of the same weights.
+"""Verification of an engine's tokens against an independent computation with the same weights, the plain run.
 
-The plain run computes each sequence in one forward pass: no chunks, no batch, no absorbed weights, an empty cache. It
-is teacher-forced: token i is compared with the plain run's choice after the engine's first i tokens, with the same seed
-and position. So one wrong token does not make the following tokens wrong.
+The plain run computes the prompt and output of a request in one forward pass, with an empty cache, without other
+requests, without prompt chunks, and with expanded (not absorbed) MLA. After each prefix of the output it chooses the
+next token, with the request's sampling parameters, seed and position. Its token i thus follows the engine's tokens 0 to
+i - 1, so a wrong token of the engine does not make later tokens differ.
 
-The loss of a token is the amount by which its logit would have to rise for the plain run to choose it (`losses` of
-`sampler.py`). It is 0 if both choose the same token. For greedy sampling it is the difference to the highest logit.
+The loss of a token of the engine is the amount by which its logit in the plain run would have to rise for the plain run
+to choose it (`losses` of `sampler.py`). The loss is 0 if both chose the same token. For greedy sampling it is the
+difference between the highest logit and the logit of the engine's token.
 
-float32. Every token may lose at most `TOLERANCE`. In 28,000 tokens of small random models and of the goldens, logits
-differed by at most 4e-5, and no token differed. Quantised caches have a larger tolerance, because a rounding error in
-the last place can move a value to the next of 255 steps: in 5,800 tokens logits differed by at most 0.012.
+Models in float32. The loss of every token must be at most `TOLERANCE`. In 28,000 tokens of small random models and of
+the goldens, logits differed by at most 4e-5, and no token differed. Quantised caches have a larger tolerance, because a
+tiny difference before quantisation can change a cached value by one of 255 steps. In 5,800 tokens with quantised
+caches, logits differed by at most 0.012.
 
-bfloat16. No fixed tolerance works. Logits usually differ by 0.05, but by several units where rounding changes a token's
-experts. In a small random model 20% of the tokens then differ, and a fixed tolerance that accepts them also accepts a
-wrong cache. Therefore the rounding error is measured, and losses are compared with losses that rounding alone causes:
+Models in bfloat16. Logits usually differ by 0.05, but by several units if rounding changes the experts that a token
+selects. In a small random model 20% of the tokens then differ. A fixed tolerance that accepts these tokens would also
+accept a wrong cache. Therefore the rounding error is measured, and the losses are compared with the losses that
+rounding alone causes:
 
-1. The plain run computes all logits twice, with float32 weights and in bfloat16. The difference is a sample of the
-   rounding error: noise[i], a vector of the vocabulary's size for each output position i.
-2. Losses are measured against the float32 logits, which have no rounding error of this size.
-3. For each position i, the float32 logits are perturbed with noise[i], noise[i + 1], ..., and the loss of each
-   perturbed choice is computed. Mean and variance of these losses say what rounding alone would lose at position i.
-4. The losses of a request, and of all requests together, may exceed the sum of the means by `SIGMAS` standard
-   deviations plus the largest single loss of step 3.
+1. The plain run computes all logits twice: with the weights converted to float32, and in bfloat16. The difference is a
+   sample of the rounding error: noise[i], float32 [V], for each output position i.
+2. Losses are computed from the float32 logits.
+3. For each position i, noise[i], noise[i + 1], ... are added to the float32 logits, one at a time. A token is chosen
+   from each sum, and its loss is computed. Mean and variance of these losses estimate the loss that rounding causes at
+   position i.
+4. For each request, and for all requests together, the sum of the engine's losses may exceed the sum of the means by
+   `SIGMAS` standard deviations plus the largest single loss of item 3.
 
-A correct engine rounds differently from the plain run, but its error has the same size, so its total is near the sum of
-the means. Measured with `v3-tiny` in bfloat16 (256 tokens), the noisiest of the small models: the total of a correct
-engine is 0.1 and 2.1 standard deviations above the mean, with two implementations of attention. It is 10 standard
-deviations above if decode reads one token less, and 90 or more if a page of a shared prefix is overwritten or decode
-positions are shifted by one. A single zeroed KV row is at the limit of detection in this model: the total was 10
-standard deviations above the mean in one run, and within the limit in another. In a dense model such a row is noticed.
+A correct engine rounds differently from the plain run, but its rounding error has the same distribution. Therefore its
+losses add up to nearly the sum of the means. Measured with `v3-tiny` in bfloat16 (256 tokens), the small model with the
+largest rounding error:
+
+- Correct engine, two implementations of attention: 0.1 and 2.1 standard deviations above the sum of the means.
+- Decode attention that ignores one token: 10 standard deviations.
+- An overwritten page of a shared prefix, or decode positions shifted by one: 90 or more.
+- Cache entry of a single token set to zero: 10 in one run, within the limit in another. This fault is therefore not
+  always detected in this model. In a dense model it is.
 """
 
 from __future__ import annotations
@@ -65,26 +73,28 @@ from models.engine.request import NONFINITE, SamplingParams
 from models.engine.sampler import SamplingRows, losses, sample
 
 TOLERANCE = {"float32": 1e-3, "int8": 0.05, "float8_e4m3fn": 0.05}
-"""Largest loss of a token of a float32 model, by the dtype of the model and of its cache."""
+"""Maximum loss of a token of a float32 model, in units of logits, by the dtype of the cache: the model's or a quantised
+one."""
 
 MOST_TIED = 0.05
-"""Largest share of tokens of a float32 model that may differ within the tolerance."""
+"""Maximum share of tokens of a float32 model that differ from the plain run's, even if their losses are within the
+tolerance. A larger share cannot be explained by rounding."""
 
 SIGMAS = 6.0
-"""Standard deviations by which the losses of a bfloat16 model may exceed their expectation."""
+"""Standard deviations by which the sum of losses of a bfloat16 model may exceed its expected value."""
 
-_FEW_TIED = 4  # tokens that may differ within the tolerance, whatever the share
-_NUM_SHIFTS = 8  # noise vectors per position
+_FEW_TIED = 4  # number of tokens that may differ within the tolerance even if their share exceeds MOST_TIED
+_NUM_SHIFTS = 8  # noise vectors that are added to the logits of each position, one at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """A request and an engine's output for it.
+    """A request and the engine's output for the request.
 
     Attributes:
       prompt_ids, output_ids: token ids of the prompt and of the output.
       params: sampling parameters.
-      finished: whether the output is complete, so that its end is checked, too.
+      finished: whether the output is complete. If True, an output that ends too early is an error.
     """
 
     prompt_ids: Sequence[int]
@@ -95,14 +105,15 @@ class Decoded:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A token that the plain run does not confirm.
+    """A position at which the engine's output is wrong according to the plain run.
 
     Attributes:
       position: index in the output.
       got: the engine's token; None if its output ended too early.
-      wanted: the plain run's token; None if the output should have ended or the plain run has no token.
-      margin: difference in logits between `wanted` and the second-best token of the plain run; 0 without `wanted`.
-      finite: whether the plain run's logits are finite. If they are not, no token is right.
+      wanted: the plain run's token; None if the output should have ended before, or if the logits are not finite.
+      margin: difference between the best and second-best perturbed logits of the plain run, whose best token is
+        `wanted`; 0 if `wanted` is None.
+      finite: whether the plain run's logits are finite. If False, every token of the engine counts as wrong.
     """
 
     position: int
@@ -114,12 +125,13 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class RoundingLoss:
-    """Losses of tokens of a model in 16 bits, and the losses that rounding alone causes.
+    """Sum of the losses of the engine's tokens for a 16-bit model, and the losses that rounding alone causes.
 
     Attributes:
       loss: sum of the losses of the engine's tokens.
-      expected, variance: sums of mean and variance of the losses that rounding alone causes at the same positions.
-      largest: largest single loss that rounding alone caused.
+      expected, variance: sums, over the same positions, of the mean and of the variance of the losses that rounding
+        causes.
+      largest: largest single loss that rounding caused.
     """
 
     loss: float
@@ -129,7 +141,7 @@ class RoundingLoss:
 
     @property
     def allowed(self) -> float:
-        """Upper limit of `loss`."""
+        """Maximum of `loss` for a correct engine."""
         return self.expected + SIGMAS * math.sqrt(self.variance) + self.largest
 
     @property
@@ -138,7 +150,7 @@ class RoundingLoss:
 
     @staticmethod
     def total(each: Sequence[RoundingLoss]) -> RoundingLoss:
-        """Sum of the losses of all requests."""
+        """Return the sums over all requests, and the largest single loss of any request."""
         return RoundingLoss(
             sum(one.loss for one in each),
             sum(one.expected for one in each),
@@ -149,15 +161,19 @@ class RoundingLoss:
 
 @dataclasses.dataclass(frozen=True)
 class RequestCheck:
-    """Comparison of one request's tokens with the plain run's.
+    """Comparison of one request's tokens with the plain run's tokens.
+
+    With a tolerance (float32 models), each token is compared. Without a tolerance (16-bit models), only the sum of the
+    losses is limited.
 
     Attributes:
       equal: number of equal tokens.
-      tied: number of tokens that differ, but whose loss is within the tolerance or may be a rounding error.
-      difference: the first token that differs otherwise; tokens after it are not counted. In 16 bits: the token with
-        the largest loss, if the request's losses are too large.
-      rounding: losses of a model in 16 bits; None for float32.
-      worst: the token with the largest loss, in 16 bits; None if all are equal.
+      tied: number of tokens that differ with a loss within the tolerance. Without a tolerance, all tokens that differ.
+      difference: the error that was found; None if the request passes. With a tolerance, it is the first token with a
+        larger loss; later tokens are not counted. Without a tolerance, it is the token with the largest loss, if the
+        sum of losses is too large. In both cases it may be a wrong end of the output.
+      rounding: sum of losses; None with a tolerance.
+      worst: the token with the largest loss; None with a tolerance or if all tokens are equal.
     """
 
     equal: int
@@ -173,7 +189,7 @@ class Verification:
 
     Attributes:
       requests: one check per request, in order.
-      tolerance: largest loss of a token; None for a model in 16 bits, whose `rounding` is limited.
+      tolerance: maximum loss of a token; None if only sums of losses are limited (16-bit models).
     """
 
     requests: tuple[RequestCheck, ...]
@@ -186,23 +202,25 @@ class Verification:
 
     @property
     def rounding(self) -> RoundingLoss | None:
-        """Losses of all requests of a model in 16 bits; None for float32."""
+        """Sum of the losses of all requests; None with a tolerance."""
         each = [check.rounding for check in self.requests if check.rounding is not None]
         return RoundingLoss.total(each) if each else None
 
     @property
     def lost_too_much(self) -> bool:
-        """Whether the losses of all requests together are larger than rounding explains."""
+        """Whether the sum of the losses of all requests exceeds the losses that rounding causes; False with a
+        tolerance."""
         return self.rounding is not None and self.rounding.is_too_large
 
     @property
     def too_many_tied(self) -> bool:
-        """Whether more tokens differ within the tolerance than rounding explains; False for 16 bits."""
+        """Whether too many tokens differ with losses within the tolerance: more than `_FEW_TIED` tokens, and more than
+        the share `MOST_TIED`. False without a tolerance."""
         return self.tolerance is not None and self.tied > max(_FEW_TIED, MOST_TIED * self.compared)
 
     @property
     def compared(self) -> int:
-        """Number of tokens that were compared and counted."""
+        """Number of tokens that were compared. Tokens from the first error of a request on are not counted."""
         return self.equal + self.tied
 
     @property
@@ -215,13 +233,14 @@ class Verification:
 
 
 class Choices(NamedTuple):
-    """Choices of the plain run after the prompt and after each output token, and losses of the output tokens.
+    """Tokens that the plain run chooses after the prompt and after each output token, and losses of the output tokens.
 
     Attributes:
-      tokens: int32 [outputs + 1]; NONFINITE where logits are not finite.
-      margins: float32 [outputs + 1], difference in logits to the second-best token.
-      losses: float32 [outputs], loss of each output token.
-      expected, variance, largest: float32 [outputs], of the losses that rounding alone causes; None for float32.
+      tokens: int32 [outputs + 1], chosen token; NONFINITE where logits are NaN or infinite.
+      margins: float32 [outputs + 1], difference between the best and second-best perturbed logits.
+      losses: float32 [outputs], loss of each output token of the engine.
+      expected, variance, largest: float32 [outputs], mean, variance and maximum of the losses that rounding causes at
+        each position; None for float32 models.
     """
 
     tokens: np.ndarray
@@ -241,15 +260,15 @@ def verify(
     cache_dtype: DTypeLike | None = None,
     kv_scales: KVScales | None = None,
 ) -> Verification:
-    """Compare an engine's tokens with the plain run's.
+    """Compare an engine's tokens with the plain run's tokens.
 
     Args:
       model: the engine's model.
       decoded: requests and their outputs.
-      max_len: largest number of tokens of a sequence in the engine, prompt and output.
-      tolerance: largest loss of a token. None for `TOLERANCE` of a float32 model and its cache, and for the measured
-        rounding error of a model in 16 bits.
-      cache_dtype, kv_scales: of the engine's cache, as in `EngineConfig`.
+      max_len: maximum number of tokens of a sequence in the engine, prompt and output.
+      tolerance: maximum loss of a token. None for `TOLERANCE` if the model is in float32. For other models, None
+        compares sums of losses with the measured rounding error.
+      cache_dtype, kv_scales: dtype and static scales of the engine's cache, as in `EngineConfig`.
     """
     dtype = model.embed_tokens[...].dtype
     if tolerance is None and dtype == jnp.float32:
@@ -263,8 +282,12 @@ def verify(
 
 
 def _with_excess(check: RequestCheck, largest: float) -> RequestCheck:
-    """Report the worst token of a request as its difference if the losses are too large, given the largest single loss
-    that rounding caused in any request."""
+    """Compare the sum of losses of a request with its limit; if it is too large, set `difference` to the worst token.
+
+    Args:
+      check: check of a request; returned unchanged if it has a tolerance.
+      largest: largest single loss that rounding caused in any request, which is part of the limit.
+    """
     if check.rounding is None:
         return check
     rounding = dataclasses.replace(check.rounding, largest=largest)
@@ -273,7 +296,8 @@ def _with_excess(check: RequestCheck, largest: float) -> RequestCheck:
 
 
 def _due_length(decoded: Decoded, max_len: int, eos: Collection[int]) -> int:
-    """Length that the output should have if its tokens are right."""
+    """Return the length at which the output should end: at the first stop token, `max_tokens` or the maximum sequence
+    length."""
     params = decoded.params
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
     stopped = (i + 1 for i, token in enumerate(decoded.output_ids) if token in stops)
@@ -281,7 +305,11 @@ def _due_length(decoded: Decoded, max_len: int, eos: Collection[int]) -> int:
 
 
 class PlainRun:
-    """A model's choices after each token of a sequence, computed in one forward pass."""
+    """Computes the plain run: the tokens that a model chooses after each token of a sequence, in one forward pass.
+
+    Attributes:
+      rounds: whether the model is not in float32, so that losses caused by rounding are measured.
+    """
 
     def __init__(
         self,
@@ -290,12 +318,14 @@ class PlainRun:
         cache_dtype: DTypeLike | None = None,
         kv_scales: KVScales | None = None,
     ):
-        """Prepare a plain run. Sequences are padded to powers of two; each length is compiled at its first use.
+        """Prepare a plain run. Sequences are padded to powers of two, and each padded length is compiled when it is
+        first needed.
 
         Args:
-          model: the model. Attention runs in the portable implementation, with MLA expanded.
-          max_output: largest number of tokens of an output.
-          cache_dtype, kv_scales: of the engine's cache, so that quantised keys and values are rounded equally.
+          model: the model. Attention runs in the implementation "xla", with expanded MLA.
+          max_output: maximum number of tokens of an output.
+          cache_dtype, kv_scales: dtype and static scales of the engine's cache. Keys and values are quantised like in
+            the engine.
         """
         settings = AttentionSettings(implementation="xla", index_topk=model.settings.index_topk)
         step, self._weights = split_model(with_settings(model, settings))
@@ -315,12 +345,12 @@ class PlainRun:
         self._choose = jax.jit(choose)
 
     def check(self, decoded: Decoded, max_len: int, tolerance: float | None) -> RequestCheck:
-        """Compare one request's tokens with the plain run's.
+        """Compare one request's tokens with the plain run's tokens.
 
         Args:
           decoded: the request and its output.
-          max_len: as in `verify`.
-          tolerance: largest loss of a token; None to compare the sum of the losses with the measured rounding error.
+          max_len: maximum number of tokens of a sequence in the engine, prompt and output.
+          tolerance: maximum loss of a token; None to compare the sum of the losses with the measured rounding error.
         """
         output = list(decoded.output_ids)
         choices = self.choose(decoded)
@@ -344,7 +374,7 @@ class PlainRun:
         return _with_excess(check, rounding.largest)
 
     def choose(self, decoded: Decoded) -> Choices:
-        """Sample after the prompt and after each output token, and compute the losses of the output tokens."""
+        """Choose a token after the prompt and after each output token, and compute the losses of the output tokens."""
         tokens = [*decoded.prompt_ids, *decoded.output_ids]
         padded = pad_tokens(tokens)
         first, last = len(decoded.prompt_ids) - 1, len(tokens) - 1
@@ -367,7 +397,7 @@ class PlainRun:
 
 
 def _end(output: Sequence[int], due: int, finished: bool, choices: Choices) -> Difference | None:
-    """Return the difference of an output that ends too late or too early."""
+    """Return a difference if the output is longer than `due` tokens, or finished with fewer; None otherwise."""
     if len(output) > due:
         return Difference(due, output[due], None, 0.0)
     if len(output) == due or not finished:
@@ -379,7 +409,8 @@ def _end(output: Sequence[int], due: int, finished: bool, choices: Choices) -> D
 
 
 def _rounding(output: Sequence[int], choices: Choices) -> tuple[RoundingLoss, Difference | None]:
-    """Sum the losses of a request. Return them, and the token with the largest loss."""
+    """Return the sums of the losses of a request, and the token with the largest loss if it differs from the plain
+    run's token."""
     if choices.expected is None or choices.variance is None or choices.largest is None:
         raise ValueError("tolerance: expected a number for a float32 model, got None")
     end = len(output)
@@ -404,14 +435,22 @@ def _choose(
     following: Int32[Array, "n"],
     num_outputs: Int32[Array, ""],
 ) -> tuple[Array, ...]:
-    """Sample at `rows` with float32 weights, and compute the losses of the tokens that follow.
+    """Choose a token at n positions with float32 weights, and compute the losses of the engine's tokens there.
 
     Args:
-      allocate: allocates the cache of the float32 run; and that of the run in the model's dtype, unless it is float32.
-      num_outputs: number of leading rows that are followed by an output token, at least 1.
+      step: the model, as `split_model` returns it.
+      allocate: functions (num_pages, page_size) that allocate a cache: for the float32 run, and, unless the model is in
+        float32, for the run in the model's dtype.
+      weights: the model's weights.
+      tokens: prompt and output, padded.
+      num_tokens: number of tokens that are not padding.
+      rows: positions after which a token is chosen.
+      sampling: sampling parameters of each position.
+      following: the engine's token after each position.
+      num_outputs: number of leading entries of `rows` that are followed by an output token, at least 1.
 
     Returns:
-      The fields of `Choices`, each [n].
+      The fields of `Choices`, each [n]; the last three only if the model is not in float32.
     """
     exact_weights = [w.astype(jnp.float32) if jnp.issubdtype(w.dtype, jnp.floating) else w for w in weights]
     with jax.default_matmul_precision("highest"):  # the default on GPUs rounds float32 operands to TF32
@@ -425,7 +464,8 @@ def _choose(
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
 
     def losses_at(shift: Int32[Array, ""]) -> Float[Array, "n"]:
-        """Losses of the choices with the noise of the position `shift` positions later."""
+        """Return the losses of tokens that are chosen from perturbed logits: the noise of the position `shift`
+        positions later is added to the logits of each position."""
         chosen, _ = sample(exact + noise[(row + shift) % num_outputs], sampling)
         return losses(exact, sampling, jnp.maximum(chosen, 0))
 

@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers: router, dispatch of rows to experts, expert GEMMs, and exchange between devices."""
+"""Mixture-of-experts layers: router, dispatch of tokens to experts, expert GEMMs, and exchange between devices."""

@@ -1,7 +1,9 @@
-"""Dispatch of rows to experts on one device: choose a method, sort pairs by expert if necessary, and sum the results.
+"""Application of experts to the rows (tokens) of a step on one device.
 
-`apply_experts` uses a method for few rows if `few_rows_method` returns one. Otherwise it sorts the (row, expert) pairs
-by expert, so that each expert multiplies one contiguous group (`expert_gemms`).
+Each row selects k experts, so T rows have T · k pairs (row, expert). `apply_experts` computes the result of each pair
+and sums the results of each row by their weights. For few rows it uses a method that takes the pairs in any order
+(`few_rows_method`). Otherwise it sorts the pairs by expert, so that each expert is applied to one contiguous group of
+rows. The methods are in `expert_gemms`.
 """
 
 from __future__ import annotations
@@ -29,37 +31,45 @@ from models.moe.experts import Experts
 from pallas_attn import capability
 
 MAX_COUNTED_PAIRS = 4096
-"""Maximum number of pairs that are ranked by counting instead of sorting. Counting compares all pairs with all pairs
-twice, 17 million comparisons each; sorting takes six kernels."""
+"""Maximum number of pairs that are sorted by counting, which compares every pair with every pair twice: 2 · 17 million
+comparisons for 4,096 pairs. XLA's sort takes six kernels instead."""
 
 MAX_UNSPLIT_PAIRS = 1024
-"""Maximum number of pairs that are multiplied at once if other devices have some of the experts."""
+"""Maximum number of pairs that are multiplied without splitting them into chunks, on a device that has only some of the
+experts of the layer."""
 
 UNUSED_ROWS = 512
-"""Number of different rows that pairs without an expert read. Few rows stay in the L2 cache. With a single row,
-all pairs of other ranks would read the same part of the cache: 676 us per layer on four H200s, instead of about 60."""
+"""Number of different result rows that pairs without an expert on this device read. The contents of these rows are
+ignored. A small number of rows stays in the L2 cache. A single row would be too few: all reads would go to the same
+part of the cache, which took 676 us per layer on four H200s instead of about 60.
+"""
 
 MAX_FEW_ROWS = 64
-"""Maximum rows for which Hopper kernels for few rows take more pairs than their tiles have rows."""
+"""Maximum number of rows for which the Hopper methods for few rows process the pairs of each expert in a separate tile.
+The number of pairs is then not limited by the number of rows of a tile."""
 
 MIN_PAIRS_PER_EXPERT = 3.5
-"""Minimum average pairs per expert for which all experts are read, before the router's selection is known. With this
-many, 97% of the experts have a pair if all experts are equally likely. On an H100, steps of DeepSeek-V2-Lite take 1.4%
-longer this way with 3 pairs per expert, and 1.9% less time with 3.75."""
+"""Minimum average number of pairs per expert for which a kernel reads the weights of all experts, also of experts
+without a pair. Such a kernel can start to read before the router has selected experts.
+
+With 3.5 pairs per expert, 97% of the experts have a pair if all experts are equally likely. On an H100, reading all
+experts makes steps of DeepSeek-V2-Lite 1.4% slower with 3 pairs per expert, and 1.9% faster with 3.75.
+"""
 
 
 def few_rows_method(
     num_rows: int, num_pairs: int, experts: Experts, *, expected: int | None = None, are_distinct: bool = False
 ) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
-    """Return the method for few rows, which does not sort pairs; None for many rows, or without a GPU.
+    """Return a method for few rows: a function (rows, experts, expert of each pair) -> result of each pair, which takes
+    the pairs unsorted. Return None if there are too many rows, or the device is not a GPU.
 
-    On an H100, experts of DeepSeek-V2-Lite take 163 us for 30 pairs with `hopper_gather` and 196 us with `row_by_row`.
-    For 96 pairs they take 301 us with `hopper_gather` and 392 us with jax's ragged dot.
+    On an H100, the experts of a layer of DeepSeek-V2-Lite take 163 us for 30 pairs with `hopper_gather` and 196 us with
+    `row_by_row`. For 96 pairs they take 301 us with `hopper_gather` and 392 us with `jax.lax.ragged_dot`.
 
     Args:
-      num_rows, num_pairs: of the step.
-      experts: weights of the experts.
-      expected: expected number of pairs that have one of these experts; None for all pairs.
+      num_rows, num_pairs: number of rows and of pairs.
+      experts: weights of the experts on this device.
+      expected: expected number of pairs whose expert is on this device; None if all experts are.
       are_distinct: whether no two pairs have the same expert.
     """
     if capability().platform != "gpu":
@@ -86,15 +96,15 @@ def apply_experts(
     experts: Experts,
     expected: int | None = None,
 ) -> Float[Array, "T D"]:
-    """Sum weight · expert(x) over the chosen experts of each row that are among `experts`.
+    """Return for each row the sum of weight · expert(row) over its selected experts that are on this device.
 
     Args:
       x: rows.
-      chosen: experts of each row; E, one past the last, for none.
-      weights: weight of each chosen expert.
-      experts: weights of E experts.
-      expected: expected number of pairs that have an expert; None if all pairs have one. The pairs are multiplied in
-        chunks of 1.25 times this number, so a larger number of pairs takes more chunks.
+      chosen: selected experts of each row, numbered from 0 to E - 1; E for an expert that is not on this device.
+      weights: weight of each selected expert.
+      experts: weights of the E experts on this device.
+      expected: expected number of pairs whose expert is on this device; None if all experts are. Pairs are multiplied
+        in chunks of 1.25 times this number: usually one chunk is enough, and more pairs than expected take more chunks.
     """
     num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
     num_pairs = chosen.size
@@ -117,7 +127,8 @@ def apply_experts(
             y, row = multiply(x, source, experts, groups.sizes)
             row = row[place]
         return weighted_sum(y[row], weights, x.dtype, has_expert)
-    # Memory is allocated for one chunk. Pairs without an expert read one of the first rows of its results.
+    # One chunk usually has all pairs with an expert. Pairs without an expert read some row of its results, which
+    # `weighted_sum` ignores.
     ends = jnp.cumsum(groups.sizes)
     source = jnp.pad(source, (0, -num_pairs % chunk))
     place = jnp.where(place < ends[-1], place, place % min(chunk, UNUSED_ROWS))
@@ -141,12 +152,12 @@ def apply_experts(
 
 
 class ExpertGroups(NamedTuple):
-    """(token, expert) pairs sorted by expert. Pairs whose expert is E, one past the last, come last, in no group.
+    """Order of M (row, expert) pairs sorted by expert. Pairs with expert E (no expert on this device) come last.
 
     Attributes:
-      row: index of the pair at each place.
-      place: place of each pair.
-      sizes: number of pairs of each expert.
+      row: index of the pair at each place of the sorted order.
+      place: place of each pair in the sorted order.
+      sizes: number of pairs of each expert from 0 to E - 1.
     """
 
     row: Int32[Array, "M"]
@@ -155,17 +166,23 @@ class ExpertGroups(NamedTuple):
 
     @staticmethod
     def of(expert: Int32[Array, "M"], num_experts: int) -> ExpertGroups:
-        """Rank pairs by a stable sort, or by counting up to `MAX_COUNTED_PAIRS` pairs.
+        """Sort pairs by expert, stably. Up to `MAX_COUNTED_PAIRS` pairs are sorted by counting the pairs before each
+        pair.
 
-        Counting takes three kernels with the sizes. Two sorts and two scatters take seven, which is slow in decode
-        steps, because they consist of small kernels.
+        Counting takes three kernels, including the sizes. Sorting twice takes seven, which is slow in decode steps,
+        whose time depends on the number of small kernels.
+
+        Args:
+          expert: expert of each pair, from 0 to E.
+          num_experts: E.
         """
         sizes = jnp.sum(expert[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
         if expert.shape[0] > MAX_COUNTED_PAIRS:
             row = jnp.argsort(expert).astype(jnp.int32)
             return ExpertGroups(row, jnp.argsort(row).astype(jnp.int32), sizes)
         number = jnp.arange(expert.shape[0], dtype=jnp.int32)
-        # One comparison of the combined key instead of two: comparisons dominate the time of the kernel.
+        # Combined keys need one comparison instead of two (of experts, then of indices). Comparisons take most of the
+        # time.
         key = expert * expert.shape[0] + number
         comes_after = key[None] < key[:, None]
         place = jnp.sum(comes_after, axis=1, dtype=jnp.int32)
@@ -178,7 +195,14 @@ def weighted_sum(
     dtype: DTypeLike,
     counted: Bool[Array, "T k"] | None = None,
 ) -> Float[Array, "T D"]:
-    """Sum the results of each row by their weights. Results that are not `counted` may be undefined."""
+    """Return the weighted sum of the k results of each row, computed in float32.
+
+    Args:
+      y: result of each pair.
+      weights: weight of each pair.
+      dtype: dtype of the sums.
+      counted: False for results that are ignored and may have any value; None if all count.
+    """
     y = y.reshape(*weights.shape, -1).astype(jnp.float32)
     if counted is not None:
         y = jnp.where(counted[:, :, None], y, jnp.zeros_like(y))
@@ -188,7 +212,8 @@ def weighted_sum(
 def sum_with_shared(
     y: Float[Array, "results D"], weights: Float32[Array, "T k"], dtype: DTypeLike
 ) -> Float[Array, "T D"]:
-    """Sum the results of each row by their weights, and add shared experts, as `hopper_all_experts` returns them."""
+    """Return the weighted sum of the results of each row plus the results of shared experts. `y` has the format that
+    `hopper_all_experts` returns with shared experts."""
     from models.moe.kernels.pipeline import round_up
 
     num_rows, num_pairs = weights.shape[0], weights.size

@@ -1,15 +1,16 @@
 """Exchange of rows between devices that have different tokens and different experts, inside `jax.shard_map`.
 
-Each device sends a row to the device of every expert that its token selected, and receives the result of the expert.
+Each device sends a token's row to the device of every expert that the token selected, and receives the expert's result.
+The figure shows device 0 of three devices:
 
  rows by destination      received, space for M rows from each device              results, in the order of the rows
  ┌───┬──────┬─┐           ┌───┬───────┐ ┌──────┬────┐ ┌─┬─────────┐                ┌───┬──────┬─┐
  │ 0 │  1   │2│    ──▶    │ 0 │       │ │  1   │    │ │2│         │       ──▶      │ 0 │  1   │2│
  └───┴──────┴─┘           └───┴───────┘ └──────┴────┘ └─┴─────────┘                └───┴──────┴─┘
 
-The receive buffer has space for all rows of all devices, because a router may send every row to one device. An uneven
-selection therefore takes more time, but no row is dropped. GPUs transfer only the rows, by `jax.lax.ragged_all_to_all`.
-CPUs do not have this operation and transfer the whole buffer.
+The receive buffer has space for all rows of all devices, because every row may select experts of one device. No row is
+dropped; an uneven selection only takes more time. GPUs transfer only the used rows, with `jax.lax.ragged_all_to_all`.
+CPUs do not support this operation and transfer the whole buffer.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from pallas_attn import capability
 
 @dataclasses.dataclass(frozen=True)
 class ExpertExchange:
-    """Contiguous segments of rows that a device sends to and receives from each of n devices.
+    """Sizes of the segments of rows that this device exchanges with n devices. A segment is all rows that one device
+    sends to another; they are contiguous and sorted by expert.
 
     Attributes:
-      axis: mesh axis of the devices.
-      sent: number of rows for each of the E experts of each device, in the order of the rows.
-      received: number of rows from each device for each of the E experts of this device.
-      starts: first row of each segment that this device sends.
-      their_starts: first row of each received segment, in the sender's array.
+      axis: name of the mesh axis of the devices.
+      sent: number of rows that this device sends to each device for each of its E experts.
+      received: number of rows that this device receives from each device for each of its own E experts.
+      starts: index of the first row of the segment that this device sends to each device.
+      their_starts: index, in the sender's rows, of the first row of the segment that each device sends to this device.
     """
 
     axis: str
@@ -43,7 +45,7 @@ class ExpertExchange:
 
     @staticmethod
     def of(sent: Int32[Array, "n E"], axis: str) -> ExpertExchange:
-        """Exchange the numbers of rows between the devices along `axis`."""
+        """Make the description from `sent`, by exchanging the numbers of rows between the devices along `axis`."""
         totals = jnp.sum(sent, axis=1, dtype=jnp.int32)
         starts = jnp.cumsum(totals) - totals
         theirs = lax.all_to_all(jnp.concatenate([sent, starts[:, None]], axis=1), axis, 0, 0, tiled=True)
@@ -54,17 +56,18 @@ class ExpertExchange:
         return self.sent.shape[0]
 
     def experts(self, room: int) -> Int32[Array, "R"]:
-        """Return the expert of each row of the receive buffer, numbered on this device; E for unused rows.
+        """Return the expert of each row of the receive buffer, from 0 to E - 1 on this device; E for unused rows.
 
         Args:
-          room: rows of the receive buffer per device.
+          room: number of rows of the receive buffer for each sender.
         """
         ends = jnp.cumsum(self.received, axis=1)
         place = jnp.arange(room, dtype=jnp.int32)
         return jnp.sum(ends[:, None, :] <= place[None, :, None], axis=-1, dtype=jnp.int32).reshape(-1)
 
     def send(self, rows: Float[Array, "M D"]) -> Float[Array, "R D"]:
-        """Send rows, sorted as in `sent`, and return the receive buffer of R = n · M rows."""
+        """Send rows, and return the receive buffer of R = n · M rows. `rows` are sorted by device and expert, as in
+        `sent`."""
         room, width = rows.shape
         if _is_ragged():
             own = jnp.full((self.num_devices,), lax.axis_index(self.axis) * room, jnp.int32)
@@ -75,7 +78,8 @@ class ExpertExchange:
         return lax.all_to_all(segments, self.axis, 0, 0, tiled=True).reshape(-1, width)
 
     def send_back(self, rows: Float[Array, "R D"]) -> Float[Array, "M D"]:
-        """Send the results of received rows back; return the results of this device's rows, in the order of `send`."""
+        """Send the results of received rows back to their senders. Return the results of this device's rows, in the
+        order in which `send` got the rows."""
         room, width = rows.shape[0] // self.num_devices, rows.shape[1]
         if _is_ragged():
             begins = jnp.arange(self.num_devices, dtype=jnp.int32) * room
@@ -89,7 +93,8 @@ class ExpertExchange:
     def _ragged(
         self, rows: Array, out: Array, starts: Array, sent: Array, their_starts: Array, received: Array
     ) -> Array:
-        """Call `jax.lax.ragged_all_to_all` with the numbers of rows summed over experts."""
+        """Call `jax.lax.ragged_all_to_all` with segments of all experts. Arguments as in that function; `sent` and
+        `received` are numbers of rows [n, E]."""
         sent, received = (jnp.sum(sizes, axis=1, dtype=jnp.int32) for sizes in (sent, received))
         return lax.ragged_all_to_all(rows, out, starts, sent, their_starts, received, axis_name=self.axis)
 

@@ -1,16 +1,16 @@
-"""Methods to multiply rows with the weights of their experts.
+"""Methods to apply experts to rows (tokens). A pair is (row, expert selected by the row); an expert is two GEMMs.
 
-Methods for few rows take (row, expert) pairs in any order:
+Methods for few rows take pairs in any order and return the result of each pair:
 
-- `hopper_gather`: reads the selected experts once (`kernels/gather_gemm.py`).
-- `hopper_all_experts`: reads all experts, independent of the selection (`kernels/all_expert_gemm.py`).
-- `row_by_row`: multiplies each row with its own expert, in XLA. On an H200, 6 rows of DeepSeek-V2-Lite take 48 us per
-  layer, 48 rows 220 us and 72 rows 315 us. Methods for many rows read every expert and take 300 us.
+- `hopper_gather`: reads the weights of each selected expert once (`kernels/gather_gemm.py`).
+- `hopper_all_experts`: reads the weights of all experts, independent of the selection (`kernels/all_expert_gemm.py`).
+- `row_by_row`: multiplies each pair separately, in XLA. On an H200, 6 pairs of DeepSeek-V2-Lite take 48 us per layer,
+  48 pairs 220 us and 72 pairs 315 us. Methods for many rows read every expert and take 300 us.
 
-Methods for many rows take rows sorted by expert, one contiguous group per expert:
+Methods for many rows take pairs sorted by expert, so that each expert multiplies one contiguous group:
 
 - `hopper_grouped`: kernels for up to 64 rows per expert (`kernels/swap_ab_gemm.py`) and for more rows
-  (`kernels/grouped_gemm.py`). `hopper_grouped_pairs` takes the pairs unsorted, with their places in the order.
+  (`kernels/grouped_gemm.py`). `hopper_grouped_pairs` takes the pairs unsorted, with their places in the sorted order.
 - `blockwise`: a loop over blocks of rows, in XLA. `jax.lax.ragged_dot` is not used, because on CPUs and GPUs it
   multiplies every row with every expert: with 64 experts and 8 tokens it takes 12 times as long on a CPU.
 
@@ -32,23 +32,27 @@ from models.moe.experts import Experts, SharedExperts
 from pallas_attn import call_cached, capability
 
 MAX_PACKED_PAIRS = 32
-"""Maximum number of pairs for which `hopper_gather` stores the results of GEMM1 per pair, all pairs in one tile."""
+"""Maximum number of pairs for which `hopper_gather` stores the results of GEMM1 per pair, so that GEMM2 multiplies all
+pairs as one tile. Results of more pairs are stored per expert, and GEMM2 multiplies one tile per expert."""
 
 MAX_SWAP_AB_ROWS = 64
-"""Maximum average rows per expert for which `kernels/swap_ab_gemm.py` is used. With 54 rows per expert, a GEMM of
-DeepSeek-V2-Lite takes 212 us on an H100, and 233 us with jax's ragged dot."""
+"""Maximum average number of pairs per expert for which `kernels/swap_ab_gemm.py` is used. With 54 pairs per expert, a
+GEMM of DeepSeek-V2-Lite takes 212 us on an H100, and 233 us with `jax.lax.ragged_dot`."""
 
 
 def row_by_row(x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:
-    """Multiply the row of each pair with its expert, M / T pairs per row.
+    """Return the result of each pair, computed as a sum of products in XLA, which does not copy the weights first.
 
-    XLA reads the weights inside the reduction, without copying them first.
+    Args:
+      x: rows.
+      experts: weights of E experts.
+      expert: expert of each pair, M / T pairs per row; E for none, whose result is arbitrary.
     """
     rows = jnp.repeat(x, expert.shape[0] // x.shape[0], axis=0)
     expert = jnp.minimum(expert, experts.gate_up.shape[0] - 1)
 
     def multiply(x: Array, weight: Array, bias: Array | None) -> Array:
-        # Without the constraint, XLA transposes the weights of some layers and reads them at a fifth of the speed.
+        # Without the constraint, XLA transposes the weights of some layers, and reads them at a fifth of the speed.
         weight = with_layout_constraint(weight[expert], Layout(major_to_minor=(0, 1, 2)))
         products = x[:, :, None].astype(jnp.float32) * weight.astype(jnp.float32)
         y = jnp.sum(products, axis=1).astype(x.dtype)
@@ -67,12 +71,12 @@ def hopper_supports(experts: Experts) -> bool:
 def hopper_gather(
     x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"], *, are_distinct: bool = False
 ) -> Float[Array, "M D"]:
-    """Multiply the row of each pair with its expert, M / T pairs per row; each selected expert is read once.
+    """Return the result of each pair. The weights of each selected expert are read once.
 
     Args:
       x: rows.
-      experts: weights of the experts.
-      expert: expert of each pair; E for none.
+      experts: weights of E experts.
+      expert: expert of each pair, M / T pairs per row; E for none.
       are_distinct: whether no two pairs have the same expert, as for the pairs of a single row.
     """
     from models.moe.kernels.gather_gemm import GatherGemm, Pairs, gather_gemm, split_k_helps
@@ -104,17 +108,18 @@ def hopper_gather(
 def hopper_all_experts(
     x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"], shared: SharedExperts | None = None
 ) -> Float[Array, "results D"]:
-    """Multiply the row of each pair with its expert, M / T pairs per row; all experts are read.
+    """Return the result of each pair, and of shared experts. The weights of all experts are read.
 
     Args:
       x: rows.
-      experts: weights of the routed experts.
-      expert: expert of each pair; E for none.
-      shared: weights of shared experts, which are applied to every row.
+      experts: weights of E routed experts.
+      expert: expert of each pair, M / T pairs per row; E for none.
+      shared: weights of shared experts, which are applied to every row; None for none.
 
     Returns:
-      Results of the pairs. With shared experts, the pairs are padded to a multiple of 8 rows and followed by the rows
-      of each shared expert, padded likewise; `dispatch.sum_with_shared` adds them up.
+      Results of the pairs [M, D]. With shared experts, the results of the pairs are padded to a multiple of 8 and
+      followed by the results of all rows for each shared expert, also padded to a multiple of 8.
+      `dispatch.sum_with_shared` adds them up.
     """
     from models.moe.kernels.all_expert_gemm import AllExpertGemm, Chains, all_expert_gemm
     from models.moe.kernels.pipeline import round_up
@@ -133,7 +138,8 @@ def hopper_all_experts(
 def hopper_grouped(
     x: Float[Array, "T D"], source: Int32[Array, "M"], experts: Experts, sizes: Int32[Array, "E"]
 ) -> tuple[Float[Array, "rows D"], Int32[Array, "M"]]:
-    """Apply experts to groups of rows with kernels for Hopper, as `blockwise` does in XLA."""
+    """Apply experts to pairs that are sorted by expert, with kernels for Hopper. Arguments and result as in
+    `blockwise`."""
     place = jnp.arange(source.shape[0], dtype=jnp.int32)
     return hopper_grouped_pairs(x, source, _group_of(jnp.cumsum(sizes), place), place, experts, sizes)
 
@@ -146,18 +152,18 @@ def hopper_grouped_pairs(
     experts: Experts,
     sizes: Int32[Array, "E"],
 ) -> tuple[Float[Array, "rows D"], Int32[Array, "M"]]:
-    """Apply experts to (row, expert) pairs in any order, with kernels for Hopper.
+    """Apply experts to pairs in any order, with kernels for Hopper.
 
     Args:
       x: rows.
-      source: row of each pair.
+      source: index of the row of each pair.
       expert: expert of each pair; E or more for none.
-      place: place of each pair in the order of the experts.
-      experts: weights of the experts.
+      place: place of each pair in the order sorted by expert.
+      experts: weights of E experts.
       sizes: number of pairs of each expert.
 
     Returns:
-      Results, and the row of each pair among them.
+      Results, in groups of one expert that are padded to whole tiles; and the index of each pair's result.
     """
     from models.moe.kernels.grouped_gemm import TILE_ROWS, GroupedGemm, grouped_gemm
     from models.moe.kernels.row_tiles import RowTiles, first_rows, padded_rows, sums_before
@@ -167,12 +173,13 @@ def hopper_grouped_pairs(
     swap_ab = num_pairs <= MAX_SWAP_AB_ROWS * num_experts
     tile_rows = tile_rows_of(num_pairs, num_experts) if swap_ab else TILE_ROWS
     num_rows, first = padded_rows(num_pairs, num_experts, tile_rows), first_rows(sizes)
-    padding = first - sums_before(sizes)  # padding rows before each group
+    padding = first - sums_before(sizes)  # number of padding rows before each group
     place += padding[jnp.minimum(expert, num_experts - 1)]
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    unused = row % x.shape[0]  # padding rows read different rows of x, not all of them the same row
+    unused = row % x.shape[0]  # row of x for padding; different rows, because reads of one row would be slow
     source = unused.at[place].set(source, unique_indices=True, mode="promise_in_bounds")
-    # Without the barrier, XLA recomputes the index of a row for each element in the kernels that gather and sum rows.
+    # Without the barrier, XLA fuses the computation of the indices into kernels that use them, which repeat it for each
+    # element of a row.
     source, place = jax.lax.optimization_barrier((source, place))
     rows, expert_of_row = x[source], _group_of(first, row) - 1
     tiles = RowTiles.of(sizes, num_pairs, tile_rows)
@@ -196,16 +203,16 @@ def _add_bias(y: Float[Array, "M N"], bias: Float[Array, "E N"] | None, expert: 
 def blockwise(
     x: Float[Array, "T D"], source: Int32[Array, "M"], experts: Experts, sizes: Int32[Array, "E"]
 ) -> tuple[Float[Array, "rows D"], Int32[Array, "M"]]:
-    """Apply experts to groups of rows, one block of rows of one expert at a time.
+    """Apply experts to pairs that are sorted by expert, one block of pairs of one expert at a time.
 
     Args:
       x: rows.
-      source: row of each pair, sorted by expert.
-      experts: weights of the experts.
+      source: index of the row of each pair; pairs are sorted by expert.
+      experts: weights of E experts.
       sizes: number of pairs of each expert.
 
     Returns:
-      Results, and the row of each pair of `source` among them.
+      Results, and the index of each pair's result.
     """
     num_rows, num_experts = source.shape[0], sizes.shape[0]
     block = min(128, max(8, 1 << (num_rows // num_experts - 1).bit_length()))
@@ -220,7 +227,8 @@ def blockwise(
         x = jax.lax.dynamic_slice_in_dim(rows, start[i], block)
         hidden = experts.activation(multiply(x, experts.gate_up, experts.gate_up_bias, expert[i]))
         y = multiply(hidden, experts.down, experts.down_bias, expert[i])
-        # The last block of a group may overlap the next group, whose blocks overwrite these rows later.
+        # The last block of an expert may extend into the next expert's pairs, whose blocks overwrite these results
+        # later.
         return jax.lax.dynamic_update_slice_in_dim(out, y, start[i], axis=0)
 
     y = jax.lax.fori_loop(0, num_blocks, multiply_block, jnp.zeros_like(rows))
@@ -228,17 +236,19 @@ def blockwise(
 
 
 def _group_of(ends: Int32[Array, "groups"], place: Int32[Array, "n"]) -> Int32[Array, "n"]:
-    """Return the group that contains each place; the number of groups for places after the last group.
-
-    `ends` has the end of each group.
-    """
+    """Return the index of the group that contains each place, given the ends of the groups. Places after the last group
+    have the number of groups."""
     return jnp.searchsorted(ends, place, side="right", method="compare_all").astype(jnp.int32)
 
 
 def _block_table(
     sizes: Int32[Array, "E"], block: int, max_blocks: int
 ) -> tuple[Int32[Array, "blocks"], Int32[Array, "blocks"], Int32[Array, ""]]:
-    """Return the expert and the first row of each block, in the order of the rows, and the number of blocks."""
+    """Divide the pairs of each expert into blocks of `block` pairs, the last block of an expert possibly incomplete.
+
+    Returns:
+      Expert of each block, index of its first pair, and the number of blocks.
+    """
     blocks = (sizes + (block - 1)) // block
     ends = jnp.cumsum(blocks)
     index = jnp.arange(max_blocks, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Weights of experts, and the activation of gpt-oss."""
+"""Containers for the weights of routed and shared experts, and the activation function of gpt-oss."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from models.decoder.layers import MLP, swiglu
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiglu:
-    """gate · sigmoid(alpha · gate) · (up + 1) of the two halves of the columns.
+    """Activation of gpt-oss: gate · sigmoid(alpha · gate) · (up + 1), where gate and up are the halves of the columns.
 
-    Gates are clamped to at most `limit`, up columns to [-limit, limit].
+    Before the activation, gate is clamped to at most `limit`, and up to [-limit, limit].
     """
 
     alpha: float
@@ -34,13 +34,14 @@ class ClampedSwiglu:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Weights of E experts of hidden width F. An expert computes down(activation(gate_up(x))).
+    """Weights of E experts of hidden width F. An expert computes down(activation(gate_up(x))) from x of width D.
 
     Attributes:
-      gate_up: [E, D, 2F], gates in the first half of the columns.
-      down: [E, F, D].
-      gate_up_bias, down_bias: [E, 2F] and [E, D], or None.
-      activation: maps 2F columns to F columns.
+      gate_up: [E, D, 2F], weights of GEMM1, the gate projection in the first F columns, the up projection in the
+        others.
+      down: [E, F, D], weights of GEMM2.
+      gate_up_bias, down_bias: biases [E, 2F] and [E, D]; None for no bias.
+      activation: function from 2F columns to F columns.
     """
 
     gate_up: Float[Array, "E D F2"]
@@ -51,12 +52,13 @@ class Experts:
 
     @property
     def is_gated(self) -> bool:
-        """Whether GEMM1 kernels can compute the activation: SwiGLU without a bias."""
+        """Whether the kernels of GEMM1 can compute the activation, which must be SwiGLU without a bias."""
         return self.activation is swiglu and self.gate_up_bias is None
 
 
 class SharedExperts(NamedTuple):
-    """Joined weights of shared experts, S times as wide as a routed expert."""
+    """Weights of the S shared experts of a layer, which are applied to every token. They are stored as one MLP that is
+    S times as wide as a routed expert."""
 
     gate_up: Float[Array, "D SF2"]
     down: Float[Array, "SF D"]
@@ -67,5 +69,6 @@ class SharedExperts(NamedTuple):
         return SharedExperts(experts.gate_up_proj.weight[...], experts.down_proj.weight[...])
 
     def fit(self, experts: Experts) -> bool:
-        """Return whether the shared experts can be computed as S more routed experts."""
+        """Return whether the shared experts can be computed as S further experts in the kernels of the routed experts:
+        their width must be a multiple of a routed expert's width, and the dtypes equal."""
         return self.down.dtype == experts.down.dtype and self.down.shape[0] % experts.down.shape[1] == 0

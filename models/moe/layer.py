@@ -1,8 +1,9 @@
 """Mixture-of-experts layers of DeepSeek-V2, V3 and gpt-oss.
 
-In reading order: this module (router, experts and shared experts of a layer), `router` (selection of experts),
-`split_experts` (experts over several devices; `exchange` sends tokens to them), `dispatch` (method and order of the
-rows on one device), `expert_gemms` (the methods), `experts` (weights) and `kernels` (GEMMs for Hopper).
+Modules in reading order: this module (a layer: router, routed experts, shared experts), `router` (selects experts),
+`split_experts` (experts that are split over devices; `exchange` sends tokens between devices), `dispatch` (applies the
+experts of one device), `expert_gemms` (the methods that `dispatch` chooses from), `experts` (weights) and `kernels`
+(GEMMs for Hopper GPUs).
 """
 
 from __future__ import annotations
@@ -24,13 +25,21 @@ from models.moe.split_experts import routed_experts
 
 
 class MoE(nnx.Module):
-    """Routed experts, and shared experts that are applied to every token (Dai et al., arXiv:2401.06066).
+    """DeepSeek's mixture of experts: routed experts, and shared experts that are applied to every token (Dai et al.,
+    arXiv:2401.06066).
 
-    On one device, shared experts are computed together with the routed experts if all routed experts are read.
-    Otherwise they are a separate MLP.
+    If the layer is on one device and `hopper_all_experts` computes the routed experts, the same kernel computes the
+    shared experts. Otherwise the shared experts are a separate MLP.
     """
 
     def __init__(self, config: DeepSeekConfig, dtype: DTypeLike, split: ExpertSplit = ExpertSplit()):
+        """Make a layer with zero weights, on a mesh one device's part.
+
+        Args:
+          config: configuration of the model; on a mesh, of one device's part.
+          dtype: dtype of the weights, except the router's.
+          split: devices that the experts are split over.
+        """
         width, hidden = config.hidden_size, config.moe_intermediate_size
         count = split.num_own(config.n_routed_experts)
         self.split = split
@@ -41,6 +50,8 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(width, shared, dtype) if shared else None
 
     def __call__(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
+        """Apply the layer. `is_live` is False for padding, whose result is ignored. On a mesh, the result is one term
+        of a sum over the devices that split the layer."""
         chosen, weights = self.gate(x)
         experts = Experts(self.gate_up_proj[...], self.down_proj[...])
         method = dispatch.few_rows_method(x.shape[0], chosen.size, experts) if self.split.devices == 1 else None
@@ -50,17 +61,20 @@ class MoE(nnx.Module):
                 y = hopper_all_experts(x, experts, chosen.reshape(-1), shared)
                 return dispatch.sum_with_shared(y, weights, x.dtype)
         y = routed_experts(x, chosen, weights, experts, self.split, is_live)
-        # Without the barrier, XLA adds `y` in the last GEMM of the shared experts, which then waits for `y`.
+        # Without the barrier, XLA fuses the addition of `y` into the last GEMM of the shared experts. This GEMM could
+        # then not run concurrently with the routed experts.
         return y if self.shared_experts is None else y + jax.lax.optimization_barrier(self.shared_experts(x))
 
 
 class BiasedMoE(nnx.Module):
-    """Routed experts of gpt-oss (arXiv:2508.10925).
+    """Mixture of experts of gpt-oss (arXiv:2508.10925), without shared experts.
 
-    Projections have biases, gates are clamped, and the weights of a token's experts are the softmax of their logits.
+    Projections have biases, and the activation is `ClampedSwiglu`. The weights of a token's selected experts are the
+    softmax over their logits.
     """
 
     def __init__(self, config: GQAConfig, dtype: DTypeLike, split: ExpertSplit = ExpertSplit()):
+        """Make a layer with zero weights. Arguments as in `MoE`."""
         width, hidden = config.hidden_size, config.intermediate_size
         count = split.num_own(config.num_local_experts)
         self.config, self.split = config, split
@@ -71,6 +85,7 @@ class BiasedMoE(nnx.Module):
         self.down_proj_bias = nnx.Param(jnp.zeros((count, width), dtype))
 
     def __call__(self, x: Float[Array, "T D"], is_live: Bool[Array, "T"] | None = None) -> Float[Array, "T D"]:
+        """Apply the layer. Arguments and result as in `MoE`."""
         chosen, weights = self._route(x)
         experts = Experts(
             self.gate_up_proj[...],

@@ -1,4 +1,5 @@
-"""Routers of mixtures of experts: scores of a token, and the experts with the largest scores."""
+"""Router of DeepSeek's mixtures of experts: computes scores of all experts for each token, and selects the best
+experts."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from models.config import DeepSeekConfig
 from models.decoder.layers import project
 
 MAX_COMPARISONS = 2**23
-"""Maximum number of comparisons (rows · experts²) up to which experts are ranked by counting instead of sorting: 2,048
-rows of DeepSeek-V2-Lite, 128 rows of DeepSeek-V3."""
+"""Maximum of rows · experts² for which experts are ranked by comparing all experts of a row with each other, instead of
+sorting them: 2,048 rows of DeepSeek-V2-Lite (64 experts), 128 rows of DeepSeek-V3 (256 experts)."""
 
 
 class Router(nnx.Module):
-    """Router of DeepSeek-V2 and V3. It computes in float32, independent of the model's dtype."""
+    """Router of DeepSeek-V2 and V3. Weights and scores are float32, independent of the model's dtype."""
 
     def __init__(self, config: DeepSeekConfig):
         self.config = config
@@ -25,7 +26,7 @@ class Router(nnx.Module):
         self.e_score_correction_bias = nnx.Param(jnp.zeros(config.n_routed_experts, jnp.float32)) if biased else None
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
-        """Return the selected experts of each token, and their weights."""
+        """Return the k selected experts of each token, and the weights of their results."""
         config = self.config
         logits = project(x, self.weight[...])
         scores = jax.nn.softmax(logits) if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
@@ -37,17 +38,19 @@ class Router(nnx.Module):
         experts, weights = best_experts(choice, scores, config.num_experts_per_tok)
         if config.norm_topk_prob:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        # Without the barrier, XLA recomputes the selection in each thread block of the kernels that sum the results.
+        # Without the barrier, XLA fuses the selection into the kernels that use it, where every thread block repeats
+        # it.
         return jax.lax.optimization_barrier((experts, weights * config.routed_scaling_factor))
 
 
 def best_experts(
     choice: Float32[Array, "T E"], scores: Float32[Array, "T E"], count: int
 ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
-    """Return the `count` experts with the largest `choice`, and their scores. Of equal experts the first is selected.
+    """Return the `count` experts of each row with the largest `choice`, and their `scores`.
 
-    Few rows are ranked by counting, which takes two kernels. XLA's sort takes one kernel between two copies, and the
-    gather of the scores another one. A row with a NaN selects arbitrary valid experts.
+    Of experts with equal `choice`, the first is selected. A row with NaN selects arbitrary valid experts. Few rows are
+    ranked by counting the better experts of each expert, which takes two kernels. XLA's top_k and the gather of the
+    scores take two kernels and two copies.
     """
     if choice.shape[0] * choice.shape[1] ** 2 > MAX_COMPARISONS:
         experts = jax.lax.top_k(choice, count)[1]
@@ -62,9 +65,9 @@ def best_experts(
 
 
 def _mask_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> Float32[Array, "T E"]:
-    """Set experts outside the `topk_group` best groups to -inf.
+    """Return `choice` with -inf for experts outside the `topk_group` best groups of experts.
 
-    The score of a group is its best expert in DeepSeek-V2, and the sum of its two best experts in V3.
+    The score of a group is the choice of its best expert in DeepSeek-V2, and the sum of its two best experts in V3.
     """
     grouped = choice.reshape(choice.shape[0], config.n_group, -1)  # [T, groups, E / groups]
     counted = 2 if config.topk_method == "noaux_tc" else 1

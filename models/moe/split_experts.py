@@ -1,4 +1,8 @@
-"""Routed experts of a layer, on one device or split over the devices of a mesh."""
+"""Routed experts of a layer, on one device or split over the devices of a mesh.
+
+Experts are split over the mesh axes `data` and `expert`. Devices along `expert` have the same tokens. Each index along
+`data` is a data rank, which has different tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from models.moe.exchange import ExpertExchange
 from models.moe.experts import Experts
 
 NOT_LIVE = -1
-"""Expert of rows that select no expert."""
+"""Expert number of padding rows. No expert has this number."""
 
 
 def routed_experts(
@@ -23,19 +27,21 @@ def routed_experts(
     split: ExpertSplit = ExpertSplit(),
     is_live: Bool[Array, "T"] | None = None,
 ) -> Float[Array, "T D"]:
-    """Sum weight · expert(x) over the chosen experts of each token.
+    """Return for each token the sum of weight · expert(token) over its selected experts.
 
-    Over several devices, call it inside `jax.shard_map` with the device's own experts. It then returns one term of the
-    sum; the caller adds up the terms of the devices along `expert`, which have the same tokens. Devices along `data`
-    have different tokens, which are sent to the devices of the experts and back.
+    If the experts are split over several devices, call this function inside `jax.shard_map` on each of them. The result
+    is then the sum over the experts of the devices with the same index along `expert`. The caller must add up the
+    results along `expert`. Devices along `data` have different tokens: this function sends tokens to the devices of
+    their experts, and results back.
 
     Args:
-      x: tokens.
-      chosen: experts of each token.
-      weights: weight of each chosen expert.
+      x: hidden states of this device's tokens.
+      chosen: selected experts of each token, numbered over all devices.
+      weights: weight of each selected expert.
       experts: weights of the experts of this device.
       split: devices that the experts are split over.
-      is_live: False for padding and idle rows. Several devices skip these rows and return 0; one device ignores it.
+      is_live: False for padding; None for no padding. If the experts are split, padding is skipped and its result is 0.
+        On one device, `is_live` is ignored and padding is computed like other rows.
     """
     if split.devices == 1:
         return apply_experts(x, chosen, weights, experts)
@@ -46,7 +52,7 @@ def routed_experts(
     chosen = jnp.where(is_live[:, None], chosen, NOT_LIVE)
     if split.data == 1:
         return _own_term(x, chosen, weights, experts, split)
-    # Experts and weights are gathered as one array: a small collective operation takes as long as a large one.
+    # Selected experts and weights are gathered as one array: both are small, and each gather has a fixed latency.
     routing = jnp.concatenate([chosen, jax.lax.bitcast_convert_type(weights, jnp.int32)], axis=1)
     x, routing = jax.lax.all_gather((x, routing), DATA, tiled=True)
     chosen, weights = jnp.split(routing, 2, axis=1)
@@ -55,15 +61,17 @@ def routed_experts(
 
 
 def is_gathered(split: ExpertSplit, copies: int) -> bool:
-    """Return whether ranks gather all tokens and sum the results, instead of exchanging rows with the experts' ranks.
+    """Return whether every data rank gathers the tokens of all ranks (and the partial results are summed). Otherwise
+    each token is sent only to the ranks of its experts (`_exchanged`).
 
-    With n ranks, gathering sends n - 1 times the tokens of a rank. An exchange sends copies · (n - 1) / n times the
-    tokens, divided by the devices along `expert`. Gathering is chosen up to twice the amount of the exchange: on two
-    H100s, prefill by an exchange took 15 times as long, because an exchange reports its sizes to the host.
+    With n data ranks, a rank that gathers receives n - 1 times its number of tokens. With an exchange it receives
+    copies · (n - 1) / n times this number, divided by the number of devices along `expert`. Gathering is chosen up to
+    twice the amount of data of an exchange, because an exchange waits until its sizes are known to the host. On two
+    H100s, prefill with an exchange took 15 times as long.
 
     Args:
       split: devices that the experts are split over.
-      copies: experts per token.
+      copies: number of selected experts per token.
     """
     return split.devices <= 2 * copies
 
@@ -75,7 +83,7 @@ def _own_term(
     experts: Experts,
     split: ExpertSplit,
 ) -> Float[Array, "T D"]:
-    """Sum over the chosen experts that this device has."""
+    """Return for each token the sum of weight · expert(token) over its selected experts that are on this device."""
     num_own = experts.gate_up.shape[0]
     own = chosen - jax.lax.axis_index(EXPERTS) * num_own
     own = jnp.where((own >= 0) & (own < num_own), own, num_own)
@@ -90,7 +98,9 @@ def _exchanged(
     split: ExpertSplit,
     is_live: Bool[Array, "T"],
 ) -> Float[Array, "T D"]:
-    """Sum over the chosen experts of all devices along `data` that have this device's index along `expert`."""
+    """Return for each token the sum of weight · expert(token) over its selected experts on some devices: those with
+    this device's index along `expert`, and any index along `data`. Tokens are sent to these devices, and results
+    back."""
     num_own, expert = experts.gate_up.shape[0], chosen.reshape(-1)
     device = expert // num_own
     is_own = (device % split.expert == jax.lax.axis_index(EXPERT)) & jnp.repeat(is_live, chosen.shape[1])
@@ -102,11 +112,13 @@ def _exchanged(
 def send_to_experts(
     x: Float[Array, "T D"], expert: Int32[Array, "M"], experts: Experts, split: ExpertSplit
 ) -> Float[Array, "M D"]:
-    """Send rows to the devices of their experts along `data`, apply the experts, and send the results back.
+    """Send tokens to the devices of their experts along `data`, apply the experts, and send the results back.
 
     Args:
-      x: tokens of this device.
-      expert: expert of each (token, expert) pair, numbered over the devices along `data`; one past the last for none.
+      x: hidden states of this device's T tokens.
+      expert: expert of each of M (token, expert) pairs, M / T pairs per token. Experts of the devices along `data` are
+        numbered consecutively: index along `data` · E + number on the device, with E experts per device. The number of
+        all these experts marks pairs without an expert.
       experts: weights of the experts of this device.
       split: devices that the experts are split over.
 

@@ -1,1 +1,1 @@
-"""Shared parts of the command lines: errors, exit status, model and prompt options."""
+"""Code that several command-line scripts share: options, errors, exit statuses and output files."""

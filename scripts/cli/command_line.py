@@ -1,6 +1,7 @@
-"""Errors and exit statuses of command lines.
+"""Errors and exit statuses of command-line scripts.
 
-Wrong input: one line on stderr and status 2, without a traceback. A failure with correct input: one line and status 3.
+If the input is wrong, a script prints one line to stderr, without a traceback, and exits with status 2. If it fails
+with correct input, it prints one line and exits with status 3.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ WRONG_INPUT, FAILED, INTERRUPTED = 2, 3, 130
 
 
 class UsageError(Exception):
-    """The input is wrong. The message addresses the user."""
+    """The input is wrong: options or input files. The message is shown to the user."""
 
 
 class Failure(Exception):
-    """The command failed with correct input. The message addresses the user."""
+    """The command failed although its input is correct. The message is shown to the user."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that raises UsageError instead of exiting, and does not accept abbreviated flags.
+    """argparse parser that raises UsageError instead of exiting, and does not accept abbreviated flags.
 
     Args:
-      description, epilog: printed with their line breaks.
+      prog: name of the command.
+      description, epilog: texts before and after the list of options. Their line breaks are kept.
     """
 
     def __init__(self, prog: str, *, description: str, epilog: str):
@@ -53,8 +55,8 @@ class Parser(argparse.ArgumentParser):
 
 
 class StandardOutput(Console):
-    """Standard output. A closed pipe raises Failure (rich would exit with status 1). File names that the encoding
-    cannot represent are escaped.
+    """rich console for standard output. If the reader has closed the pipe, printing raises Failure; rich would exit
+    with status 1. Characters that the encoding cannot represent are escaped.
     """
 
     def __init__(self) -> None:
@@ -64,14 +66,14 @@ class StandardOutput(Console):
 
     def on_broken_pipe(self) -> NoReturn:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python's flush at exit fails
         raise Failure("standard output was closed before everything was printed")
 
 
 def exit_status(prog: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit status, or the status of its exception or interrupt.
+    """Run a command and return the exit status: the command's result, or the status for the exception that it raised.
 
-    Exceptions other than UsageError and Failure are bugs and print a traceback.
+    UsageError and Failure print one line. Other exceptions are bugs and print a traceback.
     """
     try:
         return command()
@@ -83,24 +85,24 @@ def exit_status(prog: str, command: Callable[[], int]) -> int:
         return INTERRUPTED
     except SystemExit:  # argparse's --help
         raise
-    except BaseException:  # noqa: BLE001  Python would end with status 1, a command's own; a panic in Rust is no Exception
+    except BaseException:  # noqa: BLE001  panics of Rust libraries, too; Python would exit with status 1
         traceback.print_exc()
         return FAILED
 
 
 def _one_line(message: str, longest: int = 2000) -> str:
-    """Return a message as one line of printable characters. Parts of a message may come from a file."""
+    """Return a message as one line of printable characters, because a part of it may come from an untrusted file."""
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def as_usage_error(*errors: type[Exception], prefix: str = "") -> contextlib.AbstractContextManager[None]:
-    """Convert errors that the input caused to UsageError."""
+    """Convert exceptions of these types in a `with` block to UsageError, with a prefix before the message."""
     return _turned_into(UsageError, errors, prefix)
 
 
 def as_failure(*errors: type[Exception], prefix: str = "") -> contextlib.AbstractContextManager[None]:
-    """Convert errors that the input did not cause to Failure."""
+    """Convert exceptions of these types in a `with` block to Failure, with a prefix before the message."""
     return _turned_into(Failure, errors, prefix)
 
 
@@ -116,7 +118,7 @@ def _turned_into(kind: type[UsageError | Failure], errors: tuple[type[Exception]
 
 @dataclasses.dataclass
 class Failures:
-    """Failures of the last parts of a command. Each part runs, even if other parts fail.
+    """Collects failures of parts of a command that run even if other parts fail, such as writing several files.
 
     Attributes:
       messages: messages of the failures.
@@ -126,21 +128,25 @@ class Failures:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record a Failure that ends the block."""
+        """Context manager that records a Failure raised in its block instead of raising it."""
         try:
             yield
         except Failure as error:
             self.messages.append(str(error))
 
     def check(self) -> None:
-        """Raise Failure with all messages, if any."""
+        """Raise Failure with all recorded messages. Return if no failure was recorded."""
         if self.messages:
             raise Failure("; ".join(self.messages))
 
 
 @contextlib.contextmanager
 def writing(flag: str, path: Path) -> Iterator[BinaryIO]:
-    """Open an output file like `output_file`. Raise Failure with the flag if the file cannot be written."""
+    """Open the output file of an option, like `output_file`.
+
+    Raises:
+      Failure: the file cannot be written. The message names the flag.
+    """
     try:
         with output_file(path) as file:
             yield file
@@ -149,13 +155,25 @@ def writing(flag: str, path: Path) -> Iterator[BinaryIO]:
 
 
 def write_report(flag: str, path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report as JSON. Raise Failure with the flag if this is not possible."""
+    """Write a report as JSON to the output file of an option.
+
+    Raises:
+      Failure: the file cannot be written. The message names the flag.
+    """
     with writing(flag, path) as file:
         file.write((json.dumps(report, indent=1) + "\n").encode("utf-8"))
 
 
 def check_outputs(paths: Mapping[str, Path | None], *, make_folders: bool = False) -> None:
-    """Raise UsageError if an output file cannot be written, or if two flags name the same file."""
+    """Check output files before the command starts.
+
+    Args:
+      paths: path of each flag; None if the flag is not given.
+      make_folders: whether missing folders are created.
+
+    Raises:
+      UsageError: a file cannot be written, or two flags name the same file.
+    """
     flags: dict[str, str] = {}
     for flag, path in paths.items():
         if path is None:

@@ -1,4 +1,4 @@
-"""The mesh of --mesh."""
+"""The option --mesh: the devices that run each step together."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from scripts.cli.command_line import UsageError
 
 
 def add_mesh(group: argparse._ActionsContainer) -> None:
+    """Add the option."""
     group.add_argument(
         "--mesh",
         type=str,
         metavar="AXIS=N[,AXIS=N...]",
-        help="run each step on several devices: tensor=N splits heads, hidden widths and vocabulary over N; data=N"
-        " makes N ranks with separate requests and pages, which share the experts; context=N splits the tokens of"
-        " every page over N; expert=N splits whole experts over N of the devices of tensor and data (default: one"
-        " device)",
+        help="run each step on several devices: tensor=N splits heads, hidden columns and vocabulary over N devices;"
+        " data=N makes N ranks, which have separate requests and pages and divide the experts; context=N splits the"
+        " tokens of every page over N devices; expert=N splits whole experts over N of the devices of tensor and data"
+        " (default: one device)",
     )
 
 
 def parse_mesh(given: str | None) -> dict[str, int] | None:
-    """Parse a value of --mesh: the number of devices along each axis; None for one device.
+    """Parse the value of --mesh. Return the number of devices along each axis; None without the option.
 
     Raises:
-      UsageError: another form, a size that is not a positive integer, or a repeated axis.
+      UsageError: the value is not of the form AXIS=N[,AXIS=N...], a size is not a positive integer, or an axis is
+        repeated.
     """
     if given is None:
         return None
@@ -44,5 +46,5 @@ def parse_mesh(given: str | None) -> dict[str, int] | None:
 
 
 def mesh_of(sizes: dict[str, int] | None) -> Mesh | None:
-    """Make the mesh. Raises ValueError or NotImplementedError like `make_mesh`."""
+    """Make the mesh with these sizes; None for one device. Raises the errors of `make_mesh`."""
     return None if sizes is None else make_mesh(sizes)

@@ -1,4 +1,4 @@
-"""The model of --model, --random, --head-windows and --dtype."""
+"""Loads the model that the options --model, --random, --head-windows and --dtype describe."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scripts.cli.command_line import as_usage_error
 
 
 def read_config(options: argparse.Namespace) -> ModelConfig:
-    """Read the configuration of the model.
+    """Read the configuration of the model, with the windows of --head-windows if given.
 
     Raises:
-      ValueError, NotImplementedError, OSError: like `load_config` and `load_windows`.
-      UsageError: the windows do not fit this model.
+      ValueError, NotImplementedError, OSError: as `load_config` and `load_windows`.
+      UsageError: the model does not support windows, or has another number of layers or KV heads.
     """
     config = (PRESETS | GQA_PRESETS)[options.random] if options.model is None else load_config(options.model)
     if options.head_windows is None:
@@ -29,17 +29,18 @@ def read_config(options: argparse.Namespace) -> ModelConfig:
 
 
 def dtype_of(options: argparse.Namespace, config: ModelConfig) -> str:
-    """Dtype of weights and activations."""
+    """Return the dtype of weights and activations: the value of --dtype. The default is float32 if the configuration
+    says float32, otherwise bfloat16."""
     return options.dtype or ("float32" if config.dtype == "float32" else "bfloat16")
 
 
 def load(
     options: argparse.Namespace, config: ModelConfig, settings: AttentionSettings, mesh: Mesh | None = None
 ) -> Decoder:
-    """Load the model on one device or a mesh, with the weights of its folder or random weights.
+    """Load the model of --model, or make the model of --random, on one device or a mesh.
 
     Raises:
-      ValueError, NotImplementedError, OSError: like `load_model`.
+      ValueError, NotImplementedError, OSError: as `load_model`.
       UsageError: the weights do not fit into the memory of the device or the host.
     """
     flag = "--random" if options.model is None else "--model"
@@ -50,11 +51,18 @@ def load(
 
 
 def implementations(config: ModelConfig, settings: AttentionSettings, sizes: StepSizes, dtype: str) -> dict[str, str]:
-    """Return the name of the implementation that each operation of the model will use.
+    """Return the name of the attention implementation that each operation of the model will use, by name of the
+    operation.
+
+    Args:
+      config: configuration of the model; on a mesh, of one device's part.
+      settings: attention settings, with the implementations that may be used.
+      sizes: sizes of the cache and of the largest step.
+      dtype: dtype of the weights.
 
     Raises:
       NotImplementedError: no implementation supports an operation.
-      ValueError: an implementation name that no operation has.
+      ValueError: `settings` has an unknown implementation.
     """
     explained = explain_attention(config, settings, sizes, dtype)
     for op, explanation in explained.items():
@@ -65,5 +73,5 @@ def implementations(config: ModelConfig, settings: AttentionSettings, sizes: Ste
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """Name of the model for display."""
+    """Return the name of the model for display: the name of the folder or of the random model."""
     return options.random if options.model is None else options.model.resolve().name

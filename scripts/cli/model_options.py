@@ -1,4 +1,4 @@
-"""Model and prompt options of several command lines. `cli.model` and `cli.prompts` read them."""
+"""Definitions of the options for model and prompts. `cli.model` loads the model, `cli.prompts` reads the prompts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from pathlib import Path
 from scripts.cli.command_line import UsageError
 
 RANDOM_MODELS = ("v3-tiny", "v32-tiny", "glm-tiny", "v2-lite-tiny", "qwen3-tiny", "gpt-oss-tiny")
+"""Values of --random: names of configurations in `models.config`."""
 
 KV_DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "int8", "fp8": "float8_e4m3fn"}
-"""Values of --kv-dtype and their dtypes."""
+"""Values of --kv-dtype, and the names of their dtypes in jax."""
 
 
 def add_model(group: argparse._MutuallyExclusiveGroup) -> None:
+    """Add --model and --random."""
     group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face directory: config.json and safetensors")
     group.add_argument("--random", choices=RANDOM_MODELS, help="a small model with random weights")
 
 
 def add_prompts(group: argparse._MutuallyExclusiveGroup) -> None:
+    """Add --prompt and --prompt-ids."""
     group.add_argument(
         "--prompt", nargs="+", metavar="TEXT", help="texts; the model's chat template is applied if it exists"
     )
@@ -26,7 +29,7 @@ def add_prompts(group: argparse._MutuallyExclusiveGroup) -> None:
 
 
 def add_computation(group: argparse._ActionsContainer) -> None:
-    """Add the options for the model's dtype and windows."""
+    """Add --dtype and --head-windows."""
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -36,13 +39,13 @@ def add_computation(group: argparse._ActionsContainer) -> None:
         "--head-windows",
         type=Path,
         metavar="FILE",
-        help="windows of each KV head, replacing the model's windows: a JSON list with one entry per layer: null for no"
-        ' window, a number of newest tokens, or {"window": [...], "sink_tokens": [...]} with one value per KV head,'
-        " null for no window",
+        help="attention windows instead of the model's: a JSON list with one entry per layer: null for no window, a"
+        ' number of newest tokens, or {"window": [...], "sink_tokens": [...]} with one entry per KV head, where window'
+        " null means no window",
     )
 
 
 def check_prompts(options: argparse.Namespace) -> None:
-    """Raise UsageError for text prompts without a model to encode them."""
+    """Raise UsageError if --prompt is given without --model, whose tokenizer must encode the texts."""
     if options.prompt is not None and options.model is None:
         raise UsageError("--prompt needs a --model with a tokenizer; a random model takes --prompt-ids")

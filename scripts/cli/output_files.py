@@ -1,7 +1,7 @@
-"""Output files of all commands.
+"""Output files of all scripts.
 
-A file is written next to its target and then renamed. After a full disk, a crash or an interrupt, the target is
-unchanged.
+The content is written to a temporary file next to the target, which is renamed to the target when it is complete.
+Therefore an existing target is unchanged after a crash or an interrupt, or if the disk is full.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing. It replaces `path` when the block ends without an exception.
+    """Open a temporary file for writing. It replaces `path` when the block ends without an exception.
 
-    Symbolic links are followed. A new file gets the permissions of the umask; an existing file keeps its permissions.
-    Pipes, character devices, and the file of standard output or error are written in place.
+    Symbolic links are followed. A new file has the permissions that the umask gives; an existing file keeps its
+    permissions. Pipes, character devices, and the files of standard output and standard error are opened directly.
 
     Raises:
       OSError: the file cannot be written.
@@ -51,13 +51,14 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_replaced(path: Path) -> bool:
-    """Whether writing creates or replaces a file and can be repeated. A pipe or device takes one report only."""
+    """Return whether `output_file` creates or replaces a file here, so that a file can be written twice. A pipe or
+    device would receive both contents."""
     found = _status(path)
     return found is None or _replaceable(found)
 
 
 def check_output(path: Path) -> None:
-    """Raise OSError with the reason in `strerror` if `output_file` cannot write there."""
+    """Raise OSError, with the reason in `strerror`, if `output_file` cannot write to this path."""
     found = _status(path)
     if found is not None and stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path))
@@ -73,6 +74,7 @@ def check_output(path: Path) -> None:
 
 
 def _status(path: Path) -> os.stat_result | None:
+    """Return the status of the file, following links; None if it does not exist."""
     try:
         return os.stat(path)
     except FileNotFoundError:
@@ -80,11 +82,13 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _replaceable(found: os.stat_result) -> bool:
+    """Return whether an existing file can be replaced by another file."""
     return stat.S_ISREG(found.st_mode) and _standard_stream(found) is None
 
 
 def _standard_stream(found: os.stat_result) -> int | None:
-    """Descriptor of standard output or error, if it is this file. Output printed later goes to the same file."""
+    """Return the descriptor of standard output or standard error if it is this file, else None. The file must then not
+    be replaced, because later output of the script goes to it, too."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):  # the stream is closed
             if os.path.samestat(os.fstat(descriptor), found):
@@ -93,6 +97,7 @@ def _standard_stream(found: os.stat_result) -> int | None:
 
 
 def _open_in_place(path: Path, found: os.stat_result) -> BinaryIO:
+    """Open a file that cannot be replaced for writing."""
     descriptor = _standard_stream(found)
     if descriptor is None:
         return open(path, "wb")

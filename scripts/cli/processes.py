@@ -1,4 +1,4 @@
-"""The processes of --coordinator, --num-processes and --process-id."""
+"""Options for an engine that runs in several processes: --coordinator, --num-processes and --process-id."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from models.engine import ProcessError, Processes
 from scripts.cli.command_line import FAILED, Failure, UsageError, as_failure
 
 FLAGS = ("coordinator", "num_processes", "process_id")
+"""Names of the options that must be given together."""
 
 
 def add_processes(group: argparse._ActionsContainer) -> None:
+    """Add the options."""
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
@@ -29,8 +31,8 @@ def add_processes(group: argparse._ActionsContainer) -> None:
         type=float,
         default=10.0,
         metavar="S",
-        help="seconds without a heartbeat, or behind the other processes, after which a process counts as failed"
-        " (default: %(default)g)",
+        help="seconds after which a process counts as failed if it sends no heartbeat or does not reach the same point"
+        " as the other processes (default: %(default)g)",
     )
 
 
@@ -40,7 +42,7 @@ def check_processes(options: argparse.Namespace) -> None:
     if not given:
         return
     if len(given) < len(FLAGS) or options.mesh is None:
-        raise UsageError("--coordinator, --num-processes, --process-id and --mesh: expected all or only the last")
+        raise UsageError("--coordinator, --num-processes and --process-id: expected all three and --mesh, or none")
     host, _, port = options.coordinator.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
         raise UsageError(f"--coordinator: expected HOST:PORT, got {options.coordinator!r}")
@@ -60,8 +62,9 @@ class Joined:
     """Connection of this process to the other processes.
 
     Attributes:
-      prog: name of the command.
-      alone: whether this process ends without the others, so that collective operations may never complete.
+      prog: name of the command, for error messages.
+      alone: whether an exception ends this process. Collective operations with the other processes may then never
+        complete.
     """
 
     prog: str
@@ -69,10 +72,11 @@ class Joined:
 
     @contextlib.contextmanager
     def processes(self, options: argparse.Namespace) -> Iterator[Processes | None]:
-        """Connect to the other processes, and end together with them. Yields None without other processes.
+        """Context manager that connects to the other processes, and at the end waits for them. Yields None without
+        --coordinator. If the block raises, the other processes are informed of the reason.
 
         Raises:
-          Failure: the other processes cannot be reached, or one has failed.
+          Failure: the other processes cannot be reached, or one of them has failed.
         """
         if options.coordinator is None:
             yield None
@@ -94,7 +98,7 @@ class Joined:
                 raise
 
     def end(self, status: int) -> int:
-        """Return the exit status. If this process ends without the others, exit here without waiting."""
+        """Return the exit status. If `alone`, exit immediately instead: a normal exit would wait for the device."""
         if self.alone:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -103,16 +107,18 @@ class Joined:
 
 
 def writes(processes: Processes | None) -> bool:
-    """Whether this process prints and writes the results."""
+    """Return whether this process prints and writes the results: a single process, or process 0."""
     return processes is None or processes.index == 0
 
 
 def _reason(error: BaseException) -> str:
+    """Return the reason that the other processes get for the failure of this process."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return str(error) if isinstance(error, UsageError | Failure) else f"{type(error).__name__}: {error}"
 
 
 def _give_up(prog: str, reason: str) -> None:
+    """Print the reason and exit immediately, from any thread."""
     print(f"{prog}: error: {reason}", file=sys.stderr, flush=True)
     os._exit(FAILED)

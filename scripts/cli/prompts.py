@@ -1,4 +1,4 @@
-"""Prompts as token ids: the texts of --prompt, the file of --prompt-ids, or a demonstration."""
+"""Prompts as token ids: from the texts of --prompt, the file of --prompt-ids, or a built-in demonstration."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from models.checkpoints.tokenizer import check_unicode
 from models.config.json_files import read_json
 from scripts.cli.command_line import UsageError, as_usage_error
 
-# Sizes of the demonstration: pages of the shared prefix and of the long prompt, tokens after the prefix.
+# Sizes of the demonstration: pages of the shared prefix, pages of the long prompt, and numbers of tokens after the
+# prefix.
 _PREFIX_PAGES = 3
 _LONG_PAGES = 12
 _TAILS = (7, 30, 12, 21, 3, 26)
-_LARGEST_PAGE = 64  # larger pages count as 64 tokens, so that prompts fit small models
+_LARGEST_PAGE = 64  # sizes are computed as if larger pages had 64 tokens, so that the prompts fit small models
 
 _PREFACE = (
     "You answer questions about the memory of computers for people who write software. Give the answer first, in one"
@@ -41,8 +42,9 @@ _QUESTIONS = (
 
 
 def demo_ids(vocab_size: int, page_size: int) -> list[list[int]]:
-    """Draw random ids with a fixed seed: requests that share their first pages, the first request repeated, and one
-    longer request that shares no page.
+    """Return the prompts of the demonstration for a model without tokenizer: random token ids with a fixed seed.
+
+    Six prompts start with the same pages, one longer prompt does not, and the last prompt repeats the first one.
     """
     rng = np.random.default_rng(0)
     page_size = max(1, min(page_size, _LARGEST_PAGE))
@@ -57,18 +59,19 @@ def demo_ids(vocab_size: int, page_size: int) -> list[list[int]]:
 
 
 def demo_texts() -> list[str]:
-    """Return the texts of the demonstration: questions after a shared preface."""
+    """Return the texts of the demonstration: questions that start with the same preface."""
     return [f"{_PREFACE}\n\n{question}" for question in _QUESTIONS]
 
 
 def read_prompts(options: argparse.Namespace, tokenizer: Tokenizer | None) -> list[list[int]] | None:
-    """Read the prompts of --prompt or --prompt-ids; None without either option.
+    """Return the prompts of --prompt or --prompt-ids as token ids; None without either option.
 
     Args:
-      tokenizer: tokenizer of the model; None if the model has no tokenizer or there are no texts.
+      options: the options.
+      tokenizer: tokenizer of the model; None if the model has no tokenizer or --prompt is not given.
 
     Raises:
-      UsageError: like `encode_texts` and `read_ids`; or texts for a model without a tokenizer.
+      UsageError: as `encode_texts` and `read_ids`; or --prompt is given, but the model has no tokenizer.
     """
     if options.prompt_ids is not None:
         return read_ids(options.prompt_ids)
@@ -84,7 +87,7 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 
     Raises:
       UsageError: a text is empty, or not UTF-8.
-      TokenizerError: like `Tokenizer.encode_prompt`.
+      TokenizerError: as `Tokenizer.encode_prompt`.
     """
     for i, text in enumerate(texts):
         if not text.strip():

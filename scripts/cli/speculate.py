@@ -1,4 +1,4 @@
-"""The proposer of --speculate."""
+"""The option --speculate: the proposer of drafts (guesses of later tokens that a step verifies)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NUM_DRAFTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class SpeculateOption:
-    """A value of --speculate.
+    """Parsed value of --speculate.
 
     Attributes:
-      kind: one of `KINDS`.
-      source: source of the proposer, such as a folder; empty for kinds without a source.
+      kind: kind of proposer, a key of `KINDS`.
+      source: folder of the draft model; empty for other kinds.
       num_drafts: maximum number of drafts per request and step.
-      alternatives: drafts per position, for `mtp`.
+      alternatives: number of drafts per position; above 1 only for the kind "mtp".
     """
 
     kind: str
@@ -57,26 +57,28 @@ def _draft_model(option: SpeculateOption, options: argparse.Namespace, model: De
 
 
 KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram), "mtp": (False, _mtp), "draft": (True, _draft_model)}
-"""For each kind: whether it has a source, and the function that makes its proposer."""
+"""For each kind of proposer: whether its value names a source, and the function that makes the proposer."""
 
 
 def add_speculate(group: argparse._ActionsContainer) -> None:
+    """Add the option."""
     group.add_argument(
         "--speculate",
         default="none",
         metavar="KIND[:DIR][:N]",
-        help="verify up to N drafts per request and step, which changes no token. ngram:N finds the newest tokens in"
-        " earlier text; mtp:N uses the multi-token prediction module of DeepSeek-V3, mtp:N:M with M alternatives per"
-        " position; draft:DIR:N uses a smaller model with the same vocabulary"
+        help="verify up to N drafts (guesses of the next tokens) per request and step, which changes no token. ngram:N"
+        " proposes the tokens after an earlier occurrence of the newest tokens; mtp:N uses the multi-token prediction"
+        " module of DeepSeek-V3, mtp:N:M with M alternatives per position; draft:DIR:N uses a smaller model with the"
+        " same vocabulary"
         f" (default: none; N: {NUM_DRAFTS})",
     )
 
 
 def parse_speculate(given: str) -> SpeculateOption | None:
-    """Parse a value of --speculate; None for "none".
+    """Parse the value of --speculate; None for "none".
 
     Raises:
-      UsageError: another kind, an invalid number of drafts, or a missing or unexpected source.
+      UsageError: an unknown kind, an invalid number of drafts, or a missing or unexpected folder.
     """
     if given == "none":
         return None
@@ -101,7 +103,8 @@ def parse_speculate(given: str) -> SpeculateOption | None:
 
 
 def announce_module(options: argparse.Namespace, config: ModelConfig) -> ModelConfig:
-    """Enable the prediction module of a random model if --speculate needs it and the family has one."""
+    """Return the configuration of the model. If --speculate is mtp, a random model gets one prediction module, provided
+    that its family has prediction modules."""
     option: SpeculateOption | None = options.speculate
     if option is None or option.kind != "mtp" or options.model is not None or not isinstance(config, DeepSeekConfig):
         return config
@@ -109,10 +112,10 @@ def announce_module(options: argparse.Namespace, config: ModelConfig) -> ModelCo
 
 
 def make_speculation(options: argparse.Namespace, model: Decoder) -> Speculation | None:
-    """Make the speculation policy of the options, after the model is loaded.
+    """Return the `Speculation` of the options for a loaded model; None for "none".
 
     Raises:
-      UsageError: the proposer cannot be made, for example from a folder without a model.
+      UsageError: the proposer cannot be made, for example because the folder has no model.
     """
     option: SpeculateOption | None = options.speculate
     if option is None:

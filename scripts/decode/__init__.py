@@ -1,1 +1,1 @@
-"""Parts of `run_decode.py`: options, progress display, and the report as JSON, table and picture."""
+"""Parts of `run_decode.py`: options, progress display, and reports as JSON, as a table and as a plot."""

@@ -1,4 +1,4 @@
-"""Command line of run_decode, and the checks that need no model."""
+"""Options of run_decode.py, and checks of the options that need no model."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ PROG = "run_decode"
 
 DESCRIPTION = """\
 Decode a batch of prompts with continuous batching over a paged cache. Prompts are computed in chunks, together
-with decoding requests. Equal prefixes share pages. A table shows tokens, times and memory.
+with decoding requests. Prompts with equal prefixes share pages. A table shows tokens, times and memory.
 
-Default model: a small model with random weights. Default prompts: a batch with a shared prefix."""
+Default model: a small model with random weights. Default prompts: a batch of prompts that share a prefix."""
 
 EPILOG = """\
 examples:
-  run_decode.py --verify                                     the demonstration, with all tokens checked
+  run_decode.py --verify                                     default model and prompts, with all tokens checked
   run_decode.py --model DIR --prompt "What is a page table?" "And a TLB?" --max-tokens 64
   run_decode.py --model DIR --prompt-ids ids.json --json out.json --dump-logits out.npz
   run_decode.py --max-batched-tokens 16 --num-pages 24 --plot run.png
                                                              small chunks and few pages, which preempt requests
-  run_decode.py --temperature 0.8 --top-p 0.9 --seed 7       sampling; the tokens do not depend on the batch
+  run_decode.py --temperature 0.8 --top-p 0.9 --seed 7       sampling; draws do not depend on other requests
   run_decode.py --speculate ngram:4 --verify                 drafts from earlier text; the tokens do not change
   run_decode.py --model DIR --speculate mtp:2                drafts from the checkpoint's prediction module
-  run_decode.py --model DIR --mesh tensor=2                  heads, hidden widths and vocabulary on two devices
+  run_decode.py --model DIR --mesh tensor=2                  heads, hidden columns and vocabulary on two devices
   run_decode.py --model DIR --mesh data=2                    requests and experts on two devices
   run_decode.py --model DIR --mesh data=2 --coordinator HOST:PORT --num-processes 2 --process-id I
-                                                             the same on two machines, I = 0 and 1; 0 prints results
-  run_decode.py --implementation mosaic,xla                  kernels for supported calls, else portable XLA
+                                                             the same on two machines, with I = 0 on one and I = 1 on
+                                                             the other; process 0 prints the results
+  run_decode.py --implementation mosaic,xla                  Mosaic kernels for supported calls, else XLA
 
 Compilation runs before the batch and is timed separately. Example of a --prompt-ids file: [[1, 17, 23], [1, 17, 5, 6]].
-Complete results replace an output file; a pipe or device, such as /dev/stdout, is written in place.
+An output file is replaced when its content is complete; a pipe or device, such as /dev/stdout, is written directly.
 
 exit status:
   0  decoded (and verified)     1  --verify found a difference     130  interrupted
-  2  wrong input, or not enough device memory: one line on stderr has the reason, and nothing is decoded
+  2  wrong input, or not enough device memory; nothing is decoded: one line on stderr has the reason
   3  any other failure, such as a failed device or process, NaN or infinite logits, a result that cannot be written or
      printed, or not enough memory for --verify: stderr has the reason
 If a run ends early, for example by Ctrl-C, the tokens decoded until then are printed and written.
@@ -60,8 +61,10 @@ If a run ends early, for example by Ctrl-C, the tokens decoded until then are pr
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse and check the options.
 
-    The result also has `params` (sampling parameters), `implementation` in the form of the operations, and `kv_dtype`
-    in the form of the engine.
+    Returns:
+      The options, and an attribute `params` with the sampling parameters. Some options are converted: `implementation`
+      is None or a tuple of names, `speculate` a SpeculateOption or None, `mesh` a dict of sizes or None, and `kv_dtype`
+      the name of a dtype or None.
 
     Raises:
       UsageError: an option or a combination of options is wrong, or a file cannot be written.
@@ -93,7 +96,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     sized = options.max_batched_tokens is not None or options.prefill_buckets is not None
     if options.batch_invariant and not options.chunked_prefill and not sized:
         raise UsageError(
-            "--batch-invariant with --no-chunked-prefill needs --max-batched-tokens: the default depends on the prompts"
+            "--batch-invariant with --no-chunked-prefill needs --max-batched-tokens: its default depends on the prompts"
         )
     if options.kv_scales is not None and options.kv_dtype not in ("int8", "fp8"):
         raise UsageError("--kv-scales needs --kv-dtype int8 or fp8")
@@ -150,7 +153,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--num-pages",
         type=int,
         metavar="N",
-        help="pages of the pool; too few pages preempt requests (default: enough for all running requests)",
+        help="number of pages of the cache; if pages run out, requests are preempted (default: enough for all running"
+        " requests)",
     )
     group.add_argument(
         "--max-batched-tokens",
@@ -196,13 +200,13 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "--recycling",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="free pages outside all windows while a request runs (default: yes)",
+        help="while a request runs, release its pages before the attention windows (default: yes)",
     )
     group.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="bitwise equal logits and tokens for any other requests, with equal engine sizes; slower, because every"
-        " step has the largest shape and prompts attend token by token",
+        help="make logits and tokens of a request bitwise independent of other requests, for equal engine sizes;"
+        " slower, because every step has the largest shape and prompts attend token by token",
     )
     add_speculate(group)
     add_mesh(group)
@@ -214,14 +218,14 @@ def _add_buckets(group: argparse._ArgumentGroup) -> None:
         type=sizes,
         metavar="N[,N...]",
         help="numbers of requests that decode steps are padded to, ascending up to --max-num-seqs; each is compiled"
-        " (default: powers of 2, or one size if it is small)",
+        " (default: only --max-num-seqs if it is at most 64, else powers of two up to it)",
     )
     group.add_argument(
         "--prefill-buckets",
         type=sizes,
         metavar="N[,N...]",
         help="numbers of prompt tokens that steps are padded to, ascending up to --max-batched-tokens; each is compiled"
-        " (default: powers of 4, or one size if it is small)",
+        " (default: only --max-batched-tokens if it is at most 64, else 32, 128, 512, ... (factor 4) up to it)",
     )
 
 
@@ -236,8 +240,8 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         "--kv-scales",
         type=Path,
         metavar="FILE",
-        help="static scales of an int8 or fp8 cache: safetensors of k_scale and v_scale, [layers, KV heads] or [layers,"
-        " KV heads, head width] (default: a scale per token and head, computed when the token is written)",
+        help="static scales of an int8 or fp8 cache: safetensors file with k_scale and v_scale, [layers, KV heads] or"
+        " [layers, KV heads, head width] (default: a scale per token and head, computed when the token is written)",
     )
     group.add_argument(
         "--implementation",
@@ -250,7 +254,7 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         "--mla",
         choices=("auto", "absorb", "expand"),
         default="auto",
-        help="form of latent attention: attend to latents (absorb), or expand them to keys and values"
+        help="form of latent attention: attend to the latents (absorb), or compute keys and values from them (expand)"
         " (default: auto: absorb for decode, expand for prefill)",
     )
     group.add_argument(
@@ -260,7 +264,9 @@ def _add_attention(group: argparse._ArgumentGroup) -> None:
         help="number of selected keys of sparse attention, for experiments (default: from config.json)",
     )
     group.add_argument(
-        "--verify", action="store_true", help="decode again, uncached and unchunked, and compare every token"
+        "--verify",
+        action="store_true",
+        help="compute every sequence again, uncached and unchunked, and compare all tokens",
     )
 
 
@@ -273,15 +279,17 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
 
 
 def sizes(given: str) -> tuple[int, ...]:
-    """Parse comma-separated sizes. argparse shows the name of this function in errors."""
+    """Parse comma-separated integers. The function is named for argparse, whose errors say "invalid sizes value"."""
     return tuple(int(size) for size in given.split(","))
 
 
 def _implementation(given: str) -> tuple[str, ...] | None:
+    """Return the argument `implementation` of operations for a value of --implementation."""
     return None if given == "auto" else tuple(name.strip() for name in given.split(","))
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
+    """Raise UsageError if a result of the options cannot be written."""
     outputs = {"--json": options.json, "--dump-logits": options.dump_logits, "--plot": options.plot}
     check_outputs(outputs | {"--prefix-cache": options.prefix_cache})
     if options.prefix_cache is not None and not options.prefix_caching:

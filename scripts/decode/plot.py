@@ -1,4 +1,4 @@
-"""Picture of a run: tokens per step, pages in use, and latencies."""
+"""Plot of a run: tokens per step, pages in use, and latencies of requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import numpy as np
 from models.engine import EngineStats, RequestOutput, StepRecord
 from scripts.decode.report import Report
 
-# Okabe and Ito's colors, which are distinct for all kinds of color vision.
+# Colors of Okabe and Ito, which people with any kind of color vision can distinguish.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#666666"
 
 
 def plot_run(file: BinaryIO, report: Report) -> None:
-    """Write a PNG with three panels. Raises OSError if the file cannot be written."""
+    """Write the plot as PNG, with three panels.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     from matplotlib.figure import Figure  # an optional dependency
 
     figure = Figure(figsize=(10, 9), layout="constrained")
@@ -49,7 +53,8 @@ def _draw_steps(axes: Any, steps: Sequence[StepRecord]) -> None:
 
 
 def _of_steps(steps: Sequence[StepRecord], field: str) -> np.ndarray:
-    """One value per step; a single 0 if the run was interrupted before the first step."""
+    """Return a field of each step's record, int [steps]; a single 0 if the run was interrupted before the first
+    step."""
     return np.array([getattr(step, field) for step in steps] or [0])
 
 

@@ -1,4 +1,4 @@
-"""Report of a run of run_decode, as JSON and as a table."""
+"""Report of a run of run_decode.py: results and statistics, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Loading:
     """Time and memory of loading a model.
 
     Attributes:
-      seconds: from the first file to the last weight.
-      peak_host_bytes: peak memory of this process until then. Weights on CPU devices are part of it.
+      seconds: time from the start of loading until all weights are on the devices.
+      peak_host_bytes: peak memory of this process when loading ended. It includes weights on CPU devices.
     """
 
     seconds: float
@@ -35,7 +35,7 @@ class Loading:
 
 
 def peak_host_bytes() -> int:
-    """Peak memory of this process until now (bytes)."""
+    """Return the peak memory of this process since its start, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 
@@ -50,11 +50,11 @@ class Report:
       stats: statistics of the engine.
       page_size: tokens per page.
       run_s: seconds from the first step to the last, without compilation.
-      implementation: implementation that ran each operation.
-      verification: result of the verification; None if it was not requested or the run was interrupted.
-      speculate: proposer of drafts; None for plain decoding.
+      implementation: name of the attention implementation of each operation.
+      verification: result of --verify; None without this option, or if the run was interrupted.
+      speculate: value of --speculate; None for none.
       mesh: number of devices along each axis of --mesh; None for one device.
-      loading: time and memory of loading; None if unknown.
+      loading: time and memory of loading; None if they were not measured.
     """
 
     model: str
@@ -75,7 +75,7 @@ class Report:
         return f"{len(self.outputs)} {noun} on {self.model}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return `{"requests": [...], "run": {...}}`, times in seconds."""
+        """Return the report for --json: {"requests": [...], "run": {...}}, with times in seconds."""
         requests: list[dict[str, Any]] = [
             {
                 "prompt_tokens": output.prompt_tokens,
@@ -123,12 +123,12 @@ class Report:
 
     @property
     def drafted(self) -> list[int]:
-        """Number of verified drafts of all requests, by position after the newest token."""
+        """Number of verified drafts of all requests: entry i counts drafts i + 1 positions after the newest token."""
         return _by_position([output.drafted for output in self.outputs])
 
     @property
     def accepted(self) -> list[int]:
-        """Number of accepted drafts of `drafted`."""
+        """Number of accepted drafts of all requests, in the same order as `drafted`."""
         return _by_position([output.accepted for output in self.outputs])
 
     def print(self, console: Console) -> None:
@@ -142,7 +142,7 @@ class Report:
         for header in ("", "prompt", "cached", "new", *of_drafts, "TTFT", "per token", "p95"):
             table.add_column(header, justify="right", no_wrap=True)
         table.add_column("end", no_wrap=True)
-        table.add_column("output")  # the only column that may shrink
+        table.add_column("output")  # the only column that is shortened on narrow terminals
         for i, output in enumerate(self.outputs):
             table.add_row(
                 *map(str, (i, output.prompt_tokens, output.cached_tokens, len(output.output_ids))),
@@ -201,7 +201,7 @@ def _loading(loading: Loading) -> str:
 
 
 def _by_position(counts: Sequence[Sequence[int]]) -> list[int]:
-    """Sums by position of lists that may have different lengths."""
+    """Return the sum of the lists by position. Missing entries of shorter lists count as 0."""
     return [sum(of_position) for of_position in itertools.zip_longest(*counts, fillvalue=0)]
 
 
@@ -210,19 +210,19 @@ def _share(part: int, whole: int) -> str:
 
 
 def device_name() -> str:
-    """Name of jax's platform and of the device."""
+    """Return the name of jax's platform and of the device, such as "gpu (NVIDIA H200)"."""
     device = jax.devices()[0]
     return device.platform if device.device_kind == device.platform else f"{device.platform} ({device.device_kind})"
 
 
 def versions() -> dict[str, str]:
-    """Versions that affect the result, by package name."""
+    """Return the versions of packages that affect the results, by name."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
     return {"pallas_attn": pallas_attn.__version__, **packages, "python": platform.python_version()}
 
 
 def nonfinite(outputs: Sequence[RequestOutput]) -> list[str]:
-    """Return one sentence per request that ended because of non-finite logits."""
+    """Return an error message for each request that ended because its logits were NaN or infinite."""
     why = "logits are NaN or infinite, for example because of broken weights"
     return [
         f"request {i} ended at output position {len(output.output_ids)}: {why}"
@@ -232,8 +232,9 @@ def nonfinite(outputs: Sequence[RequestOutput]) -> list[str]:
 
 
 def differences(verification: Verification) -> list[str]:
-    """Return one sentence for each request that differs from the plain run, and one sentence if too many tokens are
-    tied or their total loss is too large.
+    """Return the error messages of a verification: one for each request that differs from the plain run (an independent
+    computation, see `models.engine.verify`), one if the sum of the losses of all requests is too large, and one if too
+    many tokens differ within the tolerance.
     """
     found = [(i, check.difference) for i, check in enumerate(verification.requests)]
     sentences = [_difference(i, difference) for i, difference in found if difference is not None]
@@ -284,7 +285,7 @@ def _by_implementation(implementation: Mapping[str, str]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Format milliseconds with about three digits."""
+    """Return the time in milliseconds, with about three digits."""
     ms = 1e3 * seconds
     digits = 0 if ms >= 100 else 1 if ms >= 1 else 2
     return f"{ms:,.{digits}f} ms"

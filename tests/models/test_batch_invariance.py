@@ -110,10 +110,14 @@ def test_bits_do_not_depend_on_other_requests_on_hopper(monkeypatch, name):
 
 
 def test_settings_without_batch_invariance_are_rejected():
-    with pytest.raises(NotImplementedError, match="batch_invariant: expanded attention merges a chunk"):
+    with pytest.raises(
+        NotImplementedError, match="batch_invariant: expanded attention computes chunk and cached prefix separately"
+    ):
         AttentionSettings(mla="expand", batch_invariant=True)
     expanding = random_model(engine_case.CONFIG, seed=3, settings=AttentionSettings(mla="expand"))
-    with pytest.raises(NotImplementedError, match="batch_invariant: expanded attention merges a chunk"):
+    with pytest.raises(
+        NotImplementedError, match="batch_invariant: expanded attention computes chunk and cached prefix separately"
+    ):
         Engine(expanding, SIZES)
     with pytest.raises(
         ValueError, match=r"prefill_buckets: expected None or \(13,\) if batch_invariant, got \(4, 13\)"

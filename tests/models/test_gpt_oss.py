@@ -120,7 +120,7 @@ def test_rope_theta_outside_rope_scaling(name):
         ({"num_local_experts": 3}, "num_experts_per_tok: expected at most num_local_experts=3, got 4"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok: expected at least 1, got 0"),
         ({"swiglu_limit": 0.0}, "swiglu_limit: expected a positive number, got 0.0"),
-        ({"sliding_window": None}, "sliding_window: expected the tokens that sliding_attention layers see, got None"),
+        ({"sliding_window": None}, "sliding_window: expected the window of sliding_attention layers, got None"),
         ({"hidden_size": 2872}, "expected multiples of 32 for MXFP4, got 2872 and 2880"),
     ],
 )

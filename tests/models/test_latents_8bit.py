@@ -93,5 +93,5 @@ def test_latents_too_narrow_for_scales_raise() -> None:
         with pytest.raises(ValueError, match=message):
             narrow.cache_spec(4, 8, dtype)
     ones = np.ones((2, 1), np.float32)
-    with pytest.raises(ValueError, match="kv_scales: expected none, quantised latents get a scale each"):
+    with pytest.raises(ValueError, match="kv_scales: expected None, scales of quantised latents are computed"):
         narrow.cache_spec(4, 8, "float8_e4m3fn", KVScales(ones, ones))

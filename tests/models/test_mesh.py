@@ -215,7 +215,10 @@ def test_traffic_over_split_contexts(batch_invariant: bool):
 
 
 def test_contexts_that_cannot_be_split_are_rejected():
-    for name, message in (("glm-dsa", "choose among all keys"), ("qwen3-window", "windows hide different numbers")):
+    for name, message in (
+        ("glm-dsa", "selects among keys of all devices"),
+        ("qwen3-window", "windows hide different numbers"),
+    ):
         with pytest.raises(NotImplementedError, match=f"mesh: context: .*{message}"):
             load_model(GOLDENS / name, mesh=devices_of("context=2"))
     with pytest.raises(ValueError, match="mesh: context: devices: expected a divisor of 3 query heads, got 2"):
@@ -225,7 +228,7 @@ def test_contexts_that_cannot_be_split_are_rejected():
     llama = load_model(GOLDENS / "llama", mesh=devices_of("context=2"))
     with pytest.raises(ValueError, match="page_size: expected a multiple of context=2, got 5"):
         Engine(llama, EngineConfig(page_size=5, mesh=llama.mesh))
-    with pytest.raises(NotImplementedError, match="cache_dtype: a chunk is not attended to as it is stored"):
+    with pytest.raises(NotImplementedError, match="cache_dtype: quantised keys and values are not supported"):
         Engine(llama, EngineConfig(cache_dtype=jnp.int8, mesh=llama.mesh))
 
 

@@ -119,7 +119,7 @@ def test_sliding_layers_equal_transformers(entries: dict, windows: tuple | None)
             {"head_windows": [None, None, {"window": [1, 2, 3]}]},
             "head_windows of layer 2: expected one for each of 2 KV heads, got 3",
         ),
-        ({"head_windows": {}}, r"head_windows: expected a list with one entry a layer, got \{\}"),
+        ({"head_windows": {}}, r"head_windows: expected a list with one entry per layer, got \{\}"),
         ({"head_windows": [0, None, None]}, "head_windows of layer 0: expected null, a window from 1, or lists"),
         ({"head_windows": [None, True, None]}, "head_windows of layer 1: expected null, a window from 1, or lists"),
         ({"head_windows": [FULL + 1, None, None]}, "head_windows of layer 0: expected null, a window from 1"),
@@ -139,7 +139,7 @@ def test_sliding_layers_equal_transformers(entries: dict, windows: tuple | None)
             "expected a window and sink_tokens for each KV head, got 2 and 1",
         ),
         ({"use_sliding_window": True, "sliding_window": 32}, "max_window_layers: expected the first layer"),
-        ({"use_sliding_window": True, "max_window_layers": 0}, "sliding_window: expected the tokens that"),
+        ({"use_sliding_window": True, "max_window_layers": 0}, "sliding_window: expected the window of"),
         ({"use_sliding_window": 1}, "use_sliding_window: expected true or false"),
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 4}, "contradict each other"),
         ({"layer_types": ["full_attention"] * 2}, "layer_types: expected one for each of 3 layers"),
@@ -170,7 +170,7 @@ def test_windows_file(tmp_path: Path):
     with pytest.raises(ValueError, match="windows.json: not JSON: "):
         load_windows(path)
     path.write_text('{"window": [1]}')
-    with pytest.raises(ValueError, match="windows.json: head_windows: expected a list with one entry a layer"):
+    with pytest.raises(ValueError, match="windows.json: head_windows: expected a list with one entry per layer"):
         load_windows(path)
 
 

@@ -106,7 +106,7 @@ class TestRefusals:
             ),
             (
                 ["--batch-invariant", "--mla", "expand"],
-                "batch_invariant: expanded attention merges a chunk",
+                "batch_invariant: expanded attention computes chunk and cached prefix separately",
             ),
             (["--batch-invariant", "--no-chunked-prefill"], "needs --max-batched-tokens"),
             (
@@ -157,7 +157,7 @@ class TestRefusals:
         ("model", "content", "message"),
         [
             ("qwen3-tiny", "[" * 100_000, "windows.json: not JSON"),
-            ("qwen3-tiny", {"window": [8, 8]}, "windows.json: head_windows: expected a list with one entry a layer"),
+            ("qwen3-tiny", {"window": [8, 8]}, "windows.json: head_windows: expected a list with one entry per layer"),
             ("qwen3-tiny", [None, 0, 8], "windows.json: head_windows of layer 1: expected null, a window from 1"),
             ("qwen3-tiny", [None, 8], "--head-windows: head_windows: expected one for each of 3 layers, got 2"),
             ("qwen3-tiny", [8, 8, {"window": [8]}], "layer 2: expected one for each of 2 KV heads, got 1"),

@@ -1,4 +1,9 @@
-"""Choice of the number of drafts per step from measured acceptance and step times. Plain Python on the host."""
+"""Choice of the number of drafts per step from measured acceptance rates and step times. Plain Python on the host.
+
+A draft is a guess of a later token of a request. A step computes all drafts of a decode row together with its newest
+token, and accepts the leading drafts that equal the sampled tokens. More drafts give more tokens per step, but make the
+step longer. Drafts may form a tree with several drafts per position; d drafts in a line cover d positions.
+"""
 
 import dataclasses
 from collections import deque
@@ -7,43 +12,47 @@ from collections.abc import Callable, Sequence
 from models.engine.request import Request
 
 PROBE_STEPS = 32
-"""Initial probe interval in steps. While drafts are not worthwhile, one step per interval verifies drafts anyway, to
-detect a change."""
+"""Initial probe interval in steps. While the best number of drafts is 0, one step per interval (a probe) verifies
+drafts nevertheless, to notice if the acceptance rate has risen."""
 
 RAREST_PROBE_STEPS = 256
-"""Maximum probe interval in steps. A rejected probe doubles the interval; an accepted probe resets it."""
+"""Maximum probe interval in steps. Each probe doubles the interval. An accepted draft resets it to `PROBE_STEPS`."""
 
 DRAFTING_COST = 0.03
-"""Minimum share by which drafts are assumed to lengthen a step.
-
-A larger number of drafts is assumed to take at least this share longer than a smaller number, even if both are
-measured.
-"""
+"""Minimum relative increase of a step's time from one number of drafts to the next larger number. It is assumed even if
+measured times show a smaller increase."""
 
 FORGOTTEN_STEPS = 128
-"""Number of steps after which a measured time expires. Otherwise a number of drafts that was slow once would never be
-tried again. Context lengths change, too."""
+"""Number of steps after which measured times expire. Without expiry, a number of drafts that was slow once would never
+be tried again. Step times also change with the lengths of the contexts."""
 
 SETTLING_STEPS = 4
-"""Number of steps after a step with prompts whose times are ignored, because the first runs of a program are slower."""
+"""Number of steps, after a step that computed prompts, whose times are ignored. The first runs of a program after
+another program are slower."""
 
 OPERATIONS_PER_BYTE = 200.0
-"""Arithmetic operations that take as long as reading one byte of weights, for 16-bit matrix products on Hopper."""
+"""Number of arithmetic operations that take as long as reading one byte of weights, for 16-bit matrix products on
+Hopper GPUs."""
 
-_REQUEST_MEMORY, _ENGINE_MEMORY = 0.95, 0.98  # decay factors of older measurements per step
-_FEWEST_TIMES, _NEWEST_TIMES = 3, 8  # measured times of a kind of step: required, and stored
+# Factors by which the weight of older acceptance counts decreases per recorded row: counts of one request, of all
+# requests.
+_REQUEST_MEMORY, _ENGINE_MEMORY = 0.95, 0.98
+# Numbers of measured times for one number of drafts and of rows: required before they are used, and stored.
+_FEWEST_TIMES, _NEWEST_TIMES = 3, 8
 
 
 def step_cost(dense_bytes: float, routed_bytes: float, chosen_share: float, itemsize: int) -> Callable[[int], float]:
-    """Make a function that estimates a decode step's time, in units of bytes read, from its number of tokens.
+    """Make a function that estimates the time of a decode step from its number of tokens. The unit of time is the time
+    to read one byte of weights.
 
-    A step reads all weights except weights of experts that no token selects, and computes with each token. The estimate
-    leaves out the caches, because drafts of a row share one read of the row's cache.
+    A step reads all weights except those of experts that no token selects, and multiplies each token with the weights
+    it uses. The estimate leaves out reading the KV cache: drafts do not add to this time, because all drafts of a row
+    share one read.
 
     Args:
       dense_bytes: bytes of the weights that every token uses.
       routed_bytes: bytes of the weights of all routed experts.
-      chosen_share: share of the experts that a token selects.
+      chosen_share: share of the experts that a token selects, from 0 to 1.
       itemsize: bytes per weight.
     """
     operations = 2 * (dense_bytes + routed_bytes * chosen_share) / itemsize
@@ -56,19 +65,24 @@ def step_cost(dense_bytes: float, routed_bytes: float, chosen_share: float, item
 
 
 class DraftControl:
-    """Chooses the number of drafts that maximises the expected number of tokens per second.
+    """Chooses the number of drafts per decode row that maximises the expected number of tokens per second.
 
-    Tokens. With acceptance rate p, a row with drafts for n positions gets 1 + p + ... + p^n tokens on average. The rate
-    is measured for each request in its newest steps. New requests start from the engine's average of recent steps.
+    Expected tokens. With acceptance rate p, a row with drafts for n positions gains 1 + p + ... + p^n tokens on
+    average. The rate of each request is measured in its recent steps. A new request starts with the average of all
+    requests.
 
-    Time. The time of a step is measured for each number of drafts and each power of two of rows. Of the newest
-    measurements the second-shortest counts: delays of the host make some steps seem long, and a step after a pause
-    seems short. Until anything has been measured, all times are estimates of the cost function. Afterwards a missing
-    time is assumed to be as short as possible, so that the number of drafts is tried if it could be worthwhile: the
-    time of the nearest measured smaller number of drafts plus 3%, or the time of the nearest measured larger number
-    scaled by the cost function. A step is never assumed to take longer than a step with more drafts.
+    Step time. Times are recorded separately for each number of drafts and each number of rows, rounded up to a power of
+    two. For each of these kinds of steps, the second-shortest of the newest times is used: the longest ones contain
+    delays of the host, and the shortest one may be of a step after a pause.
 
-    Without recorded times the choice depends only on the requests, so equal traffic gives equal choices.
+    - If no kind with the present number of rows has been measured, all times are estimated with the cost function.
+    - Otherwise, the time of a number of drafts that has not been measured is the smaller of two values: the time of the
+      next smaller measured number of drafts plus 3%, and the time of the next larger measured number scaled by the cost
+      function. The estimate is low on purpose, so that a number of drafts is tried, and measured, if it could be the
+      best.
+    - A time that is longer than (time with more drafts) / 1.03 is replaced by this value.
+
+    If no times are recorded, the choice depends only on the requests, so the same requests give the same choices.
     """
 
     def __init__(
@@ -78,13 +92,13 @@ class DraftControl:
         draft_cost: float = 0.0,
         depth: Callable[[int], int] = lambda num_drafts: num_drafts,
     ) -> None:
-        """Start with an acceptance rate of 1/2.
+        """Start with an average acceptance rate of 1/2, and without measured times.
 
         Args:
-            widths: Numbers of drafts to choose from, ascending.
-            cost: Function from the number of tokens to the time of a step, in any unit.
-            draft_cost: Time of the proposer for one position of every row, in the same unit.
-            depth: Function from the number of drafts to the number of positions they cover.
+            widths: Numbers of drafts per row to choose from, ascending.
+            cost: Function from the number of tokens of a step to its estimated time, in any unit.
+            draft_cost: Time that the proposer needs to make one draft for every row, in the same unit.
+            depth: Function from the number of drafts of a row to the number of positions that they cover.
 
         Raises:
             ValueError: widths are empty, negative, or not ascending.
@@ -108,7 +122,7 @@ class DraftControl:
             places = self.depth(num_drafts)
             return sum(sum(rate**i for i in range(places + 1)) for rate in rates) / seconds[num_drafts]
 
-        best = max(self._widths, key=tokens_a_time)  # among equals the smallest
+        best = max(self._widths, key=tokens_a_time)  # the smallest of several equally good numbers
         self._steps_without = 0 if best else self._steps_without + 1
         if self._steps_without >= self._probe_after:
             self._steps_without = 0
@@ -117,7 +131,7 @@ class DraftControl:
         return best
 
     def _step_times(self, num_rows: int) -> dict[int, float]:
-        """Time of a step with `num_rows` rows, for each number of drafts."""
+        """Return the assumed time of a step with `num_rows` rows, for each number of drafts (see the class)."""
         estimated = {n: self._estimate(num_rows, n) for n in self._widths}
         known = {n: time for n in self._widths if (time := self._measured(num_rows, n)) is not None}
         if not known:
@@ -134,21 +148,31 @@ class DraftControl:
         return seconds
 
     def _estimate(self, num_rows: int, num_drafts: int) -> float:
+        """Return the time of a step that the cost function estimates, including the time of the proposer."""
         cost = self._cost(num_rows * (1 + num_drafts)) + self.depth(num_drafts) * self._draft_cost
         return cost + (DRAFTING_COST * self._cost(num_rows) if num_drafts else 0.0)
 
     def _measured(self, num_rows: int, num_drafts: int) -> float | None:
+        """Return the second-shortest recorded time in seconds; None if there are too few times or they have expired."""
         times = self._times.get(_load(num_rows, num_drafts))
         if times is None or len(times.newest) < _FEWEST_TIMES or self._num_steps - times.step > FORGOTTEN_STEPS:
             return None
         return sorted(times.newest)[1]
 
     def record_prompts(self) -> None:
-        """Record a step that computed prompts."""
+        """Record that a step computed prompts. Its time, and the times of the next `SETTLING_STEPS` steps, are not
+        used."""
         self._settled_after = self._num_steps + SETTLING_STEPS
 
     def record_time(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """Record the time of a step without prompts. `num_drafts` is the largest number of drafts of its rows."""
+        """Record the time of a step without prompts. Times are ignored in the first `SETTLING_STEPS` steps after a step
+        with prompts.
+
+        Args:
+            num_rows: Number of decode rows.
+            num_drafts: Largest number of drafts of a row.
+            seconds: Duration of the step.
+        """
         self._num_steps += 1
         if self._num_steps <= self._settled_after:
             return
@@ -160,12 +184,20 @@ class DraftControl:
         times.step = self._num_steps
 
     def rate(self, request: Request) -> float:
-        """Estimate the probability that a draft of a request is accepted if all drafts before it are accepted."""
+        """Estimate the probability that a draft of a request is accepted, given that all drafts before it are accepted.
+        The average of all requests counts like one additional trial of the request."""
         hits, trials = request.draft_trials
         return (hits + self._hits / self._trials) / (trials + 1)
 
     def record(self, request: Request, num_drafts: int, accepted: int) -> None:
-        """Record a row with room for `num_drafts`. Drafts that the proposer did not make count as rejected."""
+        """Record the result of a decode row.
+
+        Args:
+            request: The request of the row.
+            num_drafts: Number of drafts that the row had room for. If the proposer made fewer, the missing ones count
+                as rejected.
+            accepted: Number of accepted drafts.
+        """
         trials = min(accepted + 1, self.depth(num_drafts))
         hits, before = request.draft_trials
         if accepted:
@@ -177,18 +209,24 @@ class DraftControl:
 
 @dataclasses.dataclass
 class _Times:
-    """Times of the newest steps of one kind in seconds, and the step number of the newest one."""
+    """Recorded times of steps of one kind (see `_load`).
+
+    Attributes:
+        newest: Times of the newest steps in seconds.
+        step: Number of the step of the newest time.
+    """
 
     newest: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=_NEWEST_TIMES))
     step: int = 0
 
 
 def _load(num_rows: int, num_drafts: int) -> tuple[int, int]:
-    """Kind of a step: its number of drafts, and its number of rows rounded up to a power of two."""
+    """Return the kind of a step for which times are recorded together: (binary logarithm of the number of rows rounded
+    up to a power of two, number of drafts)."""
     return (num_rows - 1).bit_length(), num_drafts
 
 
 def counted(counts: tuple[int, ...], first: int, places: int) -> tuple[int, ...]:
-    """Pad counts to `places` entries and add 1 to the first `first` entries."""
+    """Return counts padded with zeros to at least `places` entries, with 1 added to the first `first` entries."""
     padded = counts + (0,) * (places - len(counts))
     return tuple(count + (i < first) for i, count in enumerate(padded))

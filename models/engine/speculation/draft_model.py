@@ -1,4 +1,9 @@
-"""Drafts by a smaller model of the same vocabulary."""
+"""Proposer of drafts (guesses of the next tokens) with a smaller model of the same vocabulary.
+
+The target is the engine's model, which verifies the drafts. A cache group is a set of layers of the target with equal
+attention windows. If the KV heads of a group have different windows, their pages are allocated separately: a page row
+is one page of one head. Otherwise a page row is one page of all heads.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +22,17 @@ from models.engine.speculation.proposer import DraftRows, ObservedStep, Proposer
 
 
 class DraftModelProposer(Proposer):
-    """Proposes drafts by decoding with another model, one token of each row at a time.
+    """Proposes drafts by decoding with another model, one token per row at a time.
 
-    A draft is sampled with the request's parameters and the noise of the target's draw at the same position. So draft
-    and target agree more often, the more similar their distributions are. The model has its own caches, which use the
-    target's page tables. Therefore a prefix found in the prefix cache is also in the draft model's cache. The model
-    computes prompts when the target does. In steps without drafts it computes every token, so that its cache is
-    complete for later steps with drafts.
+    Drafts are sampled with the request's sampling parameters and with the random numbers of the target's draw at the
+    same position. If both distributions are similar, draft and target therefore mostly agree.
+
+    The draft model has its own caches, with the pages and block tables of the target. It computes the same prompt
+    tokens in the same steps as the target. Therefore a prefix found in the prefix cache is also in the draft model's
+    cache. In steps without drafts it computes the newest token of each row as well, so that its cache stays complete.
 
     Raises:
-      NotImplementedError: the model's heads have different windows.
+      NotImplementedError: the KV heads of a layer of the draft model have different windows.
     """
 
     def __init__(self, model: Decoder):
@@ -46,14 +52,15 @@ class DraftModelProposer(Proposer):
             raise ValueError("draft model: expected one loaded for the engine's mesh, got one on other devices")
 
     def allocate(self, sizes: ProposerSizes) -> Caches:
-        """Allocate empty caches, with one page for each page row of the target's lane (see `ProposerSizes.lane`)."""
+        """Allocate empty caches. They have one page for each page row of one cache group of the target, the group of
+        `ProposerSizes.lane`."""
         group, _ = sizes.lane
         return self._model.allocate_caches(sizes.groups[group].num_rows, sizes.page_size)
 
     def propose(
         self, weights: Any, state: Caches, rows: DraftRows, num_drafts: int
     ) -> tuple[Int32[Array, "B num_drafts"], Caches]:
-        """Decode `num_drafts` tokens of each row."""
+        """Decode `num_drafts` tokens per row."""
         drafts: list[Array] = []
         decode = jax.jit(self._decode)  # all iterations after the first share one lowered function
         for ahead in range(num_drafts):
@@ -67,8 +74,8 @@ class DraftModelProposer(Proposer):
         return jnp.stack(drafts, axis=1), state
 
     def observe(self, weights: Any, state: Caches, step: ObservedStep) -> Caches:
-        """Compute the cache entries that `propose` did not: of prompt tokens, and of all tokens in a step without
-        drafts."""
+        """Compute the cache entries that `propose` has not computed in this step: of prompt tokens, and, in a step
+        without drafts, of the newest token of each decode row."""
         metadata = in_lane(step.metadata, step.lane)
         if metadata.num_decode and not step.num_drafts:
             _, state = self._newest(weights, state, step.rows)
@@ -79,8 +86,13 @@ class DraftModelProposer(Proposer):
         return self._decode(weights, tokens, state, metadata)[1]
 
     def _newest(self, weights: Any, caches: Caches, rows: DraftRows) -> tuple[Array, Caches]:
-        """Compute the newest token of each row and the token before it. If all drafts of the last step were accepted,
-        the token before is the last draft, which the draft model has not had as input yet."""
+        """Compute the newest token of each row and the token before it. The token before is computed because it may be
+        missing in the cache: if the last step accepted all drafts, it is the last draft, which was never an input of
+        the draft model.
+
+        Returns:
+          Logits of the newest tokens, and the caches.
+        """
         tokens = jnp.stack([rows.written_at(rows.lens - 2), rows.tokens], axis=1).reshape(-1)
         return self._decode(weights, tokens, caches, in_lane(rows.decode_step(queries=2), rows.lane))
 
@@ -91,7 +103,12 @@ class DraftModelProposer(Proposer):
 
 
 def in_lane(metadata: StepMetadata, lane: tuple[int, int]) -> StepMetadata:
-    """Make metadata for caches whose pages are the page rows of one lane (cache group, head) of the target."""
+    """Return metadata of the draft model's step, whose cache has one page for each page row of one head of the target.
+
+    Args:
+      metadata: metadata of a step of the target.
+      lane: indices of the cache group and of the head. The page rows in their block tables become page ids.
+    """
     group, head = lane
 
     def of_head(array: Array, rank: int) -> Array:

@@ -1,4 +1,7 @@
-"""Drafts from a checkpoint's multi-token prediction (MTP) module."""
+"""Proposer of drafts (guesses of the next tokens) with the multi-token prediction (MTP) module of a checkpoint.
+
+The target is the engine's model, which verifies the drafts.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ class MTPState:
     """State of an `MTPProposer`.
 
     Attributes:
-      caches: the module's caches, which use the page tables of the target's layers.
-      hidden: [request slots, D], the module's hidden state for the input before the newest token; the first draft is
-        computed from it.
+      caches: the module's caches. They have the same pages and block tables as the caches of the target.
+      hidden: [request slots, D], output of the module for the position before the newest token of each running request.
+        The logits of the first draft are computed from it.
     """
 
     caches: MTPCaches
@@ -36,19 +39,22 @@ class MTPState:
 
 
 class MTPProposer(Proposer):
-    """Proposes drafts with the MTP module that was trained with the model. Each draft after the first is computed from
-    the module's own hidden state and the previous draft.
+    """Proposes drafts with the MTP module that was trained with the model.
 
-    Drafts are sampled with the request's parameters and the noise of the target's draw at the same position. So draft
-    and target agree more often, the more similar their distributions are.
+    The module computes a hidden state for the next position from a hidden state and the next token. For the first draft
+    it uses the target's hidden state. For each later draft it uses its own previous hidden state and the previous
+    draft.
 
-    With several alternatives the drafts form a tree: each position has `alternatives` drafts, all of which follow the
-    first draft of the previous position. So n drafts cover n / alternatives positions, and the module runs once per
+    Drafts are sampled with the request's sampling parameters and with the random numbers of the target's draw at the
+    same position. If both distributions are similar, draft and target therefore mostly agree.
+
+    With several alternatives the drafts form a tree: each position has `alternatives` drafts, which all follow the
+    first draft of the previous position. n drafts cover n / alternatives positions, and the module runs once per
     position.
 
-    Every step fills the module's cache for all accepted tokens, so a prefix found in the prefix cache has the module's
-    entries, too. An entry depends on the next token. Therefore the last entry of a shared page may belong to another
-    continuation; drafts after it may then be slightly worse.
+    Every step writes the module's cache entries of all accepted tokens. Therefore pages in the prefix cache include the
+    module's entries. An entry depends on the next token. If two requests share a page and continue it differently, the
+    module's entry of the last token in the page is wrong for one of them, which may make its drafts slightly worse.
 
     Raises:
       NotImplementedError: the checkpoint has several modules.
@@ -89,13 +95,14 @@ class MTPProposer(Proposer):
         return MTPState(caches, jnp.zeros((sizes.max_num_seqs, embedding.shape[1]), embedding.dtype))
 
     def depth(self, num_drafts: int) -> int:
-        """Number of positions that `num_drafts` drafts cover."""
+        """Return the number of positions that `num_drafts` drafts cover: num_drafts / alternatives, rounded up."""
         return -(-num_drafts // self._alternatives)
 
     def propose(
         self, weights: Any, state: MTPState, rows: DraftRows, num_drafts: int
     ) -> tuple[Int32[Array, "B num_drafts"] | DraftTree, MTPState]:
-        """Run the module once per position. `observe` later overwrites the cache entries of these runs."""
+        """Run the module once per position after the first. Its runs write cache entries for the drafts, which
+        `observe` overwrites later."""
         hidden, caches = state.hidden[jnp.maximum(rows.slots, 0)], state.caches
         drafts = [self._choose(weights, hidden, rows, 0)]
         link = jax.jit(self._link)  # all runs share one lowered function
@@ -110,7 +117,8 @@ class MTPProposer(Proposer):
         return DraftTree(tokens, jnp.broadcast_to(parents, tokens.shape)), state
 
     def observe(self, weights: Any, state: MTPState, step: ObservedStep) -> MTPState:
-        """Compute the cache entries of a step's tokens from the target's hidden states and the next tokens."""
+        """Compute the module's cache entries of all tokens of a step, from the target's hidden states and the next
+        tokens, and store the hidden state for the first draft of each request."""
         if step.hidden is None:
             raise ValueError("hidden: expected the target's hidden states, got None")
         tables = step.metadata.of_group(0)
@@ -124,19 +132,20 @@ class MTPProposer(Proposer):
     def _link(
         self, weights: Any, next_tokens: Array, hidden: Array, caches: MTPCaches, metadata: StepMetadata
     ) -> tuple[Array, MTPCaches]:
-        """Run the module. Negative tokens (padding, or NONFINITE) are replaced by 0."""
+        """Run the module and write its caches. Negative next tokens (padding, or NONFINITE) are replaced by token 0."""
         return self._rebuild(weights)(jnp.maximum(next_tokens, 0), hidden, caches, metadata)
 
     def _choose(
         self, weights: Any, hidden: Float[Array, "B D"], rows: DraftRows, ahead: int
     ) -> Int32[Array, "B alternatives"]:
+        """Choose the drafts `ahead` positions after the first draft from the module's hidden state."""
         sampling = dataclasses.replace(rows.sampling, position=rows.sampling.position + ahead)
         return best(self._rebuild(weights).logits(hidden), sampling, self._alternatives)
 
 
 def _draft_bytes(mtp: MTP) -> int:
-    """Bytes of weights that a device reads per draft: the head, and the module without the experts that a token does
-    not select."""
+    """Return the bytes of weights that a device reads to make one draft: the output head, and the module without the
+    experts that a token does not select."""
     config, (module,) = mtp.part, mtp.depths
     head = mtp.embed_tokens[...] if mtp.lm_head is None else mtp.lm_head.weight[...]
     unread = 0 if config.is_dense(config.num_hidden_layers) else config.n_routed_experts - config.num_experts_per_tok

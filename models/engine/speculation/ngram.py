@@ -1,4 +1,5 @@
-"""Drafts from a request's own tokens: look up its newest tokens earlier in the sequence."""
+"""Proposer of drafts (guesses of the next tokens) by prompt look-up: the newest tokens of a request are searched in its
+earlier tokens, and the tokens that followed there are proposed."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from models.engine.speculation.proposer import NO_DRAFT, DraftRows, Proposer
 @dataclasses.dataclass(frozen=True)
 class NGramProposer(Proposer):
     """Finds an earlier occurrence of a request's newest n tokens in its prompt and output, and proposes the tokens that
-    followed it. It works with any model (prompt look-up decoding, Saxena 2023).
+    followed this occurrence (prompt look-up decoding, Saxena 2023). It needs no weights and works with any model.
 
-    The longest match is used; among matches of equal length, the latest. If the proposed tokens reach the end of the
-    sequence, they continue with the tokens after the match again, as in a text that repeats itself.
+    The longest match is used; of several matches of equal length, the latest one. If fewer tokens follow the match than
+    drafts are needed, the drafts repeat these tokens, as in a text that repeats itself.
 
     Attributes:
-      longest, shortest: maximum and minimum of n.
+      longest, shortest: maximum and minimum of n, the number of matching tokens.
 
     Raises:
       ValueError: not 1 <= shortest <= longest <= 16.
@@ -43,11 +44,21 @@ class NGramProposer(Proposer):
 def continue_ngrams(
     tokens: Int32[Array, "B N"], lens: Int32[Array, "B"], num_drafts: int, longest: int, shortest: int
 ) -> Int32[Array, "B num_drafts"]:
-    """Propose a continuation of each sequence of `lens` tokens, as `NGramProposer`. Negative tokens are unknown."""
+    """Propose a continuation of each sequence, as described in `NGramProposer`.
+
+    Args:
+      tokens: token ids by position; negative for unknown tokens.
+      lens: number of tokens of each sequence.
+      num_drafts: number of drafts.
+      longest, shortest: maximum and minimum number of matching tokens.
+
+    Returns:
+      Drafts; NO_DRAFT in rows without a match of `shortest` tokens.
+    """
     batch, length = tokens.shape
     position = jnp.arange(length, dtype=jnp.int32)[None]
     before = jnp.pad(tokens, ((0, 0), (longest, 0)), constant_values=-1)
-    matched = jnp.zeros((batch, length), jnp.int32)  # [B, N], length of the match that ends before each position
+    matched = jnp.zeros((batch, length), jnp.int32)  # [B, N], tokens before each position that equal the newest ones
     matches = (position > 0) & (position < lens[:, None])
     for back in range(1, longest + 1):
         newest = jnp.take_along_axis(tokens, jnp.maximum(lens - back, 0)[:, None], axis=1)

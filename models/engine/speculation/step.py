@@ -1,14 +1,21 @@
-"""A step with drafts: drafts are proposed, verified and accepted on the device.
+"""The function of a step with drafts. Drafts are guesses of later tokens, which `proposer` describes.
 
     drafts = proposer.propose(state, decode rows)
     logits = model(newest token and drafts of each decode row, prompt tokens)
-    chosen = sample(logits)                     # after the newest token and after each draft
-    accepted = leading drafts (or the branch of a tree) that equal the tokens chosen at their positions
-    tokens = chosen[: accepted + 1]
-    proposer.observe(step); move accepted tokens of a tree to their cache slots; store lengths and newest tokens
+    chosen = sample(logits)                     # one token after the newest token, and one after each draft
+    accepted = number of leading drafts (in a tree: drafts of one branch) that equal the tokens chosen at their position
+    tokens = chosen[: accepted + 1]             # new tokens of the row; of a tree, the tokens chosen along the branch
+    proposer.observe(step)                      # the proposer updates its state
+    move cache entries of accepted drafts of a tree to the slots of their positions
+    store length and newest token of each row on the device
 
-Until tokens are read, only the device knows the length of a row. So lengths, newest tokens and drafts stay on the
-device. The host provides pages, length limits and sampling parameters.
+The host launches the next step before it has read the tokens of this step, so it does not know the number of accepted
+drafts. Therefore lengths, newest tokens and drafts stay on the device. The host provides pages, maximum lengths and
+sampling parameters.
+
+A bucket is the padded shape of a step, for which its program is compiled. A cache group is a set of layers with equal
+attention windows, which share block tables. A page row is an entry of a block table: one page of one KV head if the
+heads of the group have different windows, otherwise one page of all heads.
 """
 
 from __future__ import annotations
@@ -44,20 +51,21 @@ from models.engine.step.plan import RowTokens
 from pallas_attn import FULL, slot_mapping
 
 _NOTHING = -2
-"""Padding after the last token of a row."""
+"""Entry of an array of sampled tokens where a row has no further token."""
 
 
 @typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeculativeState:
-    """State of the running requests on the device, in addition to their caches.
+    """State of the running requests on the device, in addition to their caches. A request slot is the index of a
+    running request.
 
     Attributes:
-      newest: int32 [request slots], newest token of each request, whose K/V is not computed yet.
+      newest: int32 [request slots], newest token of each request. Its keys and values are not in the cache yet.
       lens: int32 [request slots], number of tokens of each request, including the newest.
-      written: int32 [page rows, ps], computed token ids by page row and offset, for the head and cache group with the
-        longest window. Requests that share pages share these entries.
+      written: int32 [page rows, ps], token ids of all cached tokens by page row and offset, for the pages of the head
+        with the longest window (`ProposerSizes.lane`). Requests that share pages share these entries.
       proposer: state of the proposer.
     """
 
@@ -68,14 +76,14 @@ class SpeculativeState:
 
 
 def state_partition() -> SpeculativeState:
-    """`PartitionSpec` of the state on a mesh. Devices of a data rank have equal values, except for the proposer's
-    state, which may differ on each device."""
+    """Return the `PartitionSpec` of each field of the state on a mesh. The proposer's state may differ on each device.
+    The other fields are equal on all devices of a data rank (a group of devices with its own requests)."""
     of_ranks: Any = PartitionSpec(DATA)
     return SpeculativeState(of_ranks, of_ranks, of_ranks, proposer=PartitionSpec(AXES))
 
 
 def proposer_sizes(config: RunnerConfig, num_layers: int, mesh: Mesh | None = None) -> ProposerSizes:
-    """Convert the runner's sizes to the sizes that proposers take."""
+    """Return the sizes of the engine for `Proposer.allocate`."""
     whole = GroupSizes(tuple(range(num_layers)), HeadWindows((FULL,), (0,)), False, config.num_pages)
     return ProposerSizes(
         max_num_seqs=config.max_num_seqs,
@@ -89,7 +97,7 @@ def proposer_sizes(config: RunnerConfig, num_layers: int, mesh: Mesh | None = No
 
 
 def allocate_state(proposer: Proposer, sizes: ProposerSizes) -> SpeculativeState:
-    """Allocate the state before the first step."""
+    """Allocate the state that the first step gets."""
     group, _ = sizes.lane
     slots = jnp.zeros((sizes.max_num_seqs,), jnp.int32)
     written = jnp.zeros((sizes.groups[group].num_rows, sizes.page_size), jnp.int32)
@@ -97,16 +105,19 @@ def allocate_state(proposer: Proposer, sizes: ProposerSizes) -> SpeculativeState
 
 
 def check_trees(config: ModelConfig, settings: AttentionSettings, contexts: int = 1) -> None:
-    """Raise NotImplementedError if a model's attention does not support trees of drafts. The drafts of a tree are
-    stored in consecutive cache slots, so slots do not correspond to positions.
+    """Raise NotImplementedError if a model's attention does not support trees of drafts.
+
+    A tree needs an attention mask between the tokens of a decode row. Its drafts are in consecutive cache slots, so the
+    slot of a draft does not give its position.
 
     Args:
-      config, settings: the model's.
-      contexts: number of devices that contexts are split over.
+      config: configuration of the model.
+      settings: attention settings of the model.
+      contexts: number of devices that the tokens of each page are split over.
     """
     reason = None
     if any(group.window is not None for group in cache_groups(config)):
-        reason = "windows are computed from slots"
+        reason = "windows are computed from cache slots, which differ from positions in a tree"
     elif settings.batch_invariant:
         reason = "batch_invariant computes each token in a separate row"
     elif contexts > 1:
@@ -119,14 +130,16 @@ def check_trees(config: ModelConfig, settings: AttentionSettings, contexts: int 
 
 @dataclasses.dataclass(frozen=True)
 class _Verified:
-    """Result of a step for its decode rows. Input 0 of a row is the newest token, input j + 1 is draft j.
+    """Result of verification for the Bd decode rows of a step. Each row has Q = 1 + d inputs: input 0 is the newest
+    token, and input j + 1 is draft j.
 
     Attributes:
-      tokens: int32 [Bd, 1 + d], tokens sampled along the accepted branch, padded with _NOTHING.
+      tokens: int32 [Bd, Q], new tokens of each row: those sampled after input 0 and after each accepted draft, in
+        order; then _NOTHING.
       accepted: int32 [Bd], number of accepted drafts.
-      lens: int32 [Bd], new number of tokens of each row; 0 for idle rows.
-      last: int32 [Bd], input of the last accepted draft; 0 if no draft is accepted.
-      next_tokens: int32 [Bd, 1 + d], tokens sampled after each input on the accepted branch; _NOTHING for other inputs.
+      lens: int32 [Bd], number of tokens of each sequence with the new tokens; 0 for idle rows.
+      last: int32 [Bd], index of the input that is the last accepted draft; 0 if no draft is accepted.
+      next_tokens: int32 [Bd, Q], token sampled after each input, if the input is 0 or an accepted draft; else _NOTHING.
     """
 
     tokens: Int32[Array, "Bd Q"]
@@ -139,11 +152,12 @@ class _Verified:
 def accept(
     chosen: Int32[Array, "B Q"], drafts: Int32[Array, "B d"], num_drafts: Int32[Array, "B"]
 ) -> Int32[Array, "B"]:
-    """Count accepted drafts: leading drafts that equal the tokens sampled at their positions.
+    """Return the number of accepted drafts of each row: leading drafts that equal the tokens sampled at their
+    positions.
 
     Args:
       chosen: tokens sampled after the newest token and after each draft, Q = 1 + d.
-      drafts: proposed tokens.
+      drafts: drafts in a line.
       num_drafts: number of drafts of each row.
     """
     return jnp.minimum(_leading(chosen[:, :-1] == drafts), num_drafts)
@@ -156,17 +170,20 @@ def accept_branch(
     num_drafts: Int32[Array, "B"],
     depth: int,
 ) -> tuple[Int32[Array, "B Q"], Int32[Array, "B"]]:
-    """Find the branch of a tree whose drafts equal the tokens sampled at their positions.
+    """Find the accepted branch of each row's tree: the drafts on it equal the tokens sampled at their positions.
+
+    Input 0 is the newest token, and input j + 1 is draft j.
 
     Args:
-      chosen: tokens sampled after input 0 (the newest token) and after input j + 1 (draft j).
-      drafts: proposed tokens.
-      parents: for each draft, the input that it follows.
+      chosen: tokens sampled after each input, Q = 1 + d.
+      drafts: drafts of the tree.
+      parents: index of the input that each draft follows.
       num_drafts: number of drafts of each row.
       depth: number of drafts of the longest branch.
 
     Returns:
-      Inputs along the branch, starting with 0, padded with the last input; and the number of drafts on the branch.
+      Indices of the inputs along the branch, starting with 0, and repeating the last input up to Q entries; and the
+      number of drafts on the branch.
     """
     rows, index = jnp.arange(chosen.shape[0], dtype=jnp.int32), jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
     given = index < num_drafts[:, None]
@@ -183,7 +200,7 @@ def accept_branch(
 
 
 def _leading(holds: Bool[Array, "B d"]) -> Int32[Array, "B"]:
-    """Number of leading True entries of each row."""
+    """Return the number of leading True entries of each row."""
     index = jnp.arange(holds.shape[1], dtype=jnp.int32)[None]
     return jnp.min(jnp.where(holds, holds.shape[1], index), axis=1, initial=holds.shape[1])
 
@@ -197,10 +214,19 @@ def run_speculative_step(
     state: SpeculativeState,
     packed: Int32[Array, "n"],
 ) -> tuple[Int32[Array, "n"], Float[Array, "tokens V"] | None, Caches, SpeculativeState]:
-    """Run one step on the device; arguments as in `step.plain.run_step`.
+    """Run one step on the device.
+
+    Args:
+      model_step: the model, as `split_model` returns it.
+      config, bucket: static sizes.
+      weights: weights of the model, and weights of the proposer.
+      caches: caches of all layers.
+      state: state of the running requests.
+      packed: the step's metadata, a packed `PackedStep`.
 
     Returns:
-      Tokens of the rows, for `read_tokens`; logits of the prefill tokens if the bucket has all_logits; caches; state.
+      Sampled tokens in the format of `read_tokens`; logits of the prefill tokens if the bucket has all_logits, else
+      None; caches with the new tokens; and the new state.
     """
     if config.speculate is None:
         raise ValueError("speculate: expected a Speculation, got None")
@@ -209,7 +235,8 @@ def run_speculative_step(
     lane = proposer_sizes(config, 0).lane
     rows = _draft_rows(config, step, state, lane)
     tree, drafts, memory = _propose(proposer, of_proposer, state.proposer, rows, bucket)
-    # Ids beyond the vocabulary are never sampled, so never accepted.
+    # Drafts are counted up to the first negative id (NO_DRAFT). An id beyond the vocabulary is harmless: it is never
+    # sampled, so it is never accepted.
     num_drafts = jnp.where(rows.lens > 0, jnp.minimum(_leading(drafts >= 0), rows.max_drafts), 0)
     drafts = jnp.where(jnp.arange(bucket.num_drafts, dtype=jnp.int32)[None] < num_drafts[:, None], drafts, 0)
 
@@ -250,7 +277,7 @@ def run_speculative_step(
 def _propose(
     proposer: Proposer, weights: Any, memory: Any, rows: DraftRows, bucket: Bucket
 ) -> tuple[DraftTree | None, Int32[Array, "Bd d"], Any]:
-    """Call the proposer and check its result.
+    """Call the proposer, unless the step has no decode rows or no drafts, and check its result.
 
     Returns:
       The tree, None for drafts in a line; the drafts; and the proposer's state.
@@ -277,10 +304,11 @@ def _next_state(
     of_prefill: Int32[Array, "S"],
     memory: Any,
 ) -> SpeculativeState:
-    """Store the newest tokens, lengths and computed tokens of a step."""
+    """Return the state after a step: newest tokens and lengths by request slot, and the step's input tokens by page
+    row."""
     group, head = observed.lane
     newest = jnp.take_along_axis(verified.tokens, verified.accepted[:, None], axis=1)[:, 0]
-    newest = jnp.maximum(jnp.concatenate([newest, of_prefill]), 0)  # a valid id where logits are not finite
+    newest = jnp.maximum(jnp.concatenate([newest, of_prefill]), 0)  # NONFINITE (-1) is no valid input of the next step
     slots = jnp.where(observed.row_slots < 0, state.lens.shape[0], observed.row_slots)
     of_groups = observed.places or [g.slots for g in observed.metadata.groups]
     return SpeculativeState(
@@ -292,7 +320,17 @@ def _next_state(
 
 
 def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[list[RowTokens], list[RowTokens]]:
-    """Decode a step's result on the host. Return the tokens of the decode rows, and of all prefill rows."""
+    """Split the tokens that `run_speculative_step` returns into rows, on the host.
+
+    Args:
+      result: int32 [Bd · (2 + d) + prefill rows]. For each decode row its Q = 1 + d tokens, padded with _NOTHING, and
+        the number of verified drafts; then one token per prefill row.
+      bucket: padded shape of the step.
+      num_decode: number of decode rows that are not padding.
+
+    Returns:
+      Tokens of the decode rows without padding, and tokens of all prefill rows.
+    """
     width = 2 + bucket.num_drafts
     decode, prefill = np.split(result, [bucket.decode_rows * width])
     rows = [
@@ -303,8 +341,8 @@ def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[li
 
 
 def _draft_rows(config: RunnerConfig, step: PackedStep, state: SpeculativeState, lane: tuple[int, int]) -> DraftRows:
-    """Make the decode rows from the state on the device. A row is idle if it reached its end in a step that the host
-    had not read when it planned this step."""
+    """Return the decode rows, with lengths and newest tokens from the state on the device. A row whose request reached
+    its maximum length in an earlier step is idle: the host had not read that step when it planned this one."""
     slots = jnp.maximum(step.decode_request_slots, 0)
     lens = jnp.where((step.decode_request_slots >= 0) & (state.lens[slots] < step.decode_limits), state.lens[slots], 0)
     sampling = step.sampling_rows()
@@ -334,7 +372,16 @@ def _metadata(
     logit_rows: Int32[Array, "n"],
     reach: Bool[Array, "Bd Q Q"] | None = None,
 ) -> StepMetadata:
-    """Join the metadata of the decode rows and of the prefill rows."""
+    """Return the target's metadata of the step.
+
+    Args:
+      config, step: sizes and packed metadata.
+      kv_lens: number of tokens of each decode row, including drafts.
+      q_lens: number of inputs of each decode row: the newest token and drafts; 0 for idle rows.
+      queries: Q, number of inputs to which decode rows are padded.
+      logit_rows: indices of the tokens for which logits are computed.
+      reach: attention masks of trees; None for drafts in a line.
+    """
     if not step.decode_request_slots.shape[0]:
         return step.metadata(config.page_size, logit_rows)
     decode = decode_metadata(
@@ -344,7 +391,8 @@ def _metadata(
 
 
 def _sampling_rows(step: PackedStep, places: Int32[Array, "BdQ"], queries: int) -> SamplingRows:
-    """Sampling parameters for each query of the decode rows, then for the prefill rows."""
+    """Return the sampling parameters for each input of the decode rows, then for each prefill row. `places` are the
+    positions of the tokens sampled after the inputs of decode rows."""
     given, num_rows = step.sampling_rows(), step.decode_request_slots.shape[0]
 
     def each(values: Array) -> Array:
@@ -359,7 +407,7 @@ def _verify(
     num_drafts: Int32[Array, "Bd"],
     lens: Int32[Array, "Bd"],
 ) -> _Verified:
-    """Verify drafts in a line."""
+    """Compare drafts in a line with the tokens sampled after each input (`chosen`). `lens` is 0 for idle rows."""
     accepted = accept(chosen, drafts, num_drafts)
     query = jnp.arange(chosen.shape[1], dtype=jnp.int32)[None]
     is_got = (query <= accepted[:, None]) & (lens > 0)[:, None]
@@ -374,7 +422,8 @@ def _verify_tree(
     lens: Int32[Array, "Bd"],
     depth: int,
 ) -> _Verified:
-    """Verify a tree of drafts."""
+    """Compare the drafts of a tree with the tokens sampled after each input (`chosen`). `depth` is the length of the
+    longest branch; `lens` is 0 for idle rows."""
     branch, accepted = accept_branch(chosen, tree.tokens, tree.parents + 1, num_drafts, depth)
     got = _first(chosen, jnp.where(lens > 0, accepted + 1, 0))
     tokens = jnp.where(got, jnp.take_along_axis(chosen, branch, axis=1), _NOTHING)
@@ -390,7 +439,7 @@ def _verify_tree(
 
 
 def _first(x: Array, counts: Int32[Array, "B"]) -> Bool[Array, "B n"]:
-    """Mask of the first `counts[b]` entries along the second axis of `x`."""
+    """Return a mask [B, n] of the first `counts[b]` entries of row b, with n = x.shape[1]."""
     return jnp.arange(x.shape[1], dtype=jnp.int32)[None] < counts[:, None]
 
 
@@ -403,7 +452,7 @@ def _observe(
     hidden: Float[Array, "T D"] | None,
     rows: DraftRows,
 ) -> ObservedStep:
-    """Make the proposer's view of a step after it ran."""
+    """Return the inputs and results of a step for `Proposer.observe`."""
     num_decode, num_prefill = verified.tokens.size, step.prefill_ids.shape[0]
     index, ends = jnp.arange(num_prefill, dtype=jnp.int32), step.cu_q_lens[1:]
     after_end = jnp.where(step.prefill_next < 0, jnp.maximum(of_prefill, 0), step.prefill_next)
@@ -434,7 +483,7 @@ def _observe(
 def _places(
     step: PackedStep, metadata: StepMetadata, counts: Bool[Array, "Bd Q"], page_size: int
 ) -> tuple[Int32[Array, "T"], ...]:
-    """Cache slots, for each cache group, that correspond to the positions of accepted tokens of a tree."""
+    """Return `ObservedStep.places`: for each cache group, the cache slot of the position of each input of a tree."""
     num_rows, queries = counts.shape
     num_decode = num_rows * queries
     ends = jnp.where(counts.reshape(-1), metadata.positions[:num_decode] + 1, 0)
@@ -448,7 +497,8 @@ def _places(
 
 
 def _write(written: Int32[Array, "rows ps"], slots: Array, head: int, tokens: Int32[Array, "T"]) -> Array:
-    """Write a step's token ids at the slots of their keys. Later steps overwrite rejected tokens, like their keys."""
+    """Store a step's token ids in `written` at the cache slots of their keys. Rejected drafts are overwritten by the
+    tokens of later steps."""
     slots = slots if slots.ndim == 1 else slots[:, head]
     slots = jnp.where(slots < 0, written.size, slots)
     return written.reshape(-1).at[slots].set(tokens, mode="drop").reshape(written.shape)

@@ -1,8 +1,17 @@
-"""A step as a sequence of programs: inputs of all layers, then consecutive ranges of layers, then sampling.
+"""Steps that run as several compiled programs instead of one:
 
-Two uses. Ranges of equal layers are compiled once, which shortens the compilation of long steps. And page rows of
-finished layers can be copied to the host while later layers compute. A single program could not do the latter: all its
-outputs become ready at its end, and a host callback in it would stall the device.
+    begin: embedding, positions and other inputs that all layers share
+    one program per range of consecutive layers, for example layers 0 to 7, then 8 to 15
+    finish: logits of the last layer's output, and sampling
+
+There are two reasons to split a step:
+
+- Compile time. Ranges with the same kinds of layers share one compiled program. `runner` splits steps with many prompt
+  tokens for this reason.
+- Early copies. Cache pages of finished layers can be copied to the host while later layers compute (`copying_rows`). A
+  single program would return all caches at its end, and a host callback inside the program would stall the device.
+
+A page row is one page of one KV head, or of all heads of a layer if they have equal windows.
 """
 
 from __future__ import annotations
@@ -27,27 +36,30 @@ from models.engine.step.packed import PackedStep
 from models.engine.step.plain import read_step, sample_rows
 
 type OnLayer = Callable[[int, RowCopies], None]
-"""Function (layer, copies), called after the layer has been launched. The device makes the copies of the layer's page
-rows after the layer has run."""
+"""Function (layer, copies), called on the host when the copies of the layer's page rows have been launched. The device
+makes the copies after it has run the layer, so they may not be ready yet."""
 
 type LayerKind = tuple[Any, Any, int]
-"""Graph definition of a layer for `nnx.merge`, tree structure of its weights, and its cache group."""
+"""Graph definition of a layer for `nnx.merge`, tree structure of its weights, and index of its cache group (layers with
+equal attention windows). Layers with equal kinds differ only in their weights."""
 
 type OnProgram = Callable[[range, Caches], None]
-"""Function (layer_range, caches), called after a program has been launched, with the caches that it returns."""
+"""Function (layer_range, caches), called on the host after the program of these layers has been launched. `caches` are
+the program's outputs: the updated caches of the layers."""
 
 
 class LayeredStep:
-    """Splits a model's steps into programs. The results equal those of single programs up to rounding.
+    """Splits the steps of a model into programs. Logits equal those of a single program up to rounding.
 
     Attributes:
       layers: the model's layers.
-      num_programs: requested number of programs with layers.
-      layer_ranges: the layers of each program with layers.
-      compiled: the compiled steps.
+      num_programs: requested number of layer ranges.
+      layer_ranges: the layers of each program between begin and finish; at most `num_programs` ranges.
+      compiled: the compiled steps by bucket (padded batch shape).
     """
 
     def __init__(self, model: Decoder, config: RunnerConfig, num_programs: int):
+        """Choose the layer ranges; nothing is compiled."""
         self._config = config
         self._rebuild, weights = split_module(model)
         places = self._rebuild([*range(len(weights))])
@@ -64,12 +76,12 @@ class LayeredStep:
         last_tokens: Any,
         start: Callable[[jax.stages.Lowered], Future[Any]],
     ) -> Callable[[], StepPrograms]:
-        """Lower a bucket's programs and start their compilation.
+        """Lower the programs of a bucket and start their compilation.
 
         Args:
-          bucket: bucket of the step.
+          bucket: padded shape of the step.
           weights, caches, last_tokens: as in `run_step`.
-          start: function that starts to compile a lowered program.
+          start: function that starts to compile a lowered program in another thread.
 
         Returns:
           A function that waits for all programs, stores the step in `compiled`, and returns it.
@@ -110,14 +122,23 @@ class LayeredStep:
     def begin(
         self, bucket: Bucket, weights: Sequence[Array], cache: Any, packed: Array, last_tokens: Array
     ) -> tuple[Array, Any, Any]:
-        """Compute the inputs of all layers. Of the first layer's `cache` only the shapes are used."""
+        """Compute the inputs that all layers share.
+
+        Args:
+          bucket: padded shape of the step.
+          weights, packed, last_tokens: as in `run_step`.
+          cache: cache of the first layer, of which only shapes and dtypes are used.
+
+        Returns:
+          Hidden states x [T, D] before the first layer, RoPE inputs, and attention metadata for each cache group.
+        """
         step, tokens, _, logit_rows = read_step(self._config, bucket, packed, last_tokens)
         return self._rebuild(weights).begin(tokens, cache, step.metadata(self._config.page_size, logit_rows))
 
     def _finish(
         self, bucket: Bucket, weights: Sequence[Array], x: Array, last_tokens: Array, packed: Array
     ) -> tuple[Array, Array | None, Array]:
-        """Sample from the last layer's output; results as in `sample_rows`."""
+        """Compute logits from the last layer's output x [T, D], and sample. Results as of `sample_rows`."""
         step, _, sampling, logit_rows = read_step(self._config, bucket, packed, last_tokens)
         logits = self._rebuild(weights).finish(x, logit_rows)
         return sample_rows(bucket, step, logits, sampling, last_tokens)
@@ -125,14 +146,14 @@ class LayeredStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepPrograms:
-    """A compiled step of several programs, with the call signature of a single program.
+    """A compiled step of several programs, which is called like a step of one program.
 
     Attributes:
-      layer_ranges: the layers of each program with layers.
+      layer_ranges: the layers of each program in `programs_of_layers`.
       layers: the model's layers.
-      begin: program that computes the inputs of all layers.
-      programs_of_layers: one program per layer range.
-      finish: program that samples.
+      begin: compiled `LayeredStep.begin`.
+      programs_of_layers: compiled `apply_layer_range`, one per layer range.
+      finish: compiled `LayeredStep._finish`.
     """
 
     layer_ranges: Sequence[range]
@@ -149,12 +170,12 @@ class StepPrograms:
         packed: Int32[Array, "n"],
         on_program: OnProgram | None = None,
     ) -> tuple[Array, Array | None, Caches, Array]:
-        """Start all programs. Caches and last tokens are donated.
+        """Launch all programs without waiting for them. Caches and last tokens are donated.
 
         Args:
           weights, caches, last_tokens, packed: as in `run_step`, all on the device.
-          on_program: called after each program with layers has been launched; for the last one, after `finish` has
-            been launched, too.
+          on_program: called after each program of a layer range has been launched. After the last range, it is called
+            only when `finish` has been launched as well.
 
         Returns:
           As `run_step`.
@@ -169,7 +190,7 @@ class StepPrograms:
             written += own
             if layer_range.stop == len(self.layers):
                 results = self.finish(weights, x, last_tokens, packed)
-                results[0].copy_to_host_async()  # before the copies of page rows, which would delay it
+                results[0].copy_to_host_async()  # sampled tokens; copies of page rows would delay them
             if on_program is not None:
                 on_program(layer_range, own)
         tokens, logits, last_tokens = results
@@ -181,8 +202,8 @@ class Layer:
     """A layer of a model, without its weights.
 
     Attributes:
-      kind: equal for layers that can share a program.
-      places: indices of its weights in the flat list of the model's weights.
+      kind: see `LayerKind`.
+      places: indices of the layer's weights in the flat list of the model's weights.
     """
 
     kind: LayerKind
@@ -190,13 +211,19 @@ class Layer:
 
     @staticmethod
     def of(layer: nnx.Module, group: int) -> Layer:
-        """Split a layer of a cache group, whose weights have been replaced by their indices."""
+        """Make the description of a layer.
+
+        Args:
+          layer: the layer's module, in which each weight is replaced by its index in the list of the model's weights.
+          group: index of the layer's cache group.
+        """
         graph, state = nnx.split(layer)
         places, structure = jax.tree.flatten(state)
         return Layer((graph, structure, group), places)
 
     def weights(self, weights: Sequence[Array]) -> list[Array]:
-        """Select the layer's weights. They are a flat list, because a tree costs the host more time at each call."""
+        """Select the layer's weights from the model's weights. The result is a flat list: with a tree as argument, each
+        call of a compiled program would take the host more time."""
         return [weights[place] for place in self.places]
 
 
@@ -209,7 +236,16 @@ def apply_layer_range(
     rope: Any,
     groups: Sequence[Any],
 ) -> tuple[Caches, Float[Array, "T D"], Any]:
-    """Apply consecutive layers of the given kinds.
+    """Apply consecutive layers.
+
+    Args:
+      kinds: kind of each layer.
+      weights: flat list of weights of each layer.
+      caches: cache of each layer.
+      x: hidden states before the first of these layers.
+      choice: keys selected by the last indexer before these layers (DeepSeek sparse attention); None without.
+      rope: RoPE inputs of the step's tokens.
+      groups: attention metadata of each cache group.
 
     Returns:
       The layers' caches; x and choice for the next layer.
@@ -223,12 +259,12 @@ def apply_layer_range(
 
 
 def copying_rows(rows: Sequence[Int32[np.ndarray, "n"]], groups: Sequence[GroupSizes], on_layer: OnLayer) -> OnProgram:
-    """Make a function that starts copies of page rows after each program and passes them to `on_layer`.
+    """Make a function that launches copies of page rows after each program and passes the copies to `on_layer`.
 
     Args:
-      rows: int32 page rows of each cache group.
+      rows: for each cache group, int32 indices of the page rows to copy.
       groups: the cache groups.
-      on_layer: receives the copies of each layer.
+      on_layer: function that is called with the copies of each layer.
     """
     of_layers = {
         layer: (on_device, group.head_wise)
@@ -245,9 +281,17 @@ def copying_rows(rows: Sequence[Int32[np.ndarray, "n"]], groups: Sequence[GroupS
 
 
 def split_layers(num_layers: int, num_programs: int, period: int = 1) -> list[range]:
-    """Split layers into at most `num_programs` ranges of equal length. With several ranges, the length is a
-    multiple of `period`. The first range has the remaining layers, because the first layers of a model may differ from
-    the others."""
+    """Split layers into at most `num_programs` consecutive ranges.
+
+    With several ranges, all but the first have the same length, a multiple of `period`, so that they have the same
+    kinds of layers and share a program. The first range has the remaining layers, because the first layers of a model
+    may be of other kinds.
+
+    Args:
+      num_layers: number of layers.
+      num_programs: maximum number of ranges.
+      period: number of layers after which the kinds of layers repeat.
+    """
     length = -(-num_layers // num_programs)
     length = min(-(-length // period) * period, num_layers)
     starts = [0, *range(num_layers % length or length, num_layers, length)]
@@ -255,7 +299,7 @@ def split_layers(num_layers: int, num_programs: int, period: int = 1) -> list[ra
 
 
 def _period(kinds: Sequence[Any]) -> int:
-    """Smallest period with which layer kinds repeat in the last half of the model; 1 if they do not repeat. The first
-    layers may be of other kinds."""
+    """Return the number of layers after which the layer kinds repeat in the second half of the model; 1 if they do not
+    repeat. The first half is ignored, because the first layers may be of other kinds."""
     last = kinds[len(kinds) // 2 :]
     return next((n for n in range(1, len(last) // 2 + 1) if last[n:] == last[:-n]), 1)

@@ -1,4 +1,4 @@
-"""Metadata of a planned step in one array: packed on the host, unpacked on the device."""
+"""Metadata of a step (lengths, block tables, prompt tokens, sampling parameters) in one array for the device."""
 
 from __future__ import annotations
 
@@ -24,22 +24,29 @@ from pallas_attn import PAGE_NONE, slot_mapping, token_positions
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedStep:
-    """A step's metadata. It is sent to the device as one int32 array, because each transfer has a latency.
+    """Metadata of a step with Bd decode rows and S prefill rows, both padded to the sizes of the step's bucket, for
+    which its program was compiled.
+
+    All fields are int32 and are sent to the device as one concatenated array, because each transfer has a latency. A
+    request slot is the index of a running request in device arrays. A draft is a guessed token after the newest token
+    of a decode row, which the step verifies (speculation).
 
     Attributes:
-      decode_request_slots, decode_kv_lens: [Bd] of the decode rows; slot -1 and length 0 for idle rows. With
-        speculation `decode_kv_lens` are lower bounds, because only the device knows the lengths.
-      decode_tables: page tables of the decode rows, one array for each cache group.
-      decode_limits, decode_drafts: [Bd], maximum length of each sequence, and maximum number of its drafts. Empty
-        without speculation.
-      prefill_ids: [prefill tokens], token ids.
-      cu_q_lens, prefill_kv_lens: prefix sums of new tokens [rows + 1], and lengths [rows], of the prefill rows.
-      prefill_tables: page tables of the prefill rows, one array for each cache group.
-      prefill_request_slots: [rows], request slot that stores the token sampled at the end of the row; -1 if none is
-        sampled.
-      prefill_next: [rows], the prompt's token after the row; -1 if it is sampled. Empty without speculation.
-      temperature, top_k, top_p, seed: [Bd + rows], of decode rows, then of prefill rows. Floats and seeds are stored
-        as int32 bits.
+      decode_request_slots: [Bd], request slot; -1 for idle rows.
+      decode_kv_lens: [Bd], tokens of the sequence including the row's token; 0 for idle rows. With speculation it is a
+        lower bound, because earlier steps may accept drafts that the host has not read.
+      decode_tables: block tables of the decode rows, one array for each cache group (layers with equal windows).
+      decode_limits: [Bd], maximum length of the sequence in tokens; empty without speculation.
+      decode_drafts: [Bd], maximum number of drafts; empty without speculation.
+      prefill_ids: [prefill tokens], token ids of all prefill rows, one row after the other.
+      cu_q_lens: [S + 1], prefix sums of the number of tokens of each prefill row.
+      prefill_kv_lens: [S], tokens of the sequence up to and including the row's last token.
+      prefill_tables: block tables of the prefill rows, one array for each cache group.
+      prefill_request_slots: [S], request slot for the token sampled after the row; -1 if no token is sampled.
+      prefill_next: [S], the known token after the row's last token; -1 if this token is sampled. Empty without
+        speculation.
+      temperature, top_k, top_p, seed: [Bd + S], sampling parameters of decode rows, then of prefill rows. temperature
+        and top_p are the bits of float32 values, seed is the bits of a uint32 value.
     """
 
     decode_request_slots: Any
@@ -60,7 +67,7 @@ class PackedStep:
 
     @staticmethod
     def _shapes(config: RunnerConfig, bucket: Bucket) -> dict[str, Any]:
-        """Shape of each field; a tuple of shapes for fields with one array per cache group."""
+        """Return the shape of each field; a tuple of shapes for fields with one array per cache group."""
         decode, prefill = bucket.decode_rows, config.max_prefill_seqs if bucket.prefill_tokens else 0
         rows, speculates = (decode + prefill,), config.speculate is not None
         return {
@@ -83,11 +90,12 @@ class PackedStep:
 
     @classmethod
     def size(cls, config: RunnerConfig, bucket: Bucket) -> int:
+        """Return the number of entries of the packed array."""
         return sum(map(math.prod, _each(cls._shapes(config, bucket).values())))
 
     @classmethod
     def of(cls, config: RunnerConfig, bucket: Bucket, packed: Any) -> PackedStep:
-        """Unpack an array into its fields: views (numpy) or slices (jax)."""
+        """Split the packed array into the fields: views of a numpy array, or slices of a jax array."""
         shapes = cls._shapes(config, bucket)
         each = list(_each(shapes.values()))
         ends = itertools.accumulate(map(math.prod, each))
@@ -101,6 +109,7 @@ class PackedStep:
 
     @classmethod
     def pack(cls, config: RunnerConfig, bucket: Bucket, plan: StepPlan) -> np.ndarray:
+        """Return the packed array, int32 [size], of a plan padded to the bucket."""
         packed = np.zeros((cls.size(config, bucket),), np.int32)
         step = cls.of(config, bucket, packed)
         for ids in (step.decode_request_slots, *step.decode_tables, *step.prefill_tables, step.prefill_request_slots):
@@ -134,7 +143,8 @@ class PackedStep:
         self.top_k[i] = min(params.top_k, np.iinfo(np.int32).max)
 
     def sampling_rows(self) -> SamplingRows:
-        """Return the sampling parameters of each row. The position of a sampled token is its sequence's length."""
+        """Return the sampling parameters of each row. The position of the token to sample equals the number of tokens
+        of the sequence before it."""
         bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
         return SamplingRows(
             temperature=bits(self.temperature),
@@ -147,12 +157,13 @@ class PackedStep:
     def metadata(
         self, page_size: int, logit_rows: Int32[Array, "n"], drafting: StepMetadata | None = None
     ) -> StepMetadata:
-        """Compute positions and cache slots of all tokens, on the device.
+        """Compute the model's metadata of the step, with position and cache slot of each token, on the device.
 
         Args:
           page_size: tokens per page.
-          logit_rows: as in `StepMetadata`.
-          drafting: metadata of decode rows with drafts; None if decode rows have one token.
+          logit_rows: indices of the tokens for which logits are computed.
+          drafting: metadata of a step with only the decode rows and their drafts. The result then has these decode
+            rows. None if decode rows have one token.
         """
         parts, begun = self._parts(), () if drafting is None else (drafting.positions,)
         if drafting is not None:
@@ -180,7 +191,8 @@ class PackedStep:
         )
 
     def _parts(self) -> dict[str, tuple[Any, Any, int]]:
-        """Return (prefix sums of new tokens, sequence lengths, number of tokens) of the nonempty parts of the step."""
+        """Return (prefix sums of new tokens, sequence lengths, number of tokens) of the decode rows and of the prefill
+        rows, without parts that have no rows."""
         num_decode, num_prefill = self.decode_request_slots.shape[0], self.prefill_ids.shape[0]
         decode_cu = jnp.arange(num_decode + 1, dtype=jnp.int32)
         parts = {

@@ -1,4 +1,8 @@
-"""A step without drafts on the device. Decode tokens come from the last step's samples, prompt tokens from the host."""
+"""The function of a step without drafts, which the runner compiles for each bucket (padded batch shape).
+
+The inputs of decode rows are the tokens that the previous steps sampled, which stay on the device. The inputs of
+prefill rows are prompt tokens from the host.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,11 @@ def run_step(
       weights: the model's weights.
       caches: caches of all layers.
       last_tokens: int32 [request slots], the last sampled token of each running request.
-      packed: a `PackedStep`.
+      packed: the step's metadata, a packed `PackedStep`.
 
     Returns:
-      Sampled tokens, logits of the prefill tokens if the bucket has all_logits, caches, and last sampled tokens.
+      Sampled tokens int32 [rows], of the bucket's decode rows, then of its prefill rows; logits of the prefill tokens
+      if the bucket has all_logits, else None; caches with the new tokens; and the new `last_tokens`.
     """
     step, tokens, sampling, logit_rows = read_step(config, bucket, packed, last_tokens)
     logits, caches = model_step(weights, tokens, caches, step.metadata(config.page_size, logit_rows))
@@ -45,10 +50,11 @@ def run_step(
 def read_step(
     config: RunnerConfig, bucket: Bucket, packed: Int32[Array, "n"], last_tokens: Int32[Array, "slots"]
 ) -> tuple[PackedStep, Int32[Array, "T"], Int32[Array, "rows"], Int32[Array, "n"]]:
-    """Unpack a step.
+    """Unpack a step's metadata and gather its input tokens.
 
     Returns:
-      The step, its tokens [T], indices of tokens after which a token is sampled, and indices of tokens with logits.
+      The metadata; the input tokens [T]; for each row, the index of the input token after which a token is sampled; and
+      the indices of the input tokens for which logits are computed.
     """
     step = PackedStep.of(config, bucket, packed)
     decode_ids = last_tokens[jnp.maximum(step.decode_request_slots, 0)]
@@ -67,14 +73,16 @@ def sample_rows(
     sampling: Int32[Array, "rows"],
     last_tokens: Int32[Array, "slots"],
 ) -> tuple[Int32[Array, "rows"], Float[Array, "tokens V"] | None, Int32[Array, "slots"]]:
-    """Sample from the logits of a step.
+    """Sample a token for each row from the logits of a step. Arguments as returned by `read_step` and the model.
 
     Returns:
-      Sampled tokens, logits of the prefill tokens if the bucket has all_logits, and last sampled tokens.
+      Sampled tokens; logits of the prefill tokens if the bucket has all_logits, else None; and `last_tokens` with the
+      sampled tokens of rows that have a request slot.
     """
     chosen = draw(logits[sampling] if bucket.all_logits else logits, step.sampling_rows())
     slots = jnp.concatenate([step.decode_request_slots, step.prefill_request_slots])
-    slots = jnp.where(slots < 0, last_tokens.shape[0], slots)  # .at[-1] would wrap; one past the end is dropped
-    # A request without finite logits ends, but its next step may be in flight already and needs a valid token id.
+    slots = jnp.where(slots < 0, last_tokens.shape[0], slots)  # .at would count -1 from the end
+    # NONFINITE (-1) ends its request when the host reads it. Steps launched until then use this token as an input,
+    # which must be a valid token id.
     last_tokens = last_tokens.at[slots].set(jnp.maximum(chosen, 0), mode="drop")
     return chosen, logits[bucket.decode_rows :] if bucket.all_logits else None, last_tokens

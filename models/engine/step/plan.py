@@ -1,4 +1,4 @@
-"""Plan of one step of the engine: made by the scheduler, executed by the runner."""
+"""Plan of one step (a forward pass over a batch of requests): made by the scheduler, executed by the runner."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +12,19 @@ from models.engine.request import Request
 
 @dataclass(frozen=True)
 class ScheduledRow:
-    """New tokens of one request in one step.
+    """Tokens of one request that a step computes.
+
+    A draft is a proposed token after the newest token of a decode row. The step verifies it (speculation).
 
     Attributes:
-      request: Owner of the tokens. Its pages are not released before the step has been launched.
-      request_slot: Index of the request in the pools and in device arrays with one entry per running request.
-      start: Position of the first new token, equal to the number of tokens before it in the cache. With drafts it is a
-        lower bound, because only the device knows the number of accepted drafts in flight.
-      num_tokens: New tokens, without drafts.
-      samples: Whether a token is sampled after the last new token; False if the prompt continues.
-      num_drafts: Maximum number of drafts after the newest token. Pages for them are allocated.
-      limit: Maximum length of the sequence in tokens; decode rows only.
+      request: The request. Its pages are not released before the step has been launched.
+      request_slot: Index of the request in the page pools and in device arrays with one entry per running request.
+      start: Position of the row's first token in the sequence. Earlier tokens are in the cache. With speculation,
+        `start` of a decode row is a lower bound: earlier steps may accept drafts that the host has not read yet.
+      num_tokens: Number of tokens of the row, without drafts.
+      samples: Whether a token is sampled after the last token; False if the prompt continues in a later step.
+      num_drafts: Maximum number of drafts of the row. Pages for them are allocated.
+      limit: Maximum length of the sequence in tokens, at which decoding stops. Only used in decode rows.
     """
 
     request: Request
@@ -35,11 +37,12 @@ class ScheduledRow:
 
 
 class RowTokens(NamedTuple):
-    """Tokens sampled for a row of a step.
+    """Tokens sampled for one row of a step.
 
     Attributes:
-      tokens: Sampled ids in order: one, plus one per accepted draft. The last id is NONFINITE if the logits were not
-        finite.
+      tokens: Sampled token ids in order of position: one, plus one per accepted draft. The last id is NONFINITE if its
+        logits were NaN or infinite. Empty if the row was idle, because the request reached its limit in an earlier
+        step.
       drafted: Number of verified drafts.
     """
 
@@ -49,15 +52,16 @@ class RowTokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One step of the engine. In the packed arrays `decode` rows come before `prefill` rows.
+    """Rows of one step of the engine, and their block tables.
 
-    A decode row has one token: the last token sampled at its request slot, which the host may not have read yet. A
-    prefill row's tokens are `request.token_ids[start : start + num_tokens]`.
+    A decode row has one input token: the last token sampled for its request, which the host may not have read yet. The
+    input tokens of a prefill row are `request.token_ids[start : start + num_tokens]`.
 
     Attributes:
-      decode, prefill: The rows.
-      tables: Page rows of all `rows` by page, int32 [rows, heads, P] for each cache group. If the heads of a group have
-        different windows, each head has page rows of its own. Otherwise heads is 1 and a page row is a page id.
+      decode, prefill: The rows. In arrays with one entry per row, decode rows come first.
+      tables: Block tables of all `rows`, int32 [rows, heads, P] for each cache group (layers with equal windows). If
+        the KV heads of the group have different windows, entries are page rows: one page of one KV head. Otherwise
+        heads is 1 and entries are page ids.
     """
 
     decode: tuple[ScheduledRow, ...]
@@ -74,7 +78,7 @@ class StepPlan:
 
     @property
     def num_drafts(self) -> int:
-        """Largest number of drafts of a row."""
+        """Largest number of drafts of any decode row."""
         return max((row.num_drafts for row in self.decode), default=0)
 
     @property

@@ -1,4 +1,4 @@
-"""Results of a launched step, on the device."""
+"""Tokens and logits of a launched step, on the device until the host reads them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from models.engine.step.plan import RowTokens, StepPlan
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """Results of a launched step, on the device.
+    """Tokens and logits of a launched step, on the device.
+
+    A data rank is a group of devices with its own requests. All data ranks run the same step together. The step is
+    padded to a bucket, the shape for which its program was compiled.
 
     Attributes:
       plans: the plan of each data rank; None for a rank without rows.
-      tokens: int32 [ranks · n], sampled tokens of each rank: decode rows of the bucket, then prefill rows. NONFINITE
-        where logits were not finite.
-      bucket: the bucket that the step was padded to.
+      tokens: int32 [ranks · n], sampled tokens of each data rank: of all decode rows of the bucket, then of all prefill
+        rows, including padding. NONFINITE where logits were NaN or infinite.
+      bucket: the bucket of the step.
       logits: float32 [ranks · prefill tokens, V] if the bucket has all_logits; else None.
-      speculates: whether `tokens` has the format of `speculation.step`.
-      read: function that waits for tokens or logits and copies them to the host.
+      speculates: whether the step verified drafts. `tokens` then has the format of `speculation.step.read_tokens`.
+      read: function that waits until an array is computed and copies it to the host.
     """
 
     plans: tuple[StepPlan | None, ...]
@@ -35,12 +38,13 @@ class StepResult:
     read: Callable[[Array], np.ndarray] = np.asarray
 
     def sampled(self) -> list[RowTokens]:
-        """Wait for the device and return the tokens of the plans' `sampling_rows`, rank by rank."""
+        """Wait until the step has ended. Return the tokens of each row of `StepPlan.sampling_rows`, rank by rank."""
         of_ranks = self.read(self.tokens).reshape(len(self.plans), -1)
         ranks = zip(self.plans, of_ranks, strict=True)
         return [row for plan, tokens in ranks if plan is not None for row in self._sampled_by(plan, tokens)]
 
     def _sampled_by(self, plan: StepPlan, tokens: Int32[np.ndarray, "n"]) -> list[RowTokens]:
+        """Return the tokens of the sampling rows of one data rank."""
         num_decode = len(plan.decode)
         if self.speculates:
             decode, prefill = read_tokens(tokens, self.bucket, num_decode)
