@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from models.engine import ProcessError, Processes
+from models.engine.distributed.secret import SecretError
 from scripts.cli.command_line import FAILED, Failure, UsageError, as_failure
 
 FLAGS = ("coordinator", "num_processes", "process_id")
@@ -22,7 +23,8 @@ def add_processes(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="address of process 0's coordination service; the mesh then has the devices of all processes",
+        help="address where process 0 listens for the others; the mesh then has the devices of all processes. On several"
+        " hosts, set PALLAS_ATTN_SECRET to the same secret for all processes",
     )
     group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
     group.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
@@ -81,7 +83,7 @@ class Joined:
         if options.coordinator is None:
             yield None
             return
-        with as_failure(ProcessError):
+        with as_failure(ProcessError, SecretError):
             processes = Processes(
                 options.coordinator,
                 options.num_processes,

@@ -272,7 +272,8 @@ class FaultyTraffic:
             assert [reason for _, reason in told] == [None] * (len(told) - 1) + [output.finish_reason]
 
     def check_pools(self) -> None:
-        self.engine._pools[0].check()
+        for pools in self.engine._pools:
+            pools.check()
         for cache in self.engine._prefix_caches:
             cache.check()
         assert self.engine.stats().used_pages == 0

@@ -1,26 +1,314 @@
-"""jax's coordination service as a separate program, which connects the processes of one engine.
+"""jax's coordination service behind a TCP port that accepts only processes with a shared secret.
 
-It runs a while longer than process 0, so that the other processes can learn that process 0 has ended: jax's clients
-abort if the service disappears. `processes.Processes` starts it as a file, so that it imports only jaxlib.
+jax's coordination service connects the processes of one engine. It authenticates nobody, and one wrong message ends
+every process. So the service listens on a Unix socket in a folder that only this user can open, and the programs of
+this file forward connections from other hosts to it:
+
+ process 0:  jax client ───────────────────────────────────────────────────────────────► service (Unix socket)
+ process i:  jax client ─► forwarder (Unix socket) ══ TCP, handshake ══► listener ─► service
+
+`serve` runs the service and the listener, `forward` the forwarder; `Processes` starts both as programs of their own.
+`serve` runs a while longer than process 0, so that the other processes can learn that process 0 has ended: jax's
+clients abort if the service disappears. A forwarder ends with its process.
+
+Handshake of every TCP connection, one JSON object per line:
+
+ listener  ─► {"nonce"}
+ forwarder ─► {"nonce", "process", "count", "start", "proof"}
+ listener  ─► {"error", "proof"}                                  without an error, both sides copy bytes from here on
+
+A proof is an HMAC of the sender's role, both nonces and the sender's statement. `start` is a random number of one start
+of a process: the listener accepts several connections of one start, and refuses another start of the same process.
+The connection is authenticated but neither encrypted nor protected against changes on the way.
 """
 
-import sys
-import time
+from __future__ import annotations
 
-from jaxlib import _jax
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
 
 NEVER_S = 10**6
 """Value of jax's timeouts in seconds; long, because `Processes` has timeouts of its own."""
 
+HANDSHAKE_S = 5.0
+"""Maximum duration of a handshake in seconds."""
 
-def main(address: str, num_processes: str, linger_s: str) -> None:
-    """Serve until one second after a line arrives on standard input, or `linger_s` seconds after its end."""
-    service = _jax.get_distributed_runtime_service(
-        address, int(num_processes), heartbeat_timeout=NEVER_S, shutdown_timeout=NEVER_S
-    )
-    print("ready", flush=True)
-    time.sleep(1.0 if sys.stdin.readline() else float(linger_s))  # other processes may still be disconnecting
-    service.shutdown()
+MAX_HANDSHAKES = 64
+"""Maximum number of handshakes at a time; further connections are closed. Each takes at most LINE_BYTES of memory."""
+
+LINE_BYTES = 1024
+"""Maximum length of a handshake line in bytes."""
+
+RETRY_S = 0.1
+"""Interval in seconds at which a forwarder tries to reach a listener that does not answer yet."""
+
+MAX_SOCKET_PATH = 100
+"""Maximum length of a Unix socket's path in bytes (Linux: 107)."""
+
+
+NO_ANSWER = (OSError, EOFError, ValueError, RecursionError, asyncio.LimitOverrunError)
+"""Exceptions of a handshake with a program that is absent, slow (TimeoutError is an OSError) or of another kind."""
+
+
+class Refused(Exception):
+    """The other side refused the connection, or does not have the secret. Trying again gives the same result."""
+
+
+# --- handshake
+
+
+def _proof(secret: bytes, role: str, *statement: Any) -> str:
+    return hmac.new(secret, json.dumps([role, *statement]).encode(), hashlib.sha256).hexdigest()
+
+
+def _is_proof(value: Any, expected: str) -> bool:
+    return isinstance(value, str) and hmac.compare_digest(value.encode(), expected.encode())
+
+
+def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")
+
+
+async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """Return the next line's object. Raise ValueError or EOFError if there is none."""
+    message = json.loads(await reader.readuntil(b"\n"))
+    if not isinstance(message, dict):
+        raise ValueError("expected an object")
+    return message
+
+
+class Listener:
+    """Accepts connections of the processes 1 to `count` - 1 and forwards them to the service.
+
+    Attributes:
+      starts: `start` of each process that has connected.
+    """
+
+    def __init__(self, secret: bytes, count: int, service_path: str) -> None:
+        self.starts: dict[int, str] = {}
+        self._secret, self._count, self._service_path = secret, count, service_path
+        self._handshakes = 0
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one TCP connection until it ends. Connections without the secret are closed without a message."""
+        try:
+            if self._handshakes < MAX_HANDSHAKES and await self._greet(reader, writer):
+                await _copy_both_ways((reader, writer), await asyncio.open_unix_connection(self._service_path))
+        except NO_ANSWER:
+            pass  # a stranger may send anything, and only this connection ends
+        finally:
+            writer.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Carry out the listener's side of the handshake. Return whether the process is accepted."""
+        self._handshakes += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                nonce = secrets.token_hex(32)
+                _send(writer, {"nonce": nonce})
+                said = await _receive(reader)
+                statement = [nonce, said.get("nonce"), said.get("process"), said.get("count"), said.get("start")]
+                if not _is_proof(said.get("proof"), _proof(self._secret, "forwarder", *statement)):
+                    return False
+                error = self._refusal(*statement[2:])
+                _send(writer, {"error": error, "proof": _proof(self._secret, "listener", *statement, error)})
+                await writer.drain()
+                return error is None
+        finally:
+            self._handshakes -= 1
+
+    def _refusal(self, process: int, count: int, start: str) -> str | None:
+        """Return the reason to refuse a process that has the secret, or None after recording its start."""
+        if count != self._count:
+            return f"process {process} was started for {count} processes, process 0 for {self._count}"
+        if process not in range(1, self._count):
+            return f"expected process 1 to {self._count - 1}, got process {process}"
+        if self.starts.setdefault(process, start) != start:
+            return f"process {process} has connected already; a process cannot be replaced while the others run"
+        return None
+
+
+async def _open(
+    host: str, port: int, secret: bytes, statement: tuple[int, int, str]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a listener and carry out the forwarder's side of the handshake.
+
+    Args:
+      statement: number of this process, number of processes, and `start`.
+
+    Raises:
+      Refused: the listener refused this process, or does not have the secret.
+      NO_ANSWER: no listener answered.
+    """
+    async with asyncio.timeout(HANDSHAKE_S):
+        reader, writer = await asyncio.open_connection(host, port, limit=LINE_BYTES)
+        try:
+            nonces = [(await _receive(reader)).get("nonce"), secrets.token_hex(32)]
+            process, count, start = statement
+            _send(
+                writer,
+                {
+                    "nonce": nonces[1],
+                    "process": process,
+                    "count": count,
+                    "start": start,
+                    "proof": _proof(secret, "forwarder", *nonces, *statement),
+                },
+            )
+            try:
+                answer = await _receive(reader)
+            except EOFError:
+                raise Refused("it does not have the secret of this process") from None
+            error = answer.get("error")
+            if not _is_proof(answer.get("proof"), _proof(secret, "listener", *nonces, *statement, error)):
+                raise Refused("it does not have the secret of this process")
+            if error is not None:
+                raise Refused(error)
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+
+# --- copying bytes
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    while data := await source.read(2**16):
+        target.write(data)
+        await target.drain()
+
+
+async def _copy_both_ways(one: Connection, other: Connection) -> None:
+    """Copy bytes between two connections until one ends, then close both."""
+    tasks = [asyncio.ensure_future(_copy(one[0], other[1])), asyncio.ensure_future(_copy(other[0], one[1]))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        one[1].close()
+        other[1].close()
+
+
+# --- programs
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of "host:port" or "[IPv6 address]:port"."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@contextlib.contextmanager
+def _socket_path(name: str) -> Iterator[str]:
+    """Path for a Unix socket in a new folder with mode 0700, which is removed at the end."""
+    folder = tempfile.mkdtemp(prefix="pallas_attn-")
+    if len(os.fsencode(folder)) + len(name) >= MAX_SOCKET_PATH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="pallas_attn-", dir="/tmp")
+    try:
+        yield os.path.join(folder, name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _standard_input() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+async def serve(address: str, count: str, linger_s: str) -> None:
+    """Run the service and the listener. End one second after a line arrives on standard input (other processes may
+    still be disconnecting), or `linger_s` seconds after the end of standard input.
+
+    The first line of standard input is the secret in hexadecimal digits. Prints "ready PATH" with the path of the
+    service's socket.
+    """
+    from jaxlib import _jax  # takes longer than everything else here, and forwarders do not need it
+
+    commands = await _standard_input()
+    secret = bytes.fromhex((await commands.readline()).decode())
+    host, port = split_address(address)
+    with _socket_path("service") as path:
+        listener = Listener(secret, int(count), path)
+        server = await asyncio.start_server(listener.accept, host, port, limit=LINE_BYTES)
+        service = _jax.get_distributed_runtime_service(
+            f"unix:{path}", int(count), heartbeat_timeout=NEVER_S, shutdown_timeout=NEVER_S
+        )
+        print("ready", path, flush=True)
+        await asyncio.sleep(1.0 if await commands.readline() else float(linger_s))
+        server.close()
+        service.shutdown()
+
+
+async def forward(address: str, count: str, process: str, timeout_s: str) -> None:
+    """Connect to the listener at `address`, then forward connections to it until standard input ends.
+
+    The first line of standard input is the secret in hexadecimal digits. Prints "ready PATH" with the path of the
+    socket to which the process connects, as soon as the listener has accepted the process.
+
+    Raises:
+      Refused: as `_open`.
+      TimeoutError: no listener answered within `timeout_s` seconds.
+    """
+    commands = await _standard_input()
+    secret = bytes.fromhex((await commands.readline()).decode())
+    host, port = split_address(address)
+    statement = (int(process), int(count), secrets.token_hex(16))
+    ended = asyncio.ensure_future(commands.read())
+    deadline = time.monotonic() + float(timeout_s)
+    while True:
+        try:
+            _, writer = await _open(host, port, secret, statement)
+            writer.close()
+            break
+        except NO_ANSWER:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no answer within {float(timeout_s):g} s") from None
+        await asyncio.wait([ended], timeout=RETRY_S)
+        if ended.done():
+            return
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            remote = await _open(host, port, secret, statement)
+        except (*NO_ANSWER, Refused):
+            writer.close()  # the client tries again; `Processes` limits how long the service may be unreachable
+            return
+        await _copy_both_ways((reader, writer), remote)
+
+    with _socket_path("forwarder") as path:
+        await asyncio.start_unix_server(accept, path)
+        print("ready", path, flush=True)
+        await ended
+
+
+def main(command: str, *arguments: str) -> None:
+    """Run `serve` or `forward`. A failure prints "error REASON" and ends with status 1."""
+    try:
+        asyncio.run({"serve": serve, "forward": forward}[command](*arguments))
+    except (Refused, TimeoutError) as error:
+        sys.exit(print("error", error) or 1)
+    except OSError as error:  # asyncio's text repeats the address
+        reason = error.strerror if isinstance(error, socket.gaierror) or not error.errno else os.strerror(error.errno)
+        sys.exit(print("error", reason) or 1)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ reported its end. The first verdict ends all processes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import subprocess
@@ -24,7 +25,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +32,9 @@ import numpy as np
 from jax._src import distributed  # jax.distributed gives no access to the key-value store or to the service
 from jaxlib import _jax
 
+from models.engine.distributed import coordination_service
 from models.engine.distributed.coordination_service import NEVER_S
+from models.engine.distributed.secret import MIN_BYTES, shared_secret
 
 BEAT_S = 0.5
 """Interval of heartbeats in seconds."""
@@ -104,27 +106,38 @@ class Processes:
         *,
         timeout_s: float = 10.0,
         join_timeout_s: float = 300.0,
+        secret: bytes | None = None,
         give_up: Callable[[str], None],
     ):
         """Connect and wait until all processes have connected. Call this before any other use of jax.
 
         Args:
-          coordinator: host:port where process 0 starts the coordination service.
+          coordinator: host:port where process 0 listens for the other processes. It listens at the addresses of this
+            host name only.
           count: number of processes.
           index: number of this process, from 0.
           timeout_s: time in seconds without a heartbeat or without progress after which a process counts as failed.
           join_timeout_s: time in seconds to wait for other processes to start.
+          secret: at least 16 bytes, equal in all processes of the engine and known to nobody else. None: the value of
+            `shared_secret`.
           give_up: function (reason) that ends this process if its main thread does not; called on another thread.
 
         Raises:
-          ProcessError: the service cannot be started.
+          ValueError: the secret is too short, or there is none.
+          ProcessError: process 0 cannot listen at the address, or cannot be reached there, or does not have the secret,
+            or refuses this process because it was started for another number of processes or has connected before.
         """
+        if secret is not None and len(secret) < MIN_BYTES:
+            raise ValueError(f"secret: expected at least {MIN_BYTES} bytes, got {len(secret)}")
         self.index, self.count = index, count
         self._timeout_s, self._give_up = timeout_s, give_up
-        self._service = None
+        secret = shared_secret() if secret is None else secret
+        start = functools.partial(_start_program, secret=secret)
         if index == 0:
-            self._service = _start_service(coordinator, count, linger_s=timeout_s + GRACE_S)
-        self._client = _connect(coordinator, count, index, join_timeout_s, give_up)
+            self._program, path = start("serve", coordinator, count, timeout_s + GRACE_S)
+        else:
+            self._program, path = start("forward", coordinator, count, index, join_timeout_s)
+        self._client = _connect(path, coordinator, count, index, join_timeout_s, give_up)
         self._changed = threading.Condition()
         self._number = self._agreed = -1  # number of the newest point of this process, and of all processes
         self._points: dict[int, _Point] = {}  # by number
@@ -246,9 +259,7 @@ class Processes:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # all processes have agreed on the end
             self._client.shutdown()
         distributed.global_state.client = None
-        if self._service is not None and self._service.stdin is not None:
-            self._service.stdin.write("end\n")
-            self._service.stdin.close()
+        _write_line(self._program, "end")
 
     def _close(self) -> None:
         with self._changed:
@@ -342,29 +353,58 @@ class Processes:
             self._give_up(verdict)
 
 
-def _start_service(coordinator: str, count: int, linger_s: float) -> subprocess.Popen[str]:
-    """Start the coordination service as a separate process, in a new session so that Ctrl-C does not reach it."""
-    program = Path(__file__).with_name("coordination_service.py")
-    address = f"[::]:{coordinator.rpartition(':')[2]}"
-    service = subprocess.Popen(
-        [sys.executable, "-P", str(program), address, str(count), str(linger_s)],
+def _start_program(
+    command: str, coordinator: str, *arguments: object, secret: bytes
+) -> tuple[subprocess.Popen[str], str]:
+    """Start `serve` or `forward` of `coordination_service` as a separate process.
+
+    The process is in a new session, so that Ctrl-C does not reach it.
+
+    Returns:
+      The process, and the path of the Unix socket to which jax's client connects.
+
+    Raises:
+      ProcessError: the program cannot serve or connect.
+    """
+    program = subprocess.Popen(
+        [sys.executable, "-P", coordination_service.__file__, command, coordinator, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # a pipe without a reader would fill with jaxlib's messages
         text=True,
         start_new_session=True,
     )
-    if service.stdout is None or service.stdout.readline() != "ready\n":
-        said = service.communicate()[1].strip().splitlines() or ["no reason given"]
-        raise ProcessError(f"process 0 cannot serve at {coordinator}: {said[-1]}")
-    return service
+    _write_line(program, secret.hex())
+    said = "" if program.stdout is None else program.stdout.readline()
+    kind, _, rest = said.rstrip("\n").partition(" ")
+    if kind == "ready":
+        return program, rest
+    program.communicate()  # ends the program and closes the pipes
+    if kind != "error":
+        rest = f"its program ended with status {program.returncode}"
+    does = (
+        f"process 0 cannot serve at {coordinator}" if command == "serve" else f"cannot join process 0 at {coordinator}"
+    )
+    raise ProcessError(f"{does}: {rest}")
 
 
-def _connect(coordinator: str, count: int, index: int, join_timeout_s: float, give_up: Callable[[str], None]) -> Any:
-    """Connect jax to the service, which waits for all processes. `jax.distributed.initialize` is not suitable: it runs
-    the service in process 0, and its clients abort the program if another client disappears."""
+def _write_line(program: subprocess.Popen[str], line: str) -> None:
+    if program.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # the program has ended, and its output says why
+            program.stdin.write(line + "\n")
+            program.stdin.flush()
+
+
+def _connect(
+    path: str, coordinator: str, count: int, index: int, join_timeout_s: float, give_up: Callable[[str], None]
+) -> Any:
+    """Connect jax to the service at the Unix socket `path`. The service waits for all processes.
+
+    `jax.distributed.initialize` is not suitable: it runs the service in process 0, and its clients abort the program if
+    another client disappears.
+    """
     client = _jax.get_distributed_runtime_client(
-        coordinator,
+        f"unix:{path}",
         index,
         init_timeout=NEVER_S,  # a timeout in the client would abort the program
         heartbeat_timeout=NEVER_S,
