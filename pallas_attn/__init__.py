@@ -1,6 +1,6 @@
 """Attention for LLM inference engines in JAX. This module is the complete public API."""
 
-# Attention over paged caches and over packed sequences.
+# Attention over paged caches, and over packed sequences without pages.
 from pallas_attn.ops.cascade_decode import cascade_decode as cascade_decode
 from pallas_attn.ops.cascade_decode import count_shared_pages as count_shared_pages
 from pallas_attn.ops.mla_decode import mla_decode as mla_decode
@@ -12,11 +12,11 @@ from pallas_attn.portable.merge import lse_from_base2 as lse_from_base2
 from pallas_attn.portable.merge import lse_to_base2 as lse_to_base2
 from pallas_attn.portable.merge import merge_states as merge_states
 
-# A whole step in one call, which writes the new tokens first: the interface of JAX engines for TPUs.
+# One call for a whole step, which writes the new tokens and then attends: the interface of JAX engines for TPUs.
 from pallas_attn.ops.mla_ragged_paged_attention import mla_ragged_paged_attention as mla_ragged_paged_attention
 from pallas_attn.ops.ragged_paged_attention import ragged_paged_attention as ragged_paged_attention
 
-# Sparse attention: selection of the keys of each token, and attention to the selected keys.
+# Sparse attention: scores of keys, selection of keys for each token, and attention to the selected keys.
 from pallas_attn.ops.index_scores import index_scores as index_scores
 from pallas_attn.ops.index_top_k import index_top_k as index_top_k
 from pallas_attn.ops.mla_sparse import mla_sparse as mla_sparse
@@ -28,7 +28,7 @@ from pallas_attn.ops.write_index_keys import write_index_keys as write_index_key
 from pallas_attn.ops.write_kv import write_kv as write_kv
 from pallas_attn.ops.write_latent import write_latent as write_latent
 
-# Metadata of a step, computed once for all layers.
+# Metadata of a step (plans, slots, positions, prefix sums), computed once for all layers.
 from pallas_attn.ops.plan_decode import plan_decode as plan_decode
 from pallas_attn.portable.metadata import cumulative_lens as cumulative_lens
 from pallas_attn.portable.metadata import is_prefill as is_prefill
@@ -37,7 +37,7 @@ from pallas_attn.portable.metadata import token_positions as token_positions
 from pallas_attn.portable.metadata import token_slots as token_slots
 from pallas_attn.portable.metadata import validate_metadata as validate_metadata
 
-# Caches, their shapes, and arguments of calls.
+# Types: caches, their shapes, and other arguments of operations.
 from pallas_attn.types import FULL as FULL
 from pallas_attn.types import PAGE_NONE as PAGE_NONE
 from pallas_attn.types import CacheSpec as CacheSpec
@@ -64,27 +64,29 @@ from pallas_attn.convert import token_tables as token_tables
 from pallas_attn.convert import view_fused as view_fused
 from pallas_attn.convert import view_nhd as view_nhd
 
-# Report of the implementation that runs a call, and why better implementations do not.
+# Which implementation runs a call, and why implementations with a higher preference do not.
 from pallas_attn.runtime.device import Capability as Capability
 from pallas_attn.runtime.device import capability as capability
 from pallas_attn.runtime.dispatch import Explanation as Explanation
 from pallas_attn.runtime.explain import explain as explain
 
-# Cache of lowered kernels, also for user functions, and compilation of kernels ahead of time.
+# Kernel cache on disk, also for functions of users, and compilation of kernels ahead of their first call.
 from pallas_attn.runtime.kernel_cache import compile_ahead as compile_ahead
 from pallas_attn.runtime.kernel_cache import call_cached as call_cached
 
-# Several devices.
+# Splits over several devices.
 from pallas_attn import parallel as parallel
 
 __version__ = "0.2.0"
 
 _RENAMED = {"run_kept": "call_cached"}
-"""Former public names. Each still works, with a DeprecationWarning, until the next minor version."""
+"""Former public names and their replacements. A former name works until the next minor version, with a
+DeprecationWarning.
+"""
 
 
 def __getattr__(name: str) -> object:
-    """Return the object that a former public name now refers to."""
+    """Return the object that has replaced a former public name, with a DeprecationWarning."""
     if name not in _RENAMED:
         raise AttributeError(f"module 'pallas_attn' has no attribute {name!r}")
     import warnings

@@ -1,4 +1,4 @@
-"""Print the device, the versions, and the implementation that each operation would choose on this device.
+"""Print the device, the versions of packages, and which implementation of each operation would run on this device.
 
 python -m pallas_attn
 """
@@ -27,7 +27,10 @@ INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
 
 
 def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the arguments of a typical bfloat16 call of each operation, as shapes."""
+    """Return the positional and keyword arguments of a typical bfloat16 call of each operation.
+
+    Arrays are `jax.ShapeDtypeStruct`s.
+    """
 
     def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -74,7 +77,13 @@ def typical_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 def device_words(here: device.Device, memory: int | None) -> str:
-    """Return a description of the device: name, compute capability and sizes, as far as they are known."""
+    """Return a description of the device in words: name, compute capability, multiprocessors and memory sizes.
+
+    Unknown facts are left out.
+
+    Args:
+      memory: memory of the device in bytes; None if unknown.
+    """
     words = [here.name]
     if here.capability is not None:
         words.append("compute capability " + ".".join(map(str, here.capability)))
@@ -92,7 +101,7 @@ def device_words(here: device.Device, memory: int | None) -> str:
 
 
 def versions() -> str:
-    """Return the versions of Python and of the installed packages."""
+    """Return the versions of Python and of those packages in `PACKAGES` that are installed."""
     found = [f"python {platform.python_version()}"]
     for package in PACKAGES:
         try:
@@ -103,7 +112,7 @@ def versions() -> str:
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines of the report."""
+    """Yield the lines of the report: facts about the device, then a table with a row per operation."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     rows = [("pallas_attn", __version__), ("device", device_words(device.current(), memory)), ("versions", versions())]
     rows += [(name, os.environ[name]) for name in VARIABLES if os.environ.get(name)]
@@ -121,13 +130,13 @@ def lines() -> Iterator[str]:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the rows of a table as lines with columns of equal width."""
+    """Format the rows of a table as lines in which each column has one width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def main() -> None:
-    """Print the report. It explains a bfloat16 call of typical shapes of each operation, and runs nothing."""
+    """Print the report. No operation runs: `explain` traces one typical call of each operation."""
     for line in lines():
         print(line)
 

@@ -1,27 +1,27 @@
 """Conversions between this package's cache layout and the layouts of other engines.
 
-Pages have heads before tokens, [N, Hkv, ps, D] (`PagedKV`, HND in FlashInfer), or tokens before heads, [N, ps, Hkv, D]
-(NHD in FlashInfer). Keys and values are separate or stacked in one array: [2, N, ...] in vLLM, [N, 2, ...] in
-FlashInfer. Examples:
+N pages of ps tokens with Hkv KV heads of D columns are stored in two ways: `PagedKV` has heads before tokens,
+[N, Hkv, ps, D] (HND in FlashInfer); other engines have tokens before heads, [N, ps, Hkv, D] (NHD). Keys and values are
+separate arrays, or one array [2, N, ...] (vLLM) or [N, 2, ...] (FlashInfer). Examples:
 
-    kv = from_nhd(k, v)
-    kv = from_nhd(*split_kv(pages, axis=1))
-    kv = PagedKV(*split_kv(pages, axis=0))
+    kv = from_nhd(k, v)                            # separate, NHD
+    kv = from_nhd(*split_kv(pages, axis=1))        # [N, 2, ps, Hkv, D]
+    kv = PagedKV(*split_kv(pages, axis=0))         # [2, N, Hkv, ps, D]
     pages = join_kv(kv.k, kv.v, axis=0)
 
-`PagedLatent` stores 8-bit latents, scales and rotated keys in separate arrays. Other engines store them in one record
-per token; `from_records` and `to_records` convert these.
+`PagedLatent` stores 8-bit latents, their scales and the rotated keys in separate arrays. Other engines store one record
+of bytes per token; `from_records` and `to_records` convert these records.
 
-These functions copy, also under `jax.jit`. Use them to transfer a cache, not in every step.
+The functions above copy the cache, also under `jax.jit`. Use them to transfer a cache, not in every step.
 
-`view_nhd` copies nothing: pages of ps tokens with tokens before heads are pages of one token each, [N·ps, Hkv, 1, D],
-with the same slots. `view_fused` does the same for arrays that store the key and the value of a head next to each
-other. `token_tables` returns the block tables of these pages:
+`view_nhd` copies nothing. It interprets N NHD pages of ps tokens as N·ps pages of one token, [N·ps, Hkv, 1, D]. The
+slots of tokens stay the same. `view_fused` does the same for arrays that store the key and the value of a head next to
+each other. `token_tables` computes the block tables of these pages:
 
     kv, tables = view_nhd(k, v), token_tables(block_tables, page_size=k.shape[1])
 
-Every operation that takes a `PagedKV` accepts this pair, and reads and writes the arrays in place. A token's table
-entry has 4 bytes, which is little compared with its Hkv·D keys and values.
+Every operation that takes a `PagedKV` accepts this cache with these tables, and reads and writes the original arrays.
+The block table then has an entry of 4 bytes per token, which is little compared with Hkv·D keys and values.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def from_nhd(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
 ) -> PagedKV:
-    """Return a cache from pages with tokens before heads.
+    """Copy pages with tokens before heads (NHD) into a `PagedKV`.
 
     Args:
-      k, v: in a dtype of `PagedKV`.
-      k_scale, v_scale: float32 or None: static [Hkv] or [Hkv, D], which are used unchanged, or dynamic with token
-        groups before heads, [N, g, Hkv].
+      k, v: keys and values in a dtype of `PagedKV`.
+      k_scale, v_scale: float32 scales of 8-bit keys and values, or None: [Hkv], one per head; [Hkv, D], one per head
+        and column; or [N, g, Hkv], one per page, token group and head.
 
     Raises:
       ValueError: shapes or dtypes do not fit each other.
@@ -68,9 +68,11 @@ def from_nhd(
 def to_nhd(
     kv: PagedKV,
 ) -> tuple[Num[Array, "N ps Hkv D"], Num[Array, "N ps Hkv Dv"], Float[Array, "..."] | None, Float[Array, "..."] | None]:
-    """Return the k, v, k_scale and v_scale of a cache with tokens before heads, the inverse of `from_nhd`.
+    """Copy a cache to pages with tokens before heads (NHD): the inverse of `from_nhd`.
 
-    For a fused cache, k and v are the two halves of the columns.
+    Returns:
+      k, v, k_scale and v_scale, with the shapes of the arguments of `from_nhd`. For a fused cache, whose array has W
+      columns for the key and W columns for the value, k and v have W columns.
 
     Raises:
       ValueError: the arrays of the cache do not fit each other.
@@ -87,6 +89,7 @@ def to_nhd(
 
 
 def _swap_groups(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
+    """Exchange the axes of heads and token groups of dynamic scales, which have three axes. Return other scales."""
     return jnp.swapaxes(scale, 1, 2) if scale is not None and scale.ndim == 3 else scale
 
 
@@ -96,22 +99,24 @@ def view_nhd(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
 ) -> PagedKV:
-    """Return pages with tokens before heads as a cache with one token per page, without a copy.
+    """Interpret pages with tokens before heads (NHD) as a cache with one token per page, without a copy.
 
-    Call operations with this cache and with the `token_tables` of its block tables. Slots of tokens stay the same. For
-    a returned cache, `kv.k.reshape(k.shape)` restores the shape of the array, also without a copy. A dense cache [B, S,
-    Hkv, D] is a paged cache whose page b holds sequence b: its block tables are `jnp.arange(B)[:, None]`.
+    Pass this cache to operations together with `token_tables(block_tables, ...)`. The slots of tokens stay the same.
+    If an operation returns the cache `kv`, `kv.k.reshape(k.shape)` has the original shape, also without a copy. A dense
+    cache [B, S, Hkv, D] is the special case of one page of S tokens per sequence, with the block tables
+    `jnp.arange(B)[:, None]`.
 
-    Triton kernels support these pages on any GPU, and `xla` supports them on any device. Mosaic kernels copy whole
-    pages of a head, and do not support them.
+    Implementations: `triton` supports these pages on all GPUs, `xla` on all devices. `mosaic` does not support them,
+    because its kernels copy whole pages of a head.
 
     Args:
-      k, v: in a dtype of `PagedKV`.
-      k_scale, v_scale: float32 or None: static [Hkv] or [Hkv, D], or dynamic with one scale per token, [N, ps, Hkv].
+      k, v: keys and values in a dtype of `PagedKV`.
+      k_scale, v_scale: float32 scales of 8-bit keys and values, or None: [Hkv], one per head; [Hkv, D], one per head
+        and column; or [N, ps, Hkv], one per token and head.
 
     Raises:
       ValueError: shapes or dtypes do not fit each other.
-      NotImplementedError: several tokens share a scale.
+      NotImplementedError: the scales have shape [N, g, Hkv] with g < ps: several tokens share a scale.
 
     Example:
       >>> pages = jnp.ones((6, 4, 2, 8))  # 6 pages of 4 tokens, 2 KV heads
@@ -134,7 +139,13 @@ def view_nhd(
 
 
 def _scale_of_tokens(name: str, scale: Float[Array, "..."] | None, dims: checks.Dims) -> Float[Array, "..."] | None:
-    """Return the scales of pages of one token; N, ps and Hkv are bound."""
+    """Return the scales for pages of one token: static scales unchanged, [N, ps, Hkv] as [N·ps, Hkv, 1].
+
+    `dims` contains N, ps and Hkv.
+
+    Raises:
+      NotImplementedError: several tokens share a scale.
+    """
     if scale is None or scale.ndim != 3:
         return scale
     if scale.shape[1] != dims["ps"]:
@@ -152,25 +163,26 @@ def view_fused(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
 ) -> PagedKV:
-    """Return pages with keys and values in one array as a cache with one token per page, without a copy.
+    """Interpret one array with keys and values as a fused cache with one token per page, without a copy.
 
-    Tables, slots, returned arrays and implementations are as for `view_nhd`. The array must store, for each token and
-    each head, W columns of the key followed by W columns of the value:
+    Block tables, slots, returned caches and implementations are as for `view_nhd`. In memory, the array must have, for
+    each token and each head, W columns of the key followed by W columns of the value. These shapes have this order:
 
     - [N, ps, 2·Hkv, W], keys and values alternating (levanter, tpu-inference);
     - [N, ps, 2·Hkv / packing, packing, W], the same with more axes;
-    - [N, ps, Hkv, 2·W], key and value in one row.
+    - [N, ps, Hkv, 2·W], key and value of a head concatenated.
 
-    Queries, new keys and new values may be narrower than W. The columns after them, for example the padding to 128
-    lanes, are neither read nor written.
+    Queries, new keys and new values may have fewer than W columns. The remaining columns, for example a padding to 128
+    columns, are then neither read nor written.
 
     Args:
-      pages: in a dtype of `PagedKV`.
+      pages: keys and values in a dtype of `PagedKV`.
       num_kv_heads: Hkv.
       k_scale, v_scale: see `view_nhd`.
 
     Raises:
-      ValueError: the number of columns does not fit the number of heads, or shapes or dtypes do not fit each other.
+      ValueError: the shape of `pages` cannot be divided into keys and values of this number of heads, or other shapes
+        or dtypes do not fit each other.
       NotImplementedError: several tokens share a scale.
 
     Example:
@@ -203,12 +215,17 @@ def view_fused(
 
 
 def token_tables(block_tables: Int32[Array, "S P"], *, page_size: int) -> Int32[Array, "S entries"]:
-    """Return the block tables for pages of one token each, from block tables for pages of ps tokens.
+    """Convert block tables for pages of ps tokens into block tables for pages of one token, [S, P·ps].
 
-    Entry i·ps + t is the page of token t of page i. Entries without a page stay PAGE_NONE.
+    Entry i·ps + t of the result is block_tables[:, i]·ps + t, or PAGE_NONE if entry i has no page. The tables are for
+    the caches of `view_nhd` and `view_fused`.
+
+    Args:
+      block_tables: page ids.
+      page_size: ps, tokens per page.
 
     Raises:
-      ValueError: the tables have another rank or dtype, or the page size is below 1.
+      ValueError: `block_tables` is not int32 [S, P], or the page size is below 1.
 
     Example:
       >>> tables = jnp.array([[3, 1], [0, pallas_attn.PAGE_NONE]], jnp.int32)
@@ -235,17 +252,17 @@ def from_csr(
     page_size: int,
     table_pages: int,
 ) -> tuple[Int32[Array, "S P"], Int32[Array, "S"]]:
-    """Return block tables and lengths of sequences from concatenated page ids, the format of FlashInfer.
+    """Convert FlashInfer's metadata, concatenated page ids in CSR form, into block tables and lengths.
 
     Args:
-      indptr: sequence s has the pages indices[indptr[s] : indptr[s + 1]], which may be empty.
-      indices: page ids; ids from indptr[S] on may have any value.
+      indptr: sequence s has the pages indices[indptr[s] : indptr[s + 1]]; the range may be empty.
+      indices: page ids. Ids from indptr[S] on may have any value.
       last_page_len: tokens in the last page of each sequence, 1 to ps; any value for a sequence without pages.
-      page_size: ps.
-      table_pages: P, pages per row. A sequence with more pages is truncated to P pages and the length P·ps.
+      page_size: ps, tokens per page.
+      table_pages: P, entries per row of the result. A sequence with more pages is truncated to P·ps tokens.
 
     Returns:
-      Tables, with PAGE_NONE after a sequence's pages, and the number of tokens of each sequence.
+      Block tables, with PAGE_NONE after the pages of a sequence, and the number of tokens of each sequence.
 
     Raises:
       ValueError: shapes or dtypes do not fit each other, or sizes are below 1.
@@ -279,11 +296,15 @@ def from_csr(
 
 
 def split_kv(pages: Num[Array, "..."], *, axis: int) -> tuple[Num[Array, "N A B D"], Num[Array, "N A B D"]]:
-    """Split pages that hold keys and values, [2, N, A, B, D] for axis 0 or [N, 2, A, B, D] for axis 1, into keys and
-    values.
+    """Split an array of keys and values into an array of keys and an array of values.
+
+    Args:
+      pages: [2, N, A, B, D] for axis=0, [N, 2, A, B, D] for axis=1, where A and B are the heads and the tokens of a
+        page in any order. Index 0 of the axis has the keys, index 1 the values.
+      axis: 0 or 1.
 
     Raises:
-      ValueError: another shape or axis.
+      ValueError: `pages` has another shape, or `axis` is neither 0 nor 1.
 
     Example:
       >>> k, v = pallas_attn.split_kv(jnp.ones((6, 2, 4, 1, 8)), axis=1)
@@ -296,10 +317,10 @@ def split_kv(pages: Num[Array, "..."], *, axis: int) -> tuple[Num[Array, "N A B 
 
 
 def join_kv(k: Num[Array, "N A B D"], v: Num[Array, "N A B D"], *, axis: int) -> Num[Array, "..."]:
-    """Join keys and values into pages that hold both, the inverse of `split_kv`.
+    """Join keys and values into one array: the inverse of `split_kv`.
 
     Raises:
-      ValueError: shapes or dtypes differ, or another axis.
+      ValueError: k and v have different shapes or dtypes, or `axis` is neither 0 nor 1.
 
     Example:
       >>> pallas_attn.join_kv(jnp.ones((6, 4, 1, 8)), jnp.ones((6, 4, 1, 8)), axis=0).shape
@@ -313,20 +334,20 @@ def join_kv(k: Num[Array, "N A B D"], v: Num[Array, "N A B D"], *, axis: int) ->
 
 
 def from_records(records: UInt8[Array, "N ps bytes"], *, latent_dim: int = 512) -> PagedLatent:
-    """Return a quantised latent cache from token records, byte for byte.
+    """Copy the token records of FlashMLA and vLLM into a quantised latent cache. No bits of the numbers change.
 
-    A record contains L float8_e4m3fn numbers, then L / 128 float32 scales, one per group of 128 numbers, then R rotated
-    key columns in bfloat16, little-endian: 512 + 16 + 128 = 656 bytes for L = 512, R = 64. FlashMLA calls this format
-    "FP8 with scale" (its README and tests/quant.py). vLLM's kv-cache dtype "fp8_ds_mla" uses it
-    (`concat_and_cache_ds_mla` in csrc/cache_kernels.cu). Both multiply by the scale on reading. FlashMLA's arrays have
-    an axis of one head before the bytes.
+    A record has the bytes of one token, little-endian: L float8_e4m3fn numbers of the latent; L / 128 float32 scales,
+    one for each 128 numbers; R bfloat16 numbers of the rotated key. For L = 512 and R = 64 these are 512 + 16 + 128 =
+    656 bytes. FlashMLA calls this format "FP8 with scale" (README and tests/quant.py); vLLM's kv-cache dtype
+    "fp8_ds_mla" uses it (`concat_and_cache_ds_mla` in csrc/cache_kernels.cu). A latent is number times scale, as in
+    `PagedLatent`. FlashMLA's arrays have an additional axis of size 1 (heads) before the bytes; remove it first.
 
     Args:
-      records: pages of records.
+      records: uint8 [N, ps, bytes], N pages of ps records.
       latent_dim: L, a multiple of 128.
 
     Raises:
-      ValueError: another shape or dtype, or the number of bytes fits no R.
+      ValueError: `records` has another shape or dtype, or no R fits its number of bytes.
 
     Example:
       >>> cache = pallas_attn.from_records(jnp.zeros((6, 64, 656), jnp.uint8))
@@ -358,7 +379,7 @@ def from_records(records: UInt8[Array, "N ps bytes"], *, latent_dim: int = 512) 
 
 
 def to_records(cache: PagedLatent) -> UInt8[Array, "N ps bytes"]:
-    """Return the token records of a quantised latent cache, the inverse of `from_records`.
+    """Copy a quantised latent cache into token records: the inverse of `from_records`.
 
     Raises:
       ValueError: the arrays of the cache do not fit each other, the cache is not quantised, or the rotated keys are not

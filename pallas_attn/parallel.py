@@ -1,18 +1,20 @@
-"""Caches and calls on several devices inside `jax.shard_map`: splits of arrays, and decode over split contexts.
+"""Helpers for caches and calls that are split over several devices with `jax.shard_map`.
 
-Inside `jax.shard_map`, each operation works on its device's part of the arrays. Three kinds of split are supported:
+Inside `jax.shard_map`, an operation computes with the shards of one device. Three kinds of split are supported:
 
-- *Heads*: `kv_partition(kv, heads="tensor")`, with queries, outputs and sinks split in the same way. `head_split`
-  checks the numbers of heads. Devices exchange nothing. A latent cache has no heads, so each device has the whole
-  cache.
-- *Sequences*: queries, tables and lengths are split over an axis. Page ids refer to the pages of the device that uses
-  them.
-- *Contexts*: `kv_partition(kv, pages="context")`. Each device has a share of the pages of every sequence and attends to
-  these pages; `decode_over_contexts` merges the results. All devices receive the same tables of the whole cache. Entry
-  j of a row is a page of device j % n. Device i has the page ids i·N/n to (i + 1)·N/n of N. Consecutive pages are on
-  different devices, so the shares are even for every length.
+- *Heads*: the cache has the partition `kv_partition(kv, heads="tensor")`, and queries, outputs and sinks are split in
+  the same way. `head_split` checks the numbers of heads. Devices exchange nothing. A latent cache has no head axis, so
+  each device has the whole cache.
+- *Sequences*: queries, block tables and lengths are split over a mesh axis. Page ids refer to the pages of the device
+  that uses them.
+- *Contexts*: the pages of every sequence are divided among n devices, `kv_partition(kv, pages="context")`. Each device
+  computes attention to its own pages, and `decode_over_contexts` merges the results. All devices receive the same block
+  tables, with ids of the whole cache of N pages. Device i has the pages i·N/n to (i + 1)·N/n - 1. Entry j of a row must
+  be a page of device j % n. Consecutive pages of a sequence are then on different devices, so that the devices have
+  about equal numbers of its tokens.
 
-A plan is for one device: make it inside `jax.shard_map`, from the arguments that the operation receives there.
+A `DecodePlan` is for one device: call `plan_decode` inside `jax.shard_map`, with the arguments of the decode call
+there.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ from pallas_attn.portable.merge import merge_states
 from pallas_attn.types import PAGE_NONE, DecodePlan, PagedKV, PagedLatent
 
 type Axis = str | tuple[str, ...] | None
-"""Mesh axes that an array axis is split over; None if it is not split."""
+"""Names of the mesh axes that an array axis is split over; None if it is not split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
-    """Heads per device when several devices share the heads evenly.
+    """Numbers of heads per device, if every device has the same number of query heads; see `head_split`.
 
     Attributes:
       devices: number of devices.
-      q_heads, kv_heads: query and KV heads per device.
-      copies: number of devices with the same KV head; 1 unless there are fewer KV heads than devices.
+      q_heads, kv_heads: query heads and KV heads per device.
+      copies: number of devices that have the same KV head. It is 1, unless the model has fewer KV heads than devices.
 
     Example:
       >>> pallas_attn.parallel.HeadSplit(devices=8, q_heads=4, kv_heads=1, copies=2).kv_heads_of(5)
@@ -55,13 +57,17 @@ class HeadSplit:
     copies: int
 
     def kv_heads_of(self, device: int) -> range:
-        """Return the KV heads of a device, which its query heads read."""
+        """Return the KV heads that the query heads of a device read."""
         first = device // self.copies * self.kv_heads
         return range(first, first + self.kv_heads)
 
 
 def head_split(num_q_heads: int, num_kv_heads: int, devices: int) -> HeadSplit:
-    """Split heads over devices so that the query heads of a device need no KV head of another device.
+    """Split heads over devices so that the query heads of a device read only KV heads of the same device.
+
+    Args:
+      num_q_heads, num_kv_heads: numbers of query heads and KV heads of the model.
+      devices: number of devices.
 
     Raises:
       ValueError: the number of devices does not divide the query heads, or it neither divides the KV heads nor is a
@@ -83,11 +89,12 @@ def head_split(num_q_heads: int, num_kv_heads: int, devices: int) -> HeadSplit:
 
 
 def kv_partition(kv: PagedKV, *, pages: Axis = None, heads: Axis = None) -> PagedKV:
-    """Return the `PartitionSpec` of each array of a cache whose pages and KV heads are split over mesh axes.
+    """Return a `PagedKV` with the `PartitionSpec` of each array, for a cache that is split over mesh axes.
 
     Args:
-      kv: the cache or its shapes.
-      pages, heads: the mesh axes.
+      kv: the cache, or its shapes as `jax.ShapeDtypeStruct`s.
+      pages: mesh axes that the pages are split over.
+      heads: mesh axes that the KV heads are split over.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(
@@ -103,11 +110,11 @@ def kv_partition(kv: PagedKV, *, pages: Axis = None, heads: Axis = None) -> Page
 
 
 def latent_partition(cache: PagedLatent, *, pages: Axis = None) -> PagedLatent:
-    """Return the `PartitionSpec` of a latent cache whose pages are split over mesh axes.
+    """Return a `PagedLatent` with the `PartitionSpec` of each array, for a latent cache that is split over mesh axes.
 
     Args:
-      cache: the cache or its shapes.
-      pages: the mesh axes.
+      cache: the cache, or its shapes as `jax.ShapeDtypeStruct`s.
+      pages: mesh axes that the pages are split over.
 
     Example:
       >>> cache = pallas_attn.PagedLatent(jax.ShapeDtypeStruct((8, 16, 40), jnp.bfloat16))
@@ -118,12 +125,14 @@ def latent_partition(cache: PagedLatent, *, pages: Axis = None) -> PagedLatent:
 
 
 def plan_partition(plan: DecodePlan, axes: Axis) -> DecodePlan:
-    """Return the `PartitionSpec` of plans that each device made itself, to pass them from one `jax.shard_map` to
+    """Return a `DecodePlan` with the `PartitionSpec` of each array, to pass plans out of one `jax.shard_map` and into
     another.
 
+    Each device makes its own plan. Outside `jax.shard_map`, the arrays of all devices are concatenated.
+
     Args:
-      plan: one device's plan or its shapes.
-      axes: the mesh axes over which the plans differ; the arrays of all devices are concatenated.
+      plan: the plan of one device, or its shapes as `jax.ShapeDtypeStruct`s.
+      axes: mesh axes along which the devices have different plans.
 
     Example:
       >>> q, table = jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.int32)
@@ -140,11 +149,11 @@ def plan_partition(plan: DecodePlan, axes: Axis) -> DecodePlan:
 
 @dataclasses.dataclass(frozen=True)
 class ContextPart:
-    """One device's part of the contexts of all rows.
+    """Block tables and lengths for the pages of one device, if contexts are split over n devices.
 
     Attributes:
-      block_tables: int32 [B, P'] or [B, Hkv, P'], with ids of the device's own pages.
-      kv_lens: int32 [B], tokens in these pages.
+      block_tables: int32 [B, P'] or [B, Hkv, P'] with P' = ceil(P / n), ids in the device's own part of the cache.
+      kv_lens: int32 [B], tokens of each sequence in these pages.
 
     Example:
       >>> pallas_attn.parallel.ContextPart(jnp.array([[3, 1]], jnp.int32), jnp.array([20], jnp.int32)).kv_lens
@@ -162,14 +171,14 @@ def context_part(
     *,
     axis: str,
 ) -> ContextPart:
-    """Return the part of the contexts that is in this device's pages. Call it inside `jax.shard_map`.
+    """Return block tables and lengths for the pages of this device. Call the function inside `jax.shard_map`.
 
     Args:
-      block_tables: tables of the whole cache; see the module's docstring. An entry whose page is on the wrong device is
+      block_tables: ids of the whole cache; entry j must be a page of device j % n. The tokens of other entries are
         invisible.
-      kv_lens: total number of tokens that each row sees.
+      kv_lens: number of tokens of each sequence, on all devices together.
       cache: this device's part of the cache.
-      axis: the mesh axis over which pages are split.
+      axis: mesh axis that the pages are split over, n devices.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -186,7 +195,7 @@ def context_part(
     device, devices = lax.axis_index(axis), lax.axis_size(axis)
     num_pages = jax.tree.leaves(cache)[0].shape[0]
     if block_tables.ndim == 3:
-        num_pages *= block_tables.shape[1]  # the tables contain row ids
+        num_pages *= block_tables.shape[1]  # the tables contain row ids, page·Hkv + head
     *rows, columns = block_tables.shape
     padding = [(0, 0)] * len(rows) + [(0, -columns % devices)]
     dealt = jnp.pad(block_tables, padding, constant_values=PAGE_NONE).reshape(*rows, -1, devices)
@@ -199,9 +208,17 @@ def context_part(
 
 
 def local_slots(slots: Int32[Array, "T"], cache: PagedKV | PagedLatent, *, axis: str) -> Int32[Array, "T"]:
-    """Return slots of the whole cache as slots of this device's pages, for `write_kv` and `write_latent`.
+    """Convert slots of the whole cache into slots of this device's part, for `write_kv` and `write_latent`.
 
-    Slots of other devices become PAGE_NONE, which is not written. Call it inside `jax.shard_map`.
+    Call the function inside `jax.shard_map`.
+
+    Args:
+      slots: page·ps + offset of each token, with page ids of the whole cache.
+      cache: this device's part of the cache.
+      axis: mesh axis that the pages are split over.
+
+    Returns:
+      Slots in this device's pages; -1, which is not written, for tokens whose page is on another device.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -219,7 +236,9 @@ def local_slots(slots: Int32[Array, "T"], cache: PagedKV | PagedLatent, *, axis:
 
 
 def _own_ids(ids: Array, count: int, device: Array) -> Array:
-    """Return global ids as ids of this device, which has `count` of them; PAGE_NONE for ids of other devices."""
+    """Convert ids of the whole cache into ids of this device's part, which has `count` ids. Ids of other devices become
+    PAGE_NONE.
+    """
     own = ids - device * count
     return jnp.where((ids >= 0) & (own >= 0) & (own < count), own, PAGE_NONE)
 
@@ -236,30 +255,31 @@ def decode_over_contexts(
     sinks: Float[Array, "Hq"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "B Q Hq_n D"], Float[Array, "B Q Hq_n"]]:
-    """Decode over a cache whose pages are split over n devices, inside `jax.shard_map`.
+    """Decode over a cache whose pages are split over n devices. Call the function inside `jax.shard_map`.
 
-    Each device attends to its own pages for all heads. The devices then exchange heads. Device i merges, by the LSE,
-    the results of all devices for the i-th share of Hq / n heads. One exchange transfers outputs and LSEs.
+    Each device computes the attention of all heads to its own pages. One all-to-all then gives device i the results of
+    all devices for Hq / n heads, heads i·Hq/n to (i + 1)·Hq/n - 1, and device i merges them by LSE.
 
-    Several queries of a row become separate rows, because they see different numbers of a device's tokens.
+    Q queries of a sequence become Q sequences with one query each, because the queries see different numbers of tokens
+    in the pages of a device.
 
     Args:
       decode: `paged_decode` or `mla_decode`.
       queries: queries of the operation, [q] or [q_latent, q_rope], the same on all devices.
-      cache: this device's part.
+      cache: this device's part of the cache.
       block_tables, kv_lens: for the whole cache, the same on all devices; see `context_part`.
-      axis: the mesh axis over which pages are split.
-      q_lens: as for the operation.
-      sinks: learned sinks of all heads; they are applied once.
-      options: other arguments of the operation. A plan must be for B·Q rows of one query each, from the result of
-        `context_part`. With float32 `out_dtype`, the exchange is in float32.
+      axis: mesh axis that the pages are split over.
+      q_lens: number of queries of each sequence; None if every sequence has Q queries.
+      sinks: float32 sink logits of all heads. They are applied once, in the merge.
+      options: other arguments of the operation. A `plan` must be made for B·Q sequences with one query each, with the
+        tables and lengths of `context_part`. If `out_dtype` is float32, the outputs are exchanged in float32.
 
     Returns:
-      Output and LSE of the device's heads, in the operation's format.
+      Output [B, Q, Hq / n, D] and float32 LSE [B, Q, Hq / n] of this device's heads.
 
     Raises:
-      ValueError: the number of devices does not divide the heads, or arguments of the operation do not fit each other.
-      NotImplementedError: windows and draft masks, which hide different numbers of tokens on each device.
+      ValueError: n does not divide the number of heads, or arguments of the operation do not fit each other.
+      NotImplementedError: the call has a window or a draft mask: these hide different numbers of tokens on each device.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -304,22 +324,23 @@ def merge_over_contexts(
     own: tuple[Float[Array, "*rows Hq_n D"], Float[Array, "*rows Hq_n"]] | None = None,
     sinks: Float[Array, "Hq"] | None = None,
 ) -> tuple[Float[Array, "*rows Hq_n D"], Float[Array, "*rows Hq_n"]]:
-    """Merge attention of n devices over disjoint sets of keys; device i merges the i-th share of the heads.
+    """Merge the attention that n devices have computed over disjoint sets of keys. Call the function inside
+    `jax.shard_map`.
 
-    One exchange transfers outputs and LSEs. Call it inside `jax.shard_map`.
+    One all-to-all gives device i the results of all devices for heads i·Hq/n to (i + 1)·Hq/n - 1, which it merges.
 
     Args:
       out: this device's output for all heads, computed without sinks.
-      lse: float32 natural LSE; -inf where the device saw no key.
-      axis: the mesh axis of the devices.
-      own: attention to additional keys, which this device computed only for its share of the heads.
-      sinks: learned sinks of all heads; they are applied once.
+      lse: float32 LSE (natural logarithm) for all heads; -inf where the device saw no key.
+      axis: mesh axis of the n devices.
+      own: output and LSE of the attention to additional keys, which this device has computed for its Hq / n heads only.
+      sinks: float32 sink logits of all heads. They are applied once.
 
     Returns:
-      Output and LSE of the device's heads.
+      Output and LSE of this device's Hq / n heads.
 
     Raises:
-      ValueError: the number of devices does not divide the heads, or shapes and dtypes do not fit each other.
+      ValueError: n does not divide the number of heads, or shapes and dtypes do not fit each other.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -347,7 +368,7 @@ def merge_over_contexts(
 def _lens_of_queries(
     kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"] | None, num_queries: int
 ) -> Int32[Array, "BQ"]:
-    """Return the number of tokens that each query sees; 0 for queries past q_len."""
+    """Return the number of tokens that each query sees, int32 [B·Q]; 0 for queries past q_len."""
     index = jnp.arange(num_queries, dtype=jnp.int32)[None]
     real = jnp.full_like(kv_lens, num_queries) if q_lens is None else checks.bound_lens(q_lens, num_queries)
     lens = kv_lens[:, None] - real[:, None] + index + 1
@@ -357,10 +378,10 @@ def _lens_of_queries(
 def _exchange_heads(
     out: Float[Array, "B Q Hq D"], lse: Float[Array, "B Q Hq"], axis: str
 ) -> tuple[Float[Array, "n B Q Hq_n D"], Float[Array, "n B Q Hq_n"]]:
-    """Return the results of all devices for this device's heads.
+    """Exchange results: return outputs and LSEs of all n devices for this device's heads.
 
-    The LSE is transferred as additional columns of the output, so that one exchange is enough. All columns are
-    transferred as integers: a float with the same bits, for example a NaN, might change on the way.
+    The bits of the LSE are appended to the output as additional columns, so that one all-to-all is enough. The exchange
+    has an integer dtype: the bits of an LSE can be a NaN in the output's dtype, whose bits a float exchange may change.
     """
     devices, width = lax.axis_size(axis), out.shape[-1]
     bits = jnp.dtype(f"uint{8 * out.dtype.itemsize}")

@@ -1,8 +1,15 @@
-"""Data model: caches, windows and plans as frozen pytrees.
+"""Data model: caches, windows and plans as frozen dataclasses that are pytrees.
 
-Symbols, here and in all signatures: B sequences; Q query tokens per sequence in decode; T packed new tokens; S
-sequences of a ragged batch; Hq and Hkv query and KV heads, G = Hq / Hkv; D head width; N pages in a pool; ps tokens per
-page; P pages per table row; L latent width; R rotated width.
+Symbols, here and in all signatures:
+
+    B, Q              sequences of a decode step, and query tokens of each sequence
+    T, S              packed new tokens of a step, and the sequences that they belong to
+    Hq, Hkv, G        number of query heads, number of KV heads, G = Hq / Hkv
+    D, Dv             width of a key, and of a value
+    N, ps             pages in a pool, and tokens per page
+    P                 entries per row of a block table (one row per sequence)
+    L, R              MLA: width of a latent, and of the rotated key
+    Di                width of an index key (sparse attention)
 """
 
 from __future__ import annotations
@@ -19,13 +26,15 @@ from jax import export
 from jaxtyping import Array, Float, Int32, Num
 
 PAGE_NONE = -1
-"""Absent page in a block table; its tokens are invisible. As a slot: write nothing."""
+"""Entry of a block table that refers to no page: queries do not see the tokens of this entry. As the slot of a token:
+the token is not written.
+"""
 
 FULL = 2**31 - 1
-"""Window that hides no key."""
+"""Window that hides no key: the largest int32."""
 
 QMAX = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
-"""Largest magnitude that a quantised cache stores, by dtype. Dtypes that are not listed are stored unscaled."""
+"""Largest magnitude that a quantised cache stores, for each quantised dtype. Caches of other dtypes have no scales."""
 
 FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 """Floating-point dtypes of quantised caches."""
@@ -34,32 +43,40 @@ PLAIN_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float
 """Dtypes of unquantised caches."""
 
 LATENT_8BIT = jnp.dtype(jnp.float8_e4m3fn)
-"""Dtype of quantised latents."""
+"""Dtype of quantised latents, and of quantised index keys."""
 
 LATENT_GROUP = 128
-"""Number of columns of a quantised latent that share a scale."""
+"""Number of consecutive columns of a quantised latent that share a scale."""
 
 ROPE_DTYPES = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16))
-"""Dtypes of the rotated keys of quantised latents."""
+"""Dtypes of rotated keys next to quantised latents, which have separate arrays."""
 
 type ScaleLayout = Literal["head", "channel"] | int | None
-"""Scales of a quantised cache: "head" (static [Hkv]), "channel" (static [Hkv, D]), an int (dynamic, this number of
-token groups per page), or None.
+"""Scales of a quantised cache, float32:
+
+"head": one per KV head, shape [Hkv], set by calibration.
+"channel": one per KV head and column, shape [Hkv, D], set by calibration.
+An int g: one per page, KV head and group of ps / g tokens, shape [N, Hkv, g], set when tokens are written.
+None: the cache is not quantised.
 """
 
 type Implementation = str | Sequence[str] | None
-"""Implementation to run: None for the best one that supports the call on this device, a name, or names to try in order.
+"""Which implementation of an operation runs: "mosaic", "triton", "xla" or "reference"; a sequence of these names, which
+are tried in order; or None for the first one that supports the call, in the order mosaic, triton, xla.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """Shapes and dtypes of one layer's cache. Only cache specs determine them.
+    """Shapes and dtypes of the arrays of one layer's cache.
+
+    `kv_cache_spec`, `latent_cache_spec` and `index_cache_spec` return cache specs. They are the only functions that
+    define cache shapes.
 
     Attributes:
       num_pages: N, pages in the pool.
       page_size: ps, tokens per page.
-      arrays: shape and dtype of each array, by its field name in PagedKV, PagedLatent or PagedIndexKeys.
+      arrays: shape and dtype of each array. The keys are field names of PagedKV, PagedLatent or PagedIndexKeys.
 
     Example:
       >>> pages = jax.ShapeDtypeStruct((8, 4, 6), jnp.bfloat16)
@@ -73,14 +90,14 @@ class CacheSpec:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page in all arrays whose size grows with the pool."""
+        """Bytes of one page, summed over all arrays that have an entry per page. Static scales are not included."""
         return sum(
             _num_bytes(a) // self.num_pages for a in self.arrays.values() if a.shape[0] == self.num_pages and a.ndim > 2
         )
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays, including static scales."""
+        """Bytes of the cache: all pages, and static scales."""
         return sum(_num_bytes(a) for a in self.arrays.values())
 
 
@@ -89,7 +106,7 @@ def _num_bytes(a: jax.ShapeDtypeStruct) -> int:
 
 
 def _allocate(spec: CacheSpec) -> dict[str, jax.Array]:
-    """Return the arrays of a cache: ones for scales, zeros for all other arrays."""
+    """Allocate the arrays of a cache: scales are ones, all other arrays are zeros."""
     return {
         name: (jnp.ones if name.endswith("scale") else jnp.zeros)(a.shape, a.dtype) for name, a in spec.arrays.items()
     }
@@ -111,17 +128,22 @@ def kv_cache_spec(
     scales: ScaleLayout = None,
     value_dim: int | None = None,
 ) -> CacheSpec:
-    """Return the shapes and dtypes of a `PagedKV`.
+    """Return the shapes and dtypes of a `PagedKV` with separate arrays of keys and values.
 
     Args:
-      head_dim: D, width of keys.
+      num_pages: N, pages in the pool.
+      page_size: ps, tokens per page.
+      num_kv_heads: Hkv.
+      head_dim: D, width of a key.
       dtype: bfloat16, float16, float32, int8, float8_e4m3fn or float8_e5m2.
-      scales: None for unquantised dtypes. For 8-bit dtypes "head" or "channel" (static), or the number g of token
-        groups per page (dynamic; g divides page_size; g = page_size is one scale per token and head).
-      value_dim: Dv, width of values; None for D.
+      scales: None for bfloat16, float16 and float32. For the 8-bit dtypes: "head" or "channel" for static scales
+        [Hkv] or [Hkv, D]; or the number g of token groups per page, for scales [N, Hkv, g] that writes update. g
+        divides page_size; g = page_size means one scale per token and head.
+      value_dim: Dv, width of a value; None for D.
 
     Raises:
-      ValueError: a size is below 1, the dtype is unsupported, or the scales do not fit the dtype or the page size.
+      ValueError: a size is below 1, the dtype is not listed above, or `scales` is not valid for the dtype or the page
+        size.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(
@@ -170,13 +192,18 @@ def latent_cache_spec(
     """Return the shapes and dtypes of a `PagedLatent`.
 
     Args:
-      dtype: bfloat16, float16 or float32 for pages [N, ps, L + R]; float8_e4m3fn for latents [N, ps, L] with a float32
-        scale per 128 columns of a token and separate rotated keys [N, ps, R].
-      rope_dtype: dtype of the rotated keys of float8_e4m3fn latents, bfloat16 (None) or float16; None for other dtypes.
+      num_pages: N, pages in the pool.
+      page_size: ps, tokens per page.
+      latent_dim: L, width of a latent.
+      rope_dim: R, width of the rotated key.
+      dtype: bfloat16, float16 or float32 for one array of pages [N, ps, L + R]; or float8_e4m3fn for three arrays:
+        latents [N, ps, L], float32 scales [N, ps, L / 128] and rotated keys [N, ps, R].
+      rope_dtype: dtype of the rotated keys of a float8_e4m3fn cache: bfloat16 or float16; None for bfloat16. Must be
+        None for other caches.
 
     Raises:
-      ValueError: a size is below 1, the dtype is unsupported, or the width of float8_e4m3fn latents is no multiple of
-        128.
+      ValueError: a size is below 1, a dtype is not listed above, or `latent_dim` of a float8_e4m3fn cache is not a
+        multiple of 128.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(
@@ -226,11 +253,13 @@ def index_cache_spec(*, num_pages: int, page_size: int, index_dim: int, dtype: j
     """Return the shapes and dtypes of a `PagedIndexKeys`.
 
     Args:
-      index_dim: Di, columns of an index key.
-      dtype: bfloat16, float16 or float32; or float8_e4m3fn, with a float32 scale per token.
+      num_pages: N, pages in the pool.
+      page_size: ps, tokens per page.
+      index_dim: Di, width of an index key.
+      dtype: bfloat16, float16 or float32; or float8_e4m3fn, with a float32 scale per token, [N, ps, 1].
 
     Raises:
-      ValueError: a size is below 1, or the dtype is unsupported.
+      ValueError: a size is below 1, or the dtype is not listed above.
 
     Example:
       >>> spec = pallas_attn.index_cache_spec(num_pages=8, page_size=64, index_dim=128, dtype=jnp.float8_e4m3fn)
@@ -254,12 +283,13 @@ class PagedKV:
     """Paged K/V cache of one layer.
 
     Attributes:
-      k: [N, Hkv, ps, D] in bfloat16, float16, float32, int8, float8_e4m3fn or float8_e5m2.
-      v: [N, Hkv, ps, Dv] in the dtype of k; None if keys and values are fused. Then k is [N, Hkv, ps, 2·W] with W >= D
-        = Dv: columns [:D] are the key and columns [W : W + D] the value. Other columns are neither read nor written.
-      k_scale, v_scale: float32 or None: static per head [Hkv], static per channel [Hkv, D] and [Hkv, Dv], or dynamic
-        per token group [N, Hkv, g], where group j of a page covers its tokens [j·ps/g, (j+1)·ps/g). The cached value is
-        the stored value times its scale.
+      k: keys [N, Hkv, ps, D] in bfloat16, float16, float32, int8, float8_e4m3fn or float8_e5m2. In a fused cache (`v`
+        is None), k contains keys and values, [N, Hkv, ps, 2·W] with W >= D = Dv: columns [:D] are the key, columns
+        [W : W + D] are the value, and other columns are neither read nor written.
+      v: values [N, Hkv, ps, Dv] in the dtype of k, or None.
+      k_scale, v_scale: float32 scales of an 8-bit cache, or None. A key or value is the stored number times its scale.
+        Shapes: [Hkv], one per head; [Hkv, D] and [Hkv, Dv], one per head and column; or [N, Hkv, g], one per page,
+        head and token group, where group j of a page has the page's tokens [j·ps/g, (j+1)·ps/g).
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
@@ -268,7 +298,8 @@ class PagedKV:
     """
 
     k: Num[Array, "N Hkv ps D"]
-    v: Num[Array, "N Hkv ps Dv"] | Any = None  # Any instead of None: callers of caches that are not fused need no check
+    # The type has Any instead of None, so that a type checker accepts `kv.v.shape` without a test for None.
+    v: Num[Array, "N Hkv ps Dv"] | Any = None
     k_scale: Float[Array, "Hkv"] | Float[Array, "Hkv D"] | Float[Array, "N Hkv g"] | None = None
     v_scale: Float[Array, "Hkv"] | Float[Array, "Hkv Dv"] | Float[Array, "N Hkv g"] | None = None
 
@@ -283,20 +314,20 @@ class PagedKV:
 
     @property
     def is_fused(self) -> bool:
-        """Whether k contains both keys and values."""
+        """Whether `k` contains both keys and values, and `v` is None."""
         return self.v is None
 
     def value_dim(self, head_dim: int) -> int:
-        """Return Dv for keys of width D."""
+        """Return Dv. `head_dim` is D, which is also Dv in a fused cache."""
         return head_dim if self.v is None else self.v.shape[-1]
 
     @property
     def values(self) -> tuple[Num[Array, "N Hkv ps columns"], int]:
-        """Array that contains the values, and the first column of the values in it."""
+        """Array that contains the values, and the column of this array where a value starts."""
         return (self.k, self.k.shape[-1] // 2) if self.v is None else (self.v, 0)
 
     def with_pages(self, k: Array, v: Array, k_scale: Array | None, v_scale: Array | None) -> PagedKV:
-        """Return a cache with other arrays. `v` is ignored if the cache is fused."""
+        """Return a cache with these arrays. If this cache is fused, the returned cache is fused, and `v` is ignored."""
         return PagedKV(k, None if self.is_fused else v, k_scale, v_scale)
 
 
@@ -306,14 +337,14 @@ class PagedLatent:
     """Paged latent cache of one MLA layer.
 
     Attributes:
-      pages: [N, ps, L + R] in bfloat16, float16 or float32. Columns [:L] are the normed latent, which is both key and
-        value; columns [L:] are the shared rotated key. With `scale` and `rope`: the quantised latents, [N, ps, L] in
-        float8_e4m3fn. Without `scale` and `rope`, float8_e4m3fn and float8_e5m2 pages [N, ps, L + R] are also
-        supported: `write_latent` casts to them, and `mla_decode` reads them unscaled. Their single scale is an argument
-        of `mla_ragged_paged_attention`.
-      scale: float32 [N, ps, L / 128] or None. Columns [128·j : 128·(j + 1)] of the latent are the stored columns times
+      pages: without `scale` and `rope`, [N, ps, L + R] in bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
+        Columns [:L] are the latent after its norm, which is both key and value. Columns [L:] are the rotated key that
+        all heads share. `write_latent` casts to a float8 dtype, and `mla_decode` reads float8 pages without a scale;
+        `mla_ragged_paged_attention` takes one scale for the whole cache as an argument. With `scale` and `rope`,
+        [N, ps, L] in float8_e4m3fn: latents only.
+      scale: float32 [N, ps, L / 128] or None. Columns [128·j : 128·(j + 1)] of a latent are the stored columns times
         entry j.
-      rope: [N, ps, R] in bfloat16 or float16, or None: the shared rotated keys of quantised latents.
+      rope: rotated keys [N, ps, R] in bfloat16 or float16, or None.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(
@@ -338,21 +369,22 @@ class PagedLatent:
 
     @property
     def width(self) -> int:
-        """L + R."""
+        """L + R: columns of a latent and its rotated key."""
         return self.pages.shape[-1] + (0 if self.rope is None else self.rope.shape[-1])
 
     @property
     def is_quantised(self) -> bool:
-        """Whether latents are stored in 8 bits with scales."""
+        """Whether the cache has scales: latents in float8_e4m3fn, rotated keys in a separate array."""
         return self.scale is not None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedIndexKeys:
-    """Paged index keys of one layer of sparse attention. All index heads of the layer share them.
+    """Paged index keys of one layer of sparse attention: one key per token, which all index heads share.
 
-    Index keys use the same pages and slots as the layer's latents, but separate arrays.
+    An indexer scores these keys to select the tokens that attention reads. The arrays are separate from the layer's
+    latents, but page ids and slots are the same.
 
     Attributes:
       keys: [N, ps, Di] in bfloat16, float16, float32 or float8_e4m3fn.
@@ -380,14 +412,15 @@ class PagedIndexKeys:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadWindow:
-    """Window per KV head: a query sees the first `sink_tokens` keys and the last `window` keys, including its own key.
+    """Window per KV head. A query sees two ranges of keys: the first `sink_tokens` keys of the sequence, and the last
+    `window` keys up to the query's own key, which counts.
 
     Attributes:
-      window: int32 [Hkv], at least 1; FULL hides no key.
-      sink_tokens: int32 [Hkv], at least 0.
+      window: int32 [Hkv], keys, at least 1; FULL hides no key.
+      sink_tokens: int32 [Hkv], keys, at least 0.
 
     Example:
-      >>> window = pallas_attn.HeadWindow(  # one head sees all, the other 64 sink tokens and its last 4,096
+      >>> window = pallas_attn.HeadWindow(  # head 0 sees all keys, head 1 the first 64 and the last 4,096 keys
       ...     window=jnp.array([pallas_attn.FULL, 4096], jnp.int32), sink_tokens=jnp.array([0, 64], jnp.int32)
       ... )
       >>> window.window.shape
@@ -400,20 +433,21 @@ class HeadWindow:
 
 @dataclasses.dataclass(frozen=True)
 class PlanKey:
-    """Static facts of a decode call that its plan depends on.
+    """Sizes and options of a decode call that a `DecodePlan` depends on.
 
-    Lengths and the values of a `HeadWindow` are on the device and cannot be compared while a call is traced. The caller
-    must ensure that a plan was made for the lengths and windows of the call.
+    A plan contains the `PlanKey` of the call that it was made for. A decode call with another `PlanKey` raises
+    ValueError. `kv_lens`, `q_lens` and the values of a `HeadWindow` are on the device, so they cannot be compared while
+    a call is traced: the caller must pass the values that the plan was made for.
 
     Attributes:
       op: "paged_decode" or "mla_decode".
-      batch: B.
-      num_queries: Q.
+      batch: B, sequences.
+      num_queries: Q, query tokens per sequence.
       num_q_heads, num_kv_heads: Hq and Hkv; Hkv is 1 for latents.
-      page_size: ps.
-      table_pages: P.
-      window: an int, "per head" for a `HeadWindow`, or None if the window hides no key.
-      q_lens: whether the call has `q_lens`.
+      page_size: ps, tokens per page.
+      table_pages: P, entries per row of the block table.
+      window: the window in tokens, "per head" for a `HeadWindow`, or None if no key is hidden.
+      q_lens: whether the call has the argument `q_lens`.
 
     Example:
       >>> key = pallas_attn.PlanKey("mla_decode", 2, 1, 16, 1, 64, 8, window=None, q_lens=False)
@@ -435,29 +469,37 @@ class PlanKey:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """Partition of the visible pages of a step over the CTAs of a decode kernel. It changes speed and rounding only.
+    """Assignment of the visible pages of a decode step to the CTAs of a decode kernel (in Triton: to its programs).
 
-    A row is one KV head of one sequence, row b·Hkv + h. `row_order` lists the rows in the order of the plan; all other
-    fields use this order. The visible pages of the row at index i have the numbers 0 to num_pages[i] in the order of
-    its table: first `sink_pages[i]` pages from entry 0, then the pages of the window from entry `first_page[i]`. CTA j
-    processes the pages from (cta_row[j], cta_page[j]) up to the start of CTA j + 1. In `fixed` mode it also cuts each
-    row at multiples of `split_pages`. The row at index i has n = split_indptr[i + 1] - split_indptr[i] splits, whose
-    partial states are merged; n = 1 needs no merge, and n = 0 is an idle row. Splits are numbered in the order of rows
-    and pages.
+    `plan_decode` computes it. A plan changes speed and rounding only.
+
+    Rows: a row is one KV head of one sequence. KV head h of sequence b is row b·Hkv + h. `row_order` is a permutation
+    of the rows. In all other fields, "row i" is the row at index i of `row_order`.
+
+    Pages: a page is visible to a row if a query of the row sees one of its tokens. The visible pages of row i are
+    numbered 0 to num_pages[i] - 1: first the `sink_pages[i]` pages with sink tokens, which are the first entries of
+    the block table; then the pages of the window, from table entry `first_page[i]` on.
+
+    CTAs: CTA j starts at page cta_page[j] of row cta_row[j], continues with the following rows, and stops where
+    CTA j + 1 starts.
+
+    Splits: a split is a range of pages of one row that one CTA processes without interruption. Row i has
+    n = split_indptr[i + 1] - split_indptr[i] splits. A row without visible keys has n = 0. If n = 1, the CTA writes the
+    output. If n > 1, a second kernel merges the partial states of the splits. In `fixed` mode, splits also end at
+    multiples of `split_pages` pages.
 
     Attributes:
-      row_order: int32 [B·Hkv], rows in the order of the plan.
-      sink_pages, first_page, num_pages: int32 [B·Hkv].
-      next_row: int32 [B·Hkv], index of the next row that is not idle; B·Hkv after the last.
-      merged_rows: int32 [B·Hkv + 1], indices of the rows that the merge kernel writes, which do not have exactly one
-        split; then B·Hkv.
-      split_indptr: int32 [B·Hkv + 1], number of the first split of each row.
-      cta_row, cta_page: int32 [num_programs + 1], start of each CTA.
-      cta_split: int32 [num_programs + 1], number of the first split of each CTA.
-      made_for: facts of the decode call; other calls reject the plan.
-      implementation: implementation of the operation that uses the plan, for example "mosaic_sm90"; "xla" and
-        "reference" ignore plans.
-      split_pages: pages per split in `fixed` mode, 0 in `balanced` mode.
+      row_order: int32 [B·Hkv], the rows in the order of the plan.
+      sink_pages, first_page, num_pages: int32 [B·Hkv], visible pages of each row.
+      next_row: int32 [B·Hkv], index of the next row with visible pages; B·Hkv if no such row follows.
+      merged_rows: int32 [B·Hkv + 1], indices of the rows that the merge kernel writes: all rows with n = 0 or n > 1.
+        The remaining entries are B·Hkv.
+      split_indptr: int32 [B·Hkv + 1], index of the first split of each row, over all rows; last the total.
+      cta_row, cta_page: int32 [num_programs + 1], where each CTA starts; last the end of the last CTA.
+      cta_split: int32 [num_programs + 1], index of the first split of each CTA.
+      made_for: sizes and options of the decode call. A decode call with others raises ValueError.
+      implementation: module that runs the decode call, for example "mosaic_sm90"; "xla" and "reference" ignore plans.
+      split_pages: maximum pages per split in `fixed` mode, 0 in `balanced` mode.
 
     Example:
       >>> q, table = jax.ShapeDtypeStruct((2, 1, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.int32)
@@ -486,18 +528,18 @@ class DecodePlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary embedding and the norms around it, which `write_kv` fuses into the cache write.
+    """Rotary embedding, and RMSNorms before or after it, that `write_kv` applies to queries and new keys.
 
     Attributes:
-      cos, sin: float32 [T, rotary / 2] for the positions of the tokens. Only the first `rotary` columns of a head are
-        rotated.
-      q_norm, k_norm: RMSNorm weights [D], or None for no norm.
-      style: "neox" rotates column i with i + rotary/2, "interleaved" column 2i with 2i + 1.
-      norm_order: "before_rope" (Qwen3) or "after_rope".
+      cos, sin: float32 [T, rotary / 2], cosines and sines of the rotation angles of each token. The first `rotary`
+        columns of a head are rotated, the other columns are not.
+      q_norm, k_norm: RMSNorm weights [D] of queries and keys, or None for no norm.
+      style: "neox" rotates the pair of columns (i, i + rotary/2), "interleaved" the pair (2i, 2i + 1).
+      norm_order: "before_rope" (Qwen3) or "after_rope": whether the norms come before or after the rotation.
       norm_eps: epsilon of the norms.
 
     Example:
-      >>> angles = jnp.arange(3.0)[:, None] * jnp.array([[1.0, 0.1]])  # of 3 tokens, for 4 columns of a head
+      >>> angles = jnp.arange(3.0)[:, None] * jnp.array([[1.0, 0.1]])  # 3 tokens; 2 angles rotate 4 columns
       >>> rope = pallas_attn.Rope(jnp.cos(angles), jnp.sin(angles))
       >>> spec = pallas_attn.kv_cache_spec(num_pages=2, page_size=4, num_kv_heads=1, head_dim=4, dtype=jnp.float32)
       >>> new, slots = jnp.ones((3, 1, 4)), jnp.arange(3, dtype=jnp.int32)
@@ -522,11 +564,11 @@ def _as_json(static_fields: tuple[Any, ...]) -> bytes:
 
 
 def _from_json(text: bytes) -> tuple[Any, ...]:
-    """Return the static fields of a type. The only field that is an object is the `PlanKey` of a plan."""
+    """Return the static fields from the text that `_as_json` returned. Only `DecodePlan.made_for` is a JSON object."""
     return tuple(PlanKey(**field) if isinstance(field, dict) else field for field in json.loads(text))
 
 
-# Registration lets users export functions that take these types.
+# `jax.export` serialises functions with these arguments only if the types are registered.
 for _type in (
     PagedKV,
     PagedLatent,

@@ -1,4 +1,6 @@
-"""Cache management on the host in plain Python: contents and owners of pages."""
+"""Management of a paged KV cache on the host, in plain Python: which sequences own which pages, and which pages a new
+prompt can reuse. The pages themselves are on the device; this package handles their ids only.
+"""
 
 from pallas_attn.cache.errors import CacheError, InconsistentCache, OutOfPages, PageError
 from pallas_attn.cache.group_pools import GroupPools

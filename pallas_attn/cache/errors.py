@@ -1,4 +1,4 @@
-"""Errors of cache management. A call that raises one of them changes nothing."""
+"""Errors of cache management. A call that raises one of them leaves pools and prefix caches unchanged."""
 
 
 class CacheError(Exception):
@@ -15,7 +15,7 @@ class CacheError(Exception):
 
 
 class OutOfPages(CacheError):
-    """An allocation requested more pages than are free.
+    """An allocation requested more pages than are free. In a `HeadPagePool`, the numbers count rows instead.
 
     Attributes:
       requested: number of pages requested.
@@ -37,7 +37,8 @@ class OutOfPages(CacheError):
 
 
 class PageError(CacheError):
-    """A page id is unknown, already free, or holds other contents than the call assumes.
+    """A page id (or row id) is outside the pool, is free although the call needs an owned page, or is already published
+    for other tokens.
 
     Example:
       >>> pallas_attn.cache.PagePool(4).refcount(4)
@@ -51,5 +52,5 @@ class InconsistentCache(CacheError):
 
     Example:
       >>> pool = pallas_attn.cache.PagePool(4)
-      >>> pool.check()  # it has none
+      >>> pool.check()  # no invariant is violated, so nothing is raised
     """

@@ -1,4 +1,8 @@
-"""Row pools of all cache groups of a model. A sequence has rows in each pool."""
+"""Row pools of all cache groups of a model.
+
+A cache group is a set of layers with equal windows, which share one pool. A row is one page of one KV head. A sequence
+has rows in every pool.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -11,35 +15,34 @@ from pallas_attn.cache.head_page_pool import HeadPagePool
 
 
 class GroupPools:
-    """One `HeadPagePool` per cache group (layers with equal windows). A sequence has the same batch slot in all of
-    them.
+    """One `HeadPagePool` per cache group (layers with equal windows).
 
-    All pools succeed or fail together: a sequence gets room in every group or in none. A call that raises changes
-    nothing. Not thread-safe.
+    A batch slot is an index that identifies a running sequence. A sequence has the same batch slot in all pools.
+    `allocate` allocates rows in every pool or in none. A call that raises changes nothing. Not thread-safe.
 
     Example:
       >>> sizes = {"page_size": 4, "max_num_seqs": 2, "max_pages_per_seq": 4}
       >>> windows = [pallas_attn.HeadWindow([pallas_attn.FULL], [0]), pallas_attn.HeadWindow([4], [0])]
       >>> pools = pallas_attn.cache.GroupPools([pallas_attn.cache.HeadPagePool(4, w, **sizes) for w in windows])
       >>> pools.allocate(0, num_tokens=12)
-      >>> pools.recycle([0], [11])  # what tokens from 11 on see: in the second group those from 8 on
+      >>> pools.recycle([0], [11])  # the window of token 11 starts at token 8 in the second group
       ([], [0, 1])
       >>> pools.num_owned
       (3, 1)
     """
 
     def __init__(self, pools: Sequence[HeadPagePool]) -> None:
-        """Take ownership of the pools. Afterwards the caller may read them but must not change them.
+        """Combine pools. The caller must not change them afterwards, but may read them.
 
         Args:
-          pools: pools with all rows free, of equal page size, batch slots and table entries.
+          pools: pools with all rows free, with equal page sizes, numbers of batch slots and numbers of table entries.
 
         Raises:
-          ValueError: there are no pools, or they differ in these sizes.
+          ValueError: the list is empty, or one of the three numbers differs between pools.
         """
         shapes = {(pool.page_size, pool.max_num_seqs, pool.table_tokens) for pool in pools}
         if len(shapes) != 1:
-            wanted = "at least one, all of one page size and as many batch slots and table entries"
+            wanted = "at least one, all of one page size, one number of batch slots and one number of table entries"
             raise ValueError(f"pools must be {wanted}, got (page size, batch slots, tokens) {sorted(shapes)}")
         self._pools = tuple(pools)
 
@@ -57,18 +60,18 @@ class GroupPools:
 
     @property
     def table_tokens(self) -> int:
-        """Number of tokens that a table has entries for."""
+        """Number of tokens that a block table has entries for."""
         return self._pools[0].table_tokens
 
     @property
     def num_owned(self) -> tuple[int, ...]:
-        """Number of rows that sequences own, per group."""
+        """Number of rows with references, for each group."""
         return tuple(pool.num_owned for pool in self._pools)
 
     @property
     def max_tokens(self) -> int:
-        """Maximum length of a sequence that grows token by token while no other sequence has rows."""
-        # The number of rows grows with the tokens: bisect for the first number of pages that exceeds a pool.
+        """Maximum length in tokens of a sequence that is alone in the pools and grows by one token per step."""
+        # The number of rows never decreases with the length, so bisect for the largest number of pages that fits.
         least, most = 0, self.table_tokens // self.page_size
         while least < most:
             middle = (least + most + 1) // 2
@@ -77,8 +80,8 @@ class GroupPools:
         return least * self.page_size
 
     def lacking_pool(self, num_tokens: int) -> HeadPagePool | None:
-        """Return the first pool that is too small for a single sequence of `num_tokens` that grows token by token; None
-        if all are large enough.
+        """Return the first pool with too few rows for one sequence of `num_tokens` that is alone in the pools and grows
+        by one token per step. Return None if all pools are large enough.
         """
         for pool in self._pools:
             if pool.peak_rows(num_tokens, step_tokens=1) > pool.num_rows:
@@ -88,13 +91,13 @@ class GroupPools:
     def has_room(
         self, num_tokens: int, *, step_tokens: int, prefix: Sequence[Int32[np.ndarray, "_ pages"]] | None = None
     ) -> bool:
-        """Return whether the free rows are enough for a new sequence until it has `num_tokens`.
+        """Return whether the free rows are enough for a new sequence that will have `num_tokens`.
 
         Args:
           num_tokens: final length of the sequence.
           step_tokens: maximum number of new tokens per step.
-          prefix: rows of the sequence's prefix per group, from `PrefixCache.lookup`. Free rows among them are not
-            available for other pages.
+          prefix: rows of the sequence's prefix for each group, from `PrefixCache.lookup`; None without a prefix. Free
+            rows of the prefix are not counted as free, because the sequence will own them.
         """
         for group, pool in enumerate(self._pools):
             rows = np.empty((pool.num_heads, 0), np.int32) if prefix is None else prefix[group]
@@ -105,14 +108,14 @@ class GroupPools:
         return True
 
     def room(self, batch_slot: int) -> int:
-        """Return the number of tokens up to which `allocate` can extend a sequence with the free rows."""
+        """Return the largest `num_tokens` for which `allocate` succeeds with the free rows."""
         return min(pool.room(batch_slot) for pool in self._pools)
 
     def allocate(self, batch_slot: int, num_tokens: int) -> None:
-        """Make room for the first `num_tokens` tokens of a sequence in every head of every group, or in none.
+        """Extend a sequence to `num_tokens` tokens: allocate the missing rows in every head of every group, or none.
 
         Raises:
-          OutOfPages: a pool has fewer free rows than its heads need; the error counts rows of this pool.
+          OutOfPages: a pool has fewer free rows than its heads need. The numbers in the error count rows of this pool.
           ValueError: see `HeadPagePool.allocate`.
         """
         for pool in self._pools:
@@ -122,11 +125,11 @@ class GroupPools:
             pool.allocate(batch_slot, num_tokens)
 
     def adopt(self, batch_slot: int, prefix: Sequence[Int32[np.ndarray, "_ pages"]]) -> None:
-        """Start a new sequence with rows that already hold its first tokens; see `HeadPagePool.adopt`.
+        """Start a new sequence with rows that already contain its first tokens; see `HeadPagePool.adopt`.
 
         Args:
-          batch_slot: an idle batch slot.
-          prefix: rows per group, with equal numbers of pages.
+          batch_slot: a batch slot without a sequence.
+          prefix: rows of the first pages for each group, [heads, pages], with equal numbers of pages.
 
         Raises:
           PageError, ValueError: see `HeadPagePool.adopt`, or `prefix` does not have one entry per group.
@@ -140,16 +143,17 @@ class GroupPools:
             pool.adopt(batch_slot, rows)
 
     def recycle(self, batch_slots: ArrayLike, oldest_queries: ArrayLike) -> tuple[list[int], ...]:
-        """Release the rows that no head needs any more, like `HeadPagePool.recycle`; return them per group.
+        """Release the rows that no later query sees, like `HeadPagePool.recycle`. Return them for each group.
 
         Raises:
           ValueError: see `HeadPagePool.recycle`.
         """
-        # All pools accept or all reject, because sequences have the same room and queries in all of them.
+        # If one pool accepts the arguments, all do: a sequence has the same number of pages and the same oldest query
+        # in all pools.
         return tuple(pool.recycle(batch_slots, oldest_queries) for pool in self._pools)
 
     def release(self, batch_slot: int) -> None:
-        """Release all rows of a sequence. A second call does nothing.
+        """Release all rows of a sequence. If the batch slot has no sequence, do nothing.
 
         Raises:
           ValueError: the batch slot is unknown.
@@ -158,12 +162,12 @@ class GroupPools:
             pool.release(batch_slot)
 
     def reset(self) -> None:
-        """Free all rows of all pools, whatever state an interrupted call has left."""
+        """Free all rows of all pools. Works in any state, also if an exception interrupted an earlier call."""
         for pool in self._pools:
             pool.reset()
 
     def swap(self, first: int, second: int) -> None:
-        """Exchange the sequences of two batch slots, with the rows of all heads; either slot may be idle.
+        """Exchange the sequences of two batch slots. Either batch slot may be without a sequence.
 
         Raises:
           ValueError: a batch slot is unknown.
@@ -172,24 +176,24 @@ class GroupPools:
             pool.swap(first, second)
 
     def tables(self, batch_slots: ArrayLike) -> tuple[Int32[np.ndarray, "B _ P"], ...]:
-        """Return the head-wise block tables of a step per group; see `HeadPagePool.tables`.
+        """Return the head-wise block tables of a step for each group; see `HeadPagePool.tables`.
 
         Raises:
-          ValueError: not a vector of integers, or an unknown batch slot.
+          ValueError: `batch_slots` is not a vector of integers, or a batch slot is unknown.
         """
         return tuple(pool.tables(batch_slots) for pool in self._pools)
 
     def watch_reuse(self, on_reuse: Callable[[int, int], None]) -> None:
-        """Register `on_reuse(group, row)`, which is called whenever a row is allocated; see `PagePool.watch_reuse`.
+        """Register `on_reuse(group, row)`, which is called for each row that is allocated; see `PagePool.watch_reuse`.
 
         Raises:
-          ValueError: the pools already have a watcher.
+          ValueError: the pools already have a callback.
         """
         for group, pool in enumerate(self._pools):
             pool.watch_reuse(lambda row, group=group: on_reuse(group, row))
 
     def check(self) -> None:
-        """Verify every invariant of every pool.
+        """Verify all invariants of every pool.
 
         Raises:
           InconsistentCache: names the row or table entry that violates an invariant.

@@ -1,4 +1,7 @@
-"""Row pool of a head-wise paged KV cache: owners of rows, and recycling of rows that no later query reads."""
+"""Allocation of the rows of a paged KV cache to KV heads. A row is one page of one KV head.
+
+Windowed heads release rows early, and any head can use these rows.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,32 +29,35 @@ class WindowPerHead(Protocol):
 
 
 class HeadPagePool:
-    """Allocate the rows of layers with equal windows to the KV heads of the sequences in a batch.
+    """Allocate rows to the KV heads of the running sequences. All layers with equal windows share one pool.
 
-    A row is one page of one KV head. Every head may own every row, so full heads can use rows that windowed heads
-    release. (If all heads of the layers have equal windows, the pool has one head, and a row is a page of all heads.)
+    A row is one page of one KV head. Any head may use any row, so heads without a window can use rows that windowed
+    heads release. (If all heads have the same window, create the pool with one head. A row is then one page of all
+    heads.)
 
-    A sequence is identified by its batch slot. Its heads get rows for the same pages at the same time, all or none, and
-    keep them until the sequence is released. Exceptions are *recycled* pages, in which no later query of a head sees a
-    token: the page is after the head's sink tokens and before the windows of all later queries.
+    A batch slot is an index that identifies a running sequence. `allocate` allocates rows for the same pages in all
+    heads, or in none. A head keeps a row until `release` ends the sequence or `recycle` releases the row. A row can be
+    recycled if no later query sees a token in it: its page is after the sink tokens of the head, and before the windows
+    of all later queries.
 
-    Sequences with the same first tokens may share the rows of whole pages: `adopt` gives a new sequence the rows that a
-    `PrefixCache` found. Recycling and releasing remove a sequence's own reference. A row without references is free.
-    The least recently freed row is allocated first.
+    Sequences with the same first tokens may share rows: `adopt` starts a sequence with the rows that a `PrefixCache`
+    has found. Rows are reference-counted. `recycle` and `release` remove the reference of their sequence, and a row
+    without references is free. The least recently freed row is allocated first.
 
-    Only the caller knows the later queries. The oldest query of all later steps is the first token whose K/V is not
-    final: a draft token that can be rejected is computed again, and then sees the same keys. Recycling must therefore
-    follow accepted tokens, not written tokens. Steps that are already launched can be ignored, because the device runs
-    them before any step that overwrites the rows they read.
+    The caller passes the position of the oldest later query to `recycle`. It is the number of accepted tokens, not the
+    number of written tokens: a draft token that is rejected is replaced by another token at the same position, which
+    sees the same keys. Steps that are launched already do not count as later: the device runs steps in order, so they
+    read their rows before a later step overwrites the rows.
 
-    With `recycle` before each `allocate`, a sequence holds at most `peak_rows` rows. Row ids depend only on the order
-    of calls, so processes with equal calls allocate equal rows. A call that raises changes nothing. Not thread-safe.
+    If `recycle` is called before each `allocate`, a sequence owns at most `peak_rows` rows. Row ids depend only on the
+    order of calls, so processes that make the same calls get the same rows. A call that raises changes nothing. Not
+    thread-safe.
 
     Example:
-      >>> window = pallas_attn.HeadWindow([pallas_attn.FULL, 4], [0, 0])  # of the two KV heads
+      >>> window = pallas_attn.HeadWindow([pallas_attn.FULL, 4], [0, 0])  # two KV heads, the second has a window
       >>> pool = pallas_attn.cache.HeadPagePool(8, window, page_size=4, max_num_seqs=2, max_pages_per_seq=4)
       >>> pool.allocate(0, num_tokens=12)
-      >>> pool.recycle([0], [11])  # the second head will see tokens from 8 on
+      >>> pool.recycle([0], [11])  # the window of token 11 in the second head starts at token 8
       [1, 3]
       >>> pool.tables([0]).tolist()
       [[[0, 2, 4, -1], [-1, -1, 5, -1]]]
@@ -63,15 +69,15 @@ class HeadPagePool:
         """Create a pool with all rows free.
 
         Args:
-          num_rows: N·Hkv, rows of a cache of N pages.
-          window: window of each KV head, the `HeadWindow` of the attention operations. It is copied.
+          num_rows: number of rows, N·Hkv for a cache of N pages.
+          window: window of each KV head, the `HeadWindow` that the attention operations receive. It is copied.
           page_size: ps, tokens per page.
           max_num_seqs: number of batch slots.
-          max_pages_per_seq: P, table entries per head.
+          max_pages_per_seq: P, entries of a block table per head.
 
         Raises:
-          ValueError: a size is smaller than 1, the slots of all rows do not fit int32, or `window` is not a HeadWindow
-            with one width of at least 1 and one non-negative number of sink tokens per head.
+          ValueError: a size is smaller than 1; num_rows·page_size exceeds 2**31, so that slots would not fit int32; or
+            `window` does not have one window of at least 1 and one number of sink tokens of at least 0 per head.
         """
         if min(num_rows, page_size, max_num_seqs, max_pages_per_seq) < 1:
             sizes = f"{num_rows=}, {page_size=}, {max_num_seqs=}, {max_pages_per_seq=}"
@@ -83,16 +89,21 @@ class HeadPagePool:
         self._page_size = page_size
         self._rows = PagePool(num_rows)
         self._tables = np.empty((max_num_seqs, self.num_heads, max_pages_per_seq), np.int32)
-        self._num_pages = np.empty(max_num_seqs, np.int64)  # entries that rows were allocated for
+        # Pages of each sequence, including recycled pages.
+        self._num_pages = np.empty(max_num_seqs, np.int64)
+        # Latest value that `recycle` received for each sequence.
         self._oldest_query = np.empty(max_num_seqs, np.int64)
-        # The first page after a head's sink tokens that is not recycled.
+        # First page that is not recycled, not counting the pages of sink tokens, which are never recycled.
         self._first_page = np.empty((max_num_seqs, self.num_heads), np.int64)
         self.reset()
 
     def reset(self) -> None:
-        """Make all slots idle and all rows free, whatever state an interrupted call has left. The watcher stays."""
+        """Remove all sequences and free all rows. Works in any state, also if an exception interrupted an earlier call.
+
+        The callback of `watch_reuse` stays registered.
+        """
         self._rows.reset()
-        self._held: Counter[int] = Counter()  # references of `take` and `hold`
+        self._held: Counter[int] = Counter()  # number of references per row that `take` and `hold` have added
         self._tables.fill(PAGE_NONE)
         self._num_pages.fill(0)
         self._oldest_query.fill(0)
@@ -112,7 +123,7 @@ class HeadPagePool:
 
     @property
     def table_tokens(self) -> int:
-        """Number of tokens that a table has entries for."""
+        """Number of tokens that a block table has entries for."""
         return self._tables.shape[2] * self._page_size
 
     @property
@@ -121,7 +132,7 @@ class HeadPagePool:
 
     @property
     def num_free(self) -> int:
-        """Number of rows that `allocate` can allocate."""
+        """Number of free rows."""
         return self._rows.num_free
 
     @property
@@ -132,23 +143,25 @@ class HeadPagePool:
         """Return how many of `rows` are free, not counting PAGE_NONE.
 
         Raises:
-          PageError: a row is not of this pool.
+          PageError: a row is outside this pool.
         """
         return sum(self._rows.refcount(row) == 0 for row in np.ravel(rows).tolist() if row != PAGE_NONE)
 
     @property
     def free_fraction(self) -> float:
-        """Free fraction of all rows, from 0.0 to 1.0, not rounded to pages of all heads."""
+        """Number of free rows divided by the number of all rows, 0.0 to 1.0."""
         return self.num_free / self.num_rows
 
     def peak_rows(self, num_tokens: int, *, step_tokens: int, num_cached: int = 0) -> int:
-        """Return an upper bound of the rows that a sequence holds until it has `num_tokens`, if it is recycled before
-        each `allocate`: in each head, the pages of its sink tokens, of the window and of a step's new tokens.
+        """Return the maximum number of rows that a sequence owns at a time while it grows to `num_tokens`.
+
+        The bound is valid if `recycle` is called before each `allocate`. Each head then owns the pages of its sink
+        tokens, of its window and of the new tokens of a step.
 
         Args:
           num_tokens: final length of the sequence.
-          step_tokens: maximum number of new tokens per step, including tokens that may be rejected.
-          num_cached: tokens of whole pages that the sequence adopts at the start; their rows are not counted.
+          step_tokens: maximum number of new tokens per step, including drafts.
+          num_cached: tokens, in whole pages, that the sequence starts with (`adopt`). Their rows are not counted.
 
         Raises:
           ValueError: `num_tokens` is negative, `step_tokens` smaller than 1, or `num_cached` not from 0 to
@@ -158,7 +171,8 @@ class HeadPagePool:
             wanted = "0 <= num_cached <= num_tokens must hold, num_tokens not be negative and step_tokens at least 1"
             raise ValueError(f"{wanted}, got {num_tokens=}, {step_tokens=}, {num_cached=}")
         pages, cached = -(-num_tokens // self._page_size), num_cached // self._page_size
-        # Pages of the first query's window and of all queries, plus one because they may start within a page.
+        # A step reads the window of its first query and its own tokens: `span` tokens, which can start in the middle of
+        # a page.
         span = self._window + step_tokens - 1
         resident = np.maximum(self._sink_pages - cached, 0) + (span + self._page_size - 2) // self._page_size + 1
         return int(np.minimum(resident, pages - cached).sum())
@@ -166,28 +180,28 @@ class HeadPagePool:
     def unseen_pages(
         self, oldest_query: int | np.ndarray
     ) -> tuple[Int64[np.ndarray, "Hkv"], Int64[np.ndarray, "... Hkv"]]:
-        """Return the range of pages of each head in which no query at or after `oldest_query` sees a token.
+        """Return for each head the range of pages that no query at position `oldest_query` or later sees.
 
         Args:
-          oldest_query: position of one query, or of several [...].
+          oldest_query: position of a query, or an array of positions [...].
 
         Returns:
-          The first page, ceil(sink_tokens / ps), and the end of the range, floor((oldest_query + 1 - window) / ps), or
-          the first page if the range is empty.
+          Start and end of the range. The start is ceil(sink_tokens / ps), [Hkv]. The end (exclusive), [..., Hkv], is
+          floor((oldest_query + 1 - window) / ps), or the start if the range is empty.
         """
         behind = np.asarray(oldest_query, np.int64)[..., None] + 1 - self._window
         return self._sink_pages, np.maximum(self._sink_pages, behind // self._page_size)
 
     def is_unseen(self, first_page: int, end_page: int, oldest_query: int) -> Bool[np.ndarray, "Hkv pages"]:
-        """Return for each head whether no query at or after `oldest_query` sees a token of pages `first_page` to
-        `end_page`.
+        """Return for each head and each page from `first_page` to `end_page` - 1 whether no query at position
+        `oldest_query` or later sees a token of the page.
         """
         starts, ends = self.unseen_pages(oldest_query)
         pages = np.arange(first_page, end_page)
         return (starts[:, None] <= pages) & (pages < ends[:, None])
 
     def allocated_tokens(self, batch_slot: int) -> int:
-        """Return the number of tokens that a sequence has room for, including tokens in recycled pages.
+        """Return the number of tokens that the pages of a sequence can contain, including recycled pages.
 
         Raises:
           ValueError: the batch slot is unknown.
@@ -196,7 +210,7 @@ class HeadPagePool:
         return int(self._num_pages[batch_slot]) * self._page_size
 
     def room(self, batch_slot: int) -> int:
-        """Return the number of tokens up to which `allocate` can extend a sequence with the free rows.
+        """Return the largest `num_tokens` for which `allocate` succeeds with the free rows.
 
         Raises:
           ValueError: the batch slot is unknown.
@@ -205,7 +219,7 @@ class HeadPagePool:
         return min(self.allocated_tokens(batch_slot) + pages * self._page_size, self.table_tokens)
 
     def num_lacking(self, batch_slot: int, num_tokens: int) -> int:
-        """Return the number of rows that `allocate` would allocate.
+        """Return the number of rows that `allocate` would allocate for these arguments.
 
         Raises:
           ValueError: see `allocate`.
@@ -218,35 +232,36 @@ class HeadPagePool:
         return max(pages, 0) * self.num_heads
 
     def allocate(self, batch_slot: int, num_tokens: int) -> None:
-        """Make room for the first `num_tokens` tokens of a sequence in every head, or in none.
+        """Extend a sequence to `num_tokens` tokens: allocate the missing rows in every head, or none.
 
-        Allocates nothing if the room exists. Recycled pages stay absent.
+        If the sequence has enough pages already, nothing is allocated. Recycled pages do not get new rows.
 
         Raises:
-          OutOfPages: fewer rows are free than the heads need; the error counts rows.
-          ValueError: the batch slot is unknown, or a table has too few entries for the tokens.
+          OutOfPages: fewer rows are free than the heads need. The numbers in the error count rows.
+          ValueError: the batch slot is unknown, or a block table has too few entries for the tokens.
         """
         rows = self._rows.allocate(self.num_lacking(batch_slot, num_tokens))
         table, start = self._tables[batch_slot], int(self._num_pages[batch_slot])
-        # Page by page, so that without windows a fresh pool numbers its rows as rank-2 tables do: page·Hkv + head.
+        # The rows of a page are adjacent. In a new pool without windows, rows are therefore page·Hkv + head, as with
+        # page ids that all heads share.
         pages = np.array(rows, np.int32).reshape(-1, len(table))
         table[:, start : start + len(pages)] = pages.T
         self._num_pages[batch_slot] += len(pages)
 
     def adopt(self, batch_slot: int, rows: Int32[np.ndarray, "heads pages"]) -> None:
-        """Start a new sequence with pages that already hold its first tokens, and add a reference to their rows.
+        """Start a new sequence with rows that already contain its first tokens, and add a reference to each row.
 
-        The sequence then has the same state as if it had computed the tokens itself and been recycled.
+        The state is then the same as if the sequence had computed these tokens itself and `recycle` had been called.
 
         Args:
-          batch_slot: an idle batch slot.
-          rows: rows of the first pages in each head. They may be free if their contents are still known. They are
-            PAGE_NONE exactly where no query after these pages sees a token.
+          batch_slot: a batch slot without a sequence.
+          rows: rows of the first pages in each head. A row may be free if the caller knows that its contents are still
+            valid. The row of a page that no query after these pages sees must be PAGE_NONE, and no other row.
 
         Raises:
-          ValueError: the batch slot is unknown or not idle, or `rows` has another number of heads, more pages than a
-            table, duplicates, or PAGE_NONE in other places.
-          PageError: a row is not of this pool.
+          ValueError: the batch slot is unknown or has a sequence, or `rows` has a wrong number of heads, too many
+            pages, duplicates, or PAGE_NONE in wrong places.
+          PageError: a row is outside this pool.
         """
         present = self.check_adoptable(batch_slot, rows)
         num_pages = rows.shape[1]
@@ -257,7 +272,7 @@ class HeadPagePool:
         _, self._first_page[batch_slot] = self.unseen_pages(num_pages * self._page_size)
 
     def check_adoptable(self, batch_slot: int, rows: Int32[np.ndarray, "heads pages"]) -> list[int]:
-        """Check the arguments of `adopt`, and return the rows that it would reference, page by page.
+        """Check the arguments of `adopt`. Return the rows that are not PAGE_NONE, in the order of pages.
 
         Raises:
           PageError, ValueError: see `adopt`.
@@ -282,28 +297,26 @@ class HeadPagePool:
         return present
 
     def recycle(self, batch_slots: ArrayLike, oldest_queries: ArrayLike) -> list[int]:
-        """Release the rows of pages that no head needs for a sequence's queries at or after `oldest_queries`.
-
-        These are the pages of `unseen_pages`, which never include the page of the query itself.
+        """Release the rows of the pages that no query at position `oldest_queries` or later sees (`unseen_pages`).
 
         Args:
           batch_slots: [B], distinct batch slots.
-          oldest_queries: [B], position of the oldest query of all steps launched from now on. This is the number of
-            tokens whose K/V is in the cache and is not a draft.
+          oldest_queries: [B], lowest position of a query in all steps that will be launched after this call: the number
+            of tokens whose K/V is in the cache, without drafts that can be rejected.
 
         Returns:
-          The rows, by sequence and head. They are free unless another sequence shares them.
+          The released rows, ordered by sequence, then by head. They are free unless another sequence shares them.
 
         Raises:
-          ValueError: not two vectors of integers of equal length, an unknown or duplicate batch slot, or an oldest
-            query that is beyond the sequence's room or smaller than in an earlier call, so that it may see recycled
-            pages.
+          ValueError: the arguments are not two integer vectors of equal length, a batch slot is unknown or occurs
+            twice, or an oldest query is past the end of the sequence's pages, or below the value of an earlier call,
+            whose recycled pages it may see.
         """
         batch_slots = self._known_batch_slots(batch_slots, least=0)
         oldest = self._known_queries(batch_slots, _integers("oldest_queries", oldest_queries))
         start, (_, end) = self._first_page[batch_slots], self.unseen_pages(oldest)
         num_pages = np.maximum(end - start, 0).ravel()
-        # One entry for each recycled page: its sequence, its head, and its index.
+        # Arrays with an element for each recycled page: its sequence, its head, and its index in the table.
         which = np.repeat(np.arange(num_pages.size), num_pages)
         page = start.ravel()[which] + np.arange(which.size) - (np.cumsum(num_pages) - num_pages)[which]
         sequence, head = np.divmod(which, self.num_heads)
@@ -316,10 +329,10 @@ class HeadPagePool:
         return rows
 
     def release(self, batch_slot: int) -> None:
-        """Release all rows of a sequence that has finished, was aborted or is preempted. Its last pages are freed
-        first.
+        """End a sequence (finished, aborted or preempted) and release all its rows. If the batch slot has no sequence,
+        do nothing.
 
-        A second call does nothing, unless the batch slot has a new sequence.
+        Of the rows that become free, rows of the last pages are allocated again first.
 
         Raises:
           ValueError: the batch slot is unknown.
@@ -332,7 +345,7 @@ class HeadPagePool:
         self._first_page[batch_slot] = self._sink_pages
 
     def take(self, num_rows: int) -> list[int]:
-        """Allocate rows that no sequence owns, with one reference each. Release them with `drop`.
+        """Allocate rows for a caller that is not a sequence, each with one reference. Release them with `drop`.
 
         Raises:
           OutOfPages: fewer rows are free.
@@ -342,19 +355,21 @@ class HeadPagePool:
         return rows
 
     def hold(self, rows: Sequence[int]) -> None:
-        """Add one reference to each of these rows, free or not, whose contents are known. Remove it with `drop`.
+        """Add one reference to each row, so that it is not allocated. The rows may be free. Remove the references with
+        `drop`.
 
         Raises:
-          PageError: a row is not of this pool.
+          PageError: a row is outside this pool.
         """
         self._rows.reclaim(rows)
         self._held.update(rows)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Remove references of `take` and `hold`. Of the rows that this call frees, the last one is allocated first.
+        """Remove references that `take` or `hold` have added. Of the rows that become free, the last one is allocated
+        again first.
 
         Raises:
-          PageError: a row occurs more often than it has references of `take` and `hold`.
+          PageError: a row occurs more often than `take` and `hold` have added references to it.
         """
         mentions = Counter(rows)
         for row, count in mentions.items():
@@ -364,7 +379,7 @@ class HeadPagePool:
         self._held -= mentions
 
     def swap(self, first: int, second: int) -> None:
-        """Exchange the sequences of two batch slots, with the rows of all heads; either slot may be idle.
+        """Exchange the sequences of two batch slots. Either batch slot may be without a sequence.
 
         Raises:
           ValueError: a batch slot is unknown.
@@ -378,13 +393,13 @@ class HeadPagePool:
         """Return the head-wise block tables of a step, an argument of the attention operations.
 
         Args:
-          batch_slots: [B], the sequences' batch slots; -1 for an idle row.
+          batch_slots: [B], batch slots of the sequences; -1 for an idle sequence.
 
         Returns:
-          A copy: row ids; PAGE_NONE for recycled and unallocated pages, and in idle rows.
+          Row ids, a copy; PAGE_NONE for recycled pages, pages that are not allocated, and idle sequences.
 
         Raises:
-          ValueError: not a vector of integers, or an unknown batch slot.
+          ValueError: `batch_slots` is not a vector of integers, or a batch slot is unknown.
         """
         batch_slots = self._known_batch_slots(batch_slots)
         tables = self._tables[batch_slots]
@@ -392,7 +407,7 @@ class HeadPagePool:
         return tables
 
     def rows(self, batch_slot: int) -> Int32[np.ndarray, "Hkv pages"]:
-        """Return a copy of a sequence's rows by page; PAGE_NONE for recycled rows.
+        """Return a copy of the row ids of a sequence's pages; PAGE_NONE for recycled pages.
 
         Raises:
           ValueError: the batch slot is unknown.
@@ -401,18 +416,20 @@ class HeadPagePool:
         return self._tables[batch_slot, :, : self._num_pages[batch_slot]].copy()
 
     def slots(self, batch_slots: ArrayLike, positions: ArrayLike) -> Int32[np.ndarray, "T Hkv"]:
-        """Return the slots of each new token of a step, an argument of `write_kv`.
+        """Return the slots of the new tokens of a step, an argument of `write_kv`.
+
+        A slot is the place of one token of one head in the cache: row·ps + offset in the page.
 
         Args:
           batch_slots: [T], batch slot of each token's sequence; -1 for padding.
-          positions: [T], positions of the tokens in their sequences; any value for padding.
+          positions: [T], position of each token in its sequence; any value for padding.
 
         Returns:
-          row·ps + offset per head; -1 for padding.
+          The slot of each token and head; -1 for padding.
 
         Raises:
-          ValueError: not two vectors of integers of equal length, an unknown batch slot, or a token whose page is
-            recycled or not allocated in some head.
+          ValueError: the arguments are not two integer vectors of equal length, a batch slot is unknown, or the page of
+            a token is recycled or not allocated in some head.
         """
         batch_slots, positions = self._known_batch_slots(batch_slots), _integers("positions", positions)
         if positions.shape != batch_slots.shape:
@@ -428,15 +445,15 @@ class HeadPagePool:
         return np.where(real[:, None], rows * self._page_size + offset[:, None], PAGE_NONE).astype(np.int32)
 
     def watch_reuse(self, on_reuse: Callable[[int], None]) -> None:
-        """Register `on_reuse(row)`, which is called whenever `allocate` allocates a row; see `PagePool.watch_reuse`.
+        """Register `on_reuse(row)`, which is called for each row that is allocated; see `PagePool.watch_reuse`.
 
         Raises:
-          ValueError: the pool already has a watcher.
+          ValueError: the pool already has a callback.
         """
         self._rows.watch_reuse(on_reuse)
 
     def check(self) -> None:
-        """Verify every invariant, in O(num_rows + table entries).
+        """Verify all invariants of the pool, in O(num_rows + table entries).
 
         Raises:
           InconsistentCache: names the row or table entry that violates an invariant.
@@ -474,7 +491,7 @@ class HeadPagePool:
         return known
 
     def _known_queries(self, batch_slots: np.ndarray, oldest_queries: np.ndarray) -> np.ndarray:
-        """Validate `oldest_queries`: one per distinct batch slot, none smaller than in an earlier call."""
+        """Check the arguments of `recycle` and return `oldest_queries`."""
         if oldest_queries.shape != batch_slots.shape or len(np.unique(batch_slots)) != len(batch_slots):
             wanted = f"one for each of different batch_slots {batch_slots.tolist()}"
             raise ValueError(f"oldest_queries must be {wanted}, got {len(oldest_queries)}")
@@ -486,8 +503,8 @@ class HeadPagePool:
 
 
 def _widths(window: WindowPerHead) -> tuple[np.ndarray, np.ndarray]:
-    """Return the window and the sink tokens of each head in int64, because sums of positions and unlimited windows
-    exceed int32.
+    """Return the window and the number of sink tokens of each head, as int64: the sum of a position and an unlimited
+    window (2**31 - 1) does not fit int32.
     """
     if not isinstance(window, WindowPerHead):
         raise ValueError(f"window must be a HeadWindow, got {window!r}")

@@ -1,4 +1,4 @@
-"""Reference-counted pages of a paged KV cache."""
+"""Allocation and reference counts of the pages of a paged KV cache."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -7,11 +7,11 @@ from pallas_attn.cache.errors import InconsistentCache, OutOfPages, PageError
 
 
 class PagePool:
-    """Allocate page ids `[0, num_pages)` and count their references.
+    """Allocate page ids 0 to num_pages - 1 and count their references.
 
-    A page with references is *owned*, a page without references is *free*. The least recently freed page is allocated
-    first, so the contents of free pages survive for long, and a prefix cache can `reclaim` them. Every operation takes
-    O(1) per page. A call that raises changes nothing. Not thread-safe.
+    A page with references is *owned*, a page without references is *free*. `allocate` returns the least recently freed
+    pages. A free page therefore keeps its contents for as long as possible, and a prefix cache can take it back with
+    `reclaim`. Every operation takes O(1) per page. A call that raises changes nothing. Not thread-safe.
 
     Example:
       >>> pool = pallas_attn.cache.PagePool(num_pages=4)
@@ -38,10 +38,13 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Free all pages, whatever state an interrupted call has left. The watcher stays."""
+        """Free all pages. Works in any state, also if an exception interrupted an earlier call.
+
+        The callback of `watch_reuse` stays registered.
+        """
         self._refcounts = [0] * self._num_pages
-        # Free pages, in the order of allocation. An OrderedDict, because finding the first item of a dict gets slower
-        # with every item that is removed from its front.
+        # Free pages, in the order in which they will be allocated. An OrderedDict, because finding the first item of a
+        # dict takes time proportional to the items that were removed from its front.
         self._free = OrderedDict.fromkeys(range(self._num_pages))
 
     @property
@@ -50,7 +53,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Number of pages that `allocate` can allocate, including pages that a prefix cache could still match."""
+        """Number of free pages, including free pages whose contents a prefix cache still knows."""
         return len(self._free)
 
     @property
@@ -61,13 +64,13 @@ class PagePool:
         """Return the number of references to `page`; 0 if it is free.
 
         Raises:
-          PageError: `page` is not of this pool.
+          PageError: `page` is outside this pool.
         """
         self._require_known(page)
         return self._refcounts[page]
 
     def allocate(self, n: int) -> list[int]:
-        """Allocate the `n` least recently freed pages with one reference each, or none.
+        """Return the `n` least recently freed pages, each with one reference.
 
         Raises:
           OutOfPages: fewer than `n` pages are free.
@@ -85,10 +88,10 @@ class PagePool:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add one reference per occurrence of a page. The pages must be owned.
+        """Add one reference to each page for each time that it occurs in `pages`. The pages must be owned.
 
         Raises:
-          PageError: a page is free or not of this pool.
+          PageError: a page is free or outside this pool.
         """
         pages = list(pages)
         for page in pages:
@@ -99,12 +102,12 @@ class PagePool:
             self._refcounts[page] += 1
 
     def reclaim(self, pages: Iterable[int]) -> None:
-        """Add one reference per occurrence of a page. The pages may be free.
+        """Add one reference to each page for each time that it occurs in `pages`. The pages may be free.
 
-        This is for a caller that knows the contents of a free page, for example a prefix cache.
+        A prefix cache uses this function to reuse free pages whose contents it knows.
 
         Raises:
-          PageError: a page is not of this pool.
+          PageError: a page is outside this pool.
         """
         pages = list(pages)
         for page in pages:
@@ -115,14 +118,15 @@ class PagePool:
             self._refcounts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Remove one reference per occurrence of a page; pages without references become free.
+        """Remove one reference from each page for each time that it occurs in `pages`. Pages without references become
+        free.
 
         Args:
-          pages: pages in the order of their sequence. The last page is allocated first, because a page can only be
-            matched while the pages before it exist.
+          pages: pages in the order of their sequence. The last page in the list will be allocated again first, because
+            a prefix cache can reuse a page only while it knows all pages before it.
 
         Raises:
-          PageError: a page is free, not of this pool, or occurs more often than it has references.
+          PageError: a page is free, outside this pool, or occurs more often than it has references.
         """
         pages = list(pages)
         for page, mentions in Counter(pages).items():
@@ -135,20 +139,22 @@ class PagePool:
                 self._free[page] = None
 
     def watch_reuse(self, on_reuse: Callable[[int], None]) -> None:
-        """Register `on_reuse(page)`, which `allocate` calls for each page before the new owner can write to it.
+        """Register a callback that `allocate` calls for each page that it is about to return.
+
+        A prefix cache then forgets the old contents of the page.
 
         Args:
-          on_reuse: must neither raise nor call the pool.
+          on_reuse: function of the page id. It must neither raise nor call the pool.
 
         Raises:
-          ValueError: the pool already has a watcher. A second watcher would miss pages that the first one reclaims.
+          ValueError: the pool already has a callback.
         """
         if self._on_reuse is not None:
-            raise ValueError("on_reuse: the pool is watched already")
+            raise ValueError("on_reuse: the pool already has a callback; a pool can have one")
         self._on_reuse = on_reuse
 
     def check(self) -> None:
-        """Verify every invariant, in O(num_pages).
+        """Verify all invariants of the pool, in O(num_pages).
 
         Raises:
           InconsistentCache: names the page that violates an invariant.

@@ -1,7 +1,8 @@
-"""The device that a call is traced for: name, compute capability and sizes.
+"""The device that a call is compiled for: name, compute capability, and sizes of its hardware.
 
-Dispatch, tuning and kernels get all device facts from `current`. They therefore agree, whether the device is the
-default device, a device of a mesh, a described device that is not attached, or a CPU that interprets kernels.
+All other modules (the choice of implementations, tuning, kernels) get these facts from `current` or `triton_card`. The
+device may be the default device, a device of a mesh, a device that is described by a mesh but not attached, or a CPU
+that emulates a GPU by interpreting kernels.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ type Architecture = tuple[int, int]
 """CUDA compute capability, for example (9, 0)."""
 
 INTERPRET_VARIABLE = "PALLAS_ATTN_INTERPRET_CAPABILITY"
-"""Environment variable that selects the architecture of interpreted kernels. Default: the first supported architecture.
+"""Environment variable with the compute capability that the interpreter emulates, for example "10.0".
+
+Default: the first of `INTERPRETED_ARCHITECTURES` or `TRITON_ARCHITECTURES`.
 """
 
 INTERPRETED_ARCHITECTURES: tuple[Architecture, ...] = ((9, 0), (10, 0))
-"""Architectures that Mosaic kernels can be interpreted for."""
+"""Compute capabilities that the interpreter of Mosaic kernels can emulate."""
 
 TRITON_ARCHITECTURES: tuple[Architecture, ...] = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
-"""Architectures of the Triton kernels. The compile gate compiles the kernels for each of them."""
+"""Compute capabilities that Triton kernels are tested for: tests compile all Triton kernels for each of them."""
 
 TRITON_INTERPRET_VARIABLE = "TRITON_INTERPRET"
-"""Environment variable of Triton. If it is 1 when triton is imported, Triton kernels run interpreted on the CPU."""
+"""Environment variable of Triton. If it is 1 when `triton` is imported, Triton kernels are interpreted on the CPU."""
 
 INTERPRETED_MULTIPROCESSORS = 2
-"""Number of multiprocessors in the interpreter. It is small because the interpreter runs CTAs one after the other."""
+"""Number of multiprocessors of an emulated GPU. It is small, because the interpreter runs CTAs one after the other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Capability:
     Attributes:
       platform: "cpu", "gpu", "tpu", ...
       compute_capability: (9, 0) on an H200; None on a platform without compute capabilities.
-      num_multiprocessors: number of multiprocessors of the device, or None if unknown; does not affect equality. In the
-        interpreter it is the small number that interpreted kernels use.
+      num_multiprocessors: number of multiprocessors, or None if unknown. Not part of comparisons with ==. While kernels
+        are interpreted, it is the number of multiprocessors of the emulated GPU, 2.
 
     Example:
       >>> pallas_attn.Capability("gpu", (9, 0)).compute_capability
@@ -58,18 +61,17 @@ class Capability:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Facts about a device that the choice of a kernel and its sizes depend on.
+    """Facts about a device that determine which kernels run and with which sizes.
 
     Attributes:
       platform: platform that XLA compiles for: "cpu", "gpu", "tpu", ...
       name: the device kind, for example "NVIDIA H200" or "cpu".
-      capability: compute capability of kernels; in the interpreter, the emulated compute capability. None if the device
-        has none.
+      capability: compute capability; of the emulated GPU if kernels are interpreted. None if the device has none.
       multiprocessors: number of multiprocessors; None if unknown.
       shared_bytes_per_block: maximum shared memory of one thread block; None if unknown.
       shared_bytes_per_multiprocessor: shared memory of one multiprocessor; None if unknown.
-      interpreted: whether kernels run interpreted on the CPU. `current()` reports this for Mosaic kernels
-        (`plgpu.force_gpu_interpret_mode`), `triton_card()` for Triton kernels (TRITON_INTERPRET=1).
+      interpreted: whether kernels are interpreted on the CPU: Mosaic kernels for the result of `current()`
+        (`plgpu.force_gpu_interpret_mode`), Triton kernels for the result of `triton_card()` (TRITON_INTERPRET=1).
     """
 
     platform: str
@@ -82,7 +84,7 @@ class Device:
 
     @property
     def file_name(self) -> str:
-        """The name as part of a file name, for example "nvidia_h200"."""
+        """The device name in the form that file names contain, for example "nvidia_h200"."""
         return self.name.lower().replace(" ", "_").replace("/", "_")
 
     @property
@@ -91,7 +93,9 @@ class Device:
         return self.platform if self.capability is None else f"{self.platform} {_dotted(self.capability)}"
 
     def require(self, *architectures: Architecture) -> None:
-        """Raise NotImplementedError unless kernels of one of these architectures run or are interpreted here."""
+        """Raise NotImplementedError unless the device is a GPU with one of these compute capabilities, or emulates
+        one.
+        """
         if self.capability in architectures and (self.platform == "gpu" or self.interpreted):
             return
         wanted = " or ".join(
@@ -101,7 +105,7 @@ class Device:
 
 
 EXAMPLES: dict[Architecture, tuple[str, ...]] = {(9, 0): ("H100", "H200"), (10, 0): ("B200", "GB200")}
-"""Example devices of an architecture, for messages."""
+"""Examples of devices with a compute capability, for error messages."""
 
 _ARCHITECTURES: dict[str, Architecture] = {
     "A100": (8, 0),
@@ -127,7 +131,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "5080": (12, 0),
     "5090": (12, 0),
 }
-"""Architecture by a word of the device name, for mesh devices that have only a name."""
+"""Compute capability by a word of the device name, for devices of a mesh that are not attached and only have a name."""
 
 _SHARED_KIB: dict[Architecture, tuple[int, int]] = {
     (8, 0): (163, 164),
@@ -140,32 +144,38 @@ _SHARED_KIB: dict[Architecture, tuple[int, int]] = {
     (12, 0): (99, 100),
     (12, 1): (99, 100),
 }
-"""Shared memory of a block and of a multiprocessor, in KiB (CUDA C++ Programming Guide, technical specifications)."""
+"""Maximum shared memory per thread block and per multiprocessor, in KiB, by compute capability (CUDA C++ Programming
+Guide, technical specifications).
+"""
 
 
 def current() -> Device:
-    """Return the device that a call traced now is compiled for.
+    """Return the device for which a call that is traced now is compiled.
 
-    It is the device of the current mesh, or the default device, or the first device of the default backend, in this
-    order. Arrays that are committed to another device are not considered; for such arrays, name the implementation.
+    It is the first of these that exists: the device of the current mesh, the default device (`jax_default_device`), the
+    first device of the default backend. The function cannot see which device the arrays are on. If they are on another
+    device, pass `implementation` to the operation.
 
     Raises:
-      ValueError: the interpreter is on, and its environment variable names an unsupported architecture.
+      ValueError: Mosaic kernels are interpreted, and PALLAS_ATTN_INTERPRET_CAPABILITY names a compute capability that
+        the interpreter does not emulate.
     """
     device = _described(_traced_device())
     return _interpreting(device, INTERPRETED_ARCHITECTURES) if interpreted() else device
 
 
 def triton_card(*, named: bool = True) -> Device:
-    """Return the device that Triton kernels traced now run on: `current()`, or the emulated device with
-    TRITON_INTERPRET=1.
+    """Return the device for which a Triton kernel that is traced now is compiled, or with TRITON_INTERPRET=1 the
+    emulated GPU.
 
     Args:
-      named: whether the caller named the implementation. Interpreted kernels are slow and run only if they are named.
+      named: whether the caller requested the implementation "triton" by name. Interpreted kernels are slow, so they run
+        only on request.
 
     Raises:
-      NotImplementedError: Triton kernels do not run here.
-      ValueError: see `current`.
+      NotImplementedError: the device does not run Triton kernels.
+      ValueError: Triton kernels are interpreted, and PALLAS_ATTN_INTERPRET_CAPABILITY names another compute capability
+        than `TRITON_ARCHITECTURES`.
     """
     device = _described(_traced_device())
     if interprets_triton():
@@ -183,15 +193,16 @@ def triton_card(*, named: bool = True) -> Device:
 
 
 def interprets_triton() -> bool:
-    """Return whether Triton kernels run interpreted on the CPU."""
+    """Return whether Triton kernels are interpreted on the CPU."""
     return os.environ.get(TRITON_INTERPRET_VARIABLE, "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def capability() -> Capability:
-    """Return the platform and compute capability that XLA compiles a call traced now for.
+    """Return the platform and the compute capability for which XLA compiles a call that is traced now.
 
-    They belong to the current mesh, or the default device, or the default backend, in this order. In the interpreter,
-    they are the platform and compute capability of the CPU.
+    The device is the first of these that exists: the device of the current mesh, the default device, the first device
+    of the default backend. While kernels are interpreted, the result still describes the CPU: `compute_capability` is
+    None.
 
     Example:
       >>> pallas_attn.capability()
@@ -203,31 +214,36 @@ def capability() -> Capability:
 
 
 def interpreted() -> bool:
-    """Return whether a Mosaic kernel traced now runs interpreted on the CPU (`plgpu.force_gpu_interpret_mode`)."""
+    """Return whether Mosaic kernels that are traced now are interpreted on the CPU (`force_gpu_interpret_mode`)."""
     mode = jax_config.pallas_tpu_interpret_mode_context_manager.value
     if mode is None:
         return False
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # slow import that only kernels need
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # imported here because the import is slow
 
     return isinstance(mode, plgpu.InterpretGPUParams)
 
 
 @contextlib.contextmanager
 def on_one_device(mesh: jax.sharding.AbstractMesh) -> Iterator[None]:
-    """Within this context, the current mesh has one device of the kind of `mesh`, so traced calls are not split."""
+    """Set the current mesh to one device of the same kind as the devices of `mesh`, within this context.
+
+    Calls that are traced in the context are compiled for this kind of device, and their arrays are not split.
+    """
     if mesh.empty:
         yield
         return
     one = jax.sharding.AbstractMesh(
         (1,), ("device",), (jax.sharding.AxisType.Auto,), abstract_device=mesh.abstract_device
     )
-    none = jax.sharding.AbstractMesh((), ())  # JAX does not replace a mesh by a mesh of another size
+    none = jax.sharding.AbstractMesh((), ())  # JAX replaces a mesh by a mesh of another size only via an empty mesh
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
         yield
 
 
 def _traced_device() -> Any:
-    """Return the JAX device, or the `AbstractDevice` of a mesh whose devices are not attached."""
+    """Return the device for which a call that is traced now is compiled: a JAX device, or the `AbstractDevice` of a
+    mesh whose devices are not attached.
+    """
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
@@ -238,7 +254,7 @@ def _traced_device() -> Any:
 
 
 def _described(device: Any) -> Device:
-    """Return the `Device` of a JAX device. Facts that JAX does not report come from tables by name and architecture."""
+    """Return the facts about a JAX device. Facts that JAX does not report come from the tables above."""
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
     version = getattr(device, "compute_capability", None)
     if version is None and platform == "gpu":
@@ -259,7 +275,13 @@ def _described(device: Any) -> Device:
 
 
 def _interpreting(device: Device, architectures: tuple[Architecture, ...]) -> Device:
-    """Return the device with the capability and sizes of the emulated architecture, which is one of `architectures`."""
+    """Return `device` with the compute capability and sizes of the emulated GPU.
+
+    The compute capability is the value of PALLAS_ATTN_INTERPRET_CAPABILITY, or the first of `architectures`.
+
+    Raises:
+      ValueError: the value is not one of `architectures`.
+    """
     named = os.environ.get(INTERPRET_VARIABLE) or _dotted(architectures[0])
     architecture = _parsed(named)
     if architecture not in architectures:
@@ -277,12 +299,12 @@ def _interpreting(device: Device, architectures: tuple[Architecture, ...]) -> De
 
 
 def _architecture_of(kind: str) -> Architecture | None:
-    """Return the architecture of a device by its name; None if the name is not listed."""
+    """Return the compute capability of a device by its name; None if the name is not in the table."""
     return next((_ARCHITECTURES[word] for word in re.split(r"[ \-_/]", kind) if word in _ARCHITECTURES), None)
 
 
 def _parsed(version: str) -> Architecture | None:
-    """Return the version as a pair, (9, 0) for "9.0"; None for other formats such as "gfx942"."""
+    """Parse a compute capability: (9, 0) for "9.0"; None for other formats, such as AMD's "gfx942"."""
     major, _, minor = version.partition(".")
     return (int(major), int(minor or 0)) if major.isdigit() and (minor or "0").isdigit() else None
 

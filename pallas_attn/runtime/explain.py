@@ -15,20 +15,23 @@ CANDIDATES_OF = {op: op for op in dispatch.MODULES} | {
     "ragged_paged_attention": "paged_prefill",
     "mla_ragged_paged_attention": "mla_decode",
 }
-"""Operation whose implementations are the candidates: the operation itself or, for a composition, its main operation.
+"""For each operation, the operation whose implementations `explain` compares.
+
+It is the operation itself. For an operation that only calls other operations, it is an attention operation among them.
 """
 
 
 def explain(op: str, *args: Any, implementation: Implementation = None, **kwargs: Any) -> Explanation:
-    """Return which implementation would run `op` with these arguments on this device, and why better ones would not.
+    """Return which implementation would run a call on this device, and why implementations with a higher preference
+    would not. Nothing runs.
 
     Args:
       op: name of an operation, for example "paged_decode".
-      *args, **kwargs: arguments of the operation; arrays may be `jax.ShapeDtypeStruct`s.
-      implementation: as for the operation.
+      *args, **kwargs: arguments of the operation. Arrays may be `jax.ShapeDtypeStruct`s.
+      implementation: the argument `implementation` of the call: None, a name, or names to try in order.
 
     Raises:
-      ValueError: no operation has this name, or the operation rejects the arguments.
+      ValueError: no operation has this name, or the operation raises ValueError for these arguments.
 
     Example:
       >>> q = k = v = jax.ShapeDtypeStruct((5, 2, 8), jnp.float32)

@@ -1,8 +1,7 @@
-"""Set the environment variables for compiling and loading Mosaic kernels without importing Mosaic.
+"""Set the environment variables that XLA reads when it compiles or loads a Mosaic kernel, without importing Mosaic.
 
-Importing `jax.experimental.mosaic.gpu` takes 0.3 to 0.4 s and sets environment variables that XLA reads when it
-compiles or loads a kernel. A kernel from the kernel cache needs nothing else from Mosaic, so this module sets the
-variables.
+Importing `jax.experimental.mosaic.gpu` also sets the variables, but takes 0.3 to 0.4 s. A kernel that is already
+lowered (from this package's kernel cache) needs nothing else from Mosaic, so this module sets the variables itself.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from pathlib import Path
 import jax
 
 CORE = "jax.experimental.mosaic.gpu.core"
-"""Module that sets the variables when it is imported."""
+"""Module of JAX that sets the variables when it is imported."""
 
 KNOWN_CORE = frozenset({"bbf7a913dcaab68a142021ff6c8bdaffd5cade5e7e25eb12291e88f2a87218fe"})
-"""SHA-256 digests of the files of `CORE` for which `find` sets all variables that kernels need (jax 0.11.2)."""
+"""SHA-256 digests of the source files of `CORE` whose behaviour `find` reproduces (jax 0.11.2)."""
 
 VARIABLES = (
     "MOSAIC_GPU_CUDA_ROOT",
@@ -28,14 +27,14 @@ VARIABLES = (
     "MOSAIC_GPU_NVSHMEM_BC_PATH",
     "MOSAIC_GPU_NVSHMEM_SO_PATH",
 )
-"""Variables that JAX sets. The last two are for kernels that communicate between devices, which this package does not
-have.
+"""Variables that `CORE` sets. `find` sets the first two. The others are for kernels that communicate between devices,
+which this package does not have.
 """
 
 
 @functools.cache
 def find() -> None:
-    """Set the variables that importing Mosaic sets. Import Mosaic instead if the file of `CORE` is not a known one."""
+    """Set the variables that kernels need. If the file of `CORE` has an unknown digest, import `CORE` instead."""
     if CORE in sys.modules:
         return
     file = Path(jax.__file__).parent.joinpath(*CORE.split(".")[1:]).with_suffix(".py")
@@ -47,7 +46,7 @@ def find() -> None:
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = cuda_path or "/usr/local/cuda"
     try:
         from jax._src.lib import mosaic_gpu
-    except ImportError:  # there is no CUDA plugin, so nothing is compiled
+    except ImportError:  # without JAX's CUDA plugin, no kernel is compiled
         return
     runtime = Path(mosaic_gpu._mosaic_gpu_ext.__file__).parent / "libmosaic_gpu_runtime.so"
     if runtime.exists():

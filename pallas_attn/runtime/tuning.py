@@ -1,7 +1,7 @@
-"""Kernel configurations by operation, device and shape: measured ones from packaged JSON files, else a heuristic.
+"""Choice of kernel configurations (tile sizes and the like): measured configurations from JSON files, else a heuristic.
 
-`tuned/<device>.json` maps an operation to a list of entries {"key": {...}, "config": {...}}. A key contains the static
-facts of a call that the best configuration depends on. An entry applies to a call with an equal key.
+`tuned/<device>.json` maps the name of an operation to a list of entries {"key": {...}, "config": {...}}. A key has the
+sizes and options of a call that the best configuration depends on. An entry applies to calls with an equal key.
 """
 
 from __future__ import annotations
@@ -18,32 +18,35 @@ from pallas_attn.runtime import device
 
 
 def device_name() -> str:
-    """Return the device that a call is traced for as a file name, for example "nvidia_h200" or "cpu"."""
+    """Return the name of the device that a call is compiled for, as in file names: "nvidia_h200" or "cpu"."""
     return device.current().file_name
 
 
 @functools.cache
 def _tuned(name: str) -> Mapping[str, list[dict[str, Any]]]:
+    """Read the measured configurations of a device; empty if none were measured."""
     file = resources.files("pallas_attn.runtime") / "tuned" / f"{name}.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 type Decide = Callable[[str, Mapping[str, Any], Any], Any]
-"""decide(op, key, config) -> config: replaces the configuration that `lookup` found."""
+"""A function decide(op, key, config) that returns the configuration to use instead of `config`, which `lookup` found.
+"""
 
 _decide: ContextVar[Decide | None] = ContextVar("decide", default=None)
 
 
 def is_deciding() -> bool:
-    """Return whether a `deciding` context is open, which may replace the configuration of a call."""
+    """Return whether a `deciding` context is active, so that configurations may be replaced."""
     return _decide.get() is not None
 
 
 @contextlib.contextmanager
 def deciding(decide: Decide) -> Iterator[None]:
-    """Within this context, calls are traced with the configurations that `decide` returns. Tuners and reports use it.
+    """Replace the configurations of the calls that are traced within this context by the results of `decide`.
 
-    In nested contexts, the outer function decides first, and the inner function receives its result.
+    Tuners try configurations in this way, and reports record them. In nested contexts, the outer function is called
+    first, and the inner function receives its result.
     """
     outer = _decide.get()
     both: Decide = lambda op, key, config: decide(op, key, outer(op, key, config) if outer else config)  # noqa: E731
@@ -57,13 +60,13 @@ def deciding(decide: Decide) -> Iterator[None]:
 def lookup[Config](
     op: str, key: Mapping[str, Any], make: Callable[..., Config], heuristic: Callable[[], Config]
 ) -> Config:
-    """Return the configuration of a call of `op` on the device that the call is traced for.
+    """Return the configuration of a call on the device that the call is compiled for.
 
     Args:
-      op: operation and implementation, for example "paged_decode/xla".
-      key: static facts of the call (JSON values).
-      make: returns a configuration from the fields of a packaged configuration.
-      heuristic: returns the configuration if no measured one applies.
+      op: name of the operation in the JSON files, for example "paged_decode/xla".
+      key: sizes and options of the call, as JSON values.
+      make: creates a configuration from the fields in the JSON file.
+      heuristic: creates the configuration if none was measured for this key.
     """
     tuned = (entry["config"] for entry in _tuned(device_name()).get(op, ()) if entry["key"] == dict(key))
     config = next(tuned, None)

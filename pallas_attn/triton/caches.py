@@ -1,4 +1,4 @@
-"""Caches and queries that Triton kernels support, and the layout of scales."""
+"""Checks of the caches and queries that Triton kernels support, and the layout of a cache's scales."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from pallas_attn.types import LATENT_8BIT, QMAX, PagedKV, PagedLatent
 
 MAX_HEAD_DIM = 256
-"""Maximum head dimension. Accumulators of wider heads do not fit into registers."""
+"""Maximum width of a head. A program keeps the float32 output of its tile in registers, and wider heads do not fit."""
 
 MAX_LATENT_DIM, MAX_ROPE_DIM = 512, 128
-"""Maximum columns of a latent and of its rotated key, for the same reason."""
+"""Maximum columns of a latent, and of the rotated key. Wider tiles do not fit into registers."""
 
 
 def require_supported(q: jax.Array, kv: PagedKV) -> None:
-    """Raise NotImplementedError if no kernel supports the queries with this cache."""
+    """Raise NotImplementedError if no Triton kernel supports the queries [..., D] with this cache."""
     require_queries(q)
     require_cache_dtype(kv)
     if kv.k.dtype != q.dtype and kv.k.dtype not in QMAX:
@@ -32,10 +32,12 @@ def require_cache_dtype(kv: PagedKV) -> None:
 
 
 def require_latents(q: jax.Array, cache: PagedLatent, rope_dim: int) -> None:
-    """Raise NotImplementedError if no kernel supports the queries with this latent cache.
+    """Raise NotImplementedError if no Triton kernel supports the queries with this latent cache.
 
     Args:
-      q: queries for the latent columns.
+      q: [..., L], the part of the queries that is multiplied by latents.
+      cache: the latent cache.
+      rope_dim: R, columns of the rotated key.
     """
     require_queries(q)
     keys = cache.pages if cache.rope is None else cache.rope
@@ -63,7 +65,10 @@ def require_head_dim(head_dim: int) -> None:
 
 
 def scale_groups(kv: PagedKV) -> int | str | None:
-    """Layout of scales: None, "head", "channel", or the number of scale groups of a page."""
+    """Return the layout of the cache's scales.
+
+    None: no scales. "head": [Hkv]. "channel": [Hkv, D]. An int g: [N, Hkv, g], one scale per g-th of a page's tokens.
+    """
     if kv.k_scale is None:
         return None
     return {1: "head", 2: "channel"}.get(kv.k_scale.ndim, kv.k_scale.shape[-1])

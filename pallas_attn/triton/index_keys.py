@@ -1,7 +1,7 @@
-"""Scores of index keys (DeepSeek-V3.2's lightning indexer) in Triton, for cards from Ampere (sm80) on.
+"""Scores of index keys (DeepSeek-V3.2's lightning indexer) in Triton, for GPUs from Ampere (sm80) on.
 
-The rows of a matrix product are keys, its columns are the index heads of one query. The sum over heads then involves
-few threads:
+A step is a block of TOKENS consecutive keys of one sequence. In the matrix product of a step, rows are keys and columns
+are the index heads of one query, so the sum over heads stays within a row of the result:
 
     for step in the program's steps:
         k = keys of the step                                   # [tokens, columns]
@@ -9,9 +9,13 @@ few threads:
             s = k q^T                                          # [tokens, heads]
             score = scale * sum over heads of weight * relu(s) # [tokens]
 
-Tiles of several queries: the queries are neighbours in one sequence and share the loaded keys. n programs share a tile,
-and each computes every n-th step. Tiles of one query (decode): all steps of all queries are divided into equal shares,
-one per program. A share can end one query and continue with the next. Programs do not wait for one another.
+A tile is one query or several adjacent queries of one sequence, which share the loaded keys.
+
+- Tiles of several queries (prefill): n programs process a tile, and each of them computes every n-th step.
+- Tiles of one query (decode): the steps of all queries form one list, and every program computes an equal share of the
+  list. A share can start in the middle of one query's steps and continue with the next queries.
+
+Programs do not wait for one another.
 """
 
 from __future__ import annotations
@@ -32,11 +36,11 @@ from pallas_attn.triton.page_access import load_columns
 from pallas_attn.triton.quantise import tensor_core_operand
 
 MOST_SHARED = 1024
-"""Maximum number of sequences for equal shares. Each program finds the start of its share by a prefix sum over them."""
+"""Maximum number of sequences for equal shares: each program finds its share by a prefix sum over all sequences."""
 
 
 def require_supported(call: IndexCall) -> None:
-    """Raise NotImplementedError if no kernel supports the index queries and keys."""
+    """Raise NotImplementedError if the kernel does not support the index queries and keys."""
     caches.require_queries(call.q)
     keys = call.index.keys
     if call.index.scale is None and keys.dtype != call.q.dtype:
@@ -52,11 +56,14 @@ def paged_scores(
     """Score the keys at all K = P·ps positions of each token's sequence.
 
     Args:
-      fill: whether scores after the token's own position are -inf or undefined. Scores in absent pages are -inf.
-      bins: zero counts. The kernel counts each token's scores, up to its own position, by their leading bits.
+      call: arguments of `index_scores`.
+      fill: True to write -inf for keys after the token's own position, False to leave these scores undefined.
+      bins: int32 [T, 4096] zeros, or None. The kernel counts each token's scores, up to its own position, by their
+        leading 12 bits (`ordered_scores`).
 
     Returns:
-      The scores, the number of positions up to each token's own, and the bin counts, or None without `bins`.
+      The scores, with -inf for invisible keys; the number of positions up to and including each token's own, int32 [T];
+      and the counts, or None without `bins`.
     """
     num_tokens, num_heads, dim = call.q.shape
     num_sequences, table_pages = call.block_tables.shape
@@ -116,20 +123,20 @@ def paged_scores(
 def _score(
     q_ptr,  # [T, HEADS, D]
     weights_ptr,  # [T, HEADS]
-    keys_ptr,  # [pool pages, PAGE, D]
-    scale_ptr,  # [pool pages, PAGE] or None
+    keys_ptr,  # [pool_pages, PAGE, D]
+    scale_ptr,  # [pool_pages, PAGE] or None
     tables_ptr,  # [S, table_pages]
     cu_q_lens_ptr,  # [S + 1]
     kv_lens_ptr,  # [S]
     mask_ptr,  # [T, DRAFTS] or None
-    _bins_ptr,
+    _bins_ptr,  # same memory as bins_ptr
     num_tokens,
     num_sequences,
     table_pages,
     pool_pages,
     out_ptr,  # [T, WIDTH]
     counts_ptr,  # [T]
-    bins_ptr,  # [T, BINS] or None
+    bins_ptr,  # [T, SCORE_BINS] or None
     HEADS: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -147,10 +154,10 @@ def _score(
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    if GROUPS:  # tiles of one query: an equal share of all steps
-        group = tl.arange(
-            0, GROUPS
-        )  # group 0 is the padding before the sequences, then come the sequences and the padding after them
+    # Groups of packed tokens: group 0 is the padding before the first sequence, group s + 1 is sequence s, and the last
+    # group is the padding after the last sequence.
+    if GROUPS:  # tiles of one query: an equal share of the steps of all queries
+        group = tl.arange(0, GROUPS)
         _, q_lens, kv_lens = _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences)
         work = q_lens * _steps_of(kv_lens, WIDTH, TOKENS, FILL)
         ends = tl.cumsum(work, 0)
@@ -173,7 +180,7 @@ def _score(
                 *(HEADS, D, WIDTH, PAGE, QUERIES, TOKENS, BLOCK, BLOCKS, COLUMNS, DRAFTS, SCALE, Q_SCALE, FILL, NATIVE),
             )
             at += last - first
-    else:  # tiles of several queries: every n-th step of a tile, with n programs
+    else:  # tiles of several queries: of n programs per tile, program i computes steps i, i + n, ...
         sequence, first_token, q_len, first = work_of(
             cu_q_lens_ptr, tl.program_id(0), num_tokens, num_sequences, QUERIES, SEARCH_STEPS
         )
@@ -193,10 +200,10 @@ def _score(
 
 @kernel
 def _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences):
-    """First token, number of queries and number of keys of groups.
+    """Return the first packed token, the number of queries and the number of keys of groups of packed tokens.
 
-    Group 0 is the padding before the sequences, group s + 1 is sequence s, and group `num_sequences` + 1 is the padding
-    after the sequences. Later groups have no queries.
+    Group 0 is the padding before the first sequence, group s + 1 is sequence s, and group `num_sequences` + 1 is the
+    padding after the last sequence. Padding has no keys. Later groups have no queries.
     """
     begin = tl.load(cu_q_lens_ptr + group - 1, mask=(group >= 1) & (group <= num_sequences + 1), other=0)
     end = tl.load(cu_q_lens_ptr + group, mask=group <= num_sequences, other=num_tokens)
@@ -206,7 +213,10 @@ def _group(cu_q_lens_ptr, kv_lens_ptr, group, num_tokens, num_sequences):
 
 @kernel
 def _steps_of(kv_len, WIDTH: tl.constexpr, TOKENS: tl.constexpr, FILL: tl.constexpr):
-    """Number of steps of a query; at least 1, because the first step writes the number of positions."""
+    """Return the number of steps of each query of a sequence with `kv_len` keys.
+
+    It is at least 1, because the first step also writes counts_ptr. With FILL, steps cover all WIDTH positions.
+    """
     steps = tl.maximum((kv_len + TOKENS - 1) // TOKENS, 1)
     return tl.full(steps.shape, (WIDTH + TOKENS - 1) // TOKENS, tl.int32) if FILL else steps
 
@@ -246,9 +256,16 @@ def _score_tile(
     FILL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Score keys for `queries` neighbouring queries from `row` on, in every stride-th step from `first` to `last`."""
+    """Compute the scores of a tile for the steps first, first + stride, ... below `last`.
+
+    Args:
+      sequence: index of the sequence; -1 or the number of sequences for padding, which has no keys.
+      row: packed index of the tile's first query.
+      queries: number of queries of the tile.
+      first_position: position of the first query in the sequence.
+    """
     q_dtype: tl.constexpr = q_ptr.dtype.element_ty if Q_SCALE is None else tl.float16  # pyrefly: ignore[bad-assignment]
-    WHOLE: tl.constexpr = PAGE % TOKENS == 0  # a step lies in one page
+    WHOLE: tl.constexpr = PAGE % TOKENS == 0  # the keys of a step are in one page
     end = tl.maximum(first_position + queries, 0)
     row = row.to(tl.int64)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_pages
@@ -260,8 +277,8 @@ def _score_tile(
     walked = tl.minimum(last, (end + TOKENS - 1) // TOKENS)
     token = tl.arange(0, TOKENS)
     next_key = first * TOKENS if WHOLE else first * TOKENS + token
-    next_id = tl.load(table_ptr + next_key // PAGE, mask=next_key < end, other=-1)  # page id, loaded one step ahead
-    q, weights = (), ()  # of the only query, for each block of heads
+    next_id = tl.load(table_ptr + next_key // PAGE, mask=next_key < end, other=-1)  # page ids of the next step
+    q, weights = (), ()  # for each block of heads, the query and its weights; loaded once if the tile has one query
     if QUERIES == 1:
         for block in tl.static_range(BLOCKS):
             q += (_queries(q_ptr, row, block, HEADS, D, BLOCK, COLUMNS, Q_SCALE),)
@@ -272,7 +289,7 @@ def _score_tile(
         next_key = (step + stride) * TOKENS if WHOLE else (step + stride) * TOKENS + token
         next_id = tl.load(table_ptr + next_key // PAGE, mask=next_key < end, other=-1)
         in_pool = (page_id >= 0) & (page_id < pool_pages)
-        if WHOLE:  # tokens after the end of a sequence are loaded with their page, and masked
+        if WHOLE:  # loads whole blocks, including keys after the end of the sequence, whose scores are masked below
             slot = page_id.to(tl.int64) * PAGE + step * TOKENS % PAGE
             seen = (token >= 0) & in_pool
             k = load_columns(keys_ptr + slot * D, token * D, 0, seen, D, COLUMNS)
@@ -300,7 +317,7 @@ def _score_tile(
                 at = out_ptr + (row + i) * WIDTH
                 shown = seen & _in_draft_mask(mask_ptr, row + i, key, first_position + i, DRAFTS)
                 _store_scores(at, bins_ptr, row + i, score * k_scale, key, shown, first_position + i, WIDTH, FILL)
-    if FILL:  # positions of steps without keys
+    if FILL:  # write -inf in the remaining steps, which have no keys
         done = (tl.maximum(walked - first, 0) + stride - 1) // stride
         for step in range(first + done * stride, last, stride):
             key = step * TOKENS + token
@@ -320,10 +337,11 @@ def _queries(
     COLUMNS: tl.constexpr,
     Q_SCALE: tl.constexpr,
 ):
-    """Index queries [D, heads] of a token, for a block of heads.
+    """Load the index queries of a token for a block of heads, [COLUMNS, BLOCK].
 
     Args:
-      Q_SCALE: factor for queries that are converted to float16; None for queries in their own dtype.
+      Q_SCALE: None to use the queries in their dtype. Otherwise bfloat16 queries are multiplied by this factor, which
+        prevents most overflows, and converted to float16, the dtype of converted 8-bit keys.
     """
     head = block * BLOCK + tl.arange(0, BLOCK)
     q = load_columns(q_ptr + row * (HEADS * D), head * D, 0, head < HEADS, D, COLUMNS)
@@ -334,23 +352,29 @@ def _queries(
 
 @kernel
 def _weights(weights_ptr, row, block, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Weights [heads] of a token, for a block of index heads."""
+    """Load the weights of a token for a block of index heads, [BLOCK]; 0 past the last head."""
     head = block * BLOCK + tl.arange(0, BLOCK)
     return tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0)
 
 
 @kernel
 def _weighted(k, q, weights):
-    """Sum over heads of weight · relu(key · query) for each key."""
-    positive = tl.maximum(tl.dot(k, q), 0.0, propagate_nan=tl.PropagateNan.ALL)  # a product can be NaN
+    """Return the sum over a block of heads of weight · relu(key · query) for each key, float32 [tokens].
+
+    Args:
+      k: keys [tokens, columns].
+      q: queries [columns, heads].
+      weights: [heads].
+    """
+    positive = tl.maximum(tl.dot(k, q), 0.0, propagate_nan=tl.PropagateNan.ALL)  # a NaN key has a NaN score
     return tl.sum(positive * weights[None, :], 1)
 
 
 @kernel
 def _in_draft_mask(mask_ptr, row, key, position, DRAFTS: tl.constexpr):
-    """Whether the draft mask shows keys to a token. It covers the DRAFTS positions up to the token.
+    """Return whether the draft mask shows keys to the token at `position`, bool [tokens].
 
-    Earlier keys are shown.
+    The mask of a token covers the DRAFTS positions up to and including its own. Earlier keys are shown.
     """
     if mask_ptr is None:
         shown = key == key
@@ -363,10 +387,13 @@ def _in_draft_mask(mask_ptr, row, key, position, DRAFTS: tl.constexpr):
 
 @kernel
 def _store_scores(at, bins_ptr, row, score, key, seen, position, WIDTH: tl.constexpr, FILL: tl.constexpr):
-    """Store scores of keys and count them. Keys that the query does not see have score -inf.
+    """Store the scores of keys for the query at `position`, -inf for invisible keys, and count them in the bins.
 
     Args:
-      FILL: whether to store scores after the query's position too.
+      at: pointer to the query's scores, [WIDTH].
+      key: [tokens], positions of the keys.
+      seen: [tokens], whether the key is visible apart from causality.
+      FILL: whether scores of keys after `position` are also stored.
     """
     score = tl.where(seen & (key <= position), score + 0.0, float("-inf"))
     tl.store(at + key, score, mask=key < WIDTH if FILL else key <= position)

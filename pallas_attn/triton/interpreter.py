@@ -1,16 +1,18 @@
-"""Run Triton kernels on the CPU with triton's interpreter, with fixes for bfloat16 and float8 and checks of accesses.
+"""Run Triton kernels on the CPU with Triton's interpreter, with fixes for bfloat16 and float8, and check each access.
 
-Triton's interpreter (3.6 to 3.9) runs kernels in numpy. It multiplies the bit patterns of bfloat16 numbers, truncates
-in casts to bfloat16 and float8, and fails with numpy 2.5. Importing this module patches it for the whole process.
+Triton's interpreter (3.6 to 3.9) runs kernels in numpy. It has three faults: `tl.dot` multiplies the bit patterns of
+bfloat16 numbers, casts to bfloat16 and float8 truncate instead of rounding, and scalar indices fail with numpy 2.5.
+Importing this module replaces the faulty functions of the interpreter for the whole process.
 
-The patched interpreter raises `KernelFlawError` for behaviour that is undefined on a GPU:
+The checks raise `KernelFlawError` for behaviour that is undefined on a GPU:
 
 - a load or store outside the arrays of the launch, or with an element size other than the array's;
-- two programs store the same element, or one store has the same element twice;
+- two programs store the same element, or one store instruction stores the same element twice;
 - a load of an element that was never written, or that another program has written;
-- an atomic addition to an element that was never written, or that a program stores or loads in another way.
+- an atomic addition to an element that was never written, or that a program also loads or stores without an atomic.
 
-It does not detect races inside a program or races in shared memory. It does not reproduce reduced precision of a GPU.
+The checks do not detect races between the threads of a program or in shared memory. Matrix products are computed in
+float32, so a GPU's reduced precision (such as TF32) is not reproduced.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 FLOAT8_NAMES = {tl.float8e4nv: ml_dtypes.float8_e4m3fn}
-"""float8 types that the interpreter represents by integer bit patterns. bfloat16 is represented in the same way."""
+"""Triton's float8 types that kernels use, with the equivalent numpy dtypes."""
 _HELD_AS_BITS = {tl.bfloat16: ml_dtypes.bfloat16, **FLOAT8_NAMES}
+"""Triton types that the interpreter represents by integer bit patterns, with the equivalent numpy dtypes."""
 
 
 class KernelFlawError(Exception):
@@ -36,7 +39,7 @@ class KernelFlawError(Exception):
 
 
 class HostArray:
-    """A numpy array with the tensor methods that the interpreter calls."""
+    """A numpy array with the methods of a torch tensor that the interpreter calls."""
 
     def __init__(self, array: np.ndarray, name: str):
         self.array, self.name = array, name
@@ -46,7 +49,7 @@ class HostArray:
     def data_ptr(self) -> int:
         return self.address
 
-    # The interpreter copies arguments to the CPU and back. The methods below make these copies no-ops.
+    # The interpreter calls these methods to copy tensors from the GPU to the CPU and back. Here they copy nothing.
     def untyped_storage(self) -> HostArray:
         return self
 
@@ -76,12 +79,15 @@ ATOMIC, NOBODY, CALLER, FIRST_PROGRAM = -1, 0, 1, 2
 
 
 class LaunchMemory:
-    """The arrays of a launch, and the last writer of each element: NOBODY, CALLER, a program number, or ATOMIC.
+    """Record of the accesses of one launch: the last writer of each array element, and whether it was loaded.
+
+    The writer is NOBODY, CALLER (the element is part of an input), the number of a program (from FIRST_PROGRAM on), or
+    ATOMIC for atomic additions by any programs.
 
     Args:
-      inputs: arrays that programs may read.
-      outputs: arrays that programs may write. Their elements count as never written, except in `held`.
-      held: outputs that alias an input, and so contain its values.
+      inputs: arrays that programs may only read.
+      outputs: arrays that programs may write. Their elements are unwritten at first, except in `held`.
+      held: the outputs that alias an input, and therefore contain its values at first.
     """
 
     def __init__(self, inputs: Sequence[HostArray], outputs: Sequence[HostArray], held: Sequence[HostArray]):
@@ -95,7 +101,15 @@ class LaunchMemory:
         self.loaded = {id(a): np.zeros(a.array.size, bool) for a in self.arrays}
 
     def located(self, addresses: np.ndarray, itemsize: int, what: str) -> list[tuple[HostArray, np.ndarray]]:
-        """Return the arrays that contain the addresses, each with the element indices."""
+        """Return each array that contains some of the addresses (uint64), with the indices of the accessed elements.
+
+        Args:
+          itemsize: bytes per accessed element.
+          what: "load", "store" or "addition", for error messages.
+
+        Raises:
+          KernelFlawError: an address is outside all arrays, or does not refer to an element of this size.
+        """
         which = np.searchsorted(self.starts, addresses, side="right").astype(np.int64) - 1
         found = []
         for index in np.unique(which):
@@ -135,7 +149,9 @@ class LaunchMemory:
             writer[element] = program
 
     def add(self, addresses: np.ndarray, itemsize: int) -> None:
-        """Record atomic additions. Their order does not matter if no program loads or stores the element."""
+        """Record atomic additions, which are allowed to elements that no program loads or stores: the result does not
+        depend on the order of the additions.
+        """
         for array, element in self.located(np.unique(addresses), itemsize, "addition"):
             if id(array) not in self.outputs:
                 raise KernelFlawError(f"addition to the input {array.name}")
@@ -155,7 +171,10 @@ def launch(
     constants: Mapping[str, Any],
     aliases: Mapping[int, int],
 ) -> list[jax.Array]:
-    """Run `launch.launch` on the CPU, as a callback, which supports jit, vmap and shard_map."""
+    """Run a kernel on the CPU, with the arguments and results of `pallas_attn.triton.launch.launch`.
+
+    The kernel runs in `jax.pure_callback`, so the call works inside jit, vmap and shard_map.
+    """
     is_array = [hasattr(x, "dtype") for x in operands]
 
     def callback(*arrays: jax.Array) -> list[np.ndarray]:
@@ -176,7 +195,9 @@ def run(
     constants: Mapping[str, Any],
     aliases: Mapping[int, int] | None = None,
 ) -> list[np.ndarray]:
-    """Run a kernel on numpy arrays. Output elements that no program writes are NaN, or -1 for integers.
+    """Run a kernel on numpy arrays and return the outputs. Arguments are as for `launch`.
+
+    Output elements that no program writes are NaN, or -1 in integer arrays, unless the output aliases an input.
 
     Raises:
       KernelFlawError: the kernel has behaviour that is undefined on a GPU.
@@ -197,9 +218,9 @@ def run(
     standard: Any = tl.zeros
     with _lock:
         _memory = LaunchMemory(list(read.values()), written, [written[i] for i in held])
-        patched = interpreter._patch_lang(
-            standard.fn
-        )  # also patches triton.language.core, whose functions call one another
+        # `_patch_lang` patches the language modules in the globals of a function. The globals of a kernel have only
+        # triton.language. The globals of tl.zeros also have triton.language.core, whose functions call one another.
+        patched = interpreter._patch_lang(standard.fn)
         try:
             with np.errstate(all="ignore"):
                 function[grid](*arguments, *written, **constants)
@@ -218,7 +239,7 @@ def _unwritten(shape: Any) -> np.ndarray:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The exception raised in a kernel, without the interpreter's wrappers."""
+    """Return the exception that was raised in a kernel. The interpreter wraps it in InterpreterErrors."""
     while isinstance(error, interpreter.InterpreterError) and error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -227,7 +248,8 @@ def _cause(error: BaseException) -> BaseException:
 # --- patches of triton's interpreter
 
 _memory: LaunchMemory | None = None
-_lock = threading.Lock()  # the interpreter stores the grid position in a global, and XLA calls from many threads
+# XLA runs callbacks on several threads, but the interpreter stores the grid position in a global variable.
+_lock = threading.Lock()
 
 _Builder: Any = interpreter.InterpreterBuilder
 _load, _store = _Builder.create_masked_load, _Builder.create_masked_store
@@ -247,7 +269,7 @@ def _touched(ptrs: Any, mask: Any) -> tuple[np.ndarray, int]:
 
 
 def _as_bool(mask: Any) -> Any:
-    """Convert integer masks to bool. numpy would use integers as indices, and Triton 3.9 raises an error."""
+    """Convert an integer mask to bool. numpy would interpret integers as indices, and Triton 3.9 raises an error."""
     return interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
 
 
@@ -276,13 +298,13 @@ def _checked_atomic(self: Any, operation: Any, ptrs: Any, value: Any, mask: Any,
 
 
 def _values(handle: Any) -> np.ndarray:
-    """Numerical values of a tensor; float32 for types that the interpreter represents by bit patterns."""
+    """Return the numbers of a tensor; as float32 if the interpreter represents the type by bit patterns."""
     held = _HELD_AS_BITS.get(handle.dtype.scalar)
     return handle.data if held is None else np.ascontiguousarray(handle.data).view(held).astype(np.float32)
 
 
 def _rounding_cast(self: Any, src: Any, dst_type: Any, *_: Any) -> Any:
-    """Cast with rounding to nearest even."""
+    """Cast with rounding to nearest even, if one of the types is represented by bit patterns."""
     here, there = src.dtype.scalar, dst_type.scalar
     if here == there or not {here, there} & set(_HELD_AS_BITS):
         return _cast(self, src, dst_type)
@@ -302,10 +324,10 @@ def _dot_of_values(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
 
 
 def _fused_multiply_add(self: Any, x: Any, y: Any, z: Any) -> Any:
-    """Multiply-add in float64, rounded to the dtype of z.
+    """Compute x·y + z in float64 and round to the dtype of z.
 
-    The product of two float32 numbers is exact. The sum is rounded to float64 first, so the result can differ from the
-    FMA of a GPU by one ulp near ties.
+    For float32, the float64 product is exact. The sum is rounded twice (to float64, then to float32), so the result
+    can differ from a GPU's FMA by one ulp near ties.
     """
     wide = [handle.data.astype(np.float64) for handle in (x, y, z)]
     return interpreter.TensorHandle((wide[0] * wide[1] + wide[2]).astype(z.data.dtype), z.dtype.scalar)
@@ -313,17 +335,18 @@ def _fused_multiply_add(self: Any, x: Any, y: Any, z: Any) -> Any:
 
 def _patch_index(tensor: Any, scope: Any) -> None:
     _patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # triton 3.6 fails with numpy 2.5
+    # Triton 3.6 converts a one-element array with int(), which numpy 2.5 does not allow.
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _min_max(self: Any, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:  # noqa: A002
-    """Maxima and minima that ignore NaN unless all values are NaN, as on a GPU, without numpy's warning."""
+    """Reduce by maximum or minimum, ignoring NaN unless all values are NaN, as on a GPU. numpy's nanmax would warn."""
     quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
     return _reduce(self, input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
 
 def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a device function. The launch has already patched the language; triton would patch it at every call."""
+    """Call a device function. `run` has patched `triton.language`; Triton's own method would patch it at every call."""
     return self.rewrite()(*args, **kwargs)
 
 

@@ -1,14 +1,15 @@
 """Launch Triton kernels on jax arrays.
 
-Tracing a call compiles its kernel to PTX with triton's compiler stages. jaxlib's FFI handler `triton_kernel_call_ffi`,
-which also runs kernels of Pallas's Triton backend, takes the PTX and the launch sizes:
+When JAX traces a call, Triton's compiler stages compile the kernel to PTX. The PTX and the grid become the attributes
+of a custom call. Its handler is jaxlib's `triton_kernel_call_ffi`, which Pallas's Triton backend uses too:
 
     @triton.jit function --triton--> PTX --jax.ffi--> custom call --XLA--> cubin, command buffers, donation
 
-The same path serves jit, scan, vmap, shard_map and export, with and without a GPU. Nothing is timed or tuned when a
-call runs. `jaxlib.gpu_triton` and triton's compiler stages are not public APIs.
+Calls work inside jit, scan, vmap, shard_map and export. They can be traced and compiled without a GPU. Tile sizes are
+fixed when a call is traced: there is no autotuning at run time. `jaxlib.gpu_triton` and Triton's compiler stages are
+not public APIs.
 
-With TRITON_INTERPRET=1 the kernel runs on the CPU instead (`pallas_attn.triton.interpreter`).
+With TRITON_INTERPRET=1, kernels run on the CPU in Triton's interpreter (`pallas_attn.triton.interpreter`).
 """
 
 from __future__ import annotations
@@ -40,29 +41,42 @@ TYPES: Mapping[str, str] = {
     "bool": "i1",
     "float8_e4m3fn": "u8",  # sm80 and sm86 have no float8 type, so kernels get bytes on every card
 }
-"""Triton's names of JAX dtypes."""
+"""Triton's name of each JAX dtype that kernels accept."""
 
 PTX_VERSIONS = {8: 84, 9: 84}
-"""PTX version by major compute capability. Lower than the newest version, so that older assemblers support it."""
+"""PTX version (84 is 8.4) by major compute capability. XLA assembles the PTX with the installed CUDA toolchain, and an
+older toolchain does not accept the newest PTX version.
+"""
 NEWEST_PTX_VERSION = 88
+"""PTX version for other compute capabilities, such as Blackwell."""
 
 ALIGNMENT = 16
-"""Alignment of array addresses in bytes. XLA aligns its buffers to at least this."""
+"""Alignment of array addresses in bytes that kernels may assume. XLA's buffers have at least this alignment."""
 
 type Shaped = jax.Array | jax.ShapeDtypeStruct
-"""An array, or its shape and dtype."""
+"""An array, or a description of an array with a shape and a dtype."""
 
 type Operand = jax.Array | int | None
-"""An array, a number that is passed as int32 at run time, or None, which is a compile-time constant."""
+"""Input of a kernel: an array; a number, which the kernel receives as int32 at run time; or None, which the kernel
+receives at compile time.
+"""
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """`triton.jit` of the unwrapped function. Triton reads the source, which a type checker may have wrapped."""
+    """Apply `triton.jit` to a function.
+
+    Triton compiles the source text of the function. Decorators are removed first: in tests, jaxtyping's import hook
+    decorates every function, and Triton would read the source text of the wrapper.
+    """
     return triton.jit(inspect.unwrap(function))
 
 
 def block_columns(width: int) -> int:
-    """Columns of a program's block for rows of this width: the power of two with the least padding."""
+    """Return how many columns of an array of rows [rows, width] one program handles.
+
+    Programs handle blocks of 32 to 512 columns, a power of two. The last block is padded. The returned block size has
+    the least padding; of several such sizes it is the largest.
+    """
     return min((512, 256, 128, 64, 32), key=lambda columns: -(-width // columns) * columns)
 
 
@@ -70,9 +84,9 @@ class CompiledKernel(NamedTuple):
     """Kernel compiled for one combination of dtypes and constants.
 
     Attributes:
-      name: name of the function in the PTX.
-      ptx: PTX source text.
-      shared_bytes: shared memory of a thread block.
+      name: name of the kernel function in the PTX text.
+      ptx: PTX text.
+      shared_bytes: shared memory per thread block, in bytes.
     """
 
     name: str
@@ -96,30 +110,31 @@ def launch(
     """Run a kernel for every program of a grid.
 
     Args:
-      function: a `kernel`. Its parameters are a pointer or number for each operand, a pointer for each output, and the
-        constants by name. An operand None is the constant None. float8_e4m3fn arrays are uint8 pointers.
+      function: a function with the decorator `kernel`. Its parameters are one for each operand, one for each output,
+        then the constants, by name. An array is a pointer parameter; a float8_e4m3fn array is a pointer to uint8. A
+        number is an int32 parameter. An operand None is the compile-time constant None.
       operands: inputs.
-      outputs: shapes and dtypes, or arrays that have them. Elements that no program writes are undefined, or have the
-        value of the aliased operand.
-      grid: up to three numbers of programs, each at least 1.
+      outputs: shape and dtype of each output. An element that no program writes has the value of the aliased operand,
+        or is undefined if the output has no alias.
+      grid: numbers of programs along up to three axes, each at least 1.
       constants: compile-time arguments by parameter name; hashable.
       num_warps: warps of a program.
-      num_stages: number of loop iterations whose loads can be in flight.
-      max_registers: maximum registers of a thread. None leaves the choice to the assembler, which may spill a few
-        registers so that one more program fits on a multiprocessor.
-      aliases: index of an operand to index of the output that uses the same memory.
+      num_stages: Triton's number of pipeline stages: loop iterations whose loads can be in flight.
+      max_registers: maximum number of registers per thread. None leaves the choice to the assembler, which may spill a
+        few registers so that one more program fits on a multiprocessor.
+      aliases: maps the index of an operand to the index of an output that shares its memory.
       bytes_accessed, flops: cost estimate of the custom call for XLA; 0 if unknown.
 
     Returns:
       One array for each output.
 
     Raises:
-      NotImplementedError: Triton kernels do not run on this device, or jax's CUDA plugin is not installed.
+      NotImplementedError: the current device does not run Triton kernels, or JAX's CUDA plugin is not installed.
     """
     card = device.triton_card()
     aliases = dict(aliases or {})
     if device.interprets_triton():
-        from pallas_attn.triton import interpreter  # patches triton's interpreter for the whole process
+        from pallas_attn.triton import interpreter  # imported here, because the import patches Triton's interpreter
 
         return interpreter.launch(function, operands, outputs, grid, constants, aliases)
     arrays = [x for x in operands if _is_array(x)]
@@ -140,8 +155,9 @@ def launch(
 
     @jax.custom_batching.sequential_vmap
     def called(*arrays: jax.Array) -> list[jax.Array]:
-        # In a loop that slices operands or stacks results, including the loop of sequential_vmap, XLA would fuse the
-        # slices into the custom call and lose its aliases. It does not fuse slices across an optimization barrier.
+        # A loop, such as the loop of sequential_vmap, slices the operands of each iteration and stacks the results.
+        # XLA would fuse these slices into the custom call, and the call would lose its aliases. The barriers prevent
+        # the fusion.
         return list(lax.optimization_barrier(call(*lax.optimization_barrier(arrays), **attributes)))
 
     return called(*arrays)
@@ -159,12 +175,16 @@ def compile_kernel(
     """Compile a kernel to PTX.
 
     Args:
-      kinds: for each operand and output, the dtype of an array, "scalar" for a number, or None for None.
-      constants: name, value and type of each constant. The type distinguishes 1 from True in the cache key.
-      capability: compute capability, such as 90.
+      function: a function with the decorator `kernel`.
+      kinds: for each operand, then for each output: the dtype of an array, "scalar" for a number, or None for None.
+      constants: name, value and type of each constant. The arguments are the key of the cache `compiled`, where the
+        type distinguishes 1 from True.
+      num_warps, num_stages, max_registers: as for `launch`.
+      capability: compute capability, such as 90 for (9, 0).
 
     Raises:
-      NotImplementedError: the kernel needs scratch memory or tensor descriptors, which the handler does not pass.
+      NotImplementedError: the kernel needs global scratch memory or tensor descriptors, which the FFI handler does not
+        pass to kernels.
     """
     from triton._C.libtriton import ir  # has no type stub
 
@@ -196,18 +216,26 @@ def compile_kernel(
         if name == "ptx":
             break
     if metadata.get("global_scratch_size") or metadata.get("tensordesc_meta"):
-        raise NotImplementedError("kernels get neither scratch memory nor tensor descriptors of the host")
+        raise NotImplementedError("needs global scratch memory or tensor descriptors, which kernels do not receive")
     return CompiledKernel(metadata["name"], module, metadata["shared"])
 
 
 compiled = functools.lru_cache(maxsize=1024)(compile_kernel)
-"""`compile_kernel` with a cache, because most launches of a process repeat the same arguments."""
+"""`compile_kernel` with a cache: the layers of a model launch the same kernels."""
 
 
 def encoded_call(
     found: CompiledKernel, operands: Sequence[Operand], num_outputs: int, grid: tuple[int, ...], warps: int, cc: int
 ) -> bytes:
-    """Serialise a launch for the FFI handler."""
+    """Return a launch as bytes, in the form that the FFI handler takes as its attribute `opaque`.
+
+    Args:
+      warps: warps of a program.
+      cc: compute capability, such as 90.
+
+    Raises:
+      NotImplementedError: JAX's CUDA plugin is not installed.
+    """
     from jaxlib import gpu_triton
 
     if not hasattr(gpu_triton, "TritonKernel"):
@@ -222,7 +250,11 @@ def encoded_call(
 
 
 def _number(card: device.Device) -> int:
-    """Compute capability as triton's number: 90 for (9, 0)."""
+    """Return the compute capability as Triton's number: 90 for (9, 0).
+
+    Raises:
+      NotImplementedError: the device has no compute capability.
+    """
     if card.capability is None:
         raise NotImplementedError(f"needs a GPU of a known compute capability, this is {card.words}")
     major, minor = card.capability
@@ -240,7 +272,7 @@ def _kind(operand: Any) -> str | None:
 
 
 def _parameter(kind: str | None) -> str:
-    """Triton's type of a parameter. A parameter without an operand is a constant."""
+    """Return Triton's type of a parameter: a pointer for a dtype, "i32" for "scalar", a constant for None."""
     if kind is None:
         return "constexpr"
     return "i32" if kind == "scalar" else f"*{TYPES[kind]}"

@@ -1,4 +1,7 @@
-"""Addresses of keys and values in a paged pool, and masked loads of their columns."""
+"""Addresses of keys and values in a paged pool, and masked loads of their columns.
+
+A pool row is one page of one KV head: row page·NUM_HEADS + head of a pool [pages, NUM_HEADS, PAGE, columns].
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def nth_visible_token(n, sink_pages, first_page, PAGE: tl.constexpr):
-    """Table entry and position of the n-th token of a row's visible pages.
+    """Return the block-table entry and the position of the n-th token in the visible pages of a sequence and KV head.
 
-    The visible pages are the first `sink_pages` pages, followed by the pages from `first_page` on.
+    The visible pages are table entries 0 to sink_pages - 1 (sink tokens), then the entries from `first_page` on (the
+    window). PAGE is the number of tokens per page.
     """
     page = n // PAGE
     entry = tl.where(page < sink_pages, page, page - sink_pages + first_page)
@@ -19,9 +23,11 @@ def nth_visible_token(n, sink_pages, first_page, PAGE: tl.constexpr):
 
 @triton.jit
 def pool_rows(page_id, head, NUM_HEADS: tl.constexpr, HEAD_WISE: tl.constexpr):
-    """Pool rows (int64; a pool row is one head's part of a page) of table entries.
+    """Return the pool rows (int64) of block-table entries.
 
-    A table entry is a page id, or with head-wise tables the pool row itself.
+    Args:
+      page_id: entries of a block table. With HEAD_WISE they are already pool rows.
+      head: KV head.
     """
     row = page_id.to(tl.int64)
     return row if HEAD_WISE else row * NUM_HEADS + head
@@ -29,12 +35,12 @@ def pool_rows(page_id, head, NUM_HEADS: tl.constexpr, HEAD_WISE: tl.constexpr):
 
 @triton.jit
 def column_offsets(row_start, held, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Element offsets and mask, both [rows, COLUMNS], of columns FIRST to FIRST + COLUMNS.
+    """Return the element offsets and the mask, both [rows, COLUMNS], of columns FIRST to FIRST + COLUMNS - 1 of rows.
 
     Args:
-      row_start: [rows], offset of each row's column 0.
-      held: [rows], whether the row exists.
-      WIDTH: number of columns that exist.
+      row_start: [rows], element offset of column 0 of each row.
+      held: [rows], whether the row is loaded.
+      WIDTH: number of columns of a row; the mask is false for later columns.
     """
     column = FIRST + tl.arange(0, COLUMNS)
     is_held = tl.broadcast_to(held[:, None], [held.shape[0], COLUMNS])
@@ -45,18 +51,21 @@ def column_offsets(row_start, held, FIRST: tl.constexpr, WIDTH: tl.constexpr, CO
 
 @triton.jit
 def load_columns(ptr, row_start, FIRST: tl.constexpr, held, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load the columns at `column_offsets`, with 0 where the mask is false."""
+    """Load columns FIRST to FIRST + COLUMNS - 1 of rows, [rows, COLUMNS]. For the arguments see `column_offsets`.
+
+    Elements with a false mask are 0.
+    """
     at, is_held = column_offsets(row_start, held, FIRST, WIDTH, COLUMNS)
     return tl.load(ptr + at, mask=is_held, other=0)
 
 
 @triton.jit
 def token_scales(scale_ptr, row, token, seen, GROUPS: tl.constexpr, PAGE: tl.constexpr):
-    """Scale factors [tokens] from pages with GROUPS scale factors per pool row.
+    """Load the scale of each token, [tokens], from scales [pool rows, GROUPS], one per group of PAGE / GROUPS tokens.
 
     Args:
-      row: [tokens], or one pool row for all tokens.
-      token: [tokens], positions; only the position modulo PAGE matters.
-      seen: [tokens], load mask; other scale factors are 0.
+      row: [tokens], pool row of each token; or a scalar for all tokens.
+      token: [tokens], positions, or offsets in the page.
+      seen: [tokens], load mask; the scale is 0 where the mask is false.
     """
     return tl.load(scale_ptr + row * GROUPS + token % PAGE // (PAGE // GROUPS), mask=seen, other=0.0)

@@ -1,7 +1,7 @@
 """Conversions between float32, float16 and 8-bit cache dtypes. Kernels see float8_e4m3fn as bytes (uint8).
 
-Quantisation follows `pallas_attn.portable.quantise` bit for bit on every card: division rounds correctly, and the
-conversion to float8_e4m3fn uses integer arithmetic.
+Quantised values equal the values of `pallas_attn.portable.quantise` bit for bit on every GPU: division is IEEE
+division, and the conversion to float8_e4m3fn uses integer arithmetic, not the GPU's conversion instructions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 ROUNDING = tl.constexpr(12582912.0)
-"""1.5 * 2**23. Adding it to a float32 of magnitude up to 2**22 rounds to an integer, half to even."""
+"""1.5 * 2**23. (x + ROUNDING) - ROUNDING rounds a float32 x of magnitude up to 2**22 to an integer, half to even."""
 
 
 @triton.jit
@@ -18,10 +18,11 @@ def e4m3_from_f32(x):
     """Convert float32 (up to ±448, or NaN) to float8_e4m3fn bytes, rounding to nearest even."""
     magnitude = tl.abs(x)
     bits = magnitude.to(tl.int32, bitcast=True)
-    # Add half a unit in the last place of a 3-bit mantissa, minus one, plus the parity bit. Change the exponent bias
-    # from 127 to 7.
+    # Round the 23-bit mantissa to 3 bits, half to even: add 2**19 - 1, plus the lowest bit that is kept, and drop 20
+    # bits. Then change the exponent bias from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Subnormal float8, below 2**-6, is a multiple of 2**-9, which is the unit in the last place of float32 at 2**14.
+    # float8 values below 2**-6 are subnormal: multiples of 2**-9. The spacing of float32 numbers at 2**14 is also
+    # 2**-9, so adding 2**14 rounds to a multiple, and the difference of the bit patterns is the multiplier.
     small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0.015625, small, normal)
     code = tl.where(x == x, code, 0x7F)
@@ -34,7 +35,7 @@ def f16_from_e4m3(byte, NATIVE: tl.constexpr):
     """Convert float8_e4m3fn bytes to float16, exactly.
 
     Args:
-      NATIVE: whether the card has an instruction for it (sm89 and later); otherwise integer arithmetic.
+      NATIVE: whether the GPU has an instruction for this conversion (sm89 and later); otherwise the bits are shifted.
     """
     if NATIVE:
         value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -48,23 +49,31 @@ def f16_from_e4m3(byte, NATIVE: tl.constexpr):
 
 @triton.jit
 def tensor_core_operand(stored, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """Convert cache values to a 16-bit dtype, exactly.
+    """Convert stored cache values to the 16-bit `dtype` of a matrix product, exactly.
 
-    bfloat16 and float16 represent every int8 and float8_e4m3fn number. 16-bit caches already have `dtype`.
+    bfloat16 and float16 represent every int8 and float8_e4m3fn number. Values of a 16-bit cache already have `dtype`.
+
+    Args:
+      stored: int8, uint8 (bytes of float8_e4m3fn), or `dtype`.
+      NATIVE: as for `f16_from_e4m3`.
     """
     return f16_from_e4m3(stored, NATIVE).to(dtype) if stored.dtype == tl.uint8 else stored.to(dtype)
 
 
 @triton.jit
 def dequantise(stored, scale, NATIVE: tl.constexpr):
-    """float32 of stored values (int8, or float8_e4m3fn bytes), times `scale`."""
+    """Return stored values (int8, or bytes of float8_e4m3fn) as float32, multiplied by `scale`."""
     values = f16_from_e4m3(stored, NATIVE).to(tl.float32) if stored.dtype == tl.uint8 else stored.to(tl.float32)
     return values * scale
 
 
 @triton.jit
 def amax_scale(amax, QMAX: tl.constexpr, at_least=0.0):
-    """Dynamic scale for values of magnitude up to `amax`: max(amax / QMAX, at_least), or 1 if that is subnormal."""
+    """Return the scale for values with the largest magnitude `amax`, both float32.
+
+    The scale is max(amax / QMAX, at_least), where QMAX is the largest number of the 8-bit dtype. It is 1 if this is
+    below the smallest normal float32, and NaN if `amax` is NaN.
+    """
     scale = tl.div_rn(amax, tl.full(amax.shape, QMAX, tl.float32))
     scale = tl.maximum(scale, at_least, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(scale < 1.1754943508222875e-38, 1.0, scale)
@@ -72,24 +81,25 @@ def amax_scale(amax, QMAX: tl.constexpr, at_least=0.0):
 
 @triton.jit
 def row_amax(x):
-    """Largest magnitude of each row, or NaN if the row has a NaN.
+    """Return the largest magnitude of each row, float32 [rows], or NaN if the row has a NaN.
 
     Args:
-      x: tuple of float32 tiles [rows, columns].
+      x: tuple of float32 tiles [rows, columns], whose columns together form the rows.
     """
     amax, nans = tl.max(tl.abs(x[0]), 1), tl.max((x[0] != x[0]).to(tl.int32), 1)
     for tile in tl.static_range(1, len(x)):
         amax = tl.maximum(amax, tl.max(tl.abs(x[tile]), 1))
         nans += tl.max((x[tile] != x[tile]).to(tl.int32), 1)
-    return tl.where(nans > 0, float("nan"), amax)  # a maximum ignores NaN
+    return tl.where(nans > 0, float("nan"), amax)  # tl.max ignores NaN
 
 
 @triton.jit
 def quantise(x, scale, dtype: tl.constexpr, QMAX: tl.constexpr):
-    """Quantise float32: clip(x / scale, -QMAX, QMAX), rounded half to even.
+    """Return clip(x / scale, -QMAX, QMAX) in an 8-bit dtype, rounded half to even.
 
     Args:
-      scale: broadcastable to the shape of x.
+      x: float32.
+      scale: float32, broadcastable to the shape of x.
       dtype: int8, or uint8 for the bytes of float8_e4m3fn.
     """
     quotient = tl.div_rn(x, tl.broadcast_to(scale, x.shape))

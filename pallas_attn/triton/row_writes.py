@@ -1,13 +1,16 @@
-"""Write rows of new tokens into their slots of a paged pool, in Triton: copied, or quantised with a scale per group.
+"""Write one row of columns per new token into a paged pool, in Triton, either as a cast copy or quantised.
 
-A program handles a block of tokens and a block of columns. When it quantises, the block of columns is one scale group:
-the largest magnitude of a token's group gives the scale, and the program stores quantised values and scale.
+A slot is the place of a token in the pool: page·ps + offset, where ps is the number of tokens per page. A program
+handles a block of tokens and a block of columns. If rows are quantised, the block of columns is one scale group: the
+columns of a token that share a scale, which is their largest magnitude / QMAX.
 
     slot = slots[token]
     values = rows[token, columns]                        # [tokens, columns]
-    pages[slot, columns] = values, or quantise(values, scale) and scales[slot, group] = scale
+    pages[slot, columns] = values                        # copy
+    pages[slot, columns] = quantise(values, scale)       # quantised
+    scales[slot, group] = scale
 
-Slots are distinct, so no two programs write the same bytes, and there are no barriers.
+Slots are distinct, so no two programs write the same bytes, and no barriers are needed.
 """
 
 from __future__ import annotations
@@ -22,11 +25,18 @@ from pallas_attn.triton.tiles import power_of_two
 from pallas_attn.types import LATENT_8BIT, QMAX
 
 TILE_ELEMENTS = 2048
-"""Elements that a program writes: 16 for each of its 128 threads, two 16-byte accesses for a 16-bit dtype."""
+"""Elements that a program writes: 16 for each of its 128 threads, which is two 16-byte stores for a 16-bit dtype."""
 
 
 def copy_rows(rows: jax.Array, slots: jax.Array, pages: jax.Array, *, first_column: int = 0) -> jax.Array:
-    """Copy the rows' columns, from `first_column` on, into their slots. Return the pages."""
+    """Copy columns of each token's row into the token's slot, cast to the dtype of the pages. Return the pages.
+
+    Args:
+      rows: [T, at least first_column + D].
+      slots: int32 [T]. A slot outside the pool is not written.
+      pages: [N, ps, D], updated in place.
+      first_column: first copied column.
+    """
     num_tokens, source_width = rows.shape
     width = pages.shape[-1]
     columns = block_columns(width)
@@ -51,12 +61,13 @@ def copy_rows(rows: jax.Array, slots: jax.Array, pages: jax.Array, *, first_colu
 
 
 def quantise_rows(rows: jax.Array, slots: jax.Array, pages: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantise the rows' first D columns into their slots.
+    """Quantise the first D columns of each token's row into the token's slot, with a scale per group of columns.
 
     Args:
       rows: [T, at least D].
-      pages: float8_e4m3fn [N, ps, D].
-      scale: float32 [N, ps, groups].
+      slots: int32 [T]. A slot outside the pool is not written.
+      pages: float8_e4m3fn [N, ps, D], updated in place.
+      scale: float32 [N, ps, groups], updated in place; D is a multiple of groups.
 
     Returns:
       The pages and scales.
@@ -85,13 +96,13 @@ def quantise_rows(rows: jax.Array, slots: jax.Array, pages: jax.Array, scale: ja
 
 
 def _num_slots(pages: jax.Array) -> int:
-    """Number of slots of the pool that an int32 can index."""
+    """Return the number of slots of the pool, or the largest int32 if the pool is larger: slots are int32."""
     return min(pages.shape[0] * pages.shape[1], jnp.iinfo(jnp.int32).max)
 
 
 @kernel
 def _slots_of(slots_ptr, token, num_tokens, NUM_SLOTS: tl.constexpr):
-    """Slots of tokens, and whether each slot is in the pool."""
+    """Return the slots of tokens (int64 [tokens]), and whether the token exists and its slot is in the pool."""
     slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
     return slot.to(tl.int64), (slot >= 0) & (slot < NUM_SLOTS)
 
@@ -100,7 +111,7 @@ def _slots_of(slots_ptr, token, num_tokens, NUM_SLOTS: tl.constexpr):
 def _copy(
     rows_ptr,  # [T, SOURCE_WIDTH]
     slots_ptr,  # [T]
-    _aliased_ptr,
+    _aliased_ptr,  # same memory as pages_ptr
     num_tokens,
     pages_ptr,  # [NUM_SLOTS, WIDTH]
     NUM_SLOTS: tl.constexpr,
@@ -123,8 +134,8 @@ def _copy(
 def _quantise(
     rows_ptr,  # [T, SOURCE_WIDTH]
     slots_ptr,  # [T]
-    _aliased_pages_ptr,
-    _aliased_scale_ptr,
+    _aliased_pages_ptr,  # same memory as pages_ptr
+    _aliased_scale_ptr,  # same memory as scale_ptr
     num_tokens,
     pages_ptr,  # [NUM_SLOTS, GROUPS * GROUP]
     scale_ptr,  # [NUM_SLOTS, GROUPS]

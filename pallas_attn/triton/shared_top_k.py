@@ -1,13 +1,16 @@
-"""Select the highest scores of few rows in Triton, exactly, with several programs per row.
+"""Select the highest scores of few long rows in Triton, exactly, with several programs per row.
 
-A bin is a value of the leading 12 bits of an ordered score. Three launches have a program for every segment of every
-row:
+A row has the scores of one token. It is divided into segments, one per program. `ordered_scores` maps scores to uint32
+numbers of the same order, and a bin contains the numbers with equal leading 12 bits. Three kernels run in order, each
+with one program per segment:
 
-    _count   count the scores of the row in each bin; the kernel of index scores can do this instead
-    _list    find the bin of the lowest selected score; the scores in that bin are the row's candidates
-    _write   find the lowest selected score among the candidates, bit by bit; write the segment's positions in order
+    _count   count the scores of each bin of the row; the kernel of index scores can do this instead
+    _list    find the bin of the lowest selected score. Bins above are selected, bins below are not.
+             The scores in this bin are the candidates. List them
+    _write   find the lowest selected score among the candidates, bit by bit
+             write the selected positions of the segment, in order
 
-There are no barriers: programs exchange data only between launches. In `_write` each program of a row repeats the
+There are no barriers: programs exchange data only between kernels. In `_write`, every program of a row does the same
 search among the candidates. Typical rows of 32k scores have a few hundred candidates. If most scores share their
 leading bits, the candidates do not fit into registers, and the program reads them again for each bit.
 """
@@ -29,23 +32,32 @@ from pallas_attn.triton.ordered_scores import (
     store_chosen,
 )
 
-LOW, TOP_LOW = tl.constexpr(2**20 - 1), tl.constexpr(2**19)  # mask of the bits below the bin, and the highest of them
+LOW, TOP_LOW = tl.constexpr(2**20 - 1), tl.constexpr(2**19)
+"""Mask of the 20 bits of an ordered score below its bin, and the highest of these bits."""
 FEW, MANY = tl.constexpr(2048), tl.constexpr(4096)
-"""Candidates that a program holds in registers: FEW if there are at most FEW candidates, otherwise MANY."""
+"""If a row has at most FEW candidates, a program holds all of them in registers. Otherwise it holds the first MANY, and
+reads the other candidates from memory for each bit.
+"""
 
-# The lowest finite score is in bin 8. Bins 0 to 3 pass numbers from `_list` to `_write`; counts start at bin FREE.
+# The lowest finite score is in bin 8, so the first entries of a row's bin counts are free. Entries 0 to 3 pass four
+# numbers of the row from `_list` to `_write`:
+#   CANDIDATES  number of candidates
+#   BOUND       bin of the candidates; scores in higher bins are selected
+#   WANTED      number of selected scores
+#   EQUALS      number of selected candidates
+# Counts are read from entry FREE on.
 CANDIDATES, BOUND, WANTED, EQUALS, FREE = (tl.constexpr(i) for i in range(5))
 
 
 def empty_bins(num_rows: int) -> Int32[Array, "T bins"]:
-    """Zero bin counts."""
+    """Return bin counts of zero."""
     return jnp.zeros((num_rows, SCORE_BINS.value), jnp.int32)
 
 
 def counted(
     scores: Float32[Array, "T K"], counts: Int32[Array, "T"] | None, *, segment: int, warps: int
 ) -> Int32[Array, "T bins"]:
-    """Count the scores of each row in each bin. For the arguments see `highest`."""
+    """Return the number of scores of each row in each bin. For the arguments see `highest`."""
     num_rows, width = scores.shape
     return launch(
         _count,
@@ -68,12 +80,13 @@ def highest(
     segment: int,
     warps: int,
 ) -> Int32[Array, "T top_k"]:
-    """Return the positions of each row's highest scores, with the result of `select_top_k`.
+    """Return the positions of each row's highest scores, in the form of `select_top_k`: ascending, then -1.
 
     Args:
-      counts: number of scores of each row, later scores being undefined; None for all.
-      bins: bin counts.
-      segment: scores of a program, a power of two up to 2**15.
+      counts: number of valid scores of each row; later scores are undefined. None if all scores are valid.
+      top_k: number of positions per row.
+      bins: bin counts, from `counted` or from the kernel of index scores.
+      segment: scores per segment, a power of two below 2**15.
       warps: warps of a program.
     """
     num_rows, width = scores.shape
@@ -92,7 +105,7 @@ def highest(
     constants |= {"TOP_K": top_k, "SEGMENTS": 1 << (segments - 1).bit_length()}
     outputs = [jax.ShapeDtypeStruct((num_rows, top_k), jnp.int32)]
     operands = scores, counts, bins, above, numbers, positions
-    # With 128 registers two programs of 8 warps fit on a multiprocessor.
+    # With 128 registers per thread, two programs of 8 warps fit on a multiprocessor.
     return launch(_write, *operands, outputs=outputs, constants=constants, max_registers=128, **options)[0]
 
 
@@ -100,7 +113,7 @@ def highest(
 def _count(
     scores_ptr,  # [T, WIDTH]
     counts_ptr,  # [T] or None
-    _bins_ptr,
+    _bins_ptr,  # same memory as bins_ptr
     bins_ptr,  # [T, SCORE_BINS]
     WIDTH: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -114,11 +127,11 @@ def _count(
 def _list(
     scores_ptr,  # [T, WIDTH]
     counts_ptr,  # [T] or None
-    _bins_ptr,
+    _bins_ptr,  # same memory as bins_ptr
     bins_ptr,  # [T, SCORE_BINS]
     above_ptr,  # [T, segments] number of scores of the segment in bins above the candidates' bin
-    numbers_ptr,  # [T, WIDTH] candidates in any order
-    positions_ptr,  # [T, WIDTH]
+    numbers_ptr,  # [T, WIDTH] ordered scores of the candidates, in any order
+    positions_ptr,  # [T, WIDTH] positions of the candidates
     WIDTH: tl.constexpr,
     SEGMENT: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -130,12 +143,12 @@ def _list(
     held = tl.load(bins_ptr + place, mask=place >= FREE, other=0)
     found = tl.sum(held, 0)
     wanted = tl.minimum(found, TOP_K)
-    at_least = found - tl.cumsum(held, 0) + held  # number of scores in this bin and above
+    at_least = found - tl.cumsum(held, 0) + held  # [bins], number of scores in this bin and above
     enough = at_least >= wanted
     bound = tl.sum(enough.to(tl.int32), 0) - 1
     reached = tl.min(tl.where(enough, at_least, found), 0)
     above = tl.max(tl.where(enough, 0, at_least), 0)
-    if reached == wanted:  # all scores of the bin are selected: there are no candidates
+    if reached == wanted:  # all scores of the bin are selected, so no candidates are listed
         bound -= 1
         above = wanted
     equals = wanted - above  # number of candidates to select
@@ -176,7 +189,7 @@ def _write(
     numbers_ptr += row * WIDTH
     positions_ptr += row * WIDTH
     out_ptr += row * TOP_K
-    # Load FEW candidates before their number is known, so that the loads overlap.
+    # Load FEW candidates without waiting for their number, which is another load.
     place = tl.arange(0, FEW)
     candidate = tl.load(numbers_ptr + place, mask=place < WIDTH, other=0).to(tl.uint32, bitcast=True)
     candidate_position = tl.load(positions_ptr + place, mask=place < WIDTH, other=0)
@@ -187,7 +200,8 @@ def _write(
     before = tl.load(above_ptr + row * tl.num_programs(1) + other, mask=other < segment, other=0)
     above_before, equal_before = tl.sum(before, 0), 0
 
-    least = (bound.to(tl.uint32) << BIN_SHIFT) | tl.full([], LOW, tl.uint32)  # if there are no candidates
+    # Without candidates, the lowest selected score is above all numbers of the bin `bound`.
+    least = (bound.to(tl.uint32) << BIN_SHIFT) | tl.full([], LOW, tl.uint32)
     if equals > 0:
         candidate = tl.where(place < candidates, candidate, 0).to(tl.uint32)
         if candidates <= FEW:
@@ -219,12 +233,14 @@ def _write(
 
 @kernel
 def _lowest(held, least, top_bit, numbers_ptr, candidates, equals, HELD: tl.constexpr):
-    """Return the lowest of the `equals` highest candidates, or a number between it and the next lower candidate.
+    """Return a threshold (uint32): all candidates above it are among the `equals` highest candidates, and the others
+    of the `equals` highest are equal to it.
 
     Args:
-      held: the first HELD candidates.
+      held: [HELD], the first candidates, 0 if fewer exist; the others are loaded from numbers_ptr.
       least: common leading bits of all candidates, followed by zeros.
       top_bit: highest bit below the common bits; 0 if all candidates are equal.
+      candidates: number of candidates.
     """
     bit = tl.full([], 1, tl.uint32) * top_bit
     while bit > 0:
@@ -240,7 +256,7 @@ def _lowest(held, least, top_bit, numbers_ptr, candidates, equals, HELD: tl.cons
 
 @kernel
 def _common(numbers_ptr, candidates, HELD: tl.constexpr):
-    """Return the common leading bits of all candidates, the highest bit below them, and the first HELD candidates."""
+    """Return `least`, `top_bit` and `held`, the arguments of `_lowest`, from all candidates of a row."""
     held = _candidates(numbers_ptr, tl.arange(0, HELD), candidates)
     high, low = held, tl.where(tl.arange(0, HELD) < candidates, held, 0xFFFFFFFF).to(tl.uint32)
     for start in range(HELD, candidates, HELD):
@@ -257,17 +273,20 @@ def _common(numbers_ptr, candidates, HELD: tl.constexpr):
 
 @kernel
 def _segment(scores_ptr, counts_ptr, row, WIDTH: tl.constexpr, SEGMENT: tl.constexpr):
-    """Positions of the program's segment of a row, and their ordered scores; 0 for positions without a score."""
+    """Return the positions of the program's segment, and their ordered scores; 0 for positions without a valid score.
+
+    Both are [SEGMENT].
+    """
     position = tl.program_id(1) * SEGMENT + tl.arange(0, SEGMENT)
     end = WIDTH
     if counts_ptr is not None:
         end = tl.load(counts_ptr + row)
-    # Load undefined scores too, so that this load does not wait for the load of `end`.
+    # The mask does not depend on `end`, so this load does not wait for the load of `end`. Undefined scores become 0.
     score = tl.load(scores_ptr + row * WIDTH + position, mask=position < WIDTH, other=float("-inf"))
     return position, tl.where(position < end, ordered_score(score), 0).to(tl.uint32)
 
 
 @kernel
 def _candidates(numbers_ptr, place, candidates):
-    """Load candidates; 0 for places without a candidate."""
+    """Load the ordered scores of candidates; 0 for a `place` past the last candidate."""
     return tl.load(numbers_ptr + place, mask=place < candidates, other=0).to(tl.uint32, bitcast=True)

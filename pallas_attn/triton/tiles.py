@@ -1,8 +1,11 @@
-"""Tile sizes of Triton kernels for each card.
+"""Tile sizes of Triton kernels, by GPU.
 
-Tiles of prefill and latent kernels for Hopper are the fastest of about 100 candidates timed on an H100. Tiles for other
-cards have not been timed. They are chosen so that no kernel spills registers and each program loads the next tile of
-keys and values while it computes with the current tile.
+A program processes a tile: a block of query rows and, in each step of its loop, a block of tokens (keys and values). A
+query row is one query head of one query token.
+
+Tiles of prefill and MLA kernels for Hopper are the fastest of about 100 candidates that were timed on an H100. Tiles
+for other GPUs have not been timed. They are chosen so that no kernel spills registers, and so that a program loads the
+keys and values of the next step during the current step.
 """
 
 from __future__ import annotations
@@ -13,27 +16,30 @@ from typing import Any
 from pallas_attn.runtime.device import Device
 
 SMALL_SHARED_BYTES = 100 * 1024
-"""A thread block has at most 99 KiB of shared memory on sm86, sm89 and sm120, and more on A100, H100 and B200."""
+"""Threshold between GPUs with small shared memory (sm86, sm89 and sm120: at most 99 KiB per thread block) and GPUs with
+more (A100, H100, B200).
+"""
 
 STAGES = 3
-"""Pipeline stages. Page-table entries are loaded one step before keys and values, which are loaded one step before use.
+"""Triton's number of pipeline stages (loop steps in flight) for decode kernels.
 
-With 2 stages, loads of keys and values would wait for the page-table entries. Two tiles in flight would take 5 stages.
+Keys and values are loaded one step before they are used, and their page ids one step earlier. With 2 stages, loads of
+keys and values would wait for the page ids. Loading keys and values two steps ahead would take 5 stages.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonTile:
-    """Tile of an attention kernel.
+    """Tile of a decode kernel.
 
     Attributes:
       rows: query rows of a program; a power of two, at least 16.
-      tokens: tokens of a step; a power of two, at least 16.
-      width: columns, padded to a power of two.
+      tokens: tokens per step; a power of two, at least 16.
+      width: columns of a head or latent, padded to a power of two.
       warps, stages: `num_warps` and `num_stages` of Triton.
       programs: programs that fit on a multiprocessor at the same time.
-      max_registers: maximum registers of a thread; None leaves the choice to the assembler.
-      bare_steps: whether steps that need no mask run in a separate loop, which needs more registers.
+      max_registers: maximum registers per thread; None leaves the choice to the assembler.
+      bare_steps: whether steps whose scores need no mask run in a separate loop, which takes more registers.
     """
 
     rows: int
@@ -46,41 +52,49 @@ class TritonTile:
     bare_steps: bool = False
 
     def concurrent_programs(self, card: Device, rows: int) -> int:
-        """Number of plan programs that run at the same time, if each has a block for every tile of `rows` query rows.
+        """Return the number of CTAs for a decode plan: the number that runs at the same time on the GPU.
+
+        A `DecodePlan` assigns pages to CTAs. In Triton, a CTA of the plan is one program for each tile of query rows.
+
+        Args:
+          card: the GPU.
+          rows: query rows that read the same pages.
 
         Raises:
           NotImplementedError: the number of multiprocessors is unknown.
         """
         if card.multiprocessors is None:
-            raise NotImplementedError(
-                f"needs to know how many multiprocessors there are, and {card.name} does not tell"
-            )
+            raise NotImplementedError(f"needs the number of multiprocessors, which is unknown for {card.name}")
         return max(1, self.programs * card.multiprocessors // -(-rows // self.rows))
 
 
 def power_of_two(n: int, at_least: int = 16) -> int:
-    """Smallest power of two that is at least n and `at_least`. Tensor-core tiles have at least 16 rows and columns."""
+    """Return the smallest power of two that is at least `n` and at least `at_least`.
+
+    The default is 16, because operands of `tl.dot` have at least 16 rows and columns.
+    """
     return max(at_least, 1 << (n - 1).bit_length())
 
 
 def has_small_shared_memory(card: Device) -> bool:
-    """Whether a thread block has at most 99 KiB of shared memory, or an unknown amount."""
+    """Return whether a thread block has at most 100 KiB of shared memory, or an unknown amount."""
     return (card.shared_bytes_per_block or 0) <= SMALL_SHARED_BYTES
 
 
 def has_e4m3(card: Device) -> bool:
-    """Whether the card has instructions for float8_e4m3fn."""
+    """Return whether the GPU has instructions that convert float8_e4m3fn (sm89 and later)."""
     return card.capability is not None and card.capability >= (8, 9)
 
 
 def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int, *, tree: bool) -> TritonTile:
-    """Tile of decode attention.
+    """Return the tile of `paged_decode`.
 
     Args:
-      rows: query rows that share keys.
-      head_dim: columns of keys and of values.
-      cache_bytes: bytes of a stored value. The conversion of 8-bit values to 16 bits needs registers.
-      tree: whether there is a draft mask.
+      card: the GPU.
+      rows: query rows that read the same keys: the query heads per KV head times the queries.
+      head_dim: columns of a key or of a value, the larger number.
+      cache_bytes: bytes per number in the cache. The conversion of 8-bit numbers to 16 bits takes registers.
+      tree: whether the call has a draft mask, which takes registers.
     """
     width = power_of_two(head_dim)
     small, quantised = has_small_shared_memory(card), cache_bytes == 1
@@ -89,23 +103,26 @@ def decode_tile(card: Device, rows: int, head_dim: int, cache_bytes: int, *, tre
     rows = min(power_of_two(rows), 64 if tokens == 64 else 32)
     many = rows * width > (2048 if tree else 4096) or (small and rows == 64)
     warps = 8 if many or (quantised and width > 128) else 4
-    # A multiprocessor has 65,536 registers, a thread up to 255. The smallest tiles need up to 168 per thread.
+    # A multiprocessor has 65,536 registers: enough for 2 programs of 4 warps with 255 registers per thread, or for 1
+    # program of 8 warps. The smallest tiles take up to 168 registers per thread, so 3 programs of 4 warps fit.
     programs = 1 if warps == 8 else 3 if tokens * width <= 4096 and rows == 16 else 2
     return TritonTile(rows, tokens, width, warps, STAGES, programs, None if programs == 3 and cache_bytes > 1 else 255)
 
 
 def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool, tree: bool) -> TritonTile:
-    """Tile of decode attention over latents, which are both keys and values.
+    """Return the tile of `mla_decode`. A latent is both key and value.
 
-    Wide latents leave few registers. More tokens, or more rows per warp, would spill. On Hopper, tiles of 64 rows and
-    64 tokens spill up to 200 bytes per thread, but were the fastest of all timed tiles (docs/kernels/triton.md).
+    Latents are wide, so the output of a tile takes most of the registers. Tiles with more tokens, or more rows per
+    warp, would spill. On Hopper, tiles of 64 rows and 64 tokens spill up to 200 bytes per thread, but were the fastest
+    of all timed tiles (docs/kernels/triton.md).
 
     Args:
-      rows: query rows of a sequence.
-      latent_dim: columns of the value.
-      rope_dim: rotated columns of the key, in addition to the latent columns.
+      card: the GPU.
+      rows: query rows of a sequence: heads times queries.
+      latent_dim: columns of a latent.
+      rope_dim: columns of the rotated key, which a key has in addition to the latent.
       quantised: whether latents are 8-bit.
-      tree: whether there is a draft mask, a window or a soft cap, which need registers.
+      tree: whether the call has a draft mask, a window or a soft cap, which take registers.
     """
     width = power_of_two(latent_dim)
     if quantised:
@@ -124,10 +141,11 @@ def latent_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quan
 
 
 def sparse_tile(card: Device, rows: int, latent_dim: int, rope_dim: int, *, quantised: bool) -> TritonTile:
-    """Tile of attention to selected latents, which are gathered one by one.
+    """Return the tile of `mla_sparse`: attention to selected latents, which are gathered token by token.
 
     Args:
-      rows: query heads.
+      card: the GPU.
+      rows: query heads; each query token selects its own latents.
       latent_dim, rope_dim, quantised: as for `latent_tile`.
     """
     width = power_of_two(latent_dim)
@@ -145,12 +163,12 @@ class IndexTile:
     """Tile of the kernel that scores index keys.
 
     Attributes:
-      queries: queries of a tile, which share loaded keys; a power of two.
-      heads: index heads of one matrix product; a power of two, at least 16.
-      tokens: keys of a step; a power of two, at least 16.
+      queries: query tokens of a tile, which share loaded keys; a power of two.
+      heads: index heads per matrix product; a power of two, at least 16.
+      tokens: keys per step; a power of two, at least 16.
       warps, stages: `num_warps` and `num_stages` of Triton.
       programs: programs that fit on a multiprocessor at the same time.
-      max_registers: maximum registers of a thread; None leaves the choice to the assembler.
+      max_registers: maximum registers per thread; None leaves the choice to the assembler.
     """
 
     queries: int
@@ -162,24 +180,30 @@ class IndexTile:
     max_registers: int | None
 
     def concurrent_programs(self, card: Device) -> int:
-        """Number of programs that run at the same time."""
+        """Return the number of programs that run at the same time; for 128 multiprocessors if the number is unknown."""
         return self.programs * (card.multiprocessors or 128)
 
     @staticmethod
     def programs_of_tiles(card: Device) -> int:
-        """Number of programs for tiles of several queries: 4 per multiprocessor, because programs have unequal work."""
+        """Return the number of programs for tiles of several queries, 4 per multiprocessor.
+
+        More programs than run at the same time balance the load, because the programs have unequal numbers of keys.
+        """
         return 4 * (card.multiprocessors or 128)
 
 
 def index_tile(
     card: Device, num_tokens: int, num_sequences: int, num_heads: int, dim: int, *, quantised: bool, tree: bool
 ) -> IndexTile:
-    """Tile of the kernel that scores index keys.
+    """Return the tile of the kernel that scores index keys.
 
     Args:
-      dim: columns of a key.
-      quantised: whether keys are 8-bit. Their conversion to 16 bits needs registers.
-      tree: whether there is a draft mask.
+      card: the GPU.
+      num_tokens, num_sequences: packed query tokens, and sequences.
+      num_heads: index heads.
+      dim: columns of an index key.
+      quantised: whether keys are 8-bit. Their conversion to 16 bits takes registers.
+      tree: whether the call has a draft mask, which takes registers.
     """
     queries = min(16, power_of_two(-(-num_tokens // max(1, num_sequences)), 1))
     by_integers = quantised and not has_e4m3(card)
@@ -200,14 +224,14 @@ def index_tile(
 
 @dataclasses.dataclass(frozen=True)
 class FlashTile:
-    """Tile of the kernel for attention of many queries.
+    """Tile of the prefill kernel (`triton.flash`).
 
     Attributes:
       rows: query rows of a program; a power of two, at least 16.
-      tokens: tokens of a step; a power of two, at least 16.
+      tokens: tokens per step; a power of two, at least 16.
       warps, stages: `num_warps` and `num_stages` of Triton.
-      bare_steps: whether steps that need no mask run in a separate loop, which needs more registers.
-      max_registers: maximum registers of a thread; None leaves the choice to the assembler.
+      bare_steps: whether steps whose scores need no mask run in a separate loop, which takes more registers.
+      max_registers: maximum registers per thread; None leaves the choice to the assembler.
     """
 
     rows: int
@@ -218,32 +242,39 @@ class FlashTile:
     max_registers: int | None = 255
 
     def heads(self, group: int) -> int:
-        """Number of heads of a group in a program: the group in equal blocks of at most `rows` heads."""
+        """Return how many query heads a program processes, at most `rows`.
+
+        The `group` query heads of a KV head are divided into blocks of about equal size.
+        """
         return -(-group // -(-group // self.rows))
 
 
 MOST_ROWS = 128
-"""Maximum number of query rows of a program."""
+"""Maximum number of query rows per program of the prefill kernel."""
 
 
 def flash_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> FlashTile:
-    """Tile of attention of many queries: the largest tile that fits into registers.
+    """Return the tile of the prefill kernel: the fastest measured tile on Hopper, elsewhere the largest tile that fits
+    into registers.
 
     Args:
-      rows: average number of query rows that share keys.
-      head_dim: columns of keys or of values, the larger number.
-      demanding: whether keys are scaled or scores are capped, which needs registers.
+      card: the GPU.
+      rows: average number of query rows that read the same keys.
+      head_dim: columns of a key or of a value, the larger number.
+      demanding: whether the cache has scales or the scores a soft cap, which take registers.
     """
     width = power_of_two(head_dim)
     if card.capability == (9, 0):
-        # Two programs of 64 rows per multiprocessor overlap softmax with products. Wider heads have room for one.
+        # Two programs of 64 rows fit on a multiprocessor: one multiplies while the other computes softmax. With heads
+        # of more than 128 columns, one program fits.
         measured: dict[str, Any] = {"bare_steps": True, "max_registers": None}
         if width <= 128:
             return FlashTile(rows=64, tokens=64, warps=4, stages=2 if width > 64 else 3, **measured)
         if not demanding:
             return FlashTile(MOST_ROWS, tokens=32, warps=8, stages=3, **measured)
-    by_warpgroup = card.capability is not None and card.capability[0] == 10  # tcgen05 operands need no registers
-    if demanding and (width > 128 or by_warpgroup):  # results from tensor memory need registers
+    # On sm100, tcgen05 instructions read operands from shared memory and write results to tensor memory.
+    by_warpgroup = card.capability is not None and card.capability[0] == 10
+    if demanding and (width > 128 or by_warpgroup):  # scales and caps need the results in registers
         return FlashTile(rows=32, tokens=32, warps=4, stages=2)
     if width > 128:
         return FlashTile(MOST_ROWS if by_warpgroup else 64, tokens=32, warps=8, stages=2)

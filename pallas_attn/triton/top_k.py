@@ -1,18 +1,20 @@
-"""Select the highest scores of rows in Triton, exactly.
+"""Select the highest scores of rows in Triton, exactly. A row has the scores of one token.
 
-A program holds its scores in registers as uint32 numbers of the same order, and finds the lowest selected score bit by
-bit:
+A program holds the scores of a row in registers, as uint32 numbers that compare in the same order (`ordered_scores`).
+It finds the lowest selected score bit by bit:
 
     least = 0
     for bit from the highest to the lowest:
-        if at least `wanted` scores are >= least | bit:  least |= bit
-        if exactly `wanted` scores are:                  stop
-    write the positions of scores above least, and of the first scores equal to it, in order
+        n = number of scores >= least | bit
+        if n > wanted:   least = least | bit
+        if n == wanted:  least = (least | bit) - 1, and stop
+    write the positions of the scores above least, and of the first scores equal to least, in order
 
 The search usually stops after about log2(number of scores) bits.
 
-Rows that do not fit into registers take several rounds. The highest scores of each segment are the candidates of the
-next round. For few long rows, several programs share a row (`pallas_attn.triton.shared_top_k`).
+A row that does not fit into registers takes several rounds. A round divides the row into segments, one per program,
+and the selected scores of all segments are the row of the next round. For few long rows, `shared_top_k` is used
+instead.
 """
 
 from __future__ import annotations
@@ -28,37 +30,44 @@ from pallas_attn.triton.ordered_scores import ordered_score, store_chosen
 from pallas_attn.triton.tiles import power_of_two
 
 MOST_HELD = 32768
-"""Maximum number of scores that a program holds: 32 in each of 1,024 threads."""
+"""Maximum number of scores that a program holds in registers: 32 in each of 1,024 threads."""
 SEGMENT = 8192
-"""Minimum number of scores of a segment in rounds. A segment has at least 4 · top_k scores."""
+"""Minimum number of scores per segment, if a row takes several rounds. A segment also has at least 4 · top_k scores, so
+that a round reduces the row to a quarter or less.
+"""
 PER_THREAD = 32
+"""Number of scores that a thread holds in registers."""
 
 LEAST_SHARED, MOST_SHARED_ROWS = 16384, 32
-"""Minimum length and maximum number of rows that several programs share.
+"""`shared_top_k` is used for rows of at least LEAST_SHARED scores, if there are at most MOST_SHARED_ROWS rows.
 
 With more rows, one program per row keeps enough multiprocessors busy.
 """
 MOST_SHARED = 2**21
-"""Maximum total number of scores in shared rows."""
+"""Maximum number of scores in all rows for `shared_top_k`."""
 SHARES = 256
-"""Approximate number of programs that share the rows: two per multiprocessor of a large card."""
+"""Approximate number of programs of `shared_top_k`: two per multiprocessor of a large GPU."""
 
 
 def is_shared(num_rows: int, width: int) -> bool:
-    """Whether several programs share each row."""
+    """Return whether `shared_top_k` selects from rows [num_rows, width]."""
     return width >= LEAST_SHARED and num_rows <= MOST_SHARED_ROWS and num_rows * width <= MOST_SHARED
 
 
 def shared_sizes(num_rows: int, width: int) -> dict[str, int]:
-    """Scores and warps of a program, if several programs share a row."""
+    """Return the arguments `segment` (scores per program) and `warps` of `shared_top_k`."""
     segment = min(8192, power_of_two(-(-num_rows * width // SHARES), 1024))
     return {"segment": segment, "warps": max(8, segment // 512)}
 
 
 def require_supported(num_rows: int, width: int, top_k: int) -> None:
-    """Raise NotImplementedError for rows that need rounds if a segment cannot hold enough candidates."""
+    """Raise NotImplementedError if a row takes several rounds and its segments of 4 · top_k scores do not fit into
+    registers.
+    """
     if width > MOST_HELD and 4 * top_k > MOST_HELD and not is_shared(num_rows, width):
-        raise NotImplementedError(f"chooses up to {MOST_HELD // 4} of more than {MOST_HELD} scores, got {top_k}")
+        raise NotImplementedError(
+            f"takes a top_k of up to {MOST_HELD // 4} for rows of more than {MOST_HELD} scores, got {top_k}"
+        )
 
 
 def highest(
@@ -67,11 +76,12 @@ def highest(
     top_k: int,
     bins: Int32[Array, "T bins"] | None = None,
 ) -> Int32[Array, "T top_k"]:
-    """Return the positions of each row's highest scores, with the result of `select_top_k`.
+    """Return the positions of each row's highest scores, in the form of `select_top_k`: ascending, then -1.
 
     Args:
-      counts: number of scores of each row, later scores being undefined; None for all.
-      bins: bin counts for shared rows, if the kernel of scores has made them.
+      counts: number of valid scores of each row; later scores are undefined. None if all scores are valid.
+      top_k: number of positions per row.
+      bins: for `shared_top_k`: the number of scores in each bin, if another kernel has counted them.
     """
     num_rows, row_width = scores.shape
     if is_shared(num_rows, row_width):
@@ -108,7 +118,7 @@ def highest(
 def _choose(
     scores_ptr,  # [T, ROW_WIDTH]
     counts_ptr,  # [T] or None
-    candidates_ptr,  # [T, WIDTH] positions in ascending order, or -1; None for all positions
+    candidates_ptr,  # [T, WIDTH] positions selected in the previous round, ascending, some -1; None in the first round
     out_ptr,  # [T, segments, TOP_K]
     ROW_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -128,7 +138,7 @@ def _choose(
     first = segment * SEGMENT
     end = tl.minimum(first + SEGMENT, end)
 
-    place = 0
+    place = 0  # number of positions written
     if first < end:
         _, number = _numbers(row_ptr, candidates_ptr, first + tl.arange(0, BLOCK), end)
         found = tl.sum((number > 0).to(tl.int32), 0)
@@ -157,7 +167,10 @@ def _choose(
 
 @kernel
 def _numbers(row_ptr, candidates_ptr, place, end):
-    """Positions at places, and their ordered scores; 0 for places without a score."""
+    """Return the positions of the scores at `place` of the round's row, and the ordered scores.
+
+    The ordered score is 0 for a place past `end`, and for a candidate -1.
+    """
     held = place < end
     position = place
     if candidates_ptr is not None:

@@ -68,7 +68,7 @@ def test_watcher_is_called_before_allocation_returns():
         pool.allocate(4)
     assert announced == []
     assert pool.allocate(2) == announced
-    with pytest.raises(ValueError, match="watched already"):
+    with pytest.raises(ValueError, match="already has a callback"):
         pool.watch_reuse(announced.append)
 
 

@@ -312,7 +312,7 @@ def test_match_needs_an_idle_batch_slot():
 
 
 def test_pools_accept_one_prefix_cache():
-    with pytest.raises(ValueError, match="watched already"):
+    with pytest.raises(ValueError, match="already has a callback"):
         PrefixCache(Sequences().pools)
 
 
@@ -490,7 +490,7 @@ def test_check_finds_useless_pages():
     leaf = max(case.cache._by_digest.values(), key=lambda node: node.depth)
     case.cache._by_row[0].clear()
     leaf.rows[0] = PAGE_NONE
-    with pytest.raises(InconsistentCache, match="is not found by its row|is of no use"):
+    with pytest.raises(InconsistentCache, match="is not found by its row|has neither rows nor following pages"):
         case.cache.check()
 
 

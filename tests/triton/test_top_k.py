@@ -72,7 +72,7 @@ def test_shared_rows_of_index_scores(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_large_top_k_of_long_rows_is_unsupported() -> None:
     """Shared rows do not have this limit."""
-    with pytest.raises(NotImplementedError, match="chooses up to 8192 of more than 32768 scores, got 8193"):
+    with pytest.raises(NotImplementedError, match="top_k of up to 8192 for rows of more than 32768 scores, got 8193"):
         select_top_k(jnp.zeros((200, 32769)), top_k=8193, implementation="triton")
 
 

@@ -1,9 +1,9 @@
 """Decode of sequences that share their leading pages, such as samples of one prompt (cascade attention; Hydragen,
 arXiv:2402.05099).
 
-The shared pages are attended once, by the queries of all sequences: they are one sequence of `paged_prefill`. The
-remaining pages of each sequence are attended by `paged_decode`, and `merge_states` combines the two results. The
-operation has no kernels itself.
+The operation composes three others. `paged_prefill` computes attention of the queries of all sequences to the shared
+pages, as if all queries belonged to one sequence. `paged_decode` computes attention of each sequence to its remaining
+pages. `merge_states` merges the two results.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from pallas_attn.runtime import sharded_calls
 from pallas_attn.types import HeadWindow, Implementation, PagedKV
 
 LEAST_SAVED_BYTES = 192 * 2**20
-"""Minimum bytes of page reads that a cascade must save to be faster than `paged_decode`, which reads shared pages from
-L2. On an H100, 16 samples of 2,048 tokens (120 MiB saved) take 26 us with `paged_decode` and 35 us with a cascade;
-samples of 8,192 tokens (480 MiB) take 100 us and 50 us. The threshold lies between these two.
+"""A cascade is used if it saves at least this number of bytes of page reads.
+
+With fewer bytes, `paged_decode` is faster: it runs fewer kernels, and reads shared pages from L2 after the first read.
+Measured on an H100 with 16 samples: 2,048 shared tokens (120 MiB saved) take 26 us with `paged_decode` and 35 us with
+a cascade; 8,192 shared tokens (480 MiB saved) take 100 us and 50 us. The threshold lies between these two cases.
 """
 
 
@@ -49,36 +51,39 @@ def cascade_decode(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "B Q Hq Dv"] | tuple[Float[Array, "B Q Hq Dv"], Float[Array, "B Q Hq"]]:
-    """Attention of `paged_decode` for sequences that all begin with the same pages.
+    """Attention of `paged_decode` for sequences whose block tables begin with the same page ids.
 
     The shared pages are read once for all queries instead of once per sequence. The result is also correct if no page
-    is shared. If shapes, or a static `shared_pages`, show that a cascade cannot be faster, `paged_decode` computes
-    everything.
+    is shared. The call runs `paged_decode` alone if a cascade cannot be faster, judged from the shapes and from
+    `shared_pages` if it is a Python int.
 
     Args:
       q: queries in bfloat16, float16 or float32.
       kv: the cache; see `PagedKV`.
-      block_tables: page ids; entries without a visible token may hold any value.
-      kv_lens: tokens of each sequence, including the new tokens; 0 for an idle row.
-      q_lens: real queries of each sequence, at most Q; None for Q each.
-      window: must be None, because a window that moves with its sequence hides shared keys from some sequences only.
-      shared_pages: number of leading table columns that are equal in all rows that are not idle. It is clipped to the
-        pages in which every query sees all tokens. `count_shared_pages` computes it on the host. None to compute it on
-        the device, which costs a call about 10 to 20 us even if no page is shared.
+      block_tables: page ids; entries without a visible token may have any value.
+      kv_lens: tokens of each sequence, including the new tokens; 0 for an idle sequence.
+      q_lens: number of queries of each sequence, at most Q; None if every sequence has Q queries.
+      window: must be None: with a window, each sequence would see a different part of the shared pages.
+      shared_pages: number of leading columns of `block_tables` that are equal in all sequences that are not idle.
+        Pages in which some query does not see all tokens are not counted as shared. `count_shared_pages` computes the
+        number on the host. None to compute it on the device, which takes 10 to 20 us per call, also if no page is
+        shared.
       sm_scale: factor of the scores; None for D**-0.5.
-      sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
+      sinks: float32 learned logits, one per query head, which are added to the softmax denominator, neither scaled nor
+        capped.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       return_lse: also return the LSE.
       out_dtype: dtype of the output; None for q's dtype.
       implementation: implementation of `paged_prefill` and `paged_decode`.
 
     Returns:
-      The output, exactly 0 for queries that see no key. With `return_lse` also the float32 natural-log LSE of the
-        scaled, capped, masked scores without the learned sinks; -inf for queries that see no key.
+      The output, exactly 0 for queries that see no key. With `return_lse` also the LSE: the natural logarithm of the
+        sum of exp(score) over visible keys, float32, without `sinks`; -inf for queries that see no key.
 
     Raises:
-      ValueError: inconsistent arguments.
-      NotImplementedError: a window, head-wise tables, or the named implementation does not support the call.
+      ValueError: the arguments do not fit each other.
+      NotImplementedError: the call has a window or tables of row ids [B, Hkv, P], or the named implementation does not
+        support the call.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=4, num_kv_heads=1, head_dim=8, dtype=jnp.float32)
@@ -152,27 +157,27 @@ def cascade_decode(
 def count_shared_pages(
     kv: PagedKV, block_tables: np.ndarray, kv_lens: np.ndarray, *, q_lens: np.ndarray | int = 1
 ) -> int:
-    """Return the number of leading pages that all sequences share, or 0 if a cascade would not be faster than
-    `paged_decode`.
+    """Return the number of leading pages that all sequences share, or 0 if `paged_decode` would be faster than a
+    cascade.
 
-    Engines, which have their tables on the host, pass the result to `cascade_decode` as `shared_pages`, and call
-    `paged_decode` if it is 0. This avoids the search on the device. The function computes on the host, from numpy
-    arrays. Pass the number to a jitted step as an argument; a step that closes over it is compiled for this number.
+    The function runs on the host, with numpy. An engine that has its block tables on the host passes the result to
+    `cascade_decode` as `shared_pages`, or calls `paged_decode` if it is 0. The device then does not search for shared
+    pages. Pass the number to a jitted step as an argument: a step that closes over it is compiled anew for each number.
 
     Args:
       kv: the cache; only its shapes and dtypes are used.
-      block_tables: int32 [B, P], as for `cascade_decode`.
-      kv_lens: int32 [B], tokens of each sequence, including the new tokens; 0 for an idle row.
+      block_tables: int32 [B, P], page ids.
+      kv_lens: int32 [B], tokens of each sequence, including the new tokens; 0 for an idle sequence.
       q_lens: int32 [B], new tokens of each sequence, or one number for all sequences.
 
     Raises:
-      ValueError: inconsistent arguments.
+      ValueError: an array has a wrong number of axes, a wrong dtype, or another number of sequences.
 
     Example:
       >>> spec = pallas_attn.kv_cache_spec(num_pages=8, page_size=64, num_kv_heads=8, head_dim=128, dtype=jnp.bfloat16)
       >>> kv = jax.eval_shape(lambda: pallas_attn.PagedKV.allocate(spec))
-      >>> tables = np.zeros((64, 40), np.int32)  # one prompt's pages
-      >>> tables[:, 30:] = np.arange(1, 65)[:, None]  # and each sample's own
+      >>> tables = np.zeros((64, 40), np.int32)  # the pages of one prompt, in 64 samples
+      >>> tables[:, 30:] = np.arange(1, 65)[:, None]  # after 30 pages, each sample has other pages
       >>> pallas_attn.count_shared_pages(kv, tables, np.full(64, 2000))
       30
       >>> pallas_attn.count_shared_pages(kv, tables[:4], np.full(4, 2000))  # four sequences would save 23 MB
@@ -195,13 +200,20 @@ def count_shared_pages(
 
 
 def _pays(kv: PagedKV, sequences: int, shared_pages: int) -> bool:
-    """Whether a cascade is expected to be faster than `paged_decode`."""
+    """Return whether a cascade is expected to be faster than `paged_decode`.
+
+    `paged_decode` reads the shared pages once per sequence, a cascade once.
+    """
     page_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in (kv.k, kv.v) if x is not None)
     return (sequences - 1) * shared_pages * page_bytes >= LEAST_SAVED_BYTES
 
 
 def _as_count(shared_pages: Any) -> Any:
-    """A number of pages as an int32 array, or None."""
+    """Check `shared_pages` and return it as an int32 scalar array, or None if it is None.
+
+    Raises:
+      ValueError: the argument is negative, not an integer, or not a scalar.
+    """
     if shared_pages is None:
         return None
     (shared_pages,) = checks.int32(shared_pages=shared_pages)
@@ -218,14 +230,15 @@ def _as_count(shared_pages: Any) -> Any:
 def _shared_part(
     block_tables: Int32[Array, "B P"], cached: Int32[Array, "B"], given: Int32[Array, ""] | None, page_size: int
 ) -> tuple[Int32[Array, "P"], Int32[Array, ""]]:
-    """Return the table of the shared pages, and the number of leading columns that are shared.
+    """Return a block table row with the shared pages, and the number of its leading entries that are shared.
 
-    A column is shared if it is equal in all rows and every query sees all its tokens. The function uses few reductions,
-    because each is a launch: a column that is equal in all rows equals its own minimum and maximum.
+    A column of `block_tables` is shared if all sequences have the same entry and every query sees all tokens of the
+    page. The entries of a column are equal if their minimum equals their maximum. This test takes few reductions, each
+    of which is a kernel launch.
 
     Args:
-      cached: tokens that the first query of each row sees except its own token; -1 for rows without a query.
-      given: the number of equal columns, if it is known.
+      cached: tokens of each sequence before its first query; -1 for sequences without a query, which are ignored.
+      given: the number of equal leading columns, or None to compute it.
     """
     bounds = jnp.iinfo(jnp.int32)
     without = cached < 0

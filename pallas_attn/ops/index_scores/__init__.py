@@ -1,4 +1,4 @@
-"""Scores that sparse attention selects keys by (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
+"""Index scores: the scores by which sparse attention selects keys (DeepSeek-V3.2, arXiv:2512.02556, section 2.1)."""
 
 from __future__ import annotations
 
@@ -23,32 +23,34 @@ def index_scores(
     sm_scale: float | None = None,
     implementation: Implementation = None,
 ) -> Float32[Array, "T K"]:
-    """Score the index keys of each sequence for its new tokens, causally.
+    """Compute the score of every index key of a sequence for each of the sequence's new tokens.
 
-    The score of a key is the sum over heads h of weights[h] · relu(sm_scale · q[h]·key).
-
-    New tokens are the last tokens of their sequence: a decode token, drafts or a prefill chunk. Their keys must already
-    be in the pages. `index_top_k` selects by these scores without storing all of them.
+    The score of a key for a token is the sum over index heads h of weights[h] · relu(sm_scale · q[h]·key). New tokens
+    are the last tokens of their sequence: a decode token, drafts or a prefill chunk. A token sees the keys up to its
+    own position, which must already be in the pages. `index_top_k` computes the same scores and selects the highest
+    without storing all of them.
 
     Args:
-      q: packed index queries with Hi heads. Rows that belong to no sequence are padding.
-      weights: weights of each token's heads, positive or negative.
-      index: of any dtype.
-      block_tables: page ids. Tokens in PAGE_NONE, and in pages outside the pool, are invisible. Entries without a
-        visible token are ignored.
-      cu_q_lens: prefix sums of the numbers of new tokens. An entry below the largest previous entry, such as a 0 at the
-        end, counts as the largest previous entry.
-      kv_lens: number of tokens of each sequence, including new tokens.
-      draft_mask: element j is True if the token sees the key at its position - M + 1 + j. Replaces causality for these
-        M positions, so that drafts of a tree do not see other branches. None: a token sees all keys up to its own.
-      sm_scale: positive; None for Di**-0.5.
+      q: packed index queries with Hi heads, bfloat16, float16 or float32. Tokens of no sequence are padding.
+      weights: weights of each token's index heads, positive or negative.
+      index: the index keys, in any dtype of `PagedIndexKeys`.
+      block_tables: page ids. Keys are invisible if their entry is PAGE_NONE or outside the pool. Entries without a
+        visible key may have any value.
+      cu_q_lens: prefix sums of the numbers of new tokens: sequence s has the tokens from cu_q_lens[s] to
+        cu_q_lens[s + 1]. An entry below the largest previous entry, such as a 0 at the end, counts as the largest
+        previous entry.
+      kv_lens: number of tokens of each sequence, including the new tokens.
+      draft_mask: row t describes the last M positions up to token t's own position p: element j is True if the token
+        sees the key at position p - M + 1 + j. It lets drafts of a tree ignore other branches. None: a token sees all
+        keys up to its own.
+      sm_scale: factor of the products q·key, positive; None for Di**-0.5.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The scores at all K = P·ps positions, -inf for invisible keys.
+      The scores at all K = P·ps positions of a sequence; -inf for invisible keys and in padding tokens.
 
     Raises:
-      ValueError: the arguments are inconsistent.
+      ValueError: the arguments do not fit each other.
       NotImplementedError: the named implementation does not support the call.
 
     Example:

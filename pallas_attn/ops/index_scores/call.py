@@ -1,4 +1,4 @@
-"""Arguments of one call of `index_scores`."""
+"""Arguments that implementations of `index_scores` receive."""
 
 from __future__ import annotations
 

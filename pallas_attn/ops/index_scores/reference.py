@@ -1,4 +1,4 @@
-"""Definition of `index_scores`: each token gathers all pages of its sequence."""
+"""Reference implementation of `index_scores`: gather all keys of each token's sequence and score them at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`index_scores` in Triton, for cards from Ampere (sm80) on."""
+"""`index_scores` in Triton, for GPUs from Ampere (sm80) on. The kernel is in `pallas_attn.triton.index_keys`."""
 
 from __future__ import annotations
 

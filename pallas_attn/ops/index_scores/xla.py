@@ -1,4 +1,8 @@
-"""`index_scores` on any device: tiles of queries iterate over the index keys of their sequence."""
+"""`index_scores` in plain JAX, for any device.
+
+A tile is a block of adjacent query tokens of one sequence. A loop iterates over blocks of the sequence's index keys,
+and writes the scores of each block into an array with a row per query.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Select keys by index scores, without storing all scores (DeepSeek-V3.2, arXiv:2512.02556)."""
+"""Select the keys with the highest index scores, without storing all scores (DeepSeek-V3.2, arXiv:2512.02556)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def index_top_k(
     sm_scale: float | None = None,
     implementation: Implementation = None,
 ) -> Int32[Array, "T top_k"]:
-    """Return the positions of the `top_k` keys with the highest scores for each token.
+    """Return the positions of the `top_k` keys with the highest index scores for each token.
 
-    Equal to `select_top_k` of `index_scores`, but scores are stored for a limited number of keys and tokens at a time,
-    so that memory does not grow with the context.
+    The result equals `select_top_k` of `index_scores`. The memory for scores is bounded, because scores are computed
+    for a limited number of keys and tokens at a time.
 
     Args:
       q, weights, index, block_tables, cu_q_lens, kv_lens, draft_mask, sm_scale: arguments of `index_scores`.
-      top_k: number of positions. May exceed the number of visible keys.
+      top_k: number of positions per token. May exceed the number of visible keys.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      Positions in ascending order, followed by -1 if fewer than `top_k` keys are visible. Padding tokens see no keys.
+      Positions in ascending order, then -1 if fewer than `top_k` keys are visible. Tokens of no sequence see no keys.
 
     Raises:
-      ValueError: the arguments are inconsistent.
+      ValueError: the arguments do not fit each other.
       NotImplementedError: the named implementation does not support the call.
 
     Example:

@@ -1,4 +1,4 @@
-"""Arguments of one call of `index_top_k`."""
+"""Arguments that implementations of `index_top_k` receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definition of `index_top_k`: a stable sort of all scores of each token."""
+"""Reference implementation of `index_top_k`: score all keys of each token's sequence, and sort the scores."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`index_top_k` in Triton, for cards from Ampere (sm80) on.
+"""`index_top_k` in Triton, for GPUs from Ampere (sm80) on.
 
-One kernel computes scores, and another selects the highest scores. Tokens are processed in portions, whose scores fit
-into a workspace of `MAX_SCORES`.
+One kernel (`triton.index_keys`) writes the scores of some tokens to a workspace of up to MAX_SCORES scores, other
+kernels (`triton.top_k`) select the highest scores. `lax.map` repeats this for as many groups of tokens as needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pallas_attn.ops.index_top_k.call import IndexTopKCall
 from pallas_attn.triton import index_keys, shared_top_k, top_k
 
 MAX_SCORES = 2**24
-"""Maximum number of scores in the workspace: 64 MiB, or 128 tokens times 128k keys."""
+"""Maximum number of float32 scores in the workspace (64 MiB), for example of 128 tokens and 128k keys."""
 
 
 def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
@@ -48,7 +48,11 @@ def _chosen(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
 
 
 def _portion(call: IndexTopKCall, first: Int32[Array, ""], size: int) -> IndexTopKCall:
-    """Return the call for tokens first to first + size. Their sequences end with these tokens."""
+    """Return the call for the packed tokens first to first + size - 1.
+
+    The new tokens of a call are the last tokens of their sequences. If a sequence has packed tokens after this range,
+    its kv_len is reduced by their number.
+    """
     after = jnp.maximum(call.cu_q_lens[1:] - (first + size), 0)
     cut = jnp.minimum(after, jnp.diff(call.cu_q_lens))
     return dataclasses.replace(

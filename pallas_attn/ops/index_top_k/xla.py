@@ -1,4 +1,8 @@
-"""`index_top_k` on any device: tiles of queries iterate over the index keys of their sequence and update the top k."""
+"""`index_top_k` in plain JAX, for any device.
+
+A tile is a block of adjacent query tokens of one sequence. A loop iterates over blocks of the sequence's index keys,
+and keeps the `top_k` highest scores, and their positions, of all blocks up to the current block.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ def index_top_k(call: IndexTopKCall) -> Int32[Array, "T top_k"]:
 
     def step(state, scores, key, j):
         best, position = state
-        # Earlier keys come first, and equal scores are in order of position, so ties select the lower position.
+        # Ties select the lower position: lax.top_k selects the first of equal scores. `best` has lower positions than
+        # the new scores, and its equal scores are in order of position.
         all_scores = jnp.concatenate([best, comparable(scores)], axis=-1)
         all_positions = jnp.concatenate([position, jnp.broadcast_to(key[:, None], scores.shape)], axis=-1)
         best, chosen = lax.top_k(all_scores, kept)

@@ -1,6 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of new tokens over a cached prefix.
+"""Prefill with multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-`composition.py` has the algorithm and `config.py` the settings. There are no kernels of its own.
+New tokens attend to a cached prefix and to each other. `composition.py` has the algorithm, which calls `gather_latent`,
+`ragged_attention` and `mla_decode`. `config.py` has its settings.
 """
 
 from __future__ import annotations
@@ -38,42 +39,48 @@ def mla_prefill(
     return_lse: bool = False,
     implementation: Implementation = None,
 ) -> Float[Array, "T Hq v"] | tuple[Float[Array, "T Hq v"], Float[Array, "T Hq"]]:
-    """Causal multi-head latent attention of the new tokens of each sequence, to its cached prefix and among themselves.
+    """Causal multi-head latent attention of the new tokens of each sequence to their cached prefix and to each other.
+
+    Keys and values are computed from latents in one of two forms. "Expanded": every latent is multiplied by `w_uk` and
+    `w_uv`, which gives a key and a value per head. "Absorbed": queries are multiplied by `w_uk` and outputs by `w_uv`,
+    so that all heads attend to the latents themselves. The attention of new tokens to each other is always expanded.
 
     Args:
-      q_nope, q_rope: packed queries, unrotated and rotated columns. Rows of no sequence are padding.
-      latent_new: normed latents and rotated keys of the new tokens, in the dtype of the cache; with a quantised cache
-        in any 16-bit or 32-bit dtype. None for queries that see the whole cached prefix and no new tokens.
-      cache: holds the prefix, in any dtype. It is not written. It may hold the new tokens already; this does not change
-        the result. With a quantised cache, new tokens are rounded as if they were read from it.
-      w_uk, w_uv: up-projections of latents to keys and values, per head.
-      block_tables: page ids of all cached tokens. Entries past them may have any value.
-      cu_q_lens: prefix sums of the numbers of new tokens. An entry less than an earlier one, such as a 0 at the end,
-        counts as the largest earlier entry.
-      kv_lens: tokens of each sequence, cached and new; without `latent_new` the cached ones.
-      sm_scale: factor of the scores. It is required, because DeepSeek's does not depend on the width alone.
-      window: number of newest tokens that every head sees; None for all. With a window, S · window tokens are expanded
-        at once, or the number of tokens that the block tables can hold, if that is less.
+      q_nope, q_rope: packed queries, bfloat16, float16 or float32: columns without and with rotary embedding. Tokens
+        that belong to no sequence are padding.
+      latent_new: [T, L + R], latents (after their norm) and rotated keys of the new tokens, in the dtype of the cache;
+        for a quantised cache in bfloat16, float16 or float32. None if the queries see the whole cached prefix and no
+        new tokens.
+      cache: the cache with the prefix. It is only read. If it already contains the new tokens, the result is the same.
+        If it is quantised, new tokens are rounded to the values that a later read from the cache returns.
+      w_uk, w_uv: weights of each head that map a latent to the key's unrotated columns, and to the value.
+      block_tables: page ids of the cached tokens. Later entries may have any value.
+      cu_q_lens: prefix sums of the numbers of new tokens: sequence s has the tokens from cu_q_lens[s] to
+        cu_q_lens[s + 1]. An entry below an earlier entry, such as a 0 at the end, counts as the largest earlier entry.
+      kv_lens: tokens of each sequence, cached and new; without `latent_new`, the cached tokens only.
+      sm_scale: factor of the scores. It has no default, because DeepSeek's factor also depends on the YaRN settings.
+      window: number of newest tokens that every head sees; None for all. With a window, all cached tokens that a query
+        can see, up to about S · window, are expanded at once.
       soft_cap: if given, scores become soft_cap · tanh(score / soft_cap).
-      absorbed: whether queries attend to the prefix absorbed (True) or expanded (False). None chooses the form that is
-        expected to be faster: absorbed, if Mosaic's `mla_decode` supports the call and sequences have at most n new
-        tokens (about 300 with 128 heads of DeepSeek-V3's widths, 512 with 16 heads; see `AbsorptionConfig`). If T is at
-        most n and at most a block of tokens (128 with 128 heads, 512 with 16), this is known when the call is traced.
-        Otherwise the device compares n with the average number of new tokens, weighted by the cached tokens of each
-        sequence. With a window only None and False are supported.
-      piece_tokens: prefix tokens that are expanded at a time, over all sequences, rounded up to whole pages. None for
-        the measured or expected optimum; see `PrefixChunkConfig`. Ignored with a window.
+      absorbed: form of the attention to the prefix: True for absorbed, False for expanded, None for the form that is
+        expected to be faster. With a window, only None and False are supported, and both mean expanded. None means
+        absorbed if Mosaic's `mla_decode` supports the call and the sequences have at most n new tokens on average,
+        weighted by their cached tokens. n is about 300 for 128 heads of DeepSeek-V3's widths, and 512 for 16 heads
+        (see `AbsorptionConfig`). The device computes the average; for small T (at most n, and at most 128 for 128
+        heads or 512 for 16 heads), absorbed is chosen when the call is traced.
+      piece_tokens: number of prefix tokens, of all sequences together, that are expanded at a time, rounded up to
+        whole pages. None for the fastest measured number; see `PrefixChunkConfig`. Ignored with a window.
       return_lse: also return the LSE.
       implementation: implementation of `gather_latent`, `ragged_attention` and `mla_decode`.
 
     Returns:
-      The output in the dtype of q, exactly 0 for padding rows and queries that see no key. With `return_lse` also the
-      float32 natural-log LSE of the scaled, capped, masked scores, -inf where the output is 0 for these reasons.
+      The output in the dtype of q, exactly 0 for padding tokens and for queries that see no key. With `return_lse` also
+      the LSE: the natural logarithm of the sum of exp(score) over visible keys, float32; -inf where the output is 0.
 
     Raises:
-      ValueError: arguments do not match each other.
-      NotImplementedError: a window without `latent_new` or with `absorbed`, or the named implementation does not
-        support the call. Without `latent_new`, queries have no position that a window could count from.
+      ValueError: the arguments do not fit each other.
+      NotImplementedError: a window without `latent_new` (queries then have no position from which a window counts), a
+        window with `absorbed=True`, or a call that the named implementation does not support.
 
     Example:
       >>> spec = pallas_attn.latent_cache_spec(num_pages=8, page_size=4, latent_dim=6, rope_dim=2, dtype=jnp.float32)
@@ -96,7 +103,9 @@ def mla_prefill(
     if absorbed is not None:
         absorbed = checks.flag("absorbed", absorbed)
     if window is not None and absorbed:
-        raise NotImplementedError("absorbed: takes None or False with a window, because its tokens are expanded")
+        raise NotImplementedError(
+            "absorbed: takes None or False with a window, because keys in a window are always expanded; got True"
+        )
     _check(q_nope, q_rope, latent_new, cache, w_uk, w_uv, block_tables, cu_q_lens, kv_lens, piece_tokens)
     if not (q_nope.shape[0] and kv_lens.shape[0]):
         empty = jnp.zeros((*q_nope.shape[:2], w_uv.shape[1]), q_nope.dtype)

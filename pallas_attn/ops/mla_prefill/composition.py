@@ -1,17 +1,24 @@
 """The algorithm of `mla_prefill`, composed of `gather_latent`, `ragged_attention` and `mla_decode`.
 
-    state = attention of the new tokens among themselves            expanded keys and values, causal
-    prefix, expanded:   for each chunk of the prefix                all new tokens at once
-                          gather the latents of the chunk, expand them, attend without a mask, merge into state
-    prefix, absorbed:   for each block of new tokens                the whole prefix at once
-                          queries times W_UK, attend to the latents in their pages, times W_UV, merge into state
+A sequence has a prefix (cached latents) and new tokens. The attention to the prefix has two forms:
 
-`state` is output and LSE of all new tokens, and a merge weights two states by their LSE.
+    state = attention of the new tokens to each other               expanded, causal
+    expanded form:      for each chunk of the prefix                all new tokens at once
+                          gather the latents of the chunk
+                          expand: multiply by W_UK and W_UV to keys and values per head
+                          merge the attention to them, without a mask, into state
+    absorbed form:      for each block of new tokens                the whole prefix at once
+                          multiply the queries by W_UK
+                          attend to the latents in their pages, which all heads share
+                          multiply the outputs by W_UV, merge them into state
 
-- Expanded, the memory for keys and values depends on the chunk, not on the length of the prefix.
-- Absorbed, nothing is expanded, but a query and a key take 2·L + R multiply-adds instead of nope + R + v. The loop
-  starts at the first block that has a prefix and ends after the last one.
-- With a window, the cached tokens that any query sees and the new tokens are gathered and expanded at once.
+`state` is the output and the LSE (log of the softmax denominator) of all new tokens, for the keys that have been
+processed. A merge weights two states by their LSE.
+
+- Expanded: the memory for keys and values depends on the length of a chunk, not on the length of the prefix.
+- Absorbed: keys and values need no memory, but each pair of a query and a key takes 2·L + R multiply-adds instead of
+  nope + R + v. The loop starts at the first block whose tokens have a prefix, and ends after the last such block.
+- With a window, the new tokens and all cached tokens that a query sees are gathered and expanded at once.
 """
 
 from __future__ import annotations
@@ -37,19 +44,19 @@ from pallas_attn.runtime import dispatch
 from pallas_attn.types import Implementation, PagedLatent
 
 type PrefillState = tuple[Float32[Array, "T Hq v"], Float32[Array, "T Hq"]]
-"""Attention of the new tokens to some of their keys: output and LSE."""
+"""Output and LSE of the attention of the new tokens to the keys processed until now."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MlaPrefillCall:
-    """One call of `mla_prefill`.
+    """Arguments of one call of `mla_prefill`, and the steps of its algorithm.
 
     Attributes:
-      q: [T, Hq, nope + R], unrotated and rotated columns of the queries.
-      latent_new: [T, L + R] latents of the new tokens, or None for queries that see cached tokens only.
+      q: [T, Hq, nope + R], queries: columns without, then with rotary embedding.
+      latent_new: [T, L + R], latents and rotated keys of the new tokens, or None if queries see cached tokens only.
       cache, w_uk, w_uv, block_tables, sm_scale, soft_cap, implementation: see `mla_prefill`.
-      cu_q_lens: int32 [S+1], prefix sums of the new tokens, at most T.
-      num_cached: int32 [S], tokens of the prefix per sequence.
+      cu_q_lens: int32 [S+1], prefix sums of the numbers of new tokens, clipped: never decreasing, from 0 to T.
+      num_cached: int32 [S], tokens of the prefix of each sequence.
     """
 
     q: Float[Array, "T Hq nope_plus_R"]
@@ -65,14 +72,17 @@ class MlaPrefillCall:
     implementation: Implementation
 
     def new_tokens(self) -> PrefillState:
-        """Attention of the new tokens among themselves. Over a quantised cache their latents are rounded as cached."""
+        """Return the attention of the new tokens to each other, causal and expanded.
+
+        With a quantised cache, the latents are rounded to the values that a later read from the cache returns.
+        """
         if self.latent_new is None:
             shape = *self.q.shape[:2], self.w_uv.shape[1]
             return jnp.zeros(shape, jnp.float32), jnp.full(shape[:2], -jnp.inf, jnp.float32)
         return self._attend_expanded(as_read_back(self.latent_new, self.cache), self.cu_q_lens, causal=True)
 
     def in_window(self, window: int) -> PrefillState:
-        """Attention to all keys in the window, cached and new, expanded at once."""
+        """Return the attention of the new tokens to all keys in their windows, cached and new, in the expanded form."""
         latent, cu_kv_lens = self._latents_in_window(window)
         return self._attend_expanded(latent, cu_kv_lens, causal=True, window=window)
 
@@ -80,8 +90,9 @@ class MlaPrefillCall:
         """Merge attention to the prefix into `state`.
 
         Args:
-          absorbed: see `mla_prefill`. None chooses the form that is expected to be faster.
-          piece_tokens: tokens of a chunk of an expanded prefix.
+          absorbed: True for the absorbed form, False for the expanded form, None for the form that is expected to be
+            faster.
+          piece_tokens: prefix tokens per chunk in the expanded form.
         """
         if absorbed is not None:
             return self._absorbed_in_blocks(state) if absorbed else self._expanded_in_chunks(state, piece_tokens)
@@ -91,16 +102,20 @@ class MlaPrefillCall:
             return self._absorbed_at_once(state)
         if not max_new:
             return self._expanded_in_chunks(state, piece_tokens)
-        # The loop of the other form ends immediately. A condition would copy the state.
+        # Only the device knows the form. Both loops are compiled, and the loop of the other form ends immediately. A
+        # `lax.cond` would copy the state.
         absorb = is_short(max_new, self.cu_q_lens, self.num_cached)
         return self._expanded_in_chunks(self._absorbed_in_blocks(state, absorb), piece_tokens, ~absorb)
 
-    # Expanded
+    # Expanded form
 
     def _expanded_in_chunks(
         self, state: PrefillState, piece_tokens: int, is_wanted: Bool[Array, ""] | bool = True
     ) -> PrefillState:
-        """Expand the prefix chunk by chunk and attend to each chunk; do nothing unless `is_wanted`."""
+        """Expand the prefix chunk by chunk and merge the attention to each chunk into `state`.
+
+        If `is_wanted` is False, return `state` unchanged.
+        """
         if self.latent_new is not None:
             dtype = self.latent_new.dtype
         else:
@@ -124,7 +139,14 @@ class MlaPrefillCall:
         causal: bool,
         window: int | None = None,
     ) -> Any:
-        """Expand packed latents and attend to them."""
+        """Expand latents and return the attention of all new tokens to them.
+
+        Args:
+          latent: [U, L + R], packed latents and rotated keys.
+          cu_kv_lens: int32 [S+1], prefix sums of the latents of each sequence.
+          causal: whether the last latents of a sequence are its new tokens, which see no later tokens. Otherwise every
+            new token sees all latents of its sequence.
+        """
         k, v = expand(latent.astype(self.q.dtype), self.w_uk, self.w_uv)
         return ragged_attention(
             self.q,
@@ -142,13 +164,14 @@ class MlaPrefillCall:
         )
 
     def _latents_in_window(self, window: int) -> tuple[Float[Array, "U LR"], Int32[Array, "S_plus_1"]]:
-        """Gather the latents that some query sees, packed, with the prefix sums of their numbers per sequence.
+        """Gather the latents that queries see with a window. Return them packed, [U, L + R], and the prefix sums of
+        their numbers per sequence, int32 [S + 1].
 
-        For each sequence these are the cached pages that hold its last window - 1 cached tokens, and its new tokens.
+        For each sequence, these are the cached pages with its last window - 1 cached tokens, and its new tokens.
         """
         latent_new: Any = self.latent_new
         page_size, tables = self.cache.page_size, self.block_tables
-        skipped = jnp.maximum(self.num_cached - (window - 1), 0) // page_size  # pages
+        skipped = jnp.maximum(self.num_cached - (window - 1), 0) // page_size  # [S], pages before the window
         width = min(-(-(window - 1) // page_size) + 1, tables.shape[1])
         lens = self.num_cached - skipped * page_size + jnp.diff(self.cu_q_lens)
         latent = gather_latent(
@@ -162,14 +185,18 @@ class MlaPrefillCall:
         )
         return latent, jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
 
-    # Absorbed
+    # Absorbed form
 
     def _absorbed_at_once(self, state: PrefillState) -> PrefillState:
-        """Attend to the prefix with all queries at once."""
+        """Merge the attention of all new tokens to their prefix into `state`, in the absorbed form, in one block."""
         return merge(state, self._latent_prefix(self.cu_q_lens, self.q.shape[0]).attend(self.q, self.w_uk, self.w_uv))
 
     def _absorbed_in_blocks(self, state: PrefillState, is_wanted: Bool[Array, ""] | bool = True) -> PrefillState:
-        """Attend to the prefix block by block of packed tokens; do nothing unless `is_wanted`."""
+        """Merge the attention to the prefix into `state` in the absorbed form, one block of packed new tokens at a
+        time.
+
+        If `is_wanted` is False, return `state` unchanged.
+        """
         num_tokens = self.q.shape[0]
         has_prefix = is_wanted & (self.num_cached > 0) & (jnp.diff(self.cu_q_lens) > 0)
         size = config.block_tokens(*self.q.shape[:2])
@@ -185,19 +212,23 @@ class MlaPrefillCall:
         return lax.while_loop(lambda carry: carry[0] < end, attend, start)[1]
 
     def _latent_prefix(self, cu_q_lens: Int32[Array, "S_plus_1"], num_tokens: int) -> LatentPrefix:
-        """The prefix as latents, for `num_tokens` packed queries with these prefix sums."""
+        """Return the prefix for the absorbed attention of `num_tokens` packed queries.
+
+        Args:
+          cu_q_lens: prefix sums of the queries of each sequence.
+        """
         rows = QueryRows(cu_q_lens, num_tokens, min(num_tokens, max(1, config.FILLED_ROWS // self.q.shape[1])))
         options = {"sm_scale": self.sm_scale, "soft_cap": self.soft_cap, "implementation": self.implementation}
         return LatentPrefix(self.cache, self.block_tables, rows, self.num_cached, **options)
 
 
-# --- which form
+# --- choice between the absorbed and the expanded form
 
 
 def max_absorbed_tokens(call: MlaPrefillCall) -> int:
-    """Return the number of new tokens of a sequence up to which absorbed is faster.
+    """Return the number of new tokens per sequence up to which the absorbed form is faster.
 
-    The result is 0 if Mosaic's `mla_decode` does not run the call, because only Mosaic's was measured.
+    Return 0 if the absorbed form would not run on Mosaic's `mla_decode`: the limit was measured for this kernel only.
     """
     (heads, nope, latent_dim), (rows, _) = call.w_uk.shape, call.block_tables.shape
     takes: list[bool] = []
@@ -237,22 +268,25 @@ def max_absorbed_tokens(call: MlaPrefillCall) -> int:
 
 
 def is_short(max_new: int, cu_q_lens: Int32[Array, "S_plus_1"], num_cached: Int32[Array, "S"]) -> Bool[Array, ""]:
-    """Return whether sequences have at most `max_new` new tokens on average, weighted by their cached tokens."""
+    """Return whether sequences have at most `max_new` new tokens on average, weighted by their cached tokens.
+
+    The cost of both forms is proportional to the cached tokens.
+    """
     cached, new = num_cached.astype(jnp.float32), jnp.diff(cu_q_lens).astype(jnp.float32)
     return jnp.sum(cached * new) <= max_new * jnp.sum(cached)
 
 
-# --- the prefix, expanded
+# --- expanded form
 
 
 class PrefixChunks:
-    """The prefixes of all sequences, packed and cut into chunks of at most `piece_tokens` tokens.
+    """The pages of the prefixes of all sequences, one sequence after the other, in chunks of ceil(piece_tokens / ps)
+    pages.
 
-    The packing gives each sequence whole pages, so a chunk starts and ends at page boundaries. The part of a sequence
-    in a chunk is its block table from some entry on.
+    For each sequence, a chunk contains a range of entries of its block table, which can be empty.
 
     Attributes:
-      count: number of chunks, int32.
+      count: int32 [], number of chunks.
     """
 
     def __init__(
@@ -265,7 +299,7 @@ class PrefixChunks:
     ):
         self._cache, self._dtype, self._tables, self._num_cached = cache, dtype, block_tables, num_cached
         self._page_size = cache.page_size
-        self._pages = -(-piece_tokens // self._page_size)  # of a chunk
+        self._pages = -(-piece_tokens // self._page_size)  # pages per chunk
         num_pages = -(-num_cached // self._page_size)
         self._end_page = jnp.cumsum(num_pages, dtype=jnp.int32)
         self._first_page = self._end_page - num_pages
@@ -274,7 +308,9 @@ class PrefixChunks:
     def load(
         self, i: Int32[Array, ""], implementation: Implementation
     ) -> tuple[Float[Array, "U LR"], Int32[Array, "S_plus_1"]]:
-        """Gather the latents of chunk `i`, packed without gaps, with the prefix sums of its tokens per sequence."""
+        """Gather the latents of chunk `i`. Return them packed, [U, L + R], and the prefix sums of their numbers per
+        sequence, int32 [S + 1].
+        """
         start = i * self._pages
         skipped = jnp.maximum(start - self._first_page, 0)  # pages of each sequence in earlier chunks
         stop = jnp.clip(start + self._pages - self._first_page, 0, self._end_page - self._first_page)
@@ -296,7 +332,10 @@ class PrefixChunks:
 def expand(
     latent: Float[Array, "U LR"], w_uk: Float[Array, "Hq nope L"], w_uv: Float[Array, "Hq v L"]
 ) -> tuple[Float[Array, "U Hq nope_plus_R"], Float[Array, "U Hq v"]]:
-    """Compute keys and values of each head from latents. All heads share the rotated columns of the key."""
+    """Compute the keys and values of each head from latents and rotated keys [U, L + R].
+
+    A key consists of nope columns that are computed from the latent, and of the rotated key, which all heads share.
+    """
     latent_dim = w_uk.shape[-1]
     normed, rotated = latent[:, :latent_dim], latent[:, latent_dim:]
     precision = lax.Precision.HIGHEST if latent.dtype == jnp.float32 else None
@@ -307,19 +346,19 @@ def expand(
 
 
 def _tables_from(block_tables: Int32[Array, "S P"], first: Int32[Array, "S"], width: int) -> Int32[Array, "S width"]:
-    """Return `width` entries of each block table from entry `first` on, padded with the last entry."""
+    """Return `width` entries of each block table from entry `first` on, padded with copies of its last entry."""
     entry = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.take_along_axis(block_tables, jnp.minimum(entry, block_tables.shape[1] - 1), axis=1)
 
 
-# --- the prefix, absorbed
+# --- absorbed form
 
 
 class LatentPrefix:
-    """The prefixes of all sequences as latents, to which queries attend absorbed.
+    """The prefixes of all sequences, to which packed queries attend in the absorbed form, with `mla_decode`.
 
-    Every query sees the whole prefix of its sequence, so nothing is masked. `mla_decode` therefore gets the heads of
-    several queries as heads of one query.
+    A row is a group of up to Q query tokens of one sequence. Every query sees the whole prefix of its sequence, so no
+    scores are masked. `mla_decode` therefore receives a row as one sequence with one query token of Q·Hq heads.
     """
 
     def __init__(
@@ -330,7 +369,13 @@ class LatentPrefix:
         num_cached: Int32[Array, "S"],
         **options: Any,
     ):
-        """Look up block tables and lengths of the rows. `options` are arguments of `mla_decode`."""
+        """Look up the block table and the number of cached tokens of each row's sequence.
+
+        Args:
+          rows: division of the packed queries into rows of up to Q query tokens of one sequence.
+          num_cached: tokens of the prefix of each sequence.
+          **options: arguments of `mla_decode`.
+        """
         self._rows, self._cache, self._options = rows, cache, options
         self._tables = block_tables[rows.sequence]
         self._lens = jnp.where(rows.count > 0, num_cached[rows.sequence], 0)
@@ -341,7 +386,7 @@ class LatentPrefix:
         w_uk: Float[Array, "Hq nope L"],
         w_uv: Float[Array, "Hq v L"],
     ) -> PrefillState:
-        """Attention of packed queries to the prefix of their sequence."""
+        """Return the attention of packed queries to the prefix of their sequence."""
         nope, rows = w_uk.shape[1], self._rows
         precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
@@ -351,7 +396,8 @@ class LatentPrefix:
         def as_one_query(x: Float[Array, "rows_times_Q Hq D"]) -> Float[Array, "rows 1 Q_times_Hq D"]:
             return x.reshape(-1, 1, rows.queries * x.shape[1], x.shape[2])
 
-        # Pack before the product with W_UK and unpack after the product with W_UV, where rows are narrower.
+        # Pack before the product with W_UK and unpack after the product with W_UV: there a query head has nope or v
+        # columns, which are fewer than L.
         out: Any = mla_decode(
             as_one_query(jnp.einsum("thn,hnl->thl", pack(q[..., :nope]), w_uk, precision=precision)),
             as_one_query(pack(q[..., nope:])),
@@ -368,32 +414,35 @@ class LatentPrefix:
 
 
 class TokenBlock:
-    """A block of consecutive packed tokens.
+    """A block of `size` consecutive packed tokens.
 
     Attributes:
-      cu_q_lens: int32 [S+1], prefix sums of the tokens that each sequence has in the block.
+      cu_q_lens: int32 [S+1], where the tokens of each sequence start in the block; last where they end.
     """
 
     def __init__(self, cu_q_lens: Int32[Array, "S_plus_1"], first: Int32[Array, ""], size: int, num_tokens: int):
-        """Describe `size` of `num_tokens` tokens from token `first` on.
+        """Create the block that starts at packed token `first`, out of `num_tokens`.
 
-        If fewer than `size` tokens are left, the block starts before `first`. Tokens before `first` belong to no
-        sequence of the block.
+        If fewer than `size` tokens follow, the block starts earlier. Its tokens before `first` have been processed with
+        an earlier block, so they belong to no sequence of this block.
         """
         self._start, self._size = jnp.minimum(first, num_tokens - size), size
         self.cu_q_lens = jnp.clip(cu_q_lens - self._start, first - self._start, size)
 
     def take(self, x: Any) -> Any:
-        """Slice the block out of arrays [T, ...]."""
+        """Return the block's tokens of arrays [T, ...], [size, ...]."""
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self._start, self._size), x)
 
     def put(self, x: Any, own: Any) -> Any:
-        """Replace the block in arrays [T, ...] by `own`."""
+        """Return the arrays `x` [T, ...] with the block's tokens replaced by `own` [size, ...]."""
         return jax.tree.map(lambda x, own: lax.dynamic_update_slice_in_dim(x, own, self._start, 0), x, own)
 
 
 def merge(one: PrefillState, other: PrefillState) -> PrefillState:
-    """Merge two states as `merge_states` does, but elementwise, so that XLA updates the state of a loop in place."""
+    """Merge the attention to two disjoint sets of keys, weighted by LSE.
+
+    The formula is the formula of `merge_states`. It is elementwise here, so that XLA updates the loop's state in place.
+    """
     highest = finite_or_zero(jnp.maximum(one[1], other[1]))
     weights = [jnp.exp(lse - highest) for _, lse in (one, other)]
     total = weights[0] + weights[1]

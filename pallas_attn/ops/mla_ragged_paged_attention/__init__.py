@@ -1,8 +1,8 @@
-"""Absorbed multi-head latent attention of a step with decodes and prompt chunks, which first writes the new latents.
+"""One call for a whole step with multi-head latent attention (MLA): write the new latents, then attend to them.
 
-JAX engines for TPUs make this call. It has no kernels; it calls `write_latent` and `mla_decode`. The new
-tokens of a sequence are cut into rows of a few tokens. Each is a row of `mla_decode`, whose length ends at its last
-token.
+A step has decode tokens and prompt chunks. The interface is the interface of JAX engines for TPUs. The operation
+composes `write_latent` and `mla_decode`: the new tokens of a sequence are divided into groups of up to MAX_QUERIES
+tokens, and each group is a sequence of `mla_decode` that ends with the group's last token.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ from pallas_attn.runtime import sharded_calls
 from pallas_attn.types import Implementation, PagedLatent
 
 FILLED_ROWS = 64
-"""Query rows (queries times heads) that kernels compute at once. A decode with few heads leaves some of them empty."""
+"""Query rows (query tokens times heads) of a tile of the decode kernels.
+
+With few heads, one query token fills only a part of a tile, so several tokens of a sequence form a group.
+"""
 
 MAX_QUERIES = 8
-"""Maximum number of queries in a row. A decode has one query, so empty slots of a row cost time."""
+"""Maximum number of query tokens per group. A decode sequence has one query token, and the unused places of its group
+take time too.
+"""
 
 
 @sharded_calls.over_devices
@@ -53,42 +58,43 @@ def mla_ragged_paged_attention(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T Hq L"], PagedLatent]:
-    """Write the new latents of each sequence to its pages and attend to them causally, with the signature of TPU
-    engines.
+    """Write the new latents of each sequence to its pages, then compute causal attention of the new tokens to all
+    latents of their sequence. The signature is the signature of JAX engines for TPUs.
 
-    Every head reads the same key [L + R], whose first L columns are also the value. The caller absorbs W_UK into
-    `q_latent` and applies W_UV to the output. All arrays may be known on the device only.
+    The attention is absorbed MLA: every head reads the same key [L + R], whose first L columns are also the value. The
+    caller multiplies the queries by W_UK before the call and the output by W_UV after it. The host needs to know no
+    lengths: all arrays stay on the device.
 
     Args:
-      q_latent: packed queries for the latent columns, with W_UK absorbed. Rows before cu_q_lens[0] and from the largest
-        entry of cu_q_lens on are padding.
-      q_rope: rotated queries for the columns of the rotated key, in the same dtype.
-      new_latent, new_rope: normed latents and rotated keys of the new tokens, in bfloat16, float16 or float32; for an
-        int8 or float8 cache without scales also already quantised, in its dtype. Unused with `update_kv_cache=False`,
-        and may then be None.
-      cache: cache of any dtype. It is written in place if it is donated.
-      kv_lens: tokens of each sequence, including the new ones.
+      q_latent: packed queries multiplied by W_UK, bfloat16, float16 or float32; with `q_scale` also a float8 dtype.
+        Tokens before cu_q_lens[0], and from the largest entry of cu_q_lens on, are padding.
+      q_rope: packed rotated queries, in the dtype of q_latent.
+      new_latent, new_rope: latents (after their norm) and rotated keys of the new tokens, in bfloat16, float16 or
+        float32. For a float8 cache without scales, they may also be quantised already, in the dtype of the cache.
+        Unused with `update_kv_cache=False`, and may then be None.
+      cache: the cache, in any dtype of `PagedLatent`. It is written in place if it is donated.
+      kv_lens: tokens of each sequence, including the new tokens.
       page_indices: page ids, [S, P] or flattened [S·P]. Entries past the tokens of a sequence may have any value.
-      cu_q_lens: prefix sums of the numbers of new tokens. An entry less than an earlier one, such as a 0 at the end,
-        counts as the largest earlier entry.
-      distribution: [i, j, n] or n alone, [1] or []: the first n sequences are real, and metadata of the others may have
-        any value. i and j have no effect. None for S real sequences.
-      sm_scale: factor of the scores. It is required, because it depends on the width before absorption.
+      cu_q_lens: prefix sums of the numbers of new tokens: sequence s has the tokens from cu_q_lens[s] to
+        cu_q_lens[s + 1]. An entry below an earlier entry, such as a 0 at the end, counts as the largest earlier entry.
+      distribution: n, [n] or [i, j, n]: only the first n sequences exist, and lengths and tables of the other S - n may
+        have any value. i and j are ignored. None for n = S.
+      sm_scale: factor of the scores. It has no default, because it depends on the width of keys before absorption.
       sliding_window: number of newest latents that every head sees; None for all.
       soft_cap: if given, scores become soft_cap · tanh(score / soft_cap).
       update_kv_cache: False if the new latents are in the pages already.
-      q_scale: factor of the queries, which then may also have a float8 dtype; None for 1.
-      k_scale: factor of the stored latents and rotated keys, as keys, for an int8 or float8 cache without scales; None
-        for 1. New latents in 16 or 32 bits are divided by it before they are stored.
-      v_scale: factor of the stored latents as values, for such a cache; None for 1.
+      q_scale: the queries are q_scale times the given numbers; None for 1.
+      k_scale: for a float8 cache without scales: as keys, latents and rotated keys are k_scale times the stored
+        numbers; None for 1. New latents that are not quantised are divided by `k_scale` before they are stored.
+      v_scale: for a float8 cache without scales: as values, latents are v_scale times the stored numbers; None for 1.
       out_dtype: dtype of the output; None for the dtype of q_latent, which then must not be float8.
-      implementation: implementation of both operations.
+      implementation: implementation of `write_latent` and `mla_decode`.
 
     Returns:
-      The output in latent space, exactly 0 for padding rows, and the cache.
+      The output in latent space, exactly 0 for padding tokens, and the updated cache.
 
     Raises:
-      ValueError: arguments do not match each other.
+      ValueError: the arguments do not fit each other.
       NotImplementedError: the named implementation does not support the call.
 
     Example:
@@ -101,7 +107,7 @@ def mla_ragged_paged_attention(
       >>> out, cache = pallas_attn.mla_ragged_paged_attention(
       ...     q_latent, q_rope, new, new[:, :2], cache, kv_lens, page_indices, cu_q_lens, distribution, sm_scale=0.1
       ... )
-      >>> out.shape, cache.pages[3, :, 0].tolist()  # page 3 holds the three tokens of the second
+      >>> out.shape, cache.pages[3, :, 0].tolist()  # page 3 contains the three tokens of the second sequence
       ((6, 2, 6), [1.0, 1.0, 1.0, 0.0])
     """
     update, sm_scale = checks.flag("update_kv_cache", update_kv_cache), checks.required_number("sm_scale", sm_scale)
@@ -130,7 +136,7 @@ def mla_ragged_paged_attention(
             )
             new = jnp.concatenate([_stored(x, cache, k_scale) for x in (new_latent, new_rope)], axis=-1)
             cache = write_latent(cache, new, slots, implementation=implementation)
-        if q_latent.dtype not in checks.PLAIN:  # bfloat16 represents all float8 values
+        if q_latent.dtype not in checks.PLAIN:  # `mla_decode` takes no float8; bfloat16 represents all float8 numbers
             q_latent, q_rope = q_latent.astype(jnp.bfloat16), q_rope.astype(jnp.bfloat16)
         queries = min(MAX_QUERIES, max(1, FILLED_ROWS // dims["Hq"]))
         rows = QueryRows(step.cu_q_lens, num_tokens, queries)
@@ -152,7 +158,11 @@ def mla_ragged_paged_attention(
 
 
 def _static_scales(cache: PagedLatent, **scales: float | None) -> list[float]:
-    """Return the scales, 1 for None. Raise ValueError if the cache is not quantised or has scales."""
+    """Return the given scales as numbers, 1 for None.
+
+    Raises:
+      ValueError: a scale is given, but the cache is 16-bit or 32-bit, or has its own scales.
+    """
     numbers = []
     for name, given in scales.items():
         number = checks.number(name, given)
@@ -164,7 +174,7 @@ def _static_scales(cache: PagedLatent, **scales: float | None) -> list[float]:
 
 
 def _check_new(new_latent: Any, new_rope: Any, cache: PagedLatent, dims: checks.Dims) -> None:
-    """Raise ValueError if the new tokens cannot be written to the cache."""
+    """Raise ValueError if shapes or dtypes of the new tokens do not fit the cache."""
     unscaled = () if cache.is_quantised or cache.pages.dtype in checks.PLAIN else (cache.pages.dtype,)
     for name, new, shape in (("new_latent", new_latent, "T L"), ("new_rope", new_rope, "T R")):
         if new is None:
@@ -173,7 +183,10 @@ def _check_new(new_latent: Any, new_rope: Any, cache: PagedLatent, dims: checks.
 
 
 def _stored(new: Any, cache: PagedLatent, k_scale: float) -> Array:
-    """Convert new columns to the dtype that `write_latent` expects."""
+    """Convert new latents or rotated keys to the dtype that `write_latent` expects for this cache.
+
+    For a float8 cache without scales, unquantised numbers are divided by `k_scale` and rounded.
+    """
     new = jnp.asarray(new)
     if cache.is_quantised:
         return new.astype(jnp.float32)

@@ -1,4 +1,8 @@
-"""Partition the visible pages of a decode step among the programs (CTAs) of a kernel, on the device."""
+"""Assign the visible pages of a decode step to the CTAs of the decode kernel, on the device.
+
+A CTA of the plan is a CTA of a Mosaic kernel, or one or several programs of a Triton kernel. The argument
+`num_programs` is the number of CTAs of the plan.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ from pallas_attn.runtime import dispatch
 from pallas_attn.types import DecodePlan, HeadWindow, Implementation, PagedKV, PagedLatent, PlanKey
 
 FIXED_PIECE_TOKENS = 2048
-"""Visible tokens between the cuts of a row in `fixed` mode."""
+"""Visible tokens per split in `fixed` mode, rounded down to whole pages; at least one page."""
 
 MAX_PROGRAMS = 32 * 512
-"""More programs than any card runs at the same time: 32 thread blocks per multiprocessor, and fewer than 512
-multiprocessors.
+"""Maximum of `num_programs`. No GPU runs more CTAs at the same time: a multiprocessor runs at most 32 CTAs, and a GPU
+has fewer than 512 multiprocessors.
 """
 
 type Mode = Literal["balanced", "fixed"]
@@ -42,33 +46,41 @@ def plan_decode(
     num_programs: int | None = None,
     implementation: Implementation = None,
 ) -> DecodePlan:
-    """Plan the decode calls of a step that have these arguments, once for all layers. The function is jittable and does
-    not synchronize with the host.
+    """Assign the visible pages of a decode step to the CTAs of the decode kernel, so that all CTAs finish at about the
+    same time.
 
-    The plan serves every call with the same sizes, lengths and windows. Scales, learned sinks, soft caps and the values
-    of q, cache and tables may differ from layer to layer. The plan records its sizes, and a call with other sizes
-    raises an error. A call without a plan makes a plan itself, in every layer.
+    Pass the plan to `paged_decode` or `mla_decode`. One plan serves all layers of a step whose calls have the same
+    sizes, lengths and windows. Scales, sink logits, soft caps, and the values of q, cache and block tables may differ
+    between the layers. A call whose sizes or window differ from the plan's raises ValueError. A call without a plan
+    makes its own plan. The plan is computed on the device: the function works inside `jax.jit` and does not
+    synchronize with the host.
 
-    A row (one KV head of one sequence) costs its visible pages plus a constant. In `balanced` mode every program gets
-    an equal share of the total cost, and a row is cut where a share ends. If it is nearly as even, the shares are
-    instead made of whole rows or of equal parts of one row, so that fewer rows are cut. In `fixed` mode a row is cut at
-    fixed token counts, independent of its position and of the batch, so that its result never depends on other rows.
-    Programs then share whole splits.
+    A row of the plan is one KV head of one sequence. Its cost is its number of visible pages plus a constant for
+    starting it.
+
+    - `balanced` mode gives every CTA an equal share of the total cost, and splits a row where a share ends. Split rows
+      need a merge. The plan therefore prefers a schedule with fewer splits (whole rows per CTA, or several CTAs for one
+      row) if its largest share is only slightly larger.
+    - `fixed` mode splits every row at multiples of 2,048 of its visible tokens, and distributes the splits evenly over
+      the CTAs. The result of a row is then bit-identical in every batch.
 
     Args:
-      q: as `paged_decode` takes it, with or without `q_scale`; or, for `mla_decode`, the pair (q_latent, q_rope).
-      cache: the `PagedKV` or `PagedLatent` of any of the layers.
-      block_tables: as the calls take them. Only shapes and dtypes of q, cache and block_tables matter, so
-        `jax.ShapeDtypeStruct`s are allowed.
-      kv_lens: tokens of each sequence, including the new tokens; 0 for an idle row.
-      q_lens, window, soft_cap, out_dtype: as the calls take them.
+      q: the queries of `paged_decode`, [B, Q, Hq, D]; for `mla_decode`, the pair (q_latent, q_rope).
+      cache: the `PagedKV` or `PagedLatent` of one of the layers.
+      block_tables: page ids [B, P], or row ids [B, Hkv, P]. Only shapes and dtypes of q, cache and block_tables
+        matter, so `jax.ShapeDtypeStruct`s are allowed.
+      kv_lens: int32 [B], tokens of each sequence, including the new tokens; 0 for an idle sequence.
+      q_lens, window, soft_cap, out_dtype: the arguments of the decode calls.
       mode: "balanced" or "fixed".
-      num_programs: programs that share the pages, at most 16,384; None for the number that runs at the same time on
-        this device. Fewer programs leave multiprocessors for other work.
+      num_programs: number of CTAs in the plan, at most 16,384; None for the number that the device runs at the same
+        time. A smaller number leaves multiprocessors for other kernels.
       implementation: implementation of the decode calls.
 
+    Returns:
+      The plan, int32 arrays on the device.
+
     Raises:
-      ValueError: inconsistent arguments, or an unknown mode.
+      ValueError: the arguments do not fit each other, or the mode is unknown.
       NotImplementedError: the named implementation does not support the decode calls.
 
     Example:
@@ -108,9 +120,8 @@ def plan_decode(
         followers.append((key, name, module, wanted))
 
     head_window = window if isinstance(window, HeadWindow) else None
-    jax.eval_shape(
-        find_follower, q, cache, block_tables, kv_lens, q_lens, head_window
-    )  # eval_shape turns shapes into traced arrays
+    # An implementation reports an unsupported call when it is traced. eval_shape traces, also with ShapeDtypeStructs.
+    jax.eval_shape(find_follower, q, cache, block_tables, kv_lens, q_lens, head_window)
     ((made_for, name, module, wanted),) = followers
     if not (made_for.batch and made_for.num_queries):
         return _idle_plan(made_for, module, num_programs or 1, sharing_of(mode, made_for.page_size))
@@ -131,15 +142,15 @@ def plan_decode(
 
 
 def plan_of(call: PagedDecodeCall | MlaDecodeCall, implementation: str, num_programs: int) -> DecodePlan:
-    """Return the plan of a decode call, or make a plan if the call has none.
+    """Return the plan of a decode call; if the call has none, make a plan in `balanced` mode.
 
     Args:
-      call: the call that is being run.
-      implementation: module that runs it, such as "mosaic_sm90".
-      num_programs: programs that share the pages in a plan made here.
+      call: the decode call.
+      implementation: module that runs the call, such as "mosaic_sm90".
+      num_programs: number of CTAs, if a plan is made.
 
     Raises:
-      ValueError: the call's plan was made for another implementation.
+      ValueError: the plan in the call was made for another implementation.
     """
     if call.plan is not None:
         if call.plan.implementation != implementation:
@@ -161,7 +172,7 @@ def plan_of(call: PagedDecodeCall | MlaDecodeCall, implementation: str, num_prog
 
 
 def _idle_plan(made_for: PlanKey, implementation: str, num_programs: int, sharing: Sharing) -> DecodePlan:
-    """Plan of a step in which no row sees any key."""
+    """Return the plan of a step without sequences or without queries: no CTA has work."""
     rows = made_for.batch * made_for.num_kv_heads
     order, none, programs = (
         jnp.arange(rows + 1, dtype=jnp.int32),
@@ -194,9 +205,10 @@ def _decode_call(
     soft_cap: float | None,
     out_dtype: Any,
 ) -> PagedDecodeCall | MlaDecodeCall:
-    """A decode call with these arguments."""
+    """Return a decode call with these arguments, and defaults for all arguments that do not influence the plan."""
     if isinstance(cache, PagedKV):
-        if hasattr(q, "dtype") and q.dtype == jnp.float8_e4m3fn:  # kernels receive e4m3 queries as float16
+        # paged_decode passes float8_e4m3fn queries to kernels as float16.
+        if hasattr(q, "dtype") and q.dtype == jnp.float8_e4m3fn:
             q = q.astype(jnp.float16)
         return PagedDecodeCall(
             q,
@@ -236,14 +248,17 @@ def _decode_call(
 def _planned_queries(
     q_lens: Int32[Array, "B"] | None, kv_lens: Int32[Array, "B"], num_queries: int
 ) -> Int32[Array, "B"] | None:
-    """Real queries of each sequence, or None if every sequence has one query."""
+    """Return the number of queries of each sequence, int32 [B], or None if every sequence has one query.
+
+    The argument `q_lens` of a decode call may be None although every sequence has several queries.
+    """
     if q_lens is None and num_queries > 1:
         return jnp.full_like(kv_lens, num_queries)
     return q_lens
 
 
 def sharing_of(mode: Mode, page_size: int) -> Sharing:
-    """Costs of rows and cuts in a mode."""
+    """Return the cost model of a mode: in pages for `balanced`, in splits for `fixed`."""
     if mode == "fixed":
         return Sharing(overhead=0, cut=0, least=1, split_pages=max(1, FIXED_PIECE_TOKENS // page_size))
     costs = plan_config(page_size)

@@ -1,4 +1,4 @@
-"""Arguments of one call of the planner."""
+"""Arguments that implementations of `plan_decode` receive."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from pallas_attn.types import HeadWindow, PlanKey
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PlanDecodeCall(OperationCall):
-    """Lengths of a decode step, already clipped by the decode call, and parameters of the partition of its pages.
+    """Lengths of a decode step, and parameters of the plan.
 
     Attributes:
-      kv_lens: tokens per sequence, including the new tokens; 0 for an idle row.
-      q_lens: real queries per sequence; None if each sequence has one.
+      kv_lens: int32 [B], tokens per sequence, including the new tokens; 0 for an idle sequence. Clipped to the
+        capacity of the block tables.
+      q_lens: int32 [B], queries per sequence, clipped to Q; None if each sequence has one query.
       window: window of the decode call.
-      sharing: costs of rows and cuts.
-      num_programs: number of CTAs that the pages are distributed over.
-      made_for, implementation: fields of the resulting `DecodePlan`.
+      sharing: cost model, and the arithmetic of shares and splits.
+      num_programs: number of CTAs in the plan.
+      made_for, implementation: values for the fields of the resulting `DecodePlan`.
     """
 
     op: ClassVar[str] = "plan_decode"

@@ -1,4 +1,7 @@
-"""Tunable costs of `plan_decode`."""
+"""Tunable cost model of `plan_decode`. A row is one KV head of one sequence.
+
+A cost is a time, expressed as the number of pages or tokens that a CTA processes in this time.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,35 @@ import dataclasses
 from pallas_attn.runtime import tuning
 
 ROW_OVERHEAD_TOKENS = 256
-"""Default cost of starting a piece (loading queries, filling the pipeline, writing a state), in tokens. With 1 to 8
-pages of 64 tokens tried, the fastest were 4 or 5 pages for 64 and 128 heads of latents, 3 to 5 for 16 heads, and 4 or 6
-for KV heads.
+"""Default cost of starting a row in a CTA: the time for this number of tokens.
+
+A start loads queries, fills the pipeline and writes a result. Measured with pages of 64 tokens and costs from 1 to 8
+pages: decode was fastest with 4 or 5 pages for MLA with 64 and 128 heads, 3 to 5 pages for MLA with 16 heads, and 4 or
+6 pages for GQA.
 """
 
 CUT_TOKENS = 512
-"""Default cost per CTA of cutting rows, in tokens: one state is written where the CTA's share starts and one where it
-ends, and a merge kernel reads all states. It is higher for 128 heads of latents, which have the largest states: with
-128 sequences of 2k and 8k tokens, cuts cost about 700 and 1,200 tokens.
+"""Default cost of splitting rows, per CTA: the time for this number of tokens.
+
+If a CTA starts and ends inside rows, it writes two partial states, and a merge kernel reads all states. The measured
+cost is higher for MLA with 128 heads, which has the largest states: about 700 tokens with 128 sequences of 2k tokens,
+1,200 tokens with 128 sequences of 8k tokens.
 """
 
 
 TILE_TOKENS = 64
-"""Minimum tokens of a part of a row with separate CTAs. A piece of one tile could not overlap loading and computing."""
+"""Tokens of a tile of the decode kernel. If several CTAs share one row, the planner aims at more than one tile per CTA:
+the kernel loads a tile while it computes with the previous tile.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """Cost model of `balanced` mode, tuned as "plan_decode" by page size.
+    """Cost model of `balanced` mode. Measured values per page size are in `runtime/tuned`, under "plan_decode".
 
     Attributes:
-      row_overhead_pages: cost of starting a row for a CTA, in pages.
-      cut_pages: cost of cutting rows for a CTA, in pages.
+      row_overhead_pages: cost of starting a row in a CTA, in pages.
+      cut_pages: cost of splitting rows per CTA, in pages.
     """
 
     row_overhead_pages: int
@@ -46,5 +55,5 @@ def plan_config(page_size: int) -> PlanConfig:
 
 
 def heuristic_costs(page_size: int) -> PlanConfig:
-    """Return the costs for a device without measured costs."""
+    """Return the default costs, for a device without measured costs."""
     return PlanConfig(max(1, ROW_OVERHEAD_TOKENS // page_size), CUT_TOKENS // page_size)

@@ -1,25 +1,36 @@
-"""`plan_decode` on Hopper and data-center Blackwell: one kernel with one CTA, so that a step pays for one short launch.
+"""`plan_decode` on Hopper and data-center Blackwell: one kernel with one CTA of up to 1,024 threads.
 
-`portable.schedule` has the arithmetic, and defines offset, place and piece; a piece is called a split here. Each thread
-processes a plan row, a place or a CTA of the plan. If they outnumber the threads, they are processed in chunks. Prefix
-sums stay in shared memory and are searched to find the plan row at an offset:
+The plan assigns pages to the CTAs of a decode kernel, which runs later. "CTA" means a CTA of the decode kernel here,
+unless the text says otherwise. Terms:
 
-    rows      cost              -> ends: the offset where each row ends (prefix sums)
-    total     -> share, own share
-    rows      parts             -> split_ends, and whether the parts are even enough; if so, each part is one CTA's
-    else
-    rows      rank by length    -> place, and the lists by place
-    places    cost              -> ends                              (prefix sums)
-    places    splits in groups  -> split_ends, and whether the splits are even enough
-    else
-    places    splits            -> split_ends                        (prefix sums)
-    CTAs      start             -> place, page, split
+    row      one KV head of one sequence; its cost is its number of visible pages plus a constant
+    place    index of a row in the order of the plan
+    offset   position on a line on which the rows lie end to end, each as long as its cost
+    share    cost that each CTA processes in a schedule with equal shares
+    split    pages of one row that one CTA processes (a piece in `portable.schedule`, which has the arithmetic)
+    group    adjacent places whose rows have separate CTAs
 
-Steps that a call does not need are branched around, because each instruction is fetched only once and most of the
-kernel's time is latency.
+A thread processes one row, one place or one CTA at a time. Two arrays in shared memory contain prefix sums: `ends`, of
+costs, and `split_ends`, of numbers of splits. A search in them finds the row at an offset.
 
-Barriers: only barriers of the whole CTA, inside `Lanes`. Deadlock freedom: all threads take the same branches, so all
-of them reach the same barriers.
+    ends = prefix sums of cost(row) for all rows             # in the original order
+    share = ends[last] / number of CTAs
+    if rows <= CTAs:                                         # schedule 1: separate CTAs for each row
+        split_ends = prefix sums of the number of CTAs of each row
+        if even enough:  write the plan; stop
+    if few rows:                                             # sort by length, alternate over the groups
+        place of each row;  ends = prefix sums of cost(place)
+    split_ends = prefix sums of the splits of each place     # schedule 2: equal shares within each group
+    if not even enough:                                      # schedule 3: equal shares of all rows
+        split_ends = prefix sums of the splits of each place
+    for each CTA:  start offset -> place, page, split        # write the plan
+
+Schedule 3 has the most splits. A schedule is even enough if its largest share exceeds an equal share only slightly.
+`fixed` mode has only schedule 3. Branches skip schedules that are not needed: the kernel executes most instructions
+once, so its time is the latency of fetching and executing them.
+
+Barriers: only barriers of the whole CTA of this kernel, inside `Lanes`. Deadlock freedom: all threads take the same
+branches, so all threads reach the same barriers.
 """
 
 from __future__ import annotations
@@ -51,16 +62,20 @@ from pallas_attn.portable.visibility import PageWalk, page_walk
 from pallas_attn.types import FULL, DecodePlan, HeadWindow
 
 MAX_ROWS = 24 * 1024
-"""Maximum number of plan rows; their two prefix sums fill shared memory."""
+"""Maximum number of rows (sequences x KV heads). Their two arrays of prefix sums take 192 KiB of shared memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanStatic:
-    """Compile-time parameters of the kernel, except shapes and dtypes.
+    """Compile-time parameters of the kernel.
 
     Attributes:
-      window: window of all heads, unless the call has a `HeadWindow`.
-      rows, ctas: number of plan rows, and of the plan's CTAs.
+      sharing: cost model, and the arithmetic of shares and splits.
+      window: window of all heads in tokens; ignored if the call has a `HeadWindow`.
+      num_kv_heads: KV heads of a sequence; 1 for latents.
+      page_size: tokens per page.
+      rows: number of rows, sequences times KV heads.
+      ctas: number of CTAs of the plan.
     """
 
     sharing: Sharing
@@ -72,12 +87,12 @@ class PlanStatic:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether groups or rows may have separate CTAs."""
+        """Whether the mode is `balanced`: rows or groups may have separate CTAs."""
         return not self.sharing.split_pages
 
     @property
     def for_each_row(self) -> bool:
-        """Whether each row could have at least one CTA."""
+        """Whether the schedule with separate CTAs for each row is tried: the CTAs suffice for one per row."""
         return self.is_balanced and self.rows <= self.ctas
 
     @property
@@ -86,7 +101,7 @@ class PlanStatic:
 
     @property
     def chunk(self) -> int:
-        """Rows or CTAs that all threads process at a time."""
+        """Number of threads of this kernel: rows, places or CTAs that are processed at the same time."""
         return self.warpgroups * THREADS
 
     @property
@@ -95,12 +110,12 @@ class PlanStatic:
 
     @property
     def max_splits(self) -> int:
-        """Maximum number of splits: each starts with a row or with a CTA."""
+        """Maximum number of splits in `balanced` mode. Each split starts where a row or a CTA starts."""
         return self.rows + self.ctas
 
 
 class PlanInputs(NamedTuple):
-    """Arrays of a `PlanDecodeCall`."""
+    """Arrays of a `PlanDecodeCall`: kv_lens and q_lens int32 [B], or None; window with int32 [Hkv], or None."""
 
     kv_lens: Any
     q_lens: Any
@@ -108,7 +123,7 @@ class PlanInputs(NamedTuple):
 
 
 class PlanOutputs(NamedTuple):
-    """Arrays of a `DecodePlan`."""
+    """Arrays of a `DecodePlan`, which has their shapes."""
 
     row_order: Any
     sink_pages: Any
@@ -133,10 +148,11 @@ class PlanScratch(NamedTuple):
     """Shared memory of the kernel.
 
     Attributes:
-      ends, split_ends: int32 [padded rows], inclusive prefix sums of costs and of numbers of splits, by row or place;
-        constant past the last row.
-      keys: float32 [rows, padded], sort keys; None if rows keep their order.
-      lanes: the threads.
+      ends: int32 [padded rows], inclusive prefix sums of the costs of rows, by row or by place. Entries past the last
+        row repeat the total.
+      split_ends: int32 [padded rows], the same for the numbers of splits.
+      keys: float32 [rows, rounded up to a multiple of 32], sort keys of rows; None if the plan does not sort rows.
+      lanes: scans and reductions over the threads.
     """
 
     ends: Any
@@ -194,7 +210,10 @@ def _kernel(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScrat
 
 
 def _lay_out(static: PlanStatic, x: PlanInputs, mem: PlanScratch) -> tuple[Any, Any]:
-    """Write `ends` of rows in their original order. Return the total cost, and the number of rows that are not idle."""
+    """Write `ends` for the original order of the rows.
+
+    Return the total cost, and the number of rows with visible pages (int32 scalars).
+    """
 
     def lay_out(row: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
         cost, busy = before
@@ -209,9 +228,9 @@ def _lay_out(static: PlanStatic, x: PlanInputs, mem: PlanScratch) -> tuple[Any, 
 
 
 def _part(static: PlanStatic, mem: PlanScratch, share: Any, own_share: Any) -> Any:
-    """Write `split_ends` for the schedule in which each row has separate CTAs.
+    """Write `split_ends` for the schedule in which each row has separate CTAs, each with an equal part of the pages.
 
-    Return whether the parts are even enough and the CTAs suffice.
+    Return whether this schedule is used: no part is much larger than `share`, and the CTAs suffice.
     """
 
     def part(row: Any, before: Any) -> Any:
@@ -224,14 +243,15 @@ def _part(static: PlanStatic, mem: PlanScratch, share: Any, own_share: Any) -> A
 
 
 def _flagged(static: PlanStatic, splits: Any, are_worse: Any) -> Any:
-    """Replace the number of splits by a sentinel, larger than any plan allows, where this schedule must lose the
-    comparison.
+    """Replace the number of splits by a number above `max_splits` where `are_worse`.
+
+    The caller rejects a schedule whose total number of splits is above a limit. One flagged row suffices to exceed it.
     """
     return jnp.where(are_worse, static.max_splits + 1, splits)
 
 
 def _list_parts(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, own_share: Any) -> None:
-    """Write the plan in which each row has separate CTAs."""
+    """Write the plan of the schedule in which each row has separate CTAs. Places are rows in their original order."""
     _list_in_order(static, x, plan, mem.lanes)
     _list_rows(
         static, plan, mem, lambda place: segment_of(mem.split_ends, static.rows, PER_THREAD.take(mem.split_ends, place))
@@ -253,7 +273,9 @@ def _list_parts(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanS
 def _share(
     static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, total: Any, busy: Any, share: Any
 ) -> None:
-    """Write the plan in which the CTAs share the rows of groups, or all rows."""
+    """Write the plan of a schedule with equal shares: of the rows of each group if this is even enough, else of all
+    rows.
+    """
     in_snake_order, sharing = static.sharing.uses_snake_order(static.rows), static.sharing
     groups = Groups.of(busy if in_snake_order else jnp.int32(static.rows), static.ctas)
     if in_snake_order:
@@ -262,13 +284,13 @@ def _share(
         _list_in_order(static, x, plan, mem.lanes)
 
     def following(place: Any) -> Any:
-        """Next place of a row that is not idle."""
+        """Return the next place of a row with visible pages, or the number of rows if none follows."""
         if in_snake_order:
             return jnp.where(place + 1 < busy, place + 1, static.rows)
         return segment_of(mem.ends, static.rows, PER_THREAD.take(mem.ends, place))
 
     def bounds(group: Any) -> tuple[Any, Any, Any]:
-        """Offsets where groups begin and end, and the share of each of their CTAs."""
+        """Return the offsets where groups begin and end, and the cost per CTA of each group."""
         begin, end = (exclusive_sum(mem.ends, groups.start(group + i)) for i in range(2))
         return begin, end, sharing.share(end - begin, groups.programs)
 
@@ -305,12 +327,13 @@ def _share(
 
 
 class CtaStart(NamedTuple):
-    """Starts of CTAs.
+    """Starts of CTAs, int32 [128], one CTA per thread. A CTA belongs to a set of CTAs that share a range of rows
+    equally: the rows of a group, or all rows.
 
     Attributes:
-      number: index of the CTA among the CTAs with equal shares of the same rows.
-      share: cost per CTA of these rows.
-      begin: offset where the rows begin.
+      number: index of the CTA in its set.
+      share: cost per CTA of the set.
+      begin: offset where the range of rows begins.
       at: offset where the CTA starts.
     """
 
@@ -323,7 +346,11 @@ class CtaStart(NamedTuple):
 def _list_in_snake_order(
     static: PlanStatic, x: PlanInputs, plan: PlanOutputs, mem: PlanScratch, groups: Groups
 ) -> None:
-    """List rows in the order of groups, and write `ends` of places."""
+    """Write the rows and their pages to the plan in snake order, and write `ends` by place.
+
+    Snake order: rows are assigned to groups from the longest to the shortest, to groups 0, 1, ..., n - 1, then n - 1,
+    ..., 0, and so on. All groups then have similar costs.
+    """
     row = mem.lanes.number()
     walk = _walk(static, x, row)
     key = jnp.where(row < static.rows, static.sharing.length_key(walk.num_pages, row), -1).astype(jnp.float32)
@@ -333,12 +360,12 @@ def _list_in_snake_order(
     _list(static, plan, place, row, walk)
     PER_THREAD.put(mem.ends, jnp.where(row < static.rows, place, -1), walk.num_pages)
     mem.lanes.barrier()
-    pages = jnp.where(row < static.rows, PER_THREAD.take(mem.ends, row), 0)  # by place
+    pages = jnp.where(row < static.rows, PER_THREAD.take(mem.ends, row), 0)  # [128], the thread index is a place now
     mem.lanes.append(mem.ends, row, static.sharing.cost(pages), _of_each(0))
 
 
 def _cut(static: PlanStatic, mem: PlanScratch, splits: Callable[[Any], Any]) -> Any:
-    """Write `split_ends` of places, given the number of splits of each. Return the total."""
+    """Write `split_ends`, where splits(place) is the number of splits of each place. Return the total."""
 
     def cut(place: Any, before: Any) -> Any:
         return mem.lanes.append(mem.split_ends, place, jnp.where(place < static.rows, splits(place), 0), before)
@@ -354,7 +381,12 @@ def _list_splits(
     following: Callable[[Any], Any],
     start: Callable[[Any], CtaStart],
 ) -> None:
-    """Write the lists of rows and CTAs, given `split_ends` and the starts of the CTAs."""
+    """Write all fields of the plan except the rows and their pages, for a schedule with equal shares.
+
+    Args:
+      following: maps a place to the next place whose row has visible pages.
+      start: maps the index of a CTA to its start.
+    """
     sharing = static.sharing
     _list_rows(static, plan, mem, following)
 
@@ -376,7 +408,7 @@ def _list_splits(
 
 
 def _list_in_order(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, lanes: Lanes) -> None:
-    """List rows in their original order."""
+    """Write the rows and their pages to the plan in their original order."""
 
     def write(row: Any, _: None) -> None:
         _list(static, plan, row, row, _walk(static, x, row))
@@ -385,7 +417,7 @@ def _list_in_order(static: PlanStatic, x: PlanInputs, plan: PlanOutputs, lanes: 
 
 
 def _list(static: PlanStatic, plan: PlanOutputs, place: Any, row: Any, walk: PageWalk) -> None:
-    """Write rows and their pages to their places in the plan."""
+    """Write one row per thread and its visible pages to the plan, at `place`. Rows past the last are not written."""
     refs = plan.row_order, plan.sink_pages, plan.first_page, plan.num_pages
     for ref, values in zip(refs, (row, *walk), strict=True):
         PER_THREAD.put(ref, jnp.where(row < static.rows, place, -1), values)
@@ -395,7 +427,7 @@ def _list_rows(static: PlanStatic, plan: PlanOutputs, mem: PlanScratch, followin
     """Write `next_row`, `split_indptr` and `merged_rows` of the plan.
 
     Args:
-      following: maps a place to the next place that is not idle.
+      following: maps a place to the next place whose row has visible pages.
     """
 
     def write(place: Any, merged_before: Any) -> Any:
@@ -407,9 +439,8 @@ def _list_rows(static: PlanStatic, plan: PlanOutputs, mem: PlanScratch, followin
         is_merged = exists & (end - begin != 1)
         so_far, total = mem.lanes.prefix_sums(jnp.where(is_merged, 1, 0))
         so_far += merged_before
-        at = jnp.where(
-            is_merged, so_far - 1, static.rows - (place - so_far)
-        )  # rows with one split fill the list from its end
+        # Merged rows fill the list from its start. The other entries, which are `rows`, fill it from its end.
+        at = jnp.where(is_merged, so_far - 1, static.rows - (place - so_far))
         PER_THREAD.put(plan.merged_rows, jnp.where(exists, at, -1), jnp.where(is_merged, place, static.rows))
         PER_THREAD.put(plan.merged_rows, jnp.where(is_last, so_far, -1), _of_each(static.rows))
         return merged_before + total
@@ -418,7 +449,7 @@ def _list_rows(static: PlanStatic, plan: PlanOutputs, mem: PlanScratch, followin
 
 
 def _list_ctas(static: PlanStatic, plan: PlanOutputs, cta: Any, start: tuple[Any, Any, Any]) -> None:
-    """Write the place, page and split that each CTA starts with."""
+    """Write the place, page and split that each CTA starts with, one CTA per thread."""
     at = jnp.where(cta <= static.ctas, cta, -1)
     for ref, values in zip((plan.cta_row, plan.cta_page, plan.cta_split), start, strict=True):
         PER_THREAD.put(ref, at, values)
@@ -428,7 +459,9 @@ def _list_ctas(static: PlanStatic, plan: PlanOutputs, cta: Any, start: tuple[Any
 
 
 def _walk(static: PlanStatic, x: PlanInputs, row: Any) -> PageWalk:
-    """Visible pages of rows; arbitrary for rows past the last."""
+    """Return the visible pages of rows, one row per thread, from lengths and windows. Rows past the last get arbitrary
+    numbers.
+    """
     row = jnp.minimum(row, static.rows - 1)
     batch = ratio(row, static.num_kv_heads)
     head = row - batch * static.num_kv_heads
@@ -443,17 +476,20 @@ def _walk(static: PlanStatic, x: PlanInputs, row: Any) -> PageWalk:
 
 
 def _pages(static: PlanStatic, mem: PlanScratch, row: Any) -> Any:
-    """Number of pages of rows in `balanced` mode, from their costs; 0 for rows past the last."""
+    """Return the number of visible pages of rows in `balanced` mode, one row per thread; 0 for rows past the last.
+
+    `ends` contains the costs, which are the pages plus a constant, so lengths and windows are not read again.
+    """
     last = jnp.minimum(row, static.rows - 1)
     cost = PER_THREAD.take(mem.ends, last) - exclusive_sum(mem.ends, last)
     return jnp.where(row < static.rows, jnp.maximum(cost - static.sharing.overhead, 0), 0)
 
 
 def _of_each(number: Any) -> Any:
-    """Give each thread the same number."""
+    """Return an int32 [128] array, one entry per thread of a warpgroup, with the same number in all entries."""
     return PER_THREAD.filled(jnp.int32(number), THREADS)
 
 
 def _last(static: PlanStatic, sums: Ref) -> Any:
-    """Total of prefix sums."""
-    return sums[static.padded_rows - 1 + opaque_zero()]  # constants are not valid indices
+    """Return the total of prefix sums: their last entry."""
+    return sums[static.padded_rows - 1 + opaque_zero()]  # Mosaic does not accept constants as indices

@@ -1,4 +1,17 @@
-"""`plan_decode` in plain JAX, which XLA compiles to about ten kernels."""
+"""`plan_decode` in plain JAX, which XLA compiles to about ten kernels.
+
+Terms, here and in `portable.schedule`:
+
+    row      one KV head of one sequence; its cost is its number of visible pages plus a constant
+    order    permutation of the rows; "place" is an index of the order
+    offset   position on a line on which the rows lie end to end, in this order, each as long as its cost
+    share    cost per CTA of the plan (program); CTA j starts near offset j·share
+    piece    the part of a row that one CTA processes: a split of the plan
+    group    adjacent rows of the order with separate CTAs: no other CTA processes these rows
+
+`balanced` mode computes up to three schedules, and `jnp.where` selects one on the device: separate CTAs for each row,
+separate CTAs for each group, or equal shares of the whole line. `fixed` mode uses the last schedule.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +68,7 @@ def plan_decode(call: PlanDecodeCall) -> DecodePlan:
 
 
 class PlanCuts(NamedTuple):
-    """Fields of a `DecodePlan` that define the cuts of rows and the starts of CTAs."""
+    """Fields of a `DecodePlan` that define the splits of rows and the starts of CTAs."""
 
     split_indptr: Int32[Array, "rows_plus_1"]
     cta_row: Int32[Array, "programs_plus_1"]
@@ -64,8 +77,10 @@ class PlanCuts(NamedTuple):
 
 
 def _snake_order(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple[Array, Array]:
-    """Return rows in snake order (longest first, alternating in direction over the groups), and the number of busy
-    rows.
+    """Return the rows in the order of their groups, int32 [rows], and the number of rows with visible pages.
+
+    Rows are assigned to groups from the longest to the shortest: to groups 0, 1, ..., n - 1, then n - 1, ..., 0, and so
+    on (snake order). All groups then have similar costs. Rows of one group are adjacent in the returned order.
     """
     rows = jnp.arange(num_pages.shape[0], dtype=jnp.int32)
     busy = jnp.sum(num_pages > 0, dtype=jnp.int32)
@@ -75,12 +90,18 @@ def _snake_order(sharing: Sharing, num_pages: Array, num_programs: int) -> tuple
 
 
 def _unless(others: PlanCuts, are_worse: Bool[Array, ""], cuts: PlanCuts) -> PlanCuts:
-    """Return `others`, or `cuts` where the others are worse."""
+    """Return `cuts` if `are_worse`, else `others`. The flag is on the device, so both are computed."""
     return jax.tree.map(functools.partial(jnp.where, are_worse), cuts, others)
 
 
 def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program: Array) -> PlanCuts:
-    """Cut concatenated rows at equal shares of their total cost."""
+    """Return the schedule in which CTA j starts at offset j·share on the line of all rows.
+
+    Args:
+      offsets: int32 [rows + 1], offset where each row starts; last the total.
+      share: int32 [], cost per CTA.
+      program: int32 [CTAs + 1], 0, 1, ...
+    """
     start = jnp.minimum(sharing.start(program, share, offsets[-1]), offsets[-1])
     split_indptr = _prefix_sums(sharing.pieces(offsets[:-1], offsets[1:], share))
     place, into = _locate(sharing, offsets, start)
@@ -89,7 +110,12 @@ def _at_equal_distances(sharing: Sharing, offsets: Array, share: Array, program:
 
 
 def _locate(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Array]:
-    """Return the row that each CTA starts in, as an index of the order, and the offset of the start in that row."""
+    """Return the place of the row that each CTA starts in, and the offset of the start from the start of this row.
+
+    Args:
+      offsets: int32 [rows + 1], offset where each row starts; last the total.
+      start: int32 [CTAs + 1], offset where each CTA starts. Starts shortly before the end of a row move to its end.
+    """
     ends = offsets[1:]
     start = sharing.snap_to_row_end(start, jnp.append(ends, ends[-1])[segment_of(ends, start)])
     place = segment_of(ends, start)
@@ -99,7 +125,13 @@ def _locate(sharing: Sharing, offsets: Array, start: Array) -> tuple[Array, Arra
 def _in_groups(
     sharing: Sharing, offsets: Array, share: Array, program: Array, busy: Array
 ) -> tuple[PlanCuts, Bool[Array, ""]]:
-    """Cut each group's rows for that group's CTAs; also return whether the shares are too uneven."""
+    """Return the schedule in which each group's CTAs share the group's rows equally, and whether it is too uneven.
+
+    Args:
+      offsets, share, program: as for `_at_equal_distances`.
+      busy: int32 [], number of rows that are distributed over groups: in snake order the rows with visible pages,
+        which come first; otherwise all rows.
+    """
     rows, num_programs = offsets.shape[0] - 1, program.shape[0] - 1
     groups = Groups.of(busy, num_programs)
 
@@ -120,9 +152,9 @@ def _in_groups(
 
 
 def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Array) -> tuple[PlanCuts, Bool[Array, ""]]:
-    """Give each row its own CTAs with equal parts, and keep the order of rows.
+    """Return the schedule in which each row has separate CTAs, each with an equal part of the row's pages.
 
-    Also return whether the parts are too uneven or need too many CTAs.
+    The order of the rows is 0, 1, ... Also return whether a part is too large or the CTAs do not suffice.
     """
     own_share = sharing.own_share(jnp.sum(num_pages, dtype=jnp.int32), program.shape[0] - 1)
     parts, part = sharing.parts(num_pages, own_share)
@@ -134,14 +166,14 @@ def _for_each_row(sharing: Sharing, num_pages: Array, share: Array, program: Arr
 
 
 def _next_busy(num_pages: Int32[Array, "rows"]) -> Int32[Array, "rows"]:
-    """Return for each row the index of the next row that has pages; the number of rows after the last."""
+    """Return for each row the index of the next row that has visible pages, or the number of rows if none follows."""
     rows = num_pages.shape[0]
     busy = jnp.where(num_pages > 0, jnp.arange(rows, dtype=jnp.int32), rows)
     return jnp.append(lax.cummin(busy, reverse=True)[1:], jnp.int32(rows))
 
 
 def _merged(split_indptr: Int32[Array, "rows_plus_1"]) -> Int32[Array, "rows_plus_1"]:
-    """Return the indices of the rows without exactly one split, then the number of rows."""
+    """Return the indices of the rows whose number of splits is not 1. Unused entries are the number of rows."""
     (rows_plus_1,) = split_indptr.shape
     (places,) = jnp.nonzero(jnp.diff(split_indptr) != 1, size=rows_plus_1, fill_value=rows_plus_1 - 1)
     return places.astype(jnp.int32)

@@ -1,9 +1,12 @@
-"""Attention of a step with decodes and prompt chunks in one call that first writes the new tokens.
+"""One call for a whole step over a paged K/V cache: write the new keys and values, then attend to them.
 
-JAX engines for TPUs make this call. There are no kernels of its own: it calls `write_kv`, `paged_decode` and
-`paged_prefill`. With a 16-bit cache, Mosaic's prefill kernel processes all sequences. Otherwise decode and prefill both
-get all sequences, and each sees the sequences of the other as idle rows. So only the device needs to know which
-sequences decode.
+A step has decode tokens and prompt chunks. The interface is the interface of JAX engines for TPUs. The operation
+composes `write_kv`, `paged_decode` and `paged_prefill`:
+
+- With a 16-bit cache on a GPU with Mosaic kernels, `paged_prefill` processes all sequences.
+- Otherwise, `paged_decode` processes the sequences with one new token, and `paged_prefill` the other sequences. Both
+  receive all sequences, with length 0 for the sequences of the other operation. The shapes are therefore the same for
+  every mix, and only the device needs to know which sequences decode.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from pallas_attn.runtime import dispatch, sharded_calls
 from pallas_attn.types import QMAX, HeadWindow, Implementation, PagedKV
 
 type StaticScale = Float[Array, ""] | Float[Array, "Hkv"] | Float[Array, "Hkv D"] | float | None
-"""One scale for all heads, one per head [Hkv], one per channel [Hkv, D], or None for the scales of the cache."""
+"""Scales of a quantised cache: one number for all heads, [Hkv] one per head, [Hkv, D] one per head and column, or None
+for the scales in the `PagedKV`.
+"""
 
 
 @sharded_calls.over_devices
@@ -52,44 +57,47 @@ def ragged_paged_attention(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T Hq Dv"], PagedKV]:
-    """Write the new tokens of each sequence to its pages and attend to them, with the signature of TPU engines.
+    """Write the new keys and values of each sequence to its pages, then compute attention of the new tokens to all
+    tokens of their sequence. The signature is the signature of JAX engines for TPUs.
 
-    A sequence with one new token runs on the kernel of `paged_decode`, any other on the kernel of `paged_prefill`, into
-    one output. If prefill is faster for both, all sequences run on its kernel. The order of sequences is free. All
-    arrays may be known on the device only.
+    Sequences with one new token and sequences with several may be in any order. The host needs to know no lengths: all
+    arrays stay on the device.
 
     Args:
-      q: packed queries in bfloat16, float16 or float32; with `q_scale` also in the float8 dtype of the cache. Rows
-        before cu_q_lens[0] and from the largest entry of cu_q_lens on are padding.
-      k, v: keys and values of the new tokens in bfloat16, float16 or float32, or, for static scales, already quantised
-        in the dtype of the cache. Unused with `update_kv_cache=False`, and may then be None.
+      q: packed queries in bfloat16, float16 or float32; with `q_scale` also in the float8 dtype of the cache. Tokens
+        before cu_q_lens[0], and from the largest entry of cu_q_lens on, are padding.
+      k, v: keys and values of the new tokens in bfloat16, float16 or float32. For a quantised cache with static scales,
+        they may also be quantised already, in the dtype of the cache. Unused with `update_kv_cache=False`, and may then
+        be None.
       kv: the cache. It is written in place if it is donated.
-      kv_lens: tokens of each sequence, including the new ones.
-      page_indices: page ids, [S, P] or flattened [S·P], or per-head row ids [S, Hkv, P]. Entries past the tokens of a
-        sequence may have any value.
-      cu_q_lens: prefix sums of the numbers of new tokens. An entry less than an earlier one, such as a 0 at the end,
-        counts as the largest earlier entry.
-      distribution: [i, j, n] or n alone, [1] or []: the first n sequences are real, and metadata of the others may have
-        any value. Sequences i to j - 1 run as prefills even with one new token. None for S real sequences.
+      kv_lens: tokens of each sequence, including the new tokens.
+      page_indices: page ids, [S, P] or flattened [S·P], or head-wise tables [S, Hkv, P] with row ids page·Hkv + head.
+        Entries past the tokens of a sequence may have any value.
+      cu_q_lens: prefix sums of the numbers of new tokens: sequence s has the tokens from cu_q_lens[s] to
+        cu_q_lens[s + 1]. An entry below an earlier entry, such as a 0 at the end, counts as the largest earlier entry.
+      distribution: n, [n] or [i, j, n]: only the first n sequences exist, and lengths and tables of the other S - n may
+        have any value. Sequences i to j - 1 run as prefill even with one new token. None for n = S without such
+        sequences.
       sm_scale: factor of the scores.
-      causal: False for queries that see all keys of their sequence.
+      causal: True if a token sees the keys up to its own position, False if it sees all keys of its sequence.
       sliding_window: number of newest keys that every head sees, a `HeadWindow`, or None for all. A window needs
-        `causal`.
+        `causal=True`.
       soft_cap: if given, scores become soft_cap · tanh(score / soft_cap).
-      attention_sink: float32 logits, one per head, that are added to the softmax denominator, unscaled and uncapped.
+      attention_sink: float32 logits, one per query head, which are added to the softmax denominator, neither scaled nor
+        capped.
       update_kv_cache: False if the new tokens are in the pages already, as in layers that share a cache.
-      q_scale: quantises the queries for a float8 cache, as in `paged_prefill`. Ignored with a 16-bit or 32-bit cache,
-        where dividing the queries and multiplying the scores would cancel.
-      k_scale, v_scale: scales that replace the scales of a quantised cache in this call; None for the scales of the
-        cache.
+      q_scale: for a float8 cache, queries are quantised to float8(q / q_scale) and scores are multiplied by `q_scale`,
+        as in `paged_prefill`. Ignored with a 16-bit or 32-bit cache.
+      k_scale, v_scale: scales of a quantised cache for this call, instead of the static scales in `kv`; None for the
+        scales in `kv`.
       out_dtype: dtype of the output; None for the dtype of q, which then must not be float8.
-      implementation: implementation of all three operations.
+      implementation: implementation of `write_kv`, `paged_decode` and `paged_prefill`.
 
     Returns:
-      The output, exactly 0 for padding rows, and the cache.
+      The output, exactly 0 for padding tokens, and the updated cache.
 
     Raises:
-      ValueError: arguments do not match each other.
+      ValueError: the arguments do not fit each other.
       NotImplementedError: `q_scale` with an int8 cache, or the named implementation does not support the call.
 
     Example:
@@ -101,7 +109,7 @@ def ragged_paged_attention(
       >>> out, kv = pallas_attn.ragged_paged_attention(
       ...     jnp.ones((6, 2, 8)), new, new, kv, kv_lens, page_indices, cu_q_lens, distribution
       ... )
-      >>> out.shape, kv.k[3, 0, :, 0].tolist()  # page 3 holds the three tokens of the second
+      >>> out.shape, kv.k[3, 0, :, 0].tolist()  # page 3 contains the three tokens of the second sequence
       ((6, 2, 8), [1.0, 1.0, 1.0, 0.0])
     """
     update, causal = checks.flag("update_kv_cache", update_kv_cache), checks.flag("causal", causal)
@@ -149,20 +157,24 @@ def ragged_paged_attention(
 
 
 def _attend_at_once(q: Any, kv: PagedKV, step: MixedStep, *, implementation: Implementation, **options: Any) -> Any:
-    """Attend with all sequences in one prefill kernel if that is faster; return None otherwise.
+    """Compute attention of all sequences with Mosaic's prefill kernel, and return the output.
 
-    Mosaic's prefill reads the keys of a single query as fast as its decode, and takes one launch and no plan.
+    Return None if the cache is quantised, if "mosaic" is not the first implementation to try, or if the kernel does not
+    support the call. For a sequence with one query, Mosaic's prefill kernel is as fast as its decode kernel. One kernel
+    for all sequences saves a launch and a decode plan.
     """
     if kv.k.dtype not in checks.PLAIN or dispatch.candidates("paged_prefill", implementation)[0] != "mosaic":
         return None
     try:
         return paged_prefill(q, kv, step.block_tables, step.cu_q_lens, step.kv_lens, implementation="mosaic", **options)
-    except NotImplementedError:  # another GPU, or an unsupported call
+    except NotImplementedError:  # the device has no Mosaic kernels, or they do not support the call
         return None
 
 
 def _attend_apart(q: Any, kv: PagedKV, step: MixedStep, *, causal: bool, **options: Any) -> Any:
-    """Attend with sequences of one new token in decode and with all others in prefill, into one output."""
+    """Compute attention of sequences that decode with `paged_decode`, of all other sequences with `paged_prefill`, and
+    combine both outputs.
+    """
     num_tokens, num_sequences = q.shape[0], step.kv_lens.shape[0]
     first = jnp.minimum(step.cu_q_lens[:-1], num_tokens - 1)
     prefill_lens, decode_lens = (jnp.where(mine, step.kv_lens, 0) for mine in (~step.single, step.single))
@@ -173,7 +185,7 @@ def _attend_apart(q: Any, kv: PagedKV, step: MixedStep, *, causal: bool, **optio
 
 
 def _with_scales(kv: PagedKV, k_scale: StaticScale, v_scale: StaticScale) -> PagedKV:
-    """Return the cache with `k_scale` and `v_scale` instead of its scales, where they are given."""
+    """Return the cache with the given scales. A scale of None keeps the scale of the cache."""
     checks.check_class("kv", kv, PagedKV)
     checks.check_array("kv.k", kv.k)
     return dataclasses.replace(
@@ -184,7 +196,11 @@ def _with_scales(kv: PagedKV, k_scale: StaticScale, v_scale: StaticScale) -> Pag
 
 
 def _static_scale(name: str, given: Any, own: Any, pages: Any) -> Any:
-    """Return the given scale in the shape of a cache scale, or the scale of the cache if none is given."""
+    """Return the scale `given` as float32 [Hkv] or [Hkv, D], or `own`, the scale in the cache, if it is None.
+
+    Raises:
+      ValueError: the cache is not quantised, or has scales of token groups.
+    """
     if given is None:
         return own
     if jnp.dtype(pages.dtype) not in QMAX:
@@ -198,7 +214,7 @@ def _static_scale(name: str, given: Any, own: Any, pages: Any) -> Any:
 
 
 def _check_new(k: Any, v: Any, kv: PagedKV, dims: checks.Dims) -> None:
-    """Raise ValueError if the new tokens cannot be written to the cache."""
+    """Raise ValueError if shapes or dtypes of the new keys and values do not fit the cache."""
     for name, new in (("k", k), ("v", v)):
         if new is None:
             raise ValueError(f"{name}: expected the new tokens, or update_kv_cache=False; got None")
@@ -212,12 +228,13 @@ def _check_new(k: Any, v: Any, kv: PagedKV, dims: checks.Dims) -> None:
 
 
 def _write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: Implementation) -> PagedKV:
-    """Write the new tokens to the cache. Quantised tokens are stored unchanged."""
+    """Write the new keys and values to the cache. If they are quantised already, they are stored unchanged."""
     if k.dtype in checks.PLAIN:
         return write_kv(kv, k, v, slots, implementation=implementation)
     ones = jnp.ones(kv.k.shape[1:2], jnp.float32)
     unscaled = dataclasses.replace(kv, k_scale=ones, v_scale=ones)
-    # bfloat16 represents all int8 and float8 values, and quotients by 1 are exact.
+    # `write_kv` does not accept 8-bit tokens. bfloat16 represents all int8 and float8 numbers, and `write_kv` divides
+    # by scales of 1, so the stored bits are the given bits.
     k, v = (jnp.asarray(x).astype(jnp.bfloat16) for x in (k, v))
     written = write_kv(unscaled, k, v, slots, implementation=implementation)
     return dataclasses.replace(kv, k=written.k, v=written.v)

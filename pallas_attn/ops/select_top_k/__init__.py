@@ -1,4 +1,4 @@
-"""Select the keys with the highest scores for each token."""
+"""Select the positions of the highest scores of each token, for sparse attention."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from pallas_attn.types import Implementation
 def select_top_k(
     scores: Float32[Array, "T K"], *, top_k: int, implementation: Implementation = None
 ) -> Int32[Array, "T top_k"]:
-    """Return the positions of each row's `top_k` highest scores, exactly. Ties go to the lower position.
+    """Return the positions of the `top_k` highest scores of each token. The selection is exact.
 
     Args:
-      scores: result of `index_scores`. -inf is never selected. NaN counts as +inf.
-      top_k: number of positions. May exceed K.
+      scores: scores of K positions for each token, for example from `index_scores`. -inf is never selected, and NaN
+        counts as +inf. Of equal scores, the lower position is selected.
+      top_k: number of positions per token. May exceed K.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      Positions in ascending order, followed by -1 if a row has fewer than `top_k` scores above -inf.
+      Positions in ascending order, then -1 if a token has fewer than `top_k` scores above -inf.
 
     Raises:
-      ValueError: the arguments are inconsistent.
+      ValueError: `scores` is not float32 [T, K], or `top_k` is below 1.
       NotImplementedError: the named implementation does not support the call.
 
     Example:

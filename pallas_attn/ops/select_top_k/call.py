@@ -1,4 +1,4 @@
-"""Arguments of one call of `select_top_k`."""
+"""Arguments that implementations of `select_top_k` receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definition of `select_top_k`: a stable sort of each row."""
+"""Reference implementation of `select_top_k`: sort the scores of each token, in a stable descending sort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`select_top_k` in Triton, for cards from Ampere (sm80) on."""
+"""`select_top_k` in Triton, for GPUs from Ampere (sm80) on. The kernels are in `pallas_attn.triton.top_k`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`select_top_k` on any device."""
+"""`select_top_k` in plain JAX, for any device: `lax.top_k` over all scores of a token."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from pallas_attn.portable.index_tiles import as_positions, comparable
 
 def select_top_k(call: SelectTopKCall) -> Int32[Array, "T top_k"]:
     found = min(call.top_k, call.scores.shape[1])
-    best, chosen = lax.top_k(comparable(call.scores), found)  # ties select the lower position
+    best, chosen = lax.top_k(comparable(call.scores), found)  # of equal scores, lax.top_k selects the first
     return jnp.pad(as_positions(chosen, best), ((0, 0), (0, call.top_k - found)), constant_values=-1)

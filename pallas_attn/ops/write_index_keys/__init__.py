@@ -1,4 +1,4 @@
-"""Write new index keys into their pages."""
+"""Write the index keys of new tokens into the paged cache of index keys (sparse attention)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ def write_index_keys(
     *,
     implementation: Implementation = None,
 ) -> PagedIndexKeys:
-    """Write each token's index key into its slot; in place if the cache is donated.
+    """Write the index key of each new token into the token's slot; in place if the cache is donated.
 
-    A float8_e4m3fn cache stores for each token the scale amax / 448 (1 for zeros) and the quotients.
+    A float8_e4m3fn cache stores key / scale and the scale, which is the largest magnitude of the token's key / 448 (1
+    if the key is 0).
 
     Args:
-      index: of any dtype.
-      keys: normed and rotated index keys, in any 16-bit or 32-bit dtype. They are cast to the cache's dtype.
-      slots: page · ps + offset of each token, equal to the slots of its latents. PAGE_NONE and other slots outside the
-        pool write nothing. All other slots must be distinct.
+      index: the cache, in any dtype of `PagedIndexKeys`.
+      keys: index keys after norm and rotation, in bfloat16, float16 or float32. They are cast to the cache's dtype.
+      slots: page·ps + offset of each token, equal to the slots of the token's latents. A token whose slot is -1 or
+        outside the pool is not written. All other slots must be distinct.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The cache with the tokens written. All other elements are unchanged.
+      The cache with the keys written. All other elements are unchanged.
 
     Raises:
-      ValueError: the arguments are inconsistent.
+      ValueError: the arguments do not fit each other.
       NotImplementedError: the named implementation does not support the call.
 
     Example:

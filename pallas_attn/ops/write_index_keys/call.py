@@ -1,4 +1,4 @@
-"""Arguments of one call of `write_index_keys`."""
+"""Arguments that implementations of `write_index_keys` receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definition of `write_index_keys`: token by token."""
+"""Reference implementation of `write_index_keys`: a loop writes one token at a time."""
 
 from __future__ import annotations
 

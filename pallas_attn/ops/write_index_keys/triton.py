@@ -1,4 +1,4 @@
-"""`write_index_keys` in Triton, for cards from Ampere (sm80) on."""
+"""`write_index_keys` in Triton, for GPUs from Ampere (sm80) on. The kernels are in `pallas_attn.triton.row_writes`."""
 
 from __future__ import annotations
 

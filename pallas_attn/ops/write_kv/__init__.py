@@ -1,4 +1,4 @@
-"""Write new keys and values into their pages, after norm, rotation and quantisation."""
+"""Write the keys and values of new tokens into a paged cache, after RMSNorm, RoPE and quantisation."""
 
 from __future__ import annotations
 
@@ -50,39 +50,42 @@ def write_kv(
 ) -> PagedKV | tuple[PagedKV, Float[Array, "T Hq D"]]:
     """Write the keys and values of T new tokens into their slots; in place if the cache is donated.
 
-    Keys and q are normed and rotated in float32 according to `rope`. Values are not. Keys and values are then cast to
-    the cache's dtype, or quantised if the cache has scales. All implementations quantise with identical bits
+    With `rope`, RMSNorm and RoPE are applied to keys and q in float32. Keys and values are then cast to the cache's
+    dtype, or quantised if the cache has scales. All implementations give the same quantised bits for the same input
     (`pallas_attn.portable.quantise`). Their norms and rotations may differ by one unit in the last place.
 
     Static scales: x is stored as clip(x / scale, -qmax, qmax), rounded half to even for int8, and cast for
     float8_e4m3fn and float8_e5m2. qmax is 127, 448 or 57344.
 
-    Dynamic scales: a scale belongs to a group of ps/g tokens of a page. For each group that the call writes to:
+    Dynamic scales: a scale belongs to one KV head of a page and a group of ps/g tokens. A call assigns the tokens of
+    each group that it writes to three classes: new tokens are written by this call; earlier tokens are at offsets below
+    the first new token; all other tokens are stale, because a sequence is written in order.
 
-    - New tokens are the group's tokens in this call. Earlier tokens are at offsets below the lowest new token. Other
-      tokens are stale, because sequences are written in order. Stale tokens do not affect the scale and are unchanged.
     - The new scale is max(amax / qmax, old scale · (m / qmax)), where amax is the largest magnitude of new tokens and m
-      the largest stored magnitude of earlier tokens. A scale below the smallest normal float32 is replaced by 1.
-    - New tokens are quantised with the new scale. Earlier tokens are requantised from float32(stored · old scale),
-      which changes no bits if the scale is unchanged.
+      is the largest stored magnitude of earlier tokens. A scale below the smallest normal float32 is replaced by 1.
+    - New tokens are quantised with the new scale.
+    - Earlier tokens are dequantised with the old scale to float32 and quantised with the new scale. If the scale does
+      not change, their bits do not change.
+    - Stale tokens do not affect the scale, and are not written.
 
-    A call that writes a group's first token therefore resets the group.
+    A call that writes the first token of a group therefore resets the group's scale.
 
     Args:
       kv: the cache; see `PagedKV`.
-      k, v: bfloat16, float16 or float32.
-      slots: page · ps + offset of each token. For head-wise tables: pool row · ps + offset of each token and head,
-        where the pool row may belong to any head. Slots outside the pool, such as -1, write nothing. All other slots
-        must be distinct. Dynamic scales are stored with the pool row, static scales belong to the head.
-      rope: rotation and norms; None if k needs neither.
-      q: queries to norm and rotate in the same way, in bfloat16, float16 or float32; requires `rope`.
+      k, v: new keys and values in bfloat16, float16 or float32.
+      slots: [T], page·ps + offset of each token; or, for head-wise tables, [T, Hkv], row·ps + offset of each token and
+        head. A row is one page of one KV head (page·Hkv + head), and a head may use the rows of any head. Slots outside
+        the pool, such as -1, are not written. All other slots must be distinct. Dynamic scales belong to the row,
+        static scales to the head.
+      rope: RoPE and RMSNorms; None to write k unchanged.
+      q: queries in bfloat16, float16 or float32, to which RMSNorm and RoPE are applied too. Requires `rope`.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The cache or, if q is given, the cache and the rotated q in q's dtype.
+      The updated cache or, if q is given, the updated cache and q after RMSNorm and RoPE, in q's dtype.
 
     Raises:
-      ValueError: the arguments are inconsistent.
+      ValueError: the arguments do not fit each other.
       NotImplementedError: the named implementation does not support the call.
 
     Example:
@@ -90,7 +93,7 @@ def write_kv(
       >>> kv = pallas_attn.PagedKV.allocate(spec)
       >>> new, slots = jnp.ones((3, 1, 8)), jnp.array([9, 10, -1], jnp.int32)  # the third token is not written
       >>> kv = pallas_attn.write_kv(kv, new, new, slots)
-      >>> kv.k[2, 0, :, 0].tolist()  # page 2 holds slots 8 to 11
+      >>> kv.k[2, 0, :, 0].tolist()  # page 2 has the slots 8 to 11
       [0.0, 1.0, 1.0, 0.0]
     """
     (slots,) = checks.int32(slots=slots)

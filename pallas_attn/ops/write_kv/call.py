@@ -1,4 +1,4 @@
-"""Arguments of one call of `write_kv`."""
+"""Arguments that implementations of `write_kv` receive."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class WriteKVCall(OperationCall):
 
     @property
     def key_columns(self) -> slice:
-        """Columns of `kv.k` that keys are written to."""
+        """Columns of `kv.k` that the call writes keys to."""
         return slice(0, self.k.shape[-1])
 
     @property
     def value_columns(self) -> slice:
-        """Columns that values are written to, in the array that holds the values."""
+        """Columns that the call writes values to: of `kv.v`, or of `kv.k` if keys and values are fused."""
         _, first = self.kv.values
         return slice(first, first + self.v.shape[-1])
 
@@ -46,7 +46,7 @@ class WriteKVCall(OperationCall):
         """Raise ValueError unless the arguments fit each other."""
         dims = checks.Dims()
         checks.check_class("kv", self.kv, PagedKV)
-        if self.kv.is_fused:  # the number of columns does not determine D
+        if self.kv.is_fused:  # D is not determined by the columns of kv.k, so bind it from k first
             dims.check("k", self.k, "T Hkv D", checks.PLAIN)
         checks.check_kv(self.kv, dims)
         dims.check("k", self.k, "T Hkv D", checks.PLAIN)
@@ -55,7 +55,7 @@ class WriteKVCall(OperationCall):
         dims.check("slots", self.slots, "T Hkv" if self.slots.ndim == 2 else "T", checks.INT)
         if self.q is not None:
             if self.rope is None:
-                raise ValueError("q: expected None without rope, there is nothing to do to it")
+                raise ValueError("q: expected None without rope, which defines how q is rotated; got an array")
             dims.check("q", self.q, "T Hq D", checks.PLAIN)
             checks.check_heads(dims["Hq"], dims["Hkv"])
         if self.rope is not None:

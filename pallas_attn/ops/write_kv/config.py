@@ -1,4 +1,8 @@
-"""Settings of `write_kv`."""
+"""Settings of the Mosaic kernel of `write_kv`.
+
+An entry is one token of one KV head: D columns of k and of v. A scale group is a group of tokens of one KV head that
+share a dynamic scale. Its leader is its first token that the call writes.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ type Rotation = Literal["none", "neox", "interleaved"]
 
 @dataclasses.dataclass(frozen=True)
 class WriteKVConfig:
-    """Division of the Mosaic kernel's work among threads and CTAs.
+    """Division of the work among threads and CTAs.
 
     Attributes:
-      row_threads: threads that share an entry (a token of a head), at most.
-      scan_tokens: number of tokens that a CTA checks for leaders of scale groups.
+      row_threads: maximum number of threads that share an entry; a power of two.
+      scan_tokens: number of new tokens that a CTA checks for leaders of scale groups, 1 to 16.
     """
 
     row_threads: int
@@ -35,11 +39,11 @@ class WriteKVKey:
     """Properties of a call that determine its configuration.
 
     Attributes:
-      head_dim: D.
-      rotary_half: number of pairs of columns that are rotated.
-      rotation: which columns are pairs.
+      head_dim: D, columns of a head.
+      rotary_half: number of pairs of columns that RoPE rotates.
+      rotation: "neox" if column i and column rotary_half + i are a pair, "interleaved" if columns 2i and 2i + 1 are.
       entries: T·Hkv, rounded up to a power of two.
-      group_tokens: tokens that share a dynamic scale; 0 without dynamic scales.
+      group_tokens: tokens of a scale group; 0 without dynamic scales.
     """
 
     head_dim: int
@@ -50,28 +54,39 @@ class WriteKVKey:
 
     @property
     def unit(self) -> int:
-        """Largest power of two that divides the lengths of the rotated and the other columns."""
+        """Largest power of two that divides the number of columns of every segment of a head.
+
+        Segments are the rotated columns (in neox style, each half of them) and the columns without rotation. The
+        threads of an entry share each segment equally.
+        """
         rotated = self.rotary_half if self.rotation == "neox" else 2 * self.rotary_half
         common = math.gcd(rotated, self.head_dim - 2 * self.rotary_half) if rotated else self.head_dim
         return common & -common
 
     def threads_and_vector(self, config: WriteKVConfig) -> tuple[int, int]:
-        """Number of threads that share a row, and number of neighbouring columns per access of a thread."""
+        """Return the number of threads that share an entry, and the number of adjacent columns per access of a
+        thread.
+        """
         threads = min(config.row_threads, self.unit // (2 if self.rotation == "interleaved" else 1), 32)
         return threads, min(8, self.unit // threads)
 
 
 def mosaic_config(key: WriteKVKey) -> WriteKVConfig:
-    """Return the configuration of the Mosaic kernel."""
+    """Return the measured configuration for this device, or the heuristic one if none is measured."""
     return tuning.lookup("kv_write/mosaic", dataclasses.asdict(key), WriteKVConfig, lambda: _mosaic_heuristic(key))
 
 
 MIN_CTAS = 264
-"""Two CTAs per multiprocessor of an H100. With fewer, multiprocessors are idle while they wait for memory."""
+"""Two CTAs for each of the 132 multiprocessors of an H100. With fewer CTAs, multiprocessors idle during memory
+accesses.
+"""
 
 
 def _mosaic_heuristic(key: WriteKVKey) -> WriteKVConfig:
-    """16 columns per thread, or fewer if a CTA would otherwise have more rows than needed."""
+    """Return a configuration with 16 columns per thread, or with fewer columns if the call is small.
+
+    A CTA of 128 threads processes 128 / row_threads entries at a time.
+    """
     row_threads = 1
     while row_threads < 32 and (key.head_dim > 16 * row_threads or _has_spare_rows(key, 128 // row_threads)):
         row_threads *= 2
@@ -79,4 +94,5 @@ def _mosaic_heuristic(key: WriteKVKey) -> WriteKVConfig:
 
 
 def _has_spare_rows(key: WriteKVKey, rows: int) -> bool:
+    """Return whether `rows` entries per CTA are more than a scale group has, or leave fewer than `MIN_CTAS` CTAs."""
     return rows > key.group_tokens if key.group_tokens > 1 else key.entries < MIN_CTAS * rows

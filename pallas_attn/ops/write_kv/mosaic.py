@@ -1,31 +1,39 @@
 """`write_kv` on Hopper and data-center Blackwell.
 
-An entry is one token of one KV head: a row of k, a row of v, and a row of the pool for each. A CTA is one warpgroup and
-writes several entries. The threads that share an entry hold its columns in registers, and load and store them without
-shared memory (`mosaic.primitives.row_io`).
+Terms:
 
-CTAs without shared scales (`_write_entries`), and CTAs of queries (`_norm_and_rotate_queries`):
+    entry       one token of one KV head of the call: D columns of k and D columns of v
+    pool row    D columns of the cache for one token of one KV head; the pool [N, Hkv, ps, D] has N·Hkv·ps pool rows
+    slot        the place that a token is written to, page·ps + offset; a head-wise slot is the index of a pool row
+    group       tokens of one page and KV head that share a dynamic scale
+    leader      the lowest slot of a group that the call writes
+
+A CTA is one warpgroup and writes several entries. The threads that share an entry hold its columns in registers, and
+load and store them without shared memory (`mosaic.primitives.row_io`).
+
+If no tokens share a scale (`_write_entries`):
 
     row = pool rows of the CTA's entries, from their slots
-    k, v = rows of the entries                       # [entries, columns]; does not wait for slots
-    k = norm and rotate k
-    store k and v in the pool rows, cast or quantised, with dynamic scales
+    k, v = columns of the entries                    # [entries, columns]; does not wait for slots
+    k = k after RMSNorm and RoPE
+    store k and v in the pool rows, cast or quantised, and their dynamic scales if any
 
-Neox style rotates columns that are half a head apart. The halves are therefore loaded separately, and one thread has
-both columns of a pair.
+Additional CTAs apply RMSNorm and RoPE to the queries (`_norm_and_rotate_queries`). RoPE in neox style pairs columns
+that are half of the rotated columns apart. The halves are loaded as separate arrays, so that one thread has both
+columns of a pair.
 
-If groups of tokens share a scale (`_write_groups`), the tokens of a group can be anywhere in the call. A first kernel
-records for each slot the token that writes it. Records are never cleared: a record is valid if the recorded token has
-this slot. The leader of a group is the group's lowest slot that the call writes. A CTA checks `scan_tokens` tokens:
+If tokens share a scale (`_write_groups`), the new tokens of a group can be anywhere in the call. A first kernel records
+for each slot the index of the token that writes it. Records are not cleared between calls: a record is valid if the
+recorded token of this call has this slot. Each CTA then checks `scan_tokens` tokens of one head:
 
     for token in the CTA's tokens:
-        if the token is the leader of its group of n rows:
+        if the token's slot is the leader of its group:
 
-            0 1 2 | 3 4 5 6 | 7 ...
-            cached  from k    unchanged
+            0 1 2   | 3 4 5 6 | 7 ...                    # offsets in the group; the leader is 3
+            cached    new       stale, not written
 
-            scale = scale of the cached and new rows
-            write both, quantised with the scale
+            scale = scale for cached and new tokens together
+            write cached and new tokens, quantised with this scale
 
 | synchronisation | arrives | waits | protects |
 |---|---|---|---|
@@ -63,12 +71,12 @@ from pallas_attn.portable.quantise import amax_scale, held_scale
 from pallas_attn.types import PagedKV, ScaleLayout
 
 FEW_VALUES = 32
-"""Maximum number of k values per thread with v in registers at the same time."""
+"""Maximum number of k values per thread for which k and v are in registers at the same time."""
 
 MANY_VALUES = 64
-"""Maximum number of k values per thread. Above `FEW_VALUES`, v is loaded after k.
+"""Maximum number of k values per thread. Above `FEW_VALUES`, v is loaded after k has been stored.
 
-Accesses then must have 8 values, so that addresses need fewer registers.
+Above `FEW_VALUES`, each memory access must also transfer 8 values: fewer accesses take fewer registers for addresses.
 """
 
 
@@ -101,19 +109,19 @@ def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]
 
 
 def flat(a: Array) -> Array:
-    """Reshape to [rows, columns], where the leading axes are rows."""
+    """Reshape an array to two axes, [product of the leading axes, columns]."""
     return a.reshape(-1, a.shape[-1])
 
 
 class WriteKVInputs(NamedTuple):
-    """Operands of the kernel: arrays, or references to them inside the kernel.
+    """Operands of the kernel. Inside the kernel, the fields are references to the arrays.
 
     Attributes:
       q: [T·Hq, D] or None.
       k, v: [T·Hkv, D].
-      slots: [T] or [T·Hkv].
-      cos, sin: [T, half] or None.
-      q_norm, k_norm: [1, D] or None.
+      slots: int32 [T] or, if they are head-wise, [T·Hkv].
+      cos, sin: float32 [T, half], cosines and sines of the rotation angles, or None.
+      q_norm, k_norm: RMSNorm weights [1, D] or None.
       k_scale, v_scale: static scales [Hkv] or [Hkv, D], or None.
     """
 
@@ -147,7 +155,7 @@ class WriteKVInputs(NamedTuple):
 
 
 class KVPool(NamedTuple):
-    """Arrays that the kernel writes, or references to them inside the kernel.
+    """Arrays that the kernel writes. Inside the kernel, the fields are references to the arrays.
 
     Attributes:
       k, v: [N, Hkv, ps, D]; inside the kernel [N·Hkv·ps, D].
@@ -167,19 +175,19 @@ class KVPool(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WriteKVStatic:
-    """Compile-time parameters of a kernel, in addition to shapes and dtypes.
+    """Compile-time parameters of the kernels.
 
     Attributes:
       tile: layout of entries in registers.
-      few_values: whether k and v fit into registers at the same time.
+      few_values: whether k and v are in registers at the same time.
       num_tokens, num_kv_heads, page_size: T, Hkv and ps.
-      num_slots: number of slots in the pool.
-      head_slots: whether slots are head-wise, one for each token and head.
+      num_slots: number of slots in the pool: N·ps, or N·Hkv·ps if slots are head-wise.
+      head_slots: whether slots are head-wise, one for each token and KV head.
       q_rows: T·Hq; 0 without queries.
-      scales: layout of the cache's scales.
-      norm_after: whether the norm follows the rotation.
-      norm_eps: epsilon of the norms.
-      scan_tokens: see `WriteKVConfig`.
+      scales: layout of the cache's scales: None, "head", "channel", or the number of groups per page.
+      norm_after: whether RMSNorm is applied after RoPE.
+      norm_eps: epsilon of RMSNorm.
+      scan_tokens: number of tokens that a CTA checks for leaders.
     """
 
     tile: HeadTile
@@ -233,17 +241,17 @@ class WriteKVStatic:
 
     @property
     def group_tokens(self) -> int:
-        """Number of tokens that share a dynamic scale; 0 without dynamic scales."""
+        """Number of tokens per group; 0 without dynamic scales."""
         return self.page_size // self.scales if isinstance(self.scales, int) else 0
 
     @property
     def grouped(self) -> bool:
-        """Whether groups have more than one token."""
+        """Whether several tokens share a dynamic scale."""
         return self.group_tokens > 1
 
     @property
     def scan(self) -> RowLayout:
-        """Register layout for tokens [rows] and the slots of their groups [rows, group_tokens]."""
+        """Register layout for a list of tokens, [rows], and the slots of their groups, [rows, group_tokens]."""
         return RowLayout(math.gcd(self.group_tokens, 8), 1)
 
     @property
@@ -252,7 +260,7 @@ class WriteKVStatic:
 
     @property
     def num_slots_given(self) -> int:
-        """Number of slots in the call's arguments."""
+        """Number of slots that the call passes: T, or T·Hkv if they are head-wise."""
         return self.entries if self.head_slots else self.num_tokens
 
     @property
@@ -266,7 +274,7 @@ class WriteKVStatic:
         return pl.cdiv(self.q_rows, self.tile.layout.rows)
 
     def row(self, slot: Any, head: Any) -> Any:
-        """Row of the pool for a slot inside the pool."""
+        """Return the index of the pool row for a slot and a KV head. The slot must be inside the pool."""
         if self.head_slots:
             return slot
         page_size = jnp.full_like(slot, self.page_size)
@@ -276,7 +284,13 @@ class WriteKVStatic:
     def norm_and_rotate(
         self, values: list[jax.Array], x: WriteKVInputs, norm: Ref | None, token: jax.Array
     ) -> list[jax.Array]:
-        """Apply `portable.rope.apply_rope` to rows that belong to these tokens."""
+        """Apply RMSNorm and RoPE to heads as `portable.rope.apply_rope` does.
+
+        Args:
+          values: one array [heads, columns] per segment of columns.
+          norm: RMSNorm weights [1, D], or None.
+          token: int32 [heads], token of each head.
+        """
         values = [segment.astype(jnp.float32) for segment in values]
         if norm is not None and not self.norm_after:
             values = self.tile.norm(values, norm, self.norm_eps)
@@ -287,10 +301,11 @@ class WriteKVStatic:
 
 
 def _kernel(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref | None, *memory: Ref) -> None:
-    """Run a CTA for k and v, or for q.
+    """Run one CTA: the first `kv_programs` CTAs write k and v, the others process q.
 
     Args:
-      memory: output q if there are queries, and shared memory for the leaders of groups.
+      writers: see `_record_writers`; None without groups.
+      memory: the output q, if the call has queries; then shared memory for the list of leaders, if it has groups.
     """
     program = lax.axis_index("program")
 
@@ -321,7 +336,7 @@ def _index_or_none(there: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.where(there, index, -1)
 
 
-# --- entries without shared scales
+# --- tokens that share no scale with other tokens
 
 
 def _write_entries(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, program: Any) -> None:
@@ -331,7 +346,7 @@ def _write_entries(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, progra
     slot = layout.take(x.slots, jnp.minimum(entry if static.head_slots else token, static.num_slots_given - 1))
     exists = entry < static.entries
     row = _index_or_none(exists & (slot >= 0) & (slot < static.num_slots), static.row(slot, head))
-    # Load tokens without a slot too, so that loads do not wait for slots.
+    # Load all entries, also entries that are not written, so that these loads do not wait for the loads of slots.
     entry, token = _index_or_none(exists, entry), _index_or_none(exists, token)
     k, v = tile.load(x.k, entry), tile.load(x.v, entry)
     if x.cos is not None:
@@ -358,13 +373,13 @@ def _divide_rows(layout: RowLayout) -> Callable[[jax.Array, jax.Array], jax.Arra
 
 
 def _row_divisors(tile: HeadTile, scale: jax.Array, dtype: Any) -> list[Divisor]:
-    """Divisors for each segment of columns, from one scale per row."""
+    """Return the divisors of each segment of columns, from one scale per entry."""
     divisor = Divisor.of(scale, dtype, tile.layout.per_row)
     return [divisor.spread(tile.layout, columns) for _, columns in tile.segments]
 
 
 def _static_divisors(static: WriteKVStatic, scale: Ref, head: jax.Array, dtype: Any) -> list[Divisor]:
-    """Divisors for each segment of columns, from the static scales of the entries' heads."""
+    """Return the divisors of each segment of columns, from the static scales of the entries' heads."""
     if static.scales == "head":
         return _row_divisors(static.tile, static.tile.layout.take(scale, head), dtype)
     return [Divisor.of(segment, dtype, static.tile.layout.tile) for segment in static.tile.load(scale, head)]
@@ -380,11 +395,13 @@ def _store_quantised(
     tile.store(pages, row, quantised)
 
 
-# --- groups
+# --- groups of tokens that share a scale
 
 
 def _record_writers(static: WriteKVStatic, slots: Int32[Array, "n"]) -> Int32[Array, "slots"]:
-    """Index in `slots` for each slot of the pool that the call writes; undefined for other slots."""
+    """Return the index in `slots` of each slot of the pool that the call writes. Entries of other slots are undefined:
+    memory that an earlier call may have used.
+    """
     return plgpu.kernel(
         functools.partial(_record_kernel, static),
         out_type=jax.ShapeDtypeStruct((static.num_slots,), jnp.int32),
@@ -405,7 +422,10 @@ def _record_kernel(static: WriteKVStatic, slots: Ref, writers: Ref) -> None:
 def _writer(
     static: WriteKVStatic, slots: Ref, writers: Ref, slot: jax.Array, layout: RowLayout, registers: Any
 ) -> jax.Array:
-    """Index in the call's `slots` for each slot of the pool; -1 if the call does not write the slot."""
+    """Return the index in the call's `slots` of the given slots of the pool; -1 if the call does not write the slot.
+
+    A record in `writers` is valid if the slot at the recorded index is this slot.
+    """
     place = layout.take(writers, slot, registers)
     inside = jnp.clip(place, 0, static.num_slots_given - 1)
     return _index_or_none((place == inside) & (layout.take(slots, inside, registers) == slot), place)
@@ -414,7 +434,7 @@ def _writer(
 def _write_groups(
     static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref, leaders: Ref, program: Any
 ) -> None:
-    """Write the groups of one head whose leaders are among the CTA's tokens."""
+    """Find the leaders among `scan_tokens` tokens of one head, and write their groups."""
     head = lax.rem(program, static.num_kv_heads)
     first_token = lax.div(program, static.num_kv_heads) * static.scan_tokens
     leaders[...] = _leading_slots(static, x.slots, writers, first_token, head)
@@ -428,14 +448,14 @@ def _write_groups(
 
 
 def _leading_slots(static: WriteKVStatic, slots: Ref, writers: Ref, first_token: Any, head: Any) -> jax.Array:
-    """Slots of tokens that are leaders, int32 [scan.rows]; -1 for other tokens."""
+    """Return the slots of the tokens from `first_token` on that are leaders, int32 [scan.rows]; -1 for other tokens."""
     scan, group = static.scan, static.group_tokens
     number = scan.iota(scan.rows)
     token = first_token + number
     place = token * static.num_kv_heads + head if static.head_slots else token
     slot = scan.take(slots, jnp.minimum(place, static.num_slots_given - 1))
     there = (number < static.scan_tokens) & (token < static.num_tokens) & (slot >= 0) & (slot < static.num_slots)
-    slot = jnp.where(there, slot, 0)  # slot 0 has no slots before it
+    slot = jnp.where(there, slot, 0)  # any valid slot; the result of these tokens is -1
     offset = scan.spread(lax.rem(slot, jnp.full_like(slot, group)), group)
     other = plgpu.broadcasted_iota(jnp.int32, (scan.rows, group), 1, layout=scan.tile)
     before = jnp.where(other < offset, scan.spread(slot, group) - offset + other, 0)
@@ -445,14 +465,14 @@ def _leading_slots(static: WriteKVStatic, slots: Ref, writers: Ref, first_token:
 
 
 class ScaleGroup(NamedTuple):
-    """The tokens of a group, as rows of a tile.
+    """One group of tokens. Row i of a register tile [rows, columns] is the token at offset i of the group.
 
     Attributes:
-      index: index of the scale.
+      index: index of the group's scale in `KVPool.k_scale`.
       before: number of tokens before the leader.
-      row: [rows], row of the pool for each token that is written, new or earlier; -1 for other tokens.
-      new: [rows], whether the token is in the call.
-      earlier: [rows], row of the pool for each token before the leader; -1 for other tokens.
+      row: int32 [rows], pool rows of the tokens that are written: new tokens and earlier tokens; -1 for other tokens.
+      new: bool [rows], whether this call has the token.
+      earlier: int32 [rows], pool rows of the tokens before the leader, which are in the cache; -1 for other tokens.
     """
 
     index: Any
@@ -463,7 +483,7 @@ class ScaleGroup(NamedTuple):
 
 
 def _write_group(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers: Ref, leader: Any, head: Any) -> None:
-    """Write the group whose leader is the slot `leader`, in pool rows of `head`."""
+    """Write the k and v of the group whose leader is the slot `leader`, for KV head `head`."""
     tile, layout, size = static.tile, static.tile.layout, static.group_tokens
     offset = layout.iota(pl.cdiv(size, layout.rows) * layout.rows)
     before = lax.rem(leader, size)  # number of tokens before the leader
@@ -485,16 +505,18 @@ def _write_group(static: WriteKVStatic, x: WriteKVInputs, pool: KVPool, writers:
 
 
 def _requantise_group(tile: HeadTile, group: ScaleGroup, pages: Ref, scales: Ref, new: Sequence[jax.Array]) -> None:
-    """Quantise a group's new tokens, and requantise its earlier tokens.
+    """Quantise a group's new tokens and requantise its earlier tokens with a common scale, for k or for v.
 
     Args:
-      new: segments of the new tokens; 0 in other rows.
+      pages: [N·Hkv·ps, D], the pool.
+      scales: [N·Hkv·g], all scales.
+      new: one array [rows, columns] per segment of columns: the new tokens; 0 in other rows.
     """
     layout, rows, divide_rows = tile.layout, group.row.shape[0], _divide_rows(tile.layout)
     new = [segment.astype(jnp.float32) for segment in new]
 
     def earlier() -> tuple[list[jax.Array], jax.Array]:
-        """Return the dequantised earlier tokens, and the smallest scale for them."""
+        """Return the dequantised earlier tokens, and the smallest scale that represents them."""
         held = [segment.astype(jnp.float32) for segment in tile.load(pages, group.earlier)]
         scale = layout.filled(scales[group.index], rows)
         amax = layout.filled(jnp.max(tile.largest(held)), rows)

@@ -1,4 +1,4 @@
-"""Norm and rotation of heads in the registers of a warpgroup."""
+"""RMSNorm and RoPE of heads in the registers of a warpgroup. A row is one head of one token, D columns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from pallas_attn.mosaic.primitives.row_io import RowLayout
 
 @dataclasses.dataclass(frozen=True)
 class HeadTile:
-    """Layout of rows (heads of tokens) in registers: one array for each segment of columns.
+    """Layout of rows in registers: one array [rows, columns] for each segment of columns.
 
-    Segments are the rotated columns and the remaining columns. In neox style the rotated columns are two segments.
+    A row has a segment of rotated columns, or two segments in neox style (first and second half of the rotated
+    columns), and a segment of the remaining columns. A thread then has both columns of a rotated pair.
 
     Attributes:
-      half: number of rotated pairs of columns.
-      interleaved: whether the columns of a pair are neighbours; otherwise they are `half` columns apart.
+      layout: assignment of rows and columns to threads.
+      head_dim: D, columns of a row.
+      half: number of pairs of columns that are rotated.
+      interleaved: whether the columns 2i and 2i + 1 are a pair; otherwise the columns i and half + i are (neox).
     """
 
     layout: RowLayout
@@ -32,30 +35,35 @@ class HeadTile:
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """First column and number of columns of each segment."""
+        """For each segment, its first column and its number of columns."""
         rotated = [(0, 2 * self.half)] if self.interleaved else [(0, self.half), (self.half, self.half)]
         rest = (2 * self.half, self.head_dim - 2 * self.half)
         return [(first, columns) for first, columns in (*rotated, rest) if columns]
 
     def load(self, ref: Ref, row: jax.Array) -> list[jax.Array]:
-        """Load rows of ref [n, D]. Negative rows are not accessed and are 0."""
+        """Load the rows with indices `row` of ref [n, D]. Rows with a negative index are 0."""
         return [self.layout.load(ref, row, first, columns) for first, columns in self.segments]
 
     def store(self, ref: Ref, row: jax.Array, values: Sequence[jax.Array]) -> None:
-        """Store rows of ref [n, D]. Negative rows are skipped."""
+        """Store `values` to the rows with indices `row` of ref [n, D]. Rows with a negative index are not stored."""
         for (first, _), segment in zip(self.segments, values, strict=True):
             self.layout.store(ref, row, first, segment)
 
     def largest(self, values: Sequence[jax.Array]) -> jax.Array:
-        """Largest magnitude of each row, [rows]."""
+        """Return the largest magnitude of each row, [rows]."""
         return functools.reduce(jnp.maximum, (jnp.max(jnp.abs(segment), axis=1) for segment in values))
 
     def spread(self, per_row: jax.Array) -> list[jax.Array]:
-        """Broadcast a value per row to all columns of the row."""
+        """Broadcast one value per row, [rows], to all columns. Return one array per segment."""
         return [self.layout.spread(per_row, columns) for _, columns in self.segments]
 
     def rotate(self, x: Sequence[jax.Array], cos: Ref, sin: Ref, token: jax.Array) -> list[jax.Array]:
-        """Apply `portable.rope.rotate` to rows that belong to the tokens `token` [rows]."""
+        """Rotate rows as `portable.rope.rotate` does.
+
+        Args:
+          cos, sin: [T, half], by token.
+          token: int32 [rows], token of each row.
+        """
         pairs = self.layout.halved if self.interleaved else self.layout
         cosine, sine = (pairs.load(ref, token, 0, self.half) for ref in (cos, sin))
         first, second = self.layout.unzip(x[0]) if self.interleaved else x[:2]
@@ -63,7 +71,7 @@ class HeadTile:
         return [self.layout.zip(*turned), *x[1:]] if self.interleaved else [*turned, *x[2:]]
 
     def norm(self, x: Sequence[jax.Array], weight: Ref, eps: float) -> list[jax.Array]:
-        """Apply `portable.rope.rms_norm`."""
+        """Apply RMSNorm to rows as `portable.rope.rms_norm` does. `weight` is [1, D]."""
         squares = functools.reduce(jnp.add, (jnp.sum(segment * segment, axis=1) for segment in x))
         inverse = lax.rsqrt(squares * (1 / self.head_dim) + eps)
         weights = self.load(weight, self.layout.filled(jnp.int32(0), inverse.shape[0]))

@@ -1,7 +1,8 @@
-"""Correctly rounded quotients of float32 in Mosaic GPU kernels, and quantisation with them.
+"""Correctly rounded float32 division in Mosaic GPU kernels, and quantisation with it.
 
-`portable.quantise` defines the arithmetic. It divides in float64, which is slow on a GPU. The functions here use
-float32 operations only, and give identical bits.
+Correctly rounded means rounded to the float32 nearest to the exact quotient, as IEEE division does.
+`portable.quantise` defines quantisation with a division in float64, which is slow on a GPU. The functions here use
+float32 operations only, and give the same bits.
 """
 
 from __future__ import annotations
@@ -28,25 +29,28 @@ EXPONENT = 0x7F800000
 """Exponent bits of a float32."""
 
 SMALLEST_RECIPROCAL = 0.5 + 2.0**-24
-"""Reciprocal of the largest float32 below 2."""
+"""Reciprocal of the largest float32 below 2, correctly rounded."""
 
 
 def divide(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
-    """x / y of float32, correctly rounded. It takes dozens of instructions, so use it for few values only."""
+    """Return x / y of float32, correctly rounded. A division takes dozens of instructions, so use it for few values."""
     if interpreted():
         return quantise.divide(x, y)
     return _elementwise(_instruction("div.rn.f32"), layout, x, y)
 
 
 class Divisor(NamedTuple):
-    """Scales below 2**127, with precomputed numbers for the quantisation of many values.
+    """Scales, with numbers computed in advance for the fast division of many values by each scale.
+
+    x / scale is computed as (power · x) / (power · scale). Scales must be below 2**127.
 
     Attributes:
-      power: a power of two.
-      normal: power · scale, from 1 to 2.
+      scale: float32 scales.
+      power: the power of two for which power · scale is from 1 to 2.
+      normal: power · scale.
       reciprocal: 1 / normal, correctly rounded.
-      bound: qmax · power · scale, the limit that values times `power` are clipped to. It is rounded, so the quotient of
-        a clipped value is close enough to qmax to be stored as qmax.
+      bound: qmax · normal. power · x is clipped to ±bound, where qmax is the largest number of the cache's dtype. The
+        product is rounded, so the quotient of a clipped value can differ from qmax slightly, but is stored as qmax.
     """
 
     scale: Any
@@ -57,7 +61,7 @@ class Divisor(NamedTuple):
 
     @staticmethod
     def of(scale: jax.Array, dtype: Any, layout: Any) -> Divisor:
-        """Compute the divisor of float32 scales in registers, for a cache of `dtype`."""
+        """Compute the divisors of float32 scales, an array in registers, for a cache of `dtype`."""
         if interpreted():
             return Divisor(*[scale] * 5)
         exponent = lax.bitcast_convert_type(scale, jnp.int32) & EXPONENT
@@ -70,24 +74,27 @@ class Divisor(NamedTuple):
         return Divisor(scale, power, normal, reciprocal, normal * QMAX[jnp.dtype(dtype)])
 
     def spread(self, layout: RowLayout, columns: int) -> Divisor:
-        """Broadcast a divisor per row to all columns of the row."""
+        """Broadcast one divisor per row to `columns` columns."""
         return Divisor(*(layout.spread(each, columns) for each in self))
 
     def quantise(self, x: jax.Array, dtype: Any, layout: Any) -> jax.Array:
-        """Apply `quantise.quantise` to float32 x with these scales."""
+        """Return float32 x quantised with these scales to `dtype`, with the bits of `quantise.quantise`."""
         if interpreted():
             return quantise.quantise(x, self.scale, dtype)
         x = jnp.clip(x * self.power, -self.bound, self.bound)
         quotient = _elementwise(functools.partial(refined_quotient, MLIR), layout, x, self.normal, self.reciprocal)
         if jnp.issubdtype(dtype, jnp.integer):
-            # Adding 1.5 · 2**23 and storing the low byte is not an option: ptxas before 13.5 converts the float when a
-            # byte of a register with a float is stored.
+            # A cheaper rounding would be to add 1.5 · 2**23 and to store the low byte of the sum. However, ptxas before
+            # 13.5 miscompiles it: it converts the float to an integer when a byte of its register is stored.
             return _elementwise(_instruction("cvt.rni.s32.f32"), layout, quotient, dtype=jnp.int32).astype(dtype)
         return quotient.astype(dtype)
 
 
 class Arithmetic[T](NamedTuple):
-    """Operations for quotients: multiply(a, b), fma(a, b, c) = a · b + c and negate(a), each rounded once."""
+    """Operations on float32 numbers, each rounded once: multiply(a, b), fma(a, b, c) = a · b + c, negate(a).
+
+    A parameter of the functions below, so that tests can run them on numpy numbers.
+    """
 
     multiply: Callable[[T, T], T]
     fma: Callable[[T, T, T], T]
@@ -98,11 +105,11 @@ MLIR = Arithmetic(arith.mulf, mlir_math.fma, arith.negf)
 
 
 def refined_reciprocal[T](arithmetic: Arithmetic[T], y: T, guess: T, one: T) -> T:
-    """1 / y of float32, from a guess with an error of at most two units in the last place.
+    """Return 1 / y of float32, correctly rounded, from a guess with an error of at most two units in the last place.
 
-    After the first correction the error is below one unit. The second correction then rounds correctly (Markstein, IBM
-    Journal of Research and Development 34, 1990), except if all mantissa bits of y are set. In this case the result may
-    be a power of two, the next lower number, because of a tie.
+    After the first correction, the error is below one unit. The second correction then rounds correctly (Markstein, IBM
+    Journal of Research and Development 34, 1990), with one exception: if all mantissa bits of y are set, the result can
+    be the power of two just below the correct number. `Divisor.of` corrects this case.
     """
     _, fma, negate = arithmetic
     for _ in range(2):
@@ -111,11 +118,11 @@ def refined_reciprocal[T](arithmetic: Arithmetic[T], y: T, guess: T, one: T) -> 
 
 
 def refined_quotient[T](arithmetic: Arithmetic[T], x: T, y: T, reciprocal: T) -> T:
-    """x / y of float32, correctly rounded, from `refined_reciprocal`.
+    """Return x / y of float32, correctly rounded, from the reciprocal of y that `refined_reciprocal` returns.
 
-    After the first correction the error of the quotient is below one unit in the last place. The remainder is then
-    exact, and the second correction rounds like a division (Markstein 1990). The division instruction runs the same
-    steps after a check for overflow. The signs are chosen so that -0 gives -0.
+    After the first correction, the error of the quotient is below one unit in the last place. The remainder x - q·y is
+    then exact, and the second correction rounds like a division (Markstein 1990). The signs are chosen so that -0 / y
+    is -0.
     """
     multiply, fma, negate = arithmetic
     quotient, step = multiply(x, reciprocal), negate(reciprocal)
@@ -127,7 +134,12 @@ def refined_quotient[T](arithmetic: Arithmetic[T], x: T, y: T, reciprocal: T) ->
 def _elementwise(
     function: Callable[..., ir.Value], layout: Any, *operands: jax.Array, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """Apply a function to the registers of arrays. It maps vectors of float32 to vectors of `dtype`."""
+    """Apply a function to each register of arrays in registers, and return an array of `dtype`.
+
+    Args:
+      function: maps MLIR vectors of float32, one per operand, to an MLIR vector of `dtype`.
+      layout: register layout of the operands and of the result.
+    """
 
     @plgpu.inline_mgpu(
         arg_types=(layout,) * len(operands),
@@ -140,9 +152,10 @@ def _elementwise(
 
 
 def _instruction(name: str) -> Callable[..., ir.Value]:
-    """A PTX instruction with float32 operands as a function of vectors.
+    """Return a PTX instruction with float32 operands as a function that maps MLIR vectors to an MLIR vector.
 
-    The first type in the name is the result type.
+    Args:
+      name: the instruction, for example "cvt.rni.s32.f32". Its first type is the type of the result: s32 or f32.
     """
     rounds_to_integer = ".s32." in name
 

@@ -1,4 +1,8 @@
-"""Definition of `write_kv` over the whole pool: put every token into its slot, then quantise each scale group."""
+"""Reference implementation of `write_kv`, dense over the whole pool.
+
+Each step computes an array with the shape of the pool: the new tokens in their slots, whether a slot is written, and
+the quantised pool. A scale group is a group of tokens of one page and KV head that share a dynamic scale.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]
 def _replace_columns(
     pages: Num[Array, "N Hkv ps W"], columns: slice, values: Num[Array, "N Hkv ps D"]
 ) -> Num[Array, "N Hkv ps W"]:
-    """Return pages with some columns replaced.
+    """Return `pages` with `columns` replaced by `values`.
 
-    An update by index would be a scatter with an empty array of indices if the columns are all. XLA for CPUs (jax
-    0.11.2) crashes when it compiles this scatter inside `jax.shard_map` on two devices.
+    `pages.at[..., columns].set` is not used: if `columns` are all columns, it becomes a scatter with empty indices, and
+    XLA for CPUs (jax 0.11.2) crashes when it compiles this scatter inside `jax.shard_map` on two devices.
     """
     return jax.lax.dynamic_update_slice_in_dim(pages, values, columns.indices(pages.shape[-1])[0], axis=-1)
 
@@ -42,6 +46,11 @@ def _write(
     x: Float[Array, "T Hkv D"],
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"],
 ) -> tuple[Num[Array, "N Hkv ps D"], Float[Array, "..."] | None]:
+    """Return the pages and scales after the new tokens `x` are written to their slots.
+
+    Args:
+      scale: None, static scales [Hkv] or [Hkv, D], or dynamic scales [N, Hkv, g].
+    """
     num_pages, num_kv_heads, page_size, width = pages.shape
     row, offset = _rows(slots, num_pages, num_kv_heads, page_size)
     pool = jnp.zeros((num_pages * num_kv_heads, page_size, width), jnp.float32)
@@ -49,7 +58,7 @@ def _write(
     if scale is None or scale.ndim < 3:
         if scale is None:
             values = x.astype(pages.dtype)
-        else:  # static scales belong to the head
+        else:  # static scales belong to the head of the token, not to the page that the token is written to
             values = quantise(x.astype(jnp.float32), scale.reshape(1, num_kv_heads, -1), pages.dtype)
         laid = pool.astype(pages.dtype).at[row, offset].set(values, mode="drop")
         return jnp.where(written[..., None], laid, pages.reshape(pool.shape)).reshape(pages.shape), scale
@@ -66,7 +75,10 @@ def _write(
 def _rows(
     slots: Int32[Array, "T"] | Int32[Array, "T Hkv"], num_pages: int, num_kv_heads: int, page_size: int
 ) -> tuple[Int32[Array, "T Hkv"], Int32[Array, "T Hkv"]]:
-    """Pool row and offset of each token and head. Tokens that are not written have the row after the last."""
+    """Return the row (one page of one KV head, page·Hkv + head) and the offset of each token and head.
+
+    Tokens that are not written get a row past the last, which scatters drop.
+    """
     page_or_row, offset = slots // page_size, slots % page_size
     if slots.ndim == 1:
         head = jnp.arange(num_kv_heads, dtype=jnp.int32)
@@ -84,15 +96,17 @@ def _write_groups(
     new: Float[Array, "N Hkv g n D"],
     written: Bool[Array, "N Hkv g n"],
 ) -> tuple[Num[Array, "N Hkv g n D"], Float[Array, "N Hkv g"]]:
-    """Write groups of n tokens.
+    """Return pages and scales after a write to scale groups of n tokens. `write_kv` documents the arithmetic.
 
     Args:
-      new: values of this call's tokens, and zeros elsewhere.
-      written: whether this call writes a token.
+      stored: the pages before the write.
+      scale: the scales before the write.
+      new: this call's tokens in their slots, and zeros elsewhere.
+      written: whether this call writes a slot.
     """
     dtype = stored.dtype
     touched = written.any(axis=-1)
-    first = jnp.argmax(written, axis=-1)  # lowest offset of the group that this call writes
+    first = jnp.argmax(written, axis=-1)  # [N, Hkv, g], offset of the first new token in its group
     earlier = (jnp.arange(written.shape[-1])[None, None, None, :] < first[..., None]) & touched[..., None]
     stored_amax = jnp.max(jnp.where(earlier[..., None], jnp.abs(stored.astype(jnp.float32)), 0.0), axis=(-2, -1))
     amax = jnp.max(jnp.abs(new), axis=(-2, -1))

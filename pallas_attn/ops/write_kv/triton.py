@@ -1,24 +1,29 @@
-"""`write_kv` in Triton, for cards from Ampere (sm80) on.
+"""`write_kv` in Triton, for GPUs from Ampere (sm80) on.
 
-Tokens without shared scales (`_write_tokens`): a program holds a block of tokens and neighbouring heads of k, v or q in
-registers:
+A row is one head of one token: a row of k, v or q, or a row of the pool, which has pages·Hkv·ps rows. A slot is the
+place that a token is written to: page·ps + offset, or with head-wise slots the index of a pool row.
 
-    block of k  -> three tiles -> norm, rotate -> cast or quantise -> rows of the pool, dynamic scales
-    block of v  -> three tiles                 -> cast or quantise -> rows of the pool, dynamic scales
-    block of q  -> three tiles -> norm, rotate                     -> q
+If no tokens share a scale (`_write_tokens`), a program holds the rows of a block of tokens and adjacent heads, of k, v
+or q, in registers:
 
-The columns of a head are three register tiles. Tiles 0 and 1 hold the columns that rotate in pairs, so that one thread
-has both columns of a pair. Tile 2 holds the columns without rotation. Heads of a token share the angles that a program
-loads. Otherwise angles would be most of the L2 traffic.
+    block of k  -> three tiles -> RMSNorm, RoPE -> cast or quantise -> rows of the pool, dynamic scales
+    block of v  -> three tiles                  -> cast or quantise -> rows of the pool, dynamic scales
+    block of q  -> three tiles -> RMSNorm, RoPE                     -> q
 
-Tokens with shared scales (`_write_led_groups`): the tokens of a scale group can be anywhere in the call. XLA first
-records which token writes each slot of the pool. The leader of a group is the group's lowest slot that the call writes.
+The columns of a block's rows are in three register tiles. Tile 0 has the first columns of the pairs that RoPE rotates,
+tile 1 the second columns, so that one thread has both columns of a pair. Tile 2 has the columns without rotation. A
+program loads the angles of a token once for several heads; otherwise most of the L2 traffic would be angles.
+
+If groups of tokens share a dynamic scale (`_write_led_groups`), the new tokens of a group can be anywhere in the call.
+XLA first records which token writes each slot of the pool. The leader of a group is the group's lowest slot that the
+call writes.
 
     for token in the program's tokens:
         if the token's slot is the leader of its group:
-            amax, stored_amax = largest magnitudes of the call's tokens, and of the cached tokens below the leader
+            amax = largest magnitude of the group's new tokens
+            stored_amax = largest stored magnitude of the group's cached tokens before the leader
             scale = scale of the group from both
-            for tokens of the group: quantise new tokens, requantise cached tokens below the leader
+            write the new tokens, quantised, and the cached tokens before the leader, requantised
 
 There are no barriers between programs. Each group has one leader and slots are distinct, so no two programs write the
 same bytes.
@@ -46,26 +51,27 @@ TILE_ELEMENTS = 1024
 """Elements that a program writes at a time: 8 for each of its 128 threads."""
 
 MAX_BLOCK_HEADS = 4
-"""Maximum number of heads in a program's block."""
+"""Maximum number of adjacent heads that a program handles at a time."""
 
 MAX_SCANNED = 16
-"""Maximum number of tokens that a program checks for leaders."""
+"""Maximum number of tokens that a program of `_write_led_groups` checks for leaders."""
 
 ENTRIES_PER_SCANNED_TOKEN = 4096
-"""Entries (tokens times KV heads) of a call for each token that a program checks."""
+"""A program checks one token for each 4,096 rows (tokens times KV heads) of the call, and at least one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadColumns:
-    """Compile-time description of a head's columns as three tiles, and of norm and rotation.
+    """Compile-time description of a head's columns as three tiles, and of RMSNorm and RoPE.
 
     Attributes:
-      width: number of columns.
-      half: columns of tile 0 and of tile 1; tile 2 has the remaining columns.
-      half_lanes, rest_lanes: columns of tiles 0 and 1, and of tile 2, padded to a power of two.
-      interleaved: whether tiles 0 and 1 hold even and odd columns, instead of the first and second half.
-      norm_after: whether the norm follows the rotation.
-      eps: added to the mean square in the norm.
+      width: columns of a head.
+      half: columns of tile 0, and of tile 1; tile 2 has the remaining columns.
+      half_lanes, rest_lanes: columns of tiles 0 and 1, and of tile 2, padded to powers of two.
+      interleaved: whether tiles 0 and 1 have the even and odd columns; otherwise the first and the second `half`
+        columns.
+      norm_after: whether RMSNorm is applied after RoPE.
+      eps: epsilon of RMSNorm.
     """
 
     width: int
@@ -95,10 +101,12 @@ class PoolLayout:
     """Compile-time description of the pool.
 
     Attributes:
-      num_slots: number of slots that an int32 can index, of the pool or, with head-wise slots, of its pool rows.
+      kv_heads: Hkv.
+      page: ps, tokens per page.
+      num_slots: number of slots in the pool, at most the largest int32.
       head_slots: whether slots are head-wise, one for each token and head.
       qmax: largest magnitude of the quantised dtype; None for 16-bit and 32-bit caches.
-      native: whether the card has instructions for float8_e4m3fn.
+      native: whether the GPU has instructions that convert float8_e4m3fn.
     """
 
     kv_heads: int
@@ -171,7 +179,7 @@ def _write_rows(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | No
 
 
 def _write_groups(call: WriteKVCall) -> PagedKV:
-    """Write tokens whose groups share scales."""
+    """Write tokens if groups of tokens share scales."""
     kv, rope = call.kv, call.rope
     group, width = _group_tokens(kv), tiles.power_of_two(_max_width(call), at_least=2)
     scanned = min(MAX_SCANNED, max(1, call.num_tokens * kv.k.shape[1] // ENTRIES_PER_SCANNED_TOKEN))
@@ -199,7 +207,7 @@ def _write_groups(call: WriteKVCall) -> PagedKV:
 
 
 def _bytes_written(call: WriteKVCall) -> int:
-    """Bytes that are read and written for new keys and values."""
+    """Return the number of bytes that are read and written for new keys and values."""
     return sum(x.size * (x.dtype.itemsize + call.kv.k.dtype.itemsize) for x in (call.k, call.v))
 
 
@@ -208,40 +216,45 @@ def _max_width(call: WriteKVCall) -> int:
 
 
 def _writers(call: WriteKVCall) -> Int32[Array, "slots"]:
-    """Index of the token that writes each slot, or -1. With head-wise slots: token · Hkv + head."""
+    """Return the index of the token that writes each slot of the pool, or -1. With head-wise slots, the index is
+    token·Hkv + head.
+    """
     num_slots, slots = _num_slots(call), call.slots.reshape(-1)
-    if num_slots > jnp.iinfo(jnp.int32).max - slots.shape[0]:
-        raise NotImplementedError(f"takes pools of fewer slots where tokens share scales, got {num_slots}")
+    limit = jnp.iinfo(jnp.int32).max - slots.shape[0]
+    if num_slots > limit:
+        raise NotImplementedError(f"takes pools of up to {limit} slots if tokens share a scale, got {num_slots}")
     entry = jnp.arange(slots.shape[0], dtype=jnp.int32)
     written = page_or_none(slots, (slots >= 0) & (slots < num_slots), num_slots)
     return put(jnp.full((num_slots,), -1, jnp.int32), (written,), entry)
 
 
 def _num_slots(call: WriteKVCall) -> int:
-    """Number of slots that an int32 can index, of the pool or, with head-wise slots, of its pool rows."""
+    """Return the number of slots in the pool, or the largest int32 if the pool has more: slots are int32."""
     num_pages, kv_heads, page_size, _ = call.kv.k.shape
     slots = num_pages * page_size * (kv_heads if call.slots.ndim == 2 else 1)
     return min(slots, jnp.iinfo(jnp.int32).max)
 
 
 def _group_tokens(kv: PagedKV) -> int:
-    """Number of tokens that share a dynamic scale; 0 without dynamic scales."""
+    """Return the number of tokens that share a dynamic scale; 0 without dynamic scales."""
     return kv.page_size // kv.k_scale.shape[-1] if kv.k_scale is not None and kv.k_scale.ndim == 3 else 0
 
 
 def _block_rows(call: WriteKVCall) -> int:
-    """Rows of a program's block. A row is one head of one token."""
+    """Return the number of rows of a program's block. A row is one head of one token."""
     return max(1, TILE_ELEMENTS // tiles.power_of_two(_max_width(call), at_least=2))
 
 
 def _block_heads(call: WriteKVCall) -> int:
-    """Heads of a program's block: a power of two that divides the number of KV heads, and so of query heads."""
+    """Return the number of heads of a program's block: a power of two that divides the number of KV heads, and
+    therefore the number of query heads.
+    """
     kv_heads = call.kv.k.shape[1]
     return min(kv_heads & -kv_heads, MAX_BLOCK_HEADS, _block_rows(call))
 
 
 def _token_blocks(call: WriteKVCall) -> int:
-    """Number of programs that share the tokens of a head."""
+    """Return the number of programs that all tokens of a block of heads are divided among."""
     return -(-call.num_tokens // (_block_rows(call) // _block_heads(call)))
 
 
@@ -257,7 +270,8 @@ def _key_columns(call: WriteKVCall) -> HeadColumns:
 def _cache_constants(call: WriteKVCall) -> dict[str, Any]:
     kv, (pages, first_column), value_dim = call.kv, call.kv.values, call.v.shape[-1]
     k_columns = _key_columns(call)
-    # Values of the width of keys have the same tiles, so that one device function is compiled for both.
+    # If values are as wide as keys, they are divided into the same tiles, although they have no rotated columns: Triton
+    # then compiles each device function once for both.
     half = k_columns.half if value_dim == k_columns.width else value_dim // 2
     return {
         "COLUMNS": k_columns,
@@ -275,7 +289,7 @@ def _cache_constants(call: WriteKVCall) -> dict[str, Any]:
 
 @kernel
 def _tile_columns(TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Column of each lane of a tile, and whether the lane has a column."""
+    """Return the column of the head at each column of a tile, and whether it exists. Tiles are padded."""
     if TILE == 2:
         lane = tl.arange(0, COLUMNS.rest_lanes)
         column = 2 * COLUMNS.half + lane
@@ -289,14 +303,16 @@ def _tile_columns(TILE: tl.constexpr, COLUMNS: tl.constexpr):
 
 @kernel
 def _load_tile(x_ptr, row, real, column, real_column, STRIDE: tl.constexpr):
-    """Load a tile of rows (int64 indices) that start STRIDE elements apart."""
+    """Load the columns `column` of the rows with indices `row` (int64). Rows start STRIDE elements apart. Elements
+    whose row or column does not exist are 0.
+    """
     at = (row * STRIDE)[:, None] + column[None, :]
     return tl.load(x_ptr + at, mask=real[:, None] & real_column[None, :], other=0)
 
 
 @kernel
 def _store_tile(x_ptr, row, real, column, real_column, values, STRIDE: tl.constexpr):
-    """Store a tile of rows (int64 indices) that start STRIDE elements apart."""
+    """Store the columns `column` of the rows with indices `row` (int64). Rows start STRIDE elements apart."""
     at = (row * STRIDE)[:, None] + column[None, :]
     tl.store(x_ptr + at, values, mask=real[:, None] & real_column[None, :])
 
@@ -326,7 +342,7 @@ def _cast(x, dtype: tl.constexpr):
 
 @kernel
 def _norm(x, norm_ptr, COLUMNS: tl.constexpr):
-    """RMS norm of rows: divide by the root of the mean square, multiply by the weight of each column."""
+    """Return rows after RMSNorm: divided by the root of their mean square, multiplied by the weight of each column."""
     square = tl.sum(x[0] * x[0], 1) + tl.sum(x[1] * x[1], 1) + tl.sum(x[2] * x[2], 1)
     inverse = tl.rsqrt(square / COLUMNS.width + COLUMNS.eps)[:, None]
     normed = ()
@@ -343,12 +359,18 @@ def _load_rotated(
     row,
     token,
     real,
-    cos_ptr,  # [T, half], or None for rows without norm and rotation
+    cos_ptr,  # [T, half], or None to load rows without RMSNorm and RoPE
     sin_ptr,
     norm_ptr,  # [width] or None
     COLUMNS: tl.constexpr,
 ):
-    """Load rows as three tiles, normed and rotated in float32."""
+    """Load rows as three tiles, and apply RMSNorm and RoPE in float32.
+
+    Args:
+      row: index of each row in x_ptr [rows, width].
+      token: token of each row, which selects the angles.
+      real: whether each row exists.
+    """
     x = _load_rows(x_ptr, row, real, COLUMNS, COLUMNS.width)
     if cos_ptr is not None:
         x = _cast(x, tl.float32)
@@ -365,7 +387,7 @@ def _load_rotated(
 
 @kernel
 def _block_tokens_and_heads(token_block, head_block, ROWS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
-    """Token and head of each row of a program's block."""
+    """Return the token and the head of each row of a program's block."""
     row = tl.arange(0, ROWS)
     token = token_block * (ROWS // BLOCK_HEADS) + row // BLOCK_HEADS
     return token, head_block * BLOCK_HEADS + row % BLOCK_HEADS
@@ -401,7 +423,7 @@ def _rotate_query_rows(
     _store_rows(out_ptr, row, real, _cast(q, out_ptr.dtype.element_ty), COLUMNS, COLUMNS.width)
 
 
-# --- tokens without shared scales
+# --- tokens that share no scale with other tokens
 
 
 @kernel
@@ -409,9 +431,9 @@ def _write_tokens(
     k_ptr,  # [T, kv_heads, k width]
     v_ptr,  # [T, kv_heads, v width]
     slots_ptr,  # [T] or [T, kv_heads]
-    _aliased_k_ptr,
-    _aliased_v_ptr,
-    k_static_ptr,  # static scales [kv_heads] or [kv_heads, k width]; unused, or None, for other caches
+    _aliased_k_ptr,  # same memory as k_pages_ptr
+    _aliased_v_ptr,  # same memory as v_pages_ptr
+    k_static_ptr,  # static scales [kv_heads] or [kv_heads, k width]; None or unused if SCALES is neither
     v_static_ptr,
     q_ptr,  # [T, Q_HEADS, k width] or None
     cos_ptr,  # [T, half] or None
@@ -419,9 +441,9 @@ def _write_tokens(
     k_norm_ptr,  # [k width] or None
     q_norm_ptr,
     num_tokens,
-    k_pages_ptr,  # [pool rows, page, K_STRIDE]
-    v_pages_ptr,  # [pool rows, page, V_STRIDE]; one unused element if FUSED
-    k_scale_ptr,  # [pool rows, page] dynamic scales; otherwise one unused element
+    k_pages_ptr,  # [pages, kv_heads, page, K_STRIDE]
+    v_pages_ptr,  # [pages, kv_heads, page, V_STRIDE]; one unused element if FUSED
+    k_scale_ptr,  # [pages, kv_heads, page] dynamic scales; otherwise one unused element
     v_scale_ptr,
     q_out_ptr,  # [T, Q_HEADS, k width]; one unused element without queries
     COLUMNS: tl.constexpr,
@@ -437,7 +459,8 @@ def _write_tokens(
     FUSED: tl.constexpr,
 ):
     values_ptr = k_pages_ptr + V_FIRST if FUSED else v_pages_ptr
-    kv_blocks: tl.constexpr = POOL.kv_heads // BLOCK_HEADS  # blocks of heads: of k, then of v, then of q
+    # Axis 1 of the grid has the blocks of heads of k, then of v, then of q.
+    kv_blocks: tl.constexpr = POOL.kv_heads // BLOCK_HEADS
     block = tl.program_id(1)
     if block < 2 * kv_blocks:
         token, head = _block_tokens_and_heads(tl.program_id(0), block % kv_blocks, ROWS, BLOCK_HEADS)
@@ -464,7 +487,7 @@ def _write_tokens(
 
 @kernel
 def _pool_token(slot, head, POOL: tl.constexpr):
-    """Index (int64) of a slot among the tokens of all pool rows."""
+    """Return the index (int64) of the pool row, in [pages·kv_heads·page, columns], of a slot and a head."""
     pool_row = (slot // POOL.page).to(tl.int64)
     if not POOL.head_slots:
         pool_row = pool_row * POOL.kv_heads + head
@@ -485,7 +508,14 @@ def _store_tokens(
     SCALES: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """Cast or quantise rows of k or v, and store them with their dynamic scales."""
+    """Cast or quantise rows of k or v, and store them in the pool. Also store dynamic scales.
+
+    Args:
+      x: the rows as three tiles.
+      pool_row: index of the pool row that each row is stored in.
+      real: whether each row is stored.
+      SCALES: None, "head", "channel", or "token" for one dynamic scale per token and head.
+    """
     dtype: tl.constexpr = pages_ptr.dtype.element_ty
     if SCALES is None:
         stored = _cast(x, dtype)
@@ -519,8 +549,8 @@ def _write_led_groups(
     k_ptr,  # [T, kv_heads, k width]
     v_ptr,  # [T, kv_heads, v width]
     slots_ptr,  # [T] or [T, kv_heads]
-    writers_ptr,  # [num_slots]
-    _aliased_k_ptr,
+    writers_ptr,  # [num_slots], see `_writers`
+    _aliased_k_ptr,  # the four aliased operands have the memory of the four outputs below
     _aliased_v_ptr,
     _aliased_k_scale_ptr,
     _aliased_v_scale_ptr,
@@ -528,9 +558,9 @@ def _write_led_groups(
     sin_ptr,
     norm_ptr,  # [k width] or None
     num_tokens,
-    k_pages_ptr,  # [pool rows, page, K_STRIDE]
-    v_pages_ptr,  # [pool rows, page, V_STRIDE]; one unused element if FUSED
-    k_scale_ptr,  # [pool rows, page / GROUP]
+    k_pages_ptr,  # [pages, kv_heads, page, K_STRIDE]
+    v_pages_ptr,  # [pages, kv_heads, page, V_STRIDE]; one unused element if FUSED
+    k_scale_ptr,  # [pages, kv_heads, page / GROUP]
     v_scale_ptr,
     COLUMNS: tl.constexpr,
     V_COLUMNS: tl.constexpr,
@@ -576,7 +606,7 @@ def _write_group(
     pages_ptr,
     scale_ptr,
     begin,  # first slot of the group
-    leader,  # position in the group of the first slot that the call writes
+    leader,  # offset in the group of the lowest slot that the call writes
     head,
     COLUMNS: tl.constexpr,
     POOL: tl.constexpr,
@@ -584,7 +614,7 @@ def _write_group(
     GROUP: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """Compute the scale of a group, and write the call's tokens and the cached tokens below the leader."""
+    """Compute the scale of a group, then write its new tokens and its cached tokens before the leader, for k or v."""
     dtype: tl.constexpr = pages_ptr.dtype.element_ty
     first_row = _pool_token(begin, head, POOL)
     scale_at = scale_ptr + first_row // GROUP + tl.zeros([1], tl.int32)
@@ -635,16 +665,15 @@ def _load_members(
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Load TOKENS members of a group from `start` on.
+    """Load the new tokens at the offsets `start` to start + TOKENS - 1 of a group.
 
     Returns:
-      Three float32 tiles of the call's tokens, the position of each member in the group, and whether the call
-      writes it.
+      The tokens as three float32 tiles, the offset of each token in the group, and whether the call has the token.
     """
     place = start + tl.arange(0, TOKENS)
     writer = tl.load(writers_ptr + begin + place, mask=place < GROUP, other=-1)
     new = writer >= 0
-    if POOL.head_slots:  # any head may write to any pool row
+    if POOL.head_slots:  # the writer is token·Hkv + head; its head can differ from the head of the page
         row, token = writer.to(tl.int64), writer // POOL.kv_heads
     else:
         row, token = writer.to(tl.int64) * POOL.kv_heads + head, writer
@@ -654,7 +683,7 @@ def _load_members(
 
 @kernel
 def _max_or_nan(amax, values):
-    """Maximum of amax [1] and values [rows]; NaN if any of them is NaN."""
+    """Return the maximum of amax [1] and values [rows]; NaN if any number is NaN."""
     is_nan = tl.max((values != values).to(tl.int32), 0) > 0
     largest = tl.where(is_nan, float("nan"), tl.max(values, 0))
     return tl.maximum(amax, largest, propagate_nan=tl.PropagateNan.ALL)

@@ -1,4 +1,9 @@
-"""`write_kv` on any device: scatters that access only the written tokens and their groups, in place."""
+"""`write_kv` in plain JAX, for any device.
+
+Scatters write the new tokens into the pool, in place if it is donated. They access the written tokens and, with
+dynamic scales, the other tokens of their scale groups. An entry is one token of one KV head; a call has E = T·Hkv
+entries. A scale group is a group of tokens of one page and KV head that share a scale.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import PagedKV
 
 _BLOCK_ELEMENTS = 2**23
-"""Maximum number of cache elements that one iteration of the requantisation loop processes."""
+"""Maximum number of cache elements per iteration of the loop that requantises earlier tokens."""
 
 
 def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]:
@@ -38,10 +43,11 @@ def write_kv(call: WriteKVCall) -> tuple[PagedKV, Float[Array, "T Hq D"] | None]
 
 
 class _Location(NamedTuple):
-    """Destination of each of the E = T·Hkv entries (one token of one head).
+    """Page, KV head and offset in the page that each entry is written to, and whether it is written.
 
-    Page, head and offset are separate because a combined index may not fit int32. An entry that is not written has a
-    page after the end of the pool, different for each entry, so that the indices of a scatter are unique.
+    Page, head and offset are separate, because a combined index may exceed int32. An entry that is not written gets a
+    page past the end of the pool, which scatters drop. Each of these entries gets another page, so the indices of a
+    scatter are unique.
     """
 
     page: Int32[Array, "E"]
@@ -51,6 +57,9 @@ class _Location(NamedTuple):
 
 
 def _locate(slots: Int32[Array, "T"] | Int32[Array, "T Hkv"], pool_shape: tuple[int, ...]) -> _Location:
+    """Return the destinations of all entries. A slot is page·ps + offset, or (page·Hkv + head)·ps + offset if slots are
+    head-wise.
+    """
     num_pages, num_kv_heads, page_size, _ = pool_shape
     shape = (slots.shape[0], num_kv_heads)
     quotient, offset = jnp.divmod(slots, page_size)
@@ -71,22 +80,23 @@ def _write_static(
     at: _Location,
     columns: slice,
 ) -> Num[Array, "N Hkv ps W"]:
+    """Write entries without scales, or with static scales [Hkv] or [Hkv, D]. Return the pages."""
     if scale is None:
         values = x.astype(pages.dtype)
-    else:  # static scales belong to the head, whose slots may be in any head's pool rows
+    else:  # a head-wise slot may refer to another head of the page, but the static scales belong to the token's head
         values = quantise(x.astype(jnp.float32), scale.reshape(1, x.shape[1], -1), pages.dtype)
     return put(pages, (at.page, at.head, at.offset), values.reshape(-1, x.shape[-1]), columns)
 
 
 class _Groups(NamedTuple):
-    """The scale groups that a call writes to. The leader of a group is its entry with the lowest offset.
+    """The scale group of each entry. The leader of a group is the call's entry with the lowest offset in the group.
 
     Attributes:
       size: number of tokens of a group.
-      index: index of each entry's group in its page.
-      leader: leader of each entry's group.
-      leads: whether an entry is a leader and is written.
-      earlier: number of tokens before the leader in each entry's group.
+      index: index of the group in its page.
+      leader: entry that leads the group.
+      leads: whether the entry itself is the leader, and is written.
+      earlier: number of tokens of the group before the leader.
     """
 
     size: int
@@ -97,6 +107,7 @@ class _Groups(NamedTuple):
 
 
 def _group(at: _Location, size: int) -> _Groups:
+    """Find the groups of `size` tokens by sorting the entries by destination."""
     entry = jnp.arange(at.page.shape[0], dtype=jnp.int32)
     page, head, offset, order = lax.sort((at.page, at.head, at.offset, entry), num_keys=3)
     group = jnp.stack([page, head, offset // size])
@@ -114,9 +125,10 @@ def _write_dynamic(
     groups: _Groups,
     columns: slice,
 ) -> tuple[Num[Array, "N Hkv ps W"], Float[Array, "N Hkv g"]]:
+    """Write entries with dynamic scales. Return the pages and the scales."""
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     amax = jnp.zeros_like(x[:, 0]).at[groups.leader].max(jnp.max(jnp.abs(x), axis=-1))
-    new_scale = amax_scale(amax, pages.dtype)  # scale of the group that an entry leads; unused for other entries
+    new_scale = amax_scale(amax, pages.dtype)  # [E], scale of the group that the entry leads; unused if it leads none
     if groups.size > 1:
         pages, new_scale = _requantise_earlier(pages, scale, amax, new_scale, at, groups, columns)
     values = quantise(x, new_scale[groups.leader][:, None], pages.dtype)
@@ -134,9 +146,14 @@ def _requantise_earlier(
     groups: _Groups,
     columns: slice,
 ) -> tuple[Num[Array, "N Hkv ps W"], Float[Array, "E"]]:
-    """Requantise the tokens before each leader with the new scale of their group, a block of groups at a time.
+    """Requantise the tokens before each leader with the new scale of their group. Return the pages and the new scales.
 
-    The loop visits only groups that have earlier tokens: at most one per sequence and head, for chunks of any length.
+    Each iteration of the loop processes a block of groups. The loop visits only groups with tokens before the leader:
+    at most one group per sequence and head, even if a chunk is long.
+
+    Args:
+      amax: largest magnitude of the new tokens of the group that each entry leads.
+      new_scale: new scale of the group that each entry leads, from its new tokens only.
     """
     num_entries, width = amax.shape[0], columns.stop - columns.start
     block = min(num_entries, max(1, _BLOCK_ELEMENTS // (groups.size * width)))
@@ -150,7 +167,8 @@ def _requantise_earlier(
         entry = queue[place]
         page = page_or_none(at.page[entry], place < num_waiting, pages.shape[0])
         index = (page, at.head[entry], groups.index[entry])
-        # The barrier separates reads from writes. A fused GPU kernel could not update the pool in place.
+        # The barrier prevents XLA from fusing these reads with the writes below. A fused kernel would not update the
+        # pool in place.
         read = grouped.at[(*index, slice(None), columns)].get(mode="clip"), scale.at[index].get(mode="clip")
         stored, old_scale = lax.optimization_barrier(read)
         earlier = jnp.arange(groups.size)[None, :, None] < groups.earlier[entry][:, None, None]
@@ -160,7 +178,8 @@ def _requantise_earlier(
         entry = jnp.where(place < num_waiting, entry, num_entries + place)
         return put(grouped, index, jnp.where(earlier, values, stored), columns), put(new_scale, (entry,), scales)
 
-    # Decode steps have one block. Their trip count is static, so the host does not wait for `num_waiting`.
+    # All entries of a decode step fit into one block. A static trip count saves the transfer of `num_waiting` to the
+    # host, which runs XLA's loops.
     trips = 1 if num_entries == block else -(-num_waiting // block)
     grouped = pages.reshape(*scale.shape, groups.size, -1)
     carry = varying_like((grouped, new_scale), (scale, amax, at))
