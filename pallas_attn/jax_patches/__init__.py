@@ -1,1 +1,1 @@
-"""Replacements of JAX functions: faster lowering of our own kernels, and a correction of a JAX fault."""
+"""Replacements of JAX functions: faster lowering of this package's kernels, and a correction of a JAX bug."""

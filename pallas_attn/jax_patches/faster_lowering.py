@@ -1,8 +1,9 @@
-"""Replacements of JAX functions whose cost grows faster than the kernel that is lowered.
+"""Faster replacements of JAX functions whose time grows faster than linearly with the size of a kernel.
 
-The replacements return the same layouts and the same MLIR, so the machine code is the same. `faster_lowering()` applies
-them to one thread: within the context, the thread that entered it calls the replacements, and all other threads call
-JAX's functions. Outside of all contexts, JAX is unmodified. docs/toolchain.md has the gain of each replacement.
+JAX calls these functions when it lowers Mosaic GPU kernels. The replacements return the same layouts and the same MLIR,
+so the machine code is the same. `faster_lowering()` is a context manager that applies them to one thread: within the
+context, the thread that entered it calls the replacements, and all other threads call JAX's functions. Outside of all
+contexts, JAX's functions are in place. docs/toolchain.md has the gain of each replacement.
 
 A function is replaced only if its source has a known SHA-256 digest. A JAX version with another source keeps its
 function. The environment variable `PALLAS_ATTN_PATCH_JAX=0` disables all replacements.
@@ -33,9 +34,9 @@ ENVIRONMENT_VARIABLE = "PALLAS_ATTN_PATCH_JAX"
 
 
 def equal_variables(system: Any) -> dict[Any, list[Any]]:
-    """Map each variable of a `ConstraintSystem` to the variables that it equals transitively.
+    """Map each variable of a `ConstraintSystem` to the other variables that it must equal, directly or transitively.
 
-    Variables without an equality are left out.
+    Variables that equal no other variable are not in the result.
 
     Replaces `constraints.compute_transitively_equal_vars` (jax 0.11.2). JAX sorts the variables by their text to make
     the order deterministic. The text of a variable is the text of its MLIR operation, and printing one operation
@@ -55,7 +56,8 @@ def equal_variables(system: Any) -> dict[Any, list[Any]]:
 
 
 def both_systems(first: Any, second: Any) -> Any:
-    """Return the conjunction of two systems; `Unsatisfiable` if they assign different layouts to a variable.
+    """Return a system with the assignments and constraints of two systems; `Unsatisfiable` if they assign different
+    layouts to a variable.
 
     Replaces `constraints.ConstraintSystem.__and__` (jax 0.11.2). Layout inference calls it once per operation, and JAX
     looks up each variable of the accumulated system in the system of the operation. The time is quadratic in the number
@@ -75,7 +77,7 @@ def both_systems(first: Any, second: Any) -> Any:
 
 
 def find_in_dictionary(find_assignments_for: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `find_assignments_for` with its list of unknown variables converted to a dictionary.
+    """Return a version of `find_assignments_for` that keeps the unknown variables in a dictionary instead of a list.
 
     Wraps `layout_inference.find_assignments_for` (jax 0.11.2). JAX looks up each assigned variable in the list, which
     takes quadratic time in the number of variables.
@@ -83,7 +85,7 @@ def find_in_dictionary(find_assignments_for: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(find_assignments_for)
     def find(unknowns: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(unknowns, dict):  # it is a dictionary in recursive calls
+        if not isinstance(unknowns, dict):  # `find_assignments_for` calls itself with the dictionary
             unknowns = dict.fromkeys(unknowns)
         return find_assignments_for(unknowns, *args, **kwargs)
 
@@ -91,18 +93,18 @@ def find_in_dictionary(find_assignments_for: Callable[..., Any]) -> Callable[...
 
 
 def lower_first_branch_once(lower_condition: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `_cond_lowering_rule` that determines the result types of a condition without lowering its first branch.
+    """Return a version of `_cond_lowering_rule` that lowers each branch of a `lax.cond` or `lax.switch` once.
 
     Wraps `lowering._cond_lowering_rule` (jax 0.11.2). JAX lowers the first branch twice: once to find the types of its
-    results, and once to emit it. The first branch of n nested conditions is lowered 2**n times. The wrapper passes a
-    branch that returns zeros of the result types to the first of the two lowerings.
+    results, and once to emit it. The innermost first branch of n nested conditions is lowered 2**n times. The wrapper
+    gives JAX another branch for the first of the two lowerings: it only returns zeros of the result types.
     """
 
     @functools.wraps(lower_condition)
     def lower(ctx: Any, index: Any, *args: Any, branches: tuple[Any, ...], **params: Any) -> Any:
         results = ctx.avals_out
         if not results or ctx.module_ctx.lowering_semantics == plgpu.LoweringSemantics.Warpgroup:
-            # With lane semantics, results have layouts, which zeros do not have.
+            # With lane semantics, JAX needs the layouts of the results, too, and zeros do not have these layouts.
             zeros = _zeros(tuple((aval.shape, aval.dtype) for aval in results))
             brief = branches[0].replace(eqns=zeros.eqns, outvars=zeros.outvars, effects=zeros.effects)
             branches = _Branches(branches, brief)
@@ -118,7 +120,10 @@ def _zeros(results: tuple[tuple[tuple[int, ...], Any], ...]) -> Any:
 
 
 class _Branches(tuple[Any, ...]):
-    """Branches of a condition. Iteration returns the branches; index 0 returns `brief`."""
+    """Branches of a condition, as JAX's lowering rule reads them.
+
+    The rule reads index 0 to find the result types, and gets `brief`. It iterates to lower all branches, and gets them.
+    """
 
     def __new__(cls, branches: tuple[Any, ...], brief: Any) -> _Branches:
         return super().__new__(cls, branches)
@@ -214,13 +219,15 @@ def faster_lowering() -> Iterator[tuple[str, ...]]:
 
 _lock = threading.Lock()
 _contexts = 0
-"""Number of open contexts in all threads. Guarded by `_lock`."""
+"""Number of `faster_lowering` contexts that are active in all threads together. Guarded by `_lock`."""
 
 _installed: list[tuple[Replacement, Any, Any]] = []
-"""Each installed replacement, JAX's function, and the function that selects between the two. Guarded by `_lock`."""
+"""For each installed replacement: the `Replacement`, JAX's function, and the function that selects between the two.
+Guarded by `_lock`.
+"""
 
 _thread = threading.local()
-"""`depth`: number of open contexts in this thread."""
+"""Attribute `depth`: number of active contexts in this thread."""
 
 
 def _enter() -> tuple[str, ...]:
@@ -261,9 +268,9 @@ def _selecting(ours: Callable[..., Any], original: Callable[..., Any]) -> Callab
 
 
 def _set(replacement: Replacement, old: Any, new: Any) -> None:
-    """Replace the function `old` by `new`, in its module or class and in the table of lowering rules.
+    """Replace the function `old` by `new`, in its module or class and in the tables of lowering rules.
 
-    Nothing is replaced where the current function is not `old`, because another library has replaced it meanwhile.
+    A place that does not hold `old` is left unchanged, because another library has replaced the function there.
     """
     if getattr(replacement.place, replacement.name) is old:
         setattr(replacement.place, replacement.name, new)

@@ -1,9 +1,9 @@
-"""Correction of a JAX fault that gives wrong numbers in kernels with lane semantics (jax 0.11.2 and 0.12.0).
+"""Correction of a JAX bug that gives wrong numbers in Mosaic GPU kernels with lane semantics (jax 0.11.2 and 0.12.0).
 
-`FragmentedArray.select` (`jnp.where`, `lax.select`) takes the signedness of its result from the condition if the first
-choice is one number for all elements. The condition has no signedness, so int32 results are treated as uint32:
-`jnp.maximum(x, 0)` keeps negative values, and comparisons and quotients of negative values are wrong. Interpreted
-kernels and kernels with inferred layouts do not have the fault.
+`jnp.where` and `lax.select` are lowered to `FragmentedArray.select(condition, on_true, on_false)`. If `on_true` is one
+number for all elements, the result takes its signedness from the condition. The condition has no signedness, so later
+operations treat int32 results as uint32. For example, `jnp.maximum(x, 0)` keeps negative values, and comparisons and
+quotients of negative values are wrong. Interpreted kernels and kernels with warpgroup semantics do not have the bug.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from jax.experimental.mosaic.gpu import FragmentedArray
 
 @functools.cache
 def apply() -> None:
-    """Correct `FragmentedArray.select` in all kernels of this process.
+    """Correct `FragmentedArray.select` for all kernels that this process lowers from now on, also for kernels of
+    others.
 
-    The correction is not limited to a context: a kernel that is not cached is lowered later, as part of the user's
-    program. `PALLAS_ATTN_PATCH_JAX` does not disable it.
+    The correction cannot be limited to a `with` block: unless a kernel is in this package's kernel cache, JAX lowers it
+    later, when it compiles the user's program. `PALLAS_ATTN_PATCH_JAX=0` does not disable the correction.
     """
     FragmentedArray.select = keeping_sign(FragmentedArray.select)
 
 
 def keeping_sign(select: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `FragmentedArray.select` whose result has the signedness of its choices.
+    """Return a version of `select` whose result has the signedness of `on_true`.
 
     Wraps `FragmentedArray.select` (jax 0.11.2).
     """

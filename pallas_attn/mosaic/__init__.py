@@ -1,1 +1,1 @@
-"""Mosaic GPU kernels, and code that they share. `hopper` and `blackwell` have the code of one architecture."""
+"""Mosaic GPU kernels and shared code. Code for one GPU architecture is in `hopper` and in `blackwell`."""

@@ -1,32 +1,45 @@
 """Decode attention over paged K and V: kernel operands, kernel body, and the computation of one tile.
 
 Each CTA is one warpgroup. Several CTAs share a multiprocessor, so that some compute while others wait for memory. A CTA
-processes its share of a decode plan as work tiles (`mosaic.primitives.tile_scheduler`). A work tile is a range of
-consecutive pages of one plan row, and a plan row is one KV head of one sequence. The query rows of this KV head are the
-columns of all tiles (`query_packing`). `DecodeProducts` multiplies tiles on the tensor cores:
-`mosaic.hopper.decode_products`, `mosaic.blackwell.decode_products`.
+processes its share of a decode plan as a sequence of splits (`mosaic.primitives.tile_scheduler`). `DecodeProducts` is
+the interface to the tensor cores, with one implementation per architecture: `mosaic.hopper.decode_products` and
+`mosaic.blackwell.decode_products`.
+
+Terms (`pallas_attn.types` explains B, Q, Hq, Hkv, D, N, ps, P, L and R):
+
+    plan row       one KV head of one sequence, numbered sequence · Hkv + head
+    split          consecutive pages of one plan row, processed by one CTA; also called work tile
+    query row      one query head of one query token; all query rows of a plan row attend to the same keys
+    block          up to `width` query rows of a plan row, padded to `width` (`QueryPacking`). Each CTA has one block
+    tile           keys and values of `tokens` tokens, from one or several pages
+    stage          shared-memory buffer for one tile
+    pool row       one page of one KV head in the pool: k[page · Hkv + head], shape [ps, D]
+    key segment    columns of a key that have a separate array in shared memory: (D,), or (L, R) for latents
+    query parts    16-bit arrays whose sum is the query; there are two if one would round too much, otherwise one
+    token group    consecutive tokens of a page that share one scale of K and one of V
+    channel group  128 consecutive channels of an 8-bit latent. Each token has one scale per channel group
 
 Main loop (`_kernel`, `KvSplit.attend`, `KvSplit.step`):
 
     for each work tile of this CTA:                      # for_each_work_tile
-        look up the pages of the first `stages` tiles
+        look up the pool rows of the first `stages` tiles in the block table
         first warp: start TMA of the queries and of these tiles
         wait q_full
         m, l, acc = -inf, 0, 0
         for i in range(num_tiles):                       # tile i is in stage i % stages
             wait full[stage]
             s = K qᵀ                                     # [tokens, query_rows]; scaled, capped
-            if some query row does not see the whole tile: mask s, zero invisible values
+            if some query row does not see the whole tile: mask s, zero values that no query row sees
             m, p = max(m, s), exp(s - m)                 # p [tokens, query_rows]
             acc = acc * rescale + Vᵀ p                   # [value_dim, query_rows]
             first warp: start TMA of tile i + stages into this stage
-        if the work tile is the whole plan row: write output and LSE  # OutputWriter
+        if the work tile has all pages of the plan row: write output and LSE  # OutputWriter
         else: store the partial state                    # PartialStates
 
-A second kernel (`merge_splits`) merges the partial states of a plan row that several splits share. It also writes the
+A second kernel (`merge_splits`) merges the partial states of each plan row that has several splits. It also writes the
 output of plan rows that see no key.
 
-Timeline of a split of five tiles in two stages, top to bottom:
+Timeline of a split of five tiles in two stages, top to bottom. S and O are the two products, P the probabilities:
 
     TMA of queries, tile 0 -> stage 0, tile 1 -> stage 1     (the CTA does not wait)
     wait q_full
@@ -42,18 +55,18 @@ Barriers (all warps of the CTA wait):
     barrier       one phase per   arrivals                                     arrivals per phase
     full[stage]   tile            TMA; the first warp for an absent page       pages * page_copies
     q_full        split           TMA; the first warp for a padding query      query_parts * key segments, or
-                                                                               block_queries if the kernel packs
+                                                                               block_queries if `packs_queries`
 
-Stages have no "empty" barrier. The first warp starts the copy into a stage after `first_warp` has synchronized all
-warps, and every warp has then waited for the products that read the stage. Shared-memory accesses of the threads
-themselves were committed before P was multiplied.
+Stages have no "empty" barrier. The first warp refills a stage inside `basics.first_warp`, which first synchronizes all
+warps. At this point every warp has waited for the products that read the stage. The warps' own accesses to the stage
+are ordered before the copy by the `commit_smem` that follows the store of P.
 
 Deadlock freedom: a CTA waits only for copies that it started itself, before the wait.
 
-- `start_copies` makes all arrivals of a phase of full[stage]. Tiles are waited for in the order of their copies, each
-  exactly once, and no copy is started past the last tile.
-- q_full has one phase per split. All its copies are started before the wait.
-- The shared-memory tile of the output is overwritten after its CTA has waited until the previous copy from it was read.
+- `start_copies` makes all arrivals of one phase of full[stage]. The CTA waits once per tile, in the order in which it
+  started the copies. It starts no copy for tiles past the last one.
+- q_full has one phase per split. All copies of the queries are started before the wait.
+- Before the CTA overwrites the output tile in shared memory, it waits until the previous bulk copy has read the tile.
 - Barriers of the products are described in `mosaic.hopper.decode_products` and `mosaic.blackwell.decode_products`.
 """
 
@@ -94,7 +107,7 @@ from pallas_attn.portable.schedule import most_splits
 from pallas_attn.types import LATENT_GROUP, DecodePlan, HeadWindow, ScaleLayout
 
 SCALES_PER_COPY = 4
-"""Number of float32 scales in 16 bytes, the alignment and granularity of bulk copies."""
+"""Number of float32 scales in 16 bytes. A bulk copy needs addresses and sizes that are multiples of 16 bytes."""
 
 # --- compile-time parameters, operands and scratch of a kernel
 
@@ -102,8 +115,10 @@ SCALES_PER_COPY = 4
 class DecodeProducts(Protocol):
     """Tensor-core products of the decode kernel for one architecture. Implementations hold no state of a tile.
 
+    `own` is the scratch of the products, from `scratch_types`. `width` is `tile.packing.width`, the number of columns.
+
     Attributes:
-      max_lookahead: largest product of pages and accumulator values per tile for which pages are looked up ahead.
+      max_lookahead: limit of `DecodeTile.looks_ahead`.
     """
 
     max_lookahead: ClassVar[int]
@@ -117,7 +132,7 @@ class DecodeProducts(Protocol):
         ...
 
     def query_row_bytes(self, tile: DecodeTile, key_row_bytes: int) -> int:
-        """Bytes of a swizzled row of the queries in shared memory, given the bytes of a swizzled row of the keys."""
+        """Swizzle width [bytes] of the queries in shared memory, given the swizzle width of the keys."""
         ...
 
     def probs_type(self, tile: DecodeTile) -> Any:
@@ -125,11 +140,11 @@ class DecodeProducts(Protocol):
         ...
 
     def probs(self, tile: DecodeTile, p: Ref) -> list[Ref]:
-        """Views [tokens, width] of the probabilities' memory: one view, or one per channel group of a latent."""
+        """Views [tokens, width] of `p`, the scratch of `probs_type`: one view, or one per channel group of a latent."""
         ...
 
     def store_probs(self, tile: DecodeTile, ps: list[jax.Array], to: list[Ref]) -> None:
-        """Write probabilities to their views and commit them."""
+        """Write each array of `ps` to its view in `to`, and make the writes visible to the tensor cores."""
         ...
 
     def scratch_types(self, tile: DecodeTile) -> Any:
@@ -142,14 +157,17 @@ class DecodeProducts(Protocol):
         """Compute K qᵀ [tokens, width].
 
         Args:
-          keys: one reference per key segment.
-          queries: for each key segment, the 16-bit parts whose sum is the query.
-          scales: scale per token of each channel group of a latent; empty for other caches.
+          keys: [tokens, segment width] in shared memory, one reference per key segment.
+          queries: for each key segment, the query parts [width, segment width] in shared memory.
+          scales: for each channel group of a latent, the scale of each token, [tokens]; empty for other caches.
         """
         ...
 
     def load_values(self, tile: DecodeTile, own: Any, v: Ref) -> Any:
-        """Prepare cached values [tokens, D] as an operand. The probabilities are committed after this call."""
+        """Prepare cached values [tokens, D] as an operand of `add_values`.
+
+        The caller calls `store_probs` after this function, so shared-memory writes of this function are committed too.
+        """
         ...
 
     def add_values(self, tile: DecodeTile, own: Any, acc: jax.Array, values: Any, ps: list[Ref]) -> jax.Array:
@@ -157,12 +175,12 @@ class DecodeProducts(Protocol):
 
         Args:
           values: result of `load_values`.
-          ps: committed probabilities: one P, or one per channel group of a latent.
+          ps: probabilities [tokens, width] after `store_probs`: one array, or one per channel group of a latent.
         """
         ...
 
     def in_channel_order(self, tile: DecodeTile, acc: jax.Array) -> jax.Array:
-        """Permute the rows of a finished accumulator to the order of the channels."""
+        """Permute the rows of a finished accumulator to channel order. `add_values` may use another order."""
         ...
 
     def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
@@ -176,16 +194,19 @@ class DecodeTile:
 
     Attributes:
       packing: assignment of query rows to columns.
-      tokens: keys of the tile.
+      tokens: tokens of the tile.
       page_size: tokens of a page.
-      key_dims: widths of the key segments, each a separate array in shared memory: (D,), or (L, R) for latents.
+      key_dims: widths of the key segments: (D,), or (L, R) for latents.
       has_values: whether V is a separate array; otherwise the first key segment is also the value.
-      query_parts: number of 16-bit parts whose sum is a query (2 for split-fp16 queries, otherwise 1).
-      packs_queries: whether the kernel receives queries [B, Q, Hq, D] and packs them into columns itself.
-      scales: scale layout of an 8-bit cache.
-      q_dtype, cache_dtype, out_dtype: dtypes of queries and probabilities, of K and V, and of the output.
-      rope_dtype: dtype of the rotated columns of 8-bit latents and of their queries. These columns are a separate
-        array, and each token and channel group has a scale. None for other caches.
+      query_parts: number of 16-bit arrays whose sum is the query: 2 for caches with channel scales, otherwise 1.
+      packs_queries: whether the kernel receives queries [B, Q, Hq, D] and arranges them as columns itself. Otherwise
+        XLA arranges them before the kernel (`QueryPacking.pack`).
+      scales: scale layout of an 8-bit cache: "head", "channel", or the number of token groups per page. None otherwise.
+      q_dtype: dtype of the queries.
+      cache_dtype: dtype of K and V.
+      out_dtype: dtype of the output.
+      rope_dtype: dtype of the rotated columns of 8-bit latents and of their queries; None for all other caches. In an
+        8-bit latent cache, the rotated columns are a separate pool.
       products: tensor-core products of the architecture.
     """
 
@@ -205,7 +226,7 @@ class DecodeTile:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the scores."""
+        """Shape of the scores, [tokens, width]."""
         return self.tokens, self.packing.width
 
     @property
@@ -214,7 +235,7 @@ class DecodeTile:
 
     @property
     def tokens_per_row(self) -> int:
-        """Number of tokens in one row of shared memory."""
+        """Number of tokens in one row of the tile in shared memory; above 1 only for narrow 8-bit heads."""
         return dequantize.tokens_per_smem_row(self.cache_dtype, self.value_dim)
 
     @property
@@ -224,12 +245,12 @@ class DecodeTile:
 
     @property
     def scales_per_page(self) -> int:
-        """Number of latent scales of one page in a tile."""
+        """Number of scales of an 8-bit latent tile that one page contributes."""
         return self.page_tokens * self.latent_groups
 
     @property
     def key_slices(self) -> list[tuple[int, int]]:
-        """First column and width of each key segment in a row of its pool."""
+        """First column and width of each key segment in the last dimension of its pool, `DecodeInputs.k` or `rope`."""
         widths = [dim * self.tokens_per_row for dim in self.key_dims]
         if self.latent_groups:
             return [(0, width) for width in widths]
@@ -247,8 +268,10 @@ class DecodeTile:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a swizzled row in shared memory. TMA swizzles whole pool rows, so all key segments of one pool have
-        the same value.
+        """Swizzle width [bytes] of K and V in shared memory, 64 or 128.
+
+        It must divide the last dimension of the pool [bytes], because Mosaic GPU tiles this whole dimension for the TMA
+        copy. All key segments in one pool therefore have the same swizzle width.
         """
         if self.latent_groups:
             return 128
@@ -257,7 +280,7 @@ class DecodeTile:
 
     @property
     def key_row_bytes(self) -> list[int]:
-        """`row_bytes` of each key segment."""
+        """Swizzle width [bytes] of each key segment."""
         if not self.latent_groups:
             return [self.row_bytes] * len(self.key_dims)
         return [self.row_bytes, 64 if self.key_dims[1] * jnp.dtype(self.rope_dtype).itemsize % 128 else 128]
@@ -269,7 +292,7 @@ class DecodeTile:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of one page in a tile."""
+        """Number of tokens of one page that are in the same tile."""
         return min(self.tokens, self.page_size)
 
     @property
@@ -277,8 +300,8 @@ class DecodeTile:
         return max(1, self.page_size // self.tokens)
 
     def first_page(self, i: Any) -> tuple[Any, Any]:
-        """Return the first page of a split's i-th tile, counted from the split's first page, and the tile's index in
-        that page.
+        """Return where the i-th tile of a split starts: its first page, counted from the start of the split, and the
+        index of the tile in this page (0 if a page is not larger than a tile).
         """
         if self.tiles_per_page == 1:
             return i * self.pages, 0
@@ -290,40 +313,46 @@ class DecodeTile:
 
     @property
     def page_groups(self) -> int:
-        """Number of token groups per page with a scale each; 0 unless scales are stored per token or token group."""
+        """Number of token groups per page; 0 if the cache has no scale per token or token group."""
         return self.scales if isinstance(self.scales, int) else 0
 
     @property
     def group_tokens(self) -> int:
-        """Tokens of one token group in a tile."""
+        """Number of tokens of one token group that are in the same tile."""
         return min(self.page_tokens, self.page_size // self.page_groups)
 
     @property
     def groups(self) -> int:
-        """Token groups of one page in a tile."""
+        """Number of token groups of one page that are in the same tile."""
         return self.page_tokens // self.group_tokens
 
     @property
     def page_copies(self) -> int:
-        """Number of copies per page of a tile."""
+        """Number of TMA copies for each page of a tile: key segments, values and scales."""
         return len(self.key_dims) + self.has_values + (2 if self.page_groups else 1 if self.latent_groups else 0)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether pages are looked up before their stage is empty, and wait in registers. Accumulators with many
-        columns leave too few registers.
+        """Whether the kernel looks up the pages of tile i + stages at the start of iteration i instead of at its end.
+
+        The lookup then overlaps the computation, but its results stay in registers. Large accumulators leave too few
+        registers for several pages.
         """
         return self.pages * self.packing.width * max(self.value_dim, 256) <= self.products.max_lookahead
 
     @property
     def reduction_bytes(self) -> int:
-        """Shared memory [bytes] for reductions over the tokens; 128 bytes per column allow a single round."""
+        """Shared memory [bytes] for reductions over the tokens. 128 bytes per column let all columns be reduced in a
+        single round.
+        """
         return 1024 if self.latent_groups else min(128 * self.packing.width, 4096)
 
     @property
     def output_bytes(self) -> int:
-        """Shared memory [bytes] of the output tile. For 8-bit latents it is the minimum, so that two CTAs with 16 query
-        rows have room for two tiles each.
+        """Upper limit [bytes] of the output tile in shared memory.
+
+        For 8-bit latents, 0 selects the smallest output tile. Two CTAs with 16 query rows then fit on a multiprocessor
+        with two stages each.
         """
         return 0 if self.latent_groups else OUTPUT_BYTES
 
@@ -342,9 +371,9 @@ class DecodeStatic:
     """Compile-time parameters of a kernel, except shapes and dtypes of its arrays.
 
     Attributes:
-      stages: number of tiles in shared memory.
+      stages: number of stages.
       score_scale: factor of K qᵀ.
-      window: window of all heads, or None.
+      window: window of all heads [tokens], or None. Windows per head are in `DecodeInputs.window`.
     """
 
     tile: DecodeTile
@@ -356,22 +385,26 @@ class DecodeStatic:
 
 
 class DecodeInputs(NamedTuple):
-    """Kernel operands: arrays, or references in the kernel. `QueryPacking` defines blocks and width.
+    """Kernel operands: arrays, or references in the kernel. `QueryPacking` defines blocks, query_blocks, head_blocks
+    and width; rows is the number of plan rows, B·Hkv.
 
     Attributes:
       q: for each key segment [query_parts, blocks·rows, width, segment width]; the sum over query_parts is the query.
         Or one array [B, Q, Hq, D] if `DecodeTile.packs_queries`.
-      k, v: [N·Hkv, ps, D], or with several tokens in a row. If v is None, the first key segment is also the value.
+      k, v: [N·Hkv, ps, D], or [N·Hkv, ps / t, t·D] with t = `DecodeTile.tokens_per_row`. For latents, k has all key
+        segments of the pool, and v is None because the first key segment is also the value.
       rope: [N, ps, R], second key segment of 8-bit latents; otherwise None.
-      k_scale, v_scale: [Hkv], [Hkv, D] (k_scale is then None, because it is multiplied into q), [N·Hkv·g], or None. For
-        8-bit latents, k_scale is [N, ps · channel groups] and scales keys and values.
+      k_scale, v_scale: scales in the layout `DecodeTile.scales`: [Hkv] per head; [Hkv, D] per channel, where k_scale is
+        None because it was multiplied into q; [N·Hkv·g] for g token groups per page. For 8-bit latents, k_scale is
+        [N, ps · channel groups] and is the scale of keys and values. None for 16-bit caches.
       q_scale: float32 [blocks·rows, width], factor of the scores of each column; or None.
-      block_tables: int32 [B, P] or [B, Hkv, P].
-      kv_lens: int32 [B].
-      q_lens: int32 [B], or None if every sequence has all queries.
-      window: a `HeadWindow` or None.
-      drafts: int32 [query_blocks, B, width], bit mask of the draft keys that each column's query sees; None if causal.
-      sinks: [head_blocks, Hkv, width] or None.
+      block_tables: int32 [B, P] page ids, or [B, Hkv, P] pool-row ids.
+      kv_lens: int32 [B], tokens of each sequence, including its queries.
+      q_lens: int32 [B], queries of each sequence; None if every sequence has Q queries.
+      window: windows and sink tokens per head, or None.
+      drafts: int32 [query_blocks, B, width]; bit j is set if the query of this column sees draft key j, the j-th of the
+        sequence's new tokens. None for causal visibility.
+      sinks: [head_blocks, Hkv, width], sink logit of each column; or None.
     """
 
     q: tuple[Any, ...]
@@ -395,20 +428,23 @@ class DecodeScratch(NamedTuple):
 
     Attributes:
       q: for each key segment [query_parts, width, segment width].
-      unpacked_q: [width, D], queries as copied, if the kernel packs them; otherwise None.
-      k: for each key segment [stages, tokens, segment width], as cached, with several tokens in a row if the pool has.
+      unpacked_q: [width, D], queries as TMA copied them, if `DecodeTile.packs_queries`; otherwise None.
+      k: for each key segment [stages, tokens, segment width] in the cache's dtype, or [stages, tokens / t, t · segment
+        width] with t = `DecodeTile.tokens_per_row`.
       v: like k; None if the first key segment is also the value.
-      p: probabilities, as `DecodeProducts.probs_type`.
-      out: as `OutputWriter.tile_type`.
-      tile_meta: int32 [2 · stages + 2, at least pages and width]. Rows 0 to stages - 1: position of the first token of
-        each page in the stage, or ABSENT. Row `stages`: newest position that each column sees. Row `stages + 1`: newest
-        position that each column's window hides. Last `stages` rows: index of each page's first scale in `scales`, if a
-        copy may start before it.
-      scales: [stages, 2, pages, at least 32] of keys and values, [stages, pages, at least 32] of latents, or None. The
-        size keeps copies aligned to 128 bytes.
-      full: barrier of each stage: its tile has arrived.
-      q_full: barrier: the queries have arrived.
-      products: memory and barriers of the products, as `DecodeProducts.scratch_types`.
+      p: probabilities; its type is `DecodeProducts.probs_type`.
+      out: output tile; its type is `OutputWriter.tile_type`.
+      tile_meta: int32 [2 · stages + 2, max(pages, width)].
+        Rows 0 to stages - 1: position of the first token of each page in the stage, or ABSENT.
+        Row `stages`: newest position that the query of each column sees, or -1 for a column without a query.
+        Row `stages + 1`: newest position that the window of each column hides.
+        Rows `stages + 2` on, one per stage: index of each page's first scale in `scales`. It is above 0 where the copy
+        was rounded down to a multiple of 16 bytes.
+      scales: float32 [stages, 2, pages, at least 32] for K and V with token groups, [stages, pages, at least 32] for
+        8-bit latents, or None. The minimum of 32 aligns each copy to 128 bytes.
+      full: one barrier per stage; a phase completes when the tile has arrived.
+      q_full: barrier; a phase completes when the queries have arrived.
+      products: scratch of the products; its type is `DecodeProducts.scratch_types`.
     """
 
     q: tuple[Any, ...]
@@ -471,18 +507,21 @@ def decode_attention(
     *,
     name: str,
 ) -> tuple[Float[Array, "B Q Hq V"] | Float[Array, "T Hq V"], Float[Array, "B Q Hq"]]:
-    """Run the decode kernel and the merge. Return output and LSE.
+    """Run the decode kernel and the merge kernel.
+
+    Returns:
+      Output, with shape `out_shape` or the updated `out`, and LSE [B, Q, Hq].
 
     Args:
-      out_shape: [B, Q, Hq, V].
-      out: array whose first B·Q tokens become the output, in place; None to allocate the output.
+      out_shape: [B, Q, Hq, V], where V is the width of a value.
+      out: array whose first B·Q tokens are overwritten by the output, in place; None to allocate the output.
       name: name of the kernel in profiles.
     """
     tile, plan = static.tile, x.plan
     packing, rows, num_ctas = tile.packing, plan.num_pages.shape[0], plan.cta_row.shape[0] - 1
     states = most_splits(plan, x.block_tables.shape[-1])
     out_ref = None if out is None else basics.alias_in_place(out)
-    # Output and LSE of plan rows with one split, and partial states of all other plan rows.
+    # The kernel writes output and LSE of plan rows with one split, and partial states of plan rows with several splits.
     own, lse, partials = plgpu.kernel(
         functools.partial(_kernel, static),
         out_type=(
@@ -543,15 +582,20 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class KvSplit:
-    """One split of a plan row: pages `start` to `stop`, numbered as in the plan, processed by one CTA.
+    """One split of a plan row, for one block of query rows.
+
+    The plan numbers only the visible pages of a plan row: first `sink_pages` pages with sink tokens, from block-table
+    entry 0 on, then the pages of the window, from entry `first_page` on (`table_entry`).
 
     Attributes:
-      block: index of the block of query rows.
+      block: index of the block.
       row: plan row, batch · Hkv + head.
-      sink_pages, first_page: visible pages of the plan row are the table entries 0 to sink_pages - 1, and those from
-        first_page on.
-      first_query: position of the first query; negative if queries outnumber keys.
-      window, sink_tokens: window of the head (None for no window), and the sink tokens that are visible outside it.
+      start, stop: number of the first page, and of the last page plus 1.
+      batch, head: sequence and KV head of the plan row.
+      kv_len, q_len: tokens of the sequence including its queries, and its queries.
+      first_query: position of the first query, kv_len - q_len; negative if queries outnumber keys.
+      window: window of the head [tokens], or None.
+      sink_tokens: number of first tokens that are visible outside the window.
     """
 
     static: DecodeStatic
@@ -600,7 +644,7 @@ class KvSplit:
 
     @property
     def block_row(self) -> Any:
-        """Index of this plan row's queries in an array over all blocks."""
+        """Index of this split's query rows in arrays [blocks·rows, ...]."""
         return self.block * self.x.plan.num_pages.shape[0] + self.row
 
     @property
@@ -608,9 +652,10 @@ class KvSplit:
         return pl.cdiv(self.stop - self.start, self.tile.pages) * self.tile.tiles_per_page
 
     def attend(self) -> AttentionState:
-        """Process all tiles of the split and return its attention state."""
+        """Attend to all tiles of the split. Return maximum, sum and unnormalised output of each query row."""
         mem, tile = self.mem, self.tile
-        # The compiler moves no load across the start of a copy, so all pages are looked up before the first copy.
+        # Look up all pages before the first copy starts. The compiler moves no load across the start of a copy, so
+        # lookups between copies would run one after the other.
         first = [(jnp.int32(i), self.look_up_pages(jnp.int32(i))) for i in range(self.static.stages)]
 
         @basics.first_warp
@@ -639,13 +684,13 @@ class KvSplit:
         )
 
     def apply_value_scales(self, acc: Any) -> Any:
-        """Multiply sums of cached values by scales that all tokens share."""
+        """Multiply the accumulator by value scales that all tokens share: one per head or one per channel."""
         if self.tile.scales == "head":
             return acc * self.x.v_scale[self.head]
         if self.tile.scales == "channel":
             per_channel = self.products.values_layout(self.tile).per_row
             return acc * over_tokens(basics.load(self.x.v_scale.at[self.head], per_channel), acc.shape)
-        return acc  # token scales were applied to P
+        return acc  # `step` multiplied scales per token into P
 
     # Copies to shared memory
 
@@ -669,10 +714,11 @@ class KvSplit:
             pl.when(query >= packing.queries)(lambda: plgpu.barrier_arrive(mem.q_full))
 
     def look_up_pages(self, i: Any) -> list[tuple[Any, Any]]:
-        """Look up the pages of the i-th tile. Return for each page its pool row, and the position of its first token or
-        ABSENT.
+        """Look up the pages of the i-th tile in the block table.
 
-        For a tile past the last one, the pool rows are arbitrary but in range.
+        Returns:
+          For each page, the pool row and the position of the tile's first token in the page. The position is ABSENT if
+          the table entry names no page or the page is past the end of the split; the pool row is then arbitrary.
         """
         tile, tables, pool_rows = self.tile, self.x.block_tables, self.x.k.shape[0]
         first, tile_of_page = tile.first_page(i)
@@ -692,11 +738,15 @@ class KvSplit:
         return pages
 
     def table_entry(self, page: Any) -> Any:
-        """Block-table entry of the plan row's visible page number `page`."""
+        """Block-table entry of a visible page, given its number in the plan."""
         return jnp.where(page < self.sink_pages, page, page - self.sink_pages + self.first_page)
 
     def start_copies(self, i: Any, pages: list[tuple[Any, Any]]) -> None:
-        """Start the copies of the i-th tile on one warp, given `look_up_pages(i)`. Arrive directly for absent pages."""
+        """Start the copies of the i-th tile, on one warp. For each absent page, arrive at the barrier instead.
+
+        Args:
+          pages: result of `look_up_pages(i)`.
+        """
         mem = self.mem
         stage = lax.rem(i, self.static.stages)
         for j, (pool_row, position) in enumerate(pages):
@@ -709,7 +759,7 @@ class KvSplit:
                     plgpu.barrier_arrive(mem.full.at[stage])
 
     def copy_page(self, i: Any, j: int, pool_row: Any) -> None:
-        """Start the copies of the j-th page of the i-th tile, or of the part of the page that is in the tile."""
+        """Start the copies of the j-th page of the i-th tile. If a page holds several tiles, copy only this tile."""
         tile, x, mem = self.tile, self.x, self.mem
         stage = lax.rem(i, self.static.stages)
         full = mem.full.at[stage]
@@ -741,16 +791,19 @@ class KvSplit:
     # One tile
 
     def step(self, i: Any, state: AttentionState) -> AttentionState:
-        """Attend to the i-th tile, then start the copies of the tile that uses the same stage next."""
+        """Attend to the i-th tile, then start the copies of tile i + stages, which uses the same stage.
+
+        During the loop, `state.l` is [tokens, query_rows]: one sum per token of the tile, added up after the loop.
+        """
         static, x, mem, shape = self.static, self.x, self.mem, self.tile.shape
         m, l, acc = state  # noqa: E741  # [query_rows], [tokens, query_rows], [value_dim, query_rows]
         stage, following = lax.rem(i, static.stages), i + static.stages
         pages = self.look_up_pages(following) if self.tile.looks_ahead else None
         plgpu.barrier_wait(mem.full.at[stage])
         base = [mem.tile_meta[stage, j] for j in range(self.tile.pages)]
-        # The compiler would hoist address computations out of the loop, at two registers per 32 bytes of a row. That is
-        # too many for the long rows of latents. Their addresses depend on this zero, whose value the compiler does not
-        # know, because it does not know that positions are not negative.
+        # The compiler would hoist address computations out of the loop and use two registers per 32 bytes of a key. The
+        # long rows of latents would take too many registers. Their addresses therefore include this zero, which changes
+        # per tile from the compiler's view: the compiler does not know that positions are never negative.
         zero = jnp.minimum(base[0], 0) if x.v is None else 0
         stage += zero
         v = mem.values(stage)
@@ -760,8 +813,9 @@ class KvSplit:
         s, v_scales = lax.cond(self.all_visible(base), lambda *x: x, mask, s, v_scales)
         v_scale = None
         if v_scales:
-            # Add log2 of the scale to the exponent of P. The product of P and scale, which is rounded to 16 bits, is
-            # then at most 1. With several channel groups, use the largest scale.
+            # Values of token t have the scale v_scale[t], which is multiplied into P. Adding ln(v_scale) to the scores
+            # before the maximum is taken gives P · v_scale directly, and it is at most 1 when it is rounded to 16 bits.
+            # With several channel groups, v_scale is the largest scale of the token.
             v_scale = jnp.maximum(functools.reduce(jnp.maximum, v_scales), dequantize.SMALLEST_SCALE)
             s += over_tokens(jnp.log2(v_scale) * (1 / LOG2E), shape)
         m_new = jnp.maximum(m, s.max(axis=0))  # [query_rows]
@@ -788,10 +842,10 @@ class KvSplit:
         return AttentionState(m_new, l, acc)
 
     def token_scales(self, stage: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Load the scales of keys and values of a tile, each [tokens].
+        """Load the scales of a tile: a tuple for the keys and a tuple for the values.
 
-        Each tuple has one array per channel group of a latent, one array for token or token-group scales, and is empty
-        otherwise.
+        Each tuple has one array [tokens] per channel group for 8-bit latents, one array [tokens] for caches with token
+        groups, and no array for other caches.
         """
         tile, mem = self.tile, self.mem
         if tile.latent_groups:
@@ -811,7 +865,12 @@ class KvSplit:
         return (k_scale,), (v_scale,)
 
     def scores(self, stage: Any, first_part: Any, k_scales: tuple[Any, ...]) -> Any:
-        """Compute K qᵀ of a tile, scaled and capped, [tokens, query_rows]."""
+        """Compute K qᵀ of a tile, scaled and capped, [tokens, query_rows].
+
+        Args:
+          first_part: index of the first query part: 0, or a zero that the compiler cannot fold (see `step`).
+          k_scales: key scales from `token_scales`.
+        """
         static, tile, mem = self.static, self.tile, self.mem
         queries = [[q.at[first_part + i] for i in range(q.shape[0])] for q in mem.q]
         groups = k_scales if tile.latent_groups else ()
@@ -826,8 +885,9 @@ class KvSplit:
     # Visibility
 
     def store_limits(self) -> None:
-        """Store the range of positions that each column's query sees in shared memory. Few tiles need it, and registers
-        are scarce.
+        """Store in shared memory the first and last position that the query of each column sees.
+
+        The limits are not kept in registers, because registers are scarce and few tiles need a mask.
         """
         query = self.tile.packing.query(self.block)
         newest = self.first_query + query if self.x.drafts is None else self.kv_len - 1
@@ -836,13 +896,21 @@ class KvSplit:
             self.limits(1)[...] = jnp.maximum(self.first_query + query, 0) - self.window
 
     def limits(self, i: int) -> Ref:
-        """For i = 0 the newest position that each column sees; for i = 1 the newest position that its window hides."""
+        """Return a reference to int32 [width] in shared memory.
+
+        For i = 0, it has the newest position that the query of each column sees, or -1 for a column without a query.
+        For i = 1, it has the newest position that the window of each column hides.
+        """
         return self.mem.tile_meta.at[self.static.stages + i, pl.ds(0, self.tile.packing.width)]
 
     def all_visible(self, base: list[Any]) -> Any:
-        """Whether every query row sees every token of a tile."""
+        """Whether every query row sees every token of a tile.
+
+        Args:
+          base: position of the first token of each page of the tile, or ABSENT.
+        """
         last = functools.reduce(jnp.maximum, base) + (self.tile.page_tokens - 1)  # at least ABSENT if a page is absent
-        # The first query sees the fewest tokens. A draft mask may hide every draft token from every query.
+        # With causal visibility, the first query sees the fewest tokens. A draft mask may hide any draft token.
         newest = self.first_query if self.x.drafts is None else self.first_query - 1
         visible = (last - base[0] == self.tile.tokens - 1) & (last <= newest)
         if self.window is not None:
@@ -850,14 +918,22 @@ class KvSplit:
         return visible
 
     def mask_tile(self, base: list[Any], v: Ref, s: Any, v_scales: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Mask scores. For tokens that no column sees, zero the values, because 0 · NaN is NaN, and set their scales to
-        1.
+        """Mask the scores of a tile, and zero the values of tokens that no query row sees.
+
+        Such values may be NaN, and a probability of 0 times NaN is NaN. The value scales of these tokens become 1.
+
+        Args:
+          base: position of the first token of each page of the tile, or ABSENT.
+          v: values of the tile in shared memory.
+          s: scores [tokens, query_rows].
+          v_scales: value scales from `token_scales`.
         """
         position = self.positions(base)
         s = self.mask_scores(position, s)
         live_mask = self.live_mask(position, s)
         if self.x.v is None:
-            plgpu.commit_smem()  # synchronizes warps: all have read the keys, so the shared K and V tile may change
+            # Keys and values are the same array. Synchronize the warps, so that all have finished reading the keys.
+            plgpu.commit_smem()
         if self.tile.scales is None and not self.tile.latent_groups:
             clear_rows(v, live_mask, self.layout, self.tile.row_bytes)
         else:
@@ -875,7 +951,7 @@ class KvSplit:
         return position
 
     def mask_scores(self, position: Any, s: Any) -> Any:
-        """Set scores [tokens, query_rows] to -inf where the column's query does not see the token."""
+        """Set scores [tokens, query_rows] to -inf where the query of the column does not see the token."""
         packing, shape = self.tile.packing, self.tile.shape
         each = over_tokens(position, shape)
 
@@ -896,9 +972,10 @@ class KvSplit:
     def live_mask(self, position: Any, s: Any) -> Any:
         """Whether some query sees each token, bool [tokens], from positions and masked scores."""
         if self.x.drafts is not None:
-            return jnp.where(s == -jnp.inf, 0.0, 1.0).max(axis=1) > 0  # a NaN score counts as visible
+            # A token is live if some score is not -inf. NaN scores count as visible.
+            return jnp.where(s == -jnp.inf, 0.0, 1.0).max(axis=1) > 0
         live = position < self.kv_len
         if self.window is not None:
-            # Each new token sees itself. The first query's window reaches back farthest.
+            # A new token sees itself. An older token is live if the first query sees it: its window starts first.
             live &= (position < self.sink_tokens) | (position > jnp.maximum(self.first_query, 0) - self.window)
         return live

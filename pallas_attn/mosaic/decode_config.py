@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 MAX_STAGES = 4
-"""Largest number of stages that heuristics choose. No measurement has shown a benefit of more."""
+"""Largest number of stages that heuristics choose. Measurements showed no benefit of more stages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,8 +13,9 @@ class DecodeConfig:
     """Sizes of the decode kernel.
 
     Attributes:
-      tile_tokens: keys of a tile.
-      stages: tiles in shared memory. All but one are in flight; with a single stage, other CTAs on the multiprocessor
+      tile_tokens: cached tokens that a CTA processes per iteration.
+      stages: number of shared-memory buffers per CTA, each for one tile of keys and values. While a CTA computes with
+        one tile, copies into the other stages are in flight. With a single stage, only other CTAs on the multiprocessor
         hide the latency.
       programs_per_multiprocessor: CTAs per multiprocessor in plans made for this configuration.
     """

@@ -188,7 +188,7 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "latents: P is overwritten while the tensor core reads it": PlantedBreak(
         LATENTS,
-        "            plgpu.barrier_wait(mem.o_done)  # the previous product with P has read P and completed O\n",
+        "            plgpu.barrier_wait(mem.o_done)  # the product with the last P has finished: P and O may change\n",
         "",
         f"{MORE_TILES}[rows, two halves]",
     ),
@@ -260,13 +260,13 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "prefill: S overwrites P while the tensor core reads it": PlantedBreak(
         PREFILL,
-        "                plgpu.barrier_wait(scratch.o_done.at[consumer])  # the next S overwrites P\n",
+        "                plgpu.barrier_wait(scratch.o_done.at[consumer])  # P was read; the next S overwrites it\n",
         "",
         ROWS,
     ),
     "prefill: S of a single consumer overwrites P": PlantedBreak(
         PREFILL,
-        "            wait_if(i > 0, self.scratch.o_done.at[0])  # the next S overwrites the P of the previous tile\n",
+        "            wait_if(i > 0, self.scratch.o_done.at[0])  # P of tile i - 1 was read: S of i + 1 overwrites it\n",
         "",
         "tests/ops/test_flash_sm100.py::test_each_width[256]",
     ),
@@ -314,7 +314,7 @@ BREAKS: dict[str, PlantedBreak] = {
     ),
     "prefill: no wait for the load of O": PlantedBreak(
         PREFILL,
-        "            plgpu.wait_load_tmem()  # the next block's first product overwrites O\n",
+        "            plgpu.wait_load_tmem()  # before p_full of the next block, after which a product overwrites O\n",
         "",
         why_not="the wait after the next load, of scores or of the next chunk, precedes any write to O",
     ),

@@ -1,1 +1,1 @@
-"""Experimental: has never run on a card. Mosaic GPU kernels for Blackwell (compute capability 10.0)."""
+"""Experimental: has never run on a card. Mosaic GPU kernels for data-center Blackwell (compute capability 10.0)."""

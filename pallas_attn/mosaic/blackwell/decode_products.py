@@ -1,15 +1,16 @@
-"""Experimental: has never run on a card. Decode products with tcgen05.
+"""Experimental: has never run on a card. Tensor-core products of the decode kernel (`mosaic.decode`) with tcgen05.
 
-Operands are in shared memory. Results are in TMEM and are loaded to registers:
+Operands are in shared memory. Results are in tensor memory (TMEM), from which threads load them to registers:
 
     S [tokens, query_rows] = K qᵀ          O [channels, query_rows] = Vᵀ P
 
-M of the tensor core is 128 tokens, then 128 channels. It is 64 for heads of width 64 and for tiles of 64 tokens. V is
-read transposed. Every product starts from zero and is added to the accumulator in registers, which is a few columns
-wide, so nothing in TMEM is rescaled. For 8-bit caches, K and then V are converted to float16 in a buffer that they
-share. fp8 queries are instead multiplied with K as cached.
+Dimension M of the tensor core is 128: tokens in S, channels in O. S of a tile with 64 tokens, and O of a head of width
+64, use M = 64. The tensor core reads V transposed. Each product overwrites its result in TMEM, and threads add O to an
+accumulator in registers. This needs few registers, because there are few query rows, and nothing in TMEM is rescaled.
+For 8-bit caches, threads convert K, and later V, to float16 in a common shared-memory buffer (`staged`). If the queries
+are fp8, K is not converted, and the tensor core multiplies fp8 by fp8.
 
-Per tile (the caller's loop is in `mosaic.decode`):
+Steps per tile (the loop over tiles is in `mosaic.decode`):
 
     scores:      convert K if 8-bit; arrive ready; first warp: wait ready, issue S = K qᵀ, commit to done; wait done
     store_probs: write P to shared memory, commit
@@ -23,8 +24,9 @@ Barriers:
                               earlier results loaded from TMEM
     done      product         the tensor core (commit)             1                    all threads
 
-Deadlock freedom: before the threads arrive at `ready`, they have waited for everything that the product reads. `done`
-then follows from the product that the first warp has issued.
+Deadlock freedom: the warps arrive at `ready` without another wait in between, so the first warp's wait for `ready`
+  ends.
+It then issues the product, whose commit completes `done`.
 """
 
 from __future__ import annotations
@@ -47,29 +49,29 @@ from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, BY_128, RegisterLayout
 
 NARROW_ROW_BYTES = 32
-"""Bytes of a swizzled row of right operands that are at most this wide, or that a product with 64 rows reads
-in halves.
+"""Swizzle width [bytes] of right operands of products with M = 64, and of the probabilities. A product with M = 64
+reads its right operand in two halves of columns.
 """
 
 
 def layout_of(rows: int) -> RegisterLayout:
-    """Register layout of a product with `rows` rows."""
+    """Register layout of a result with `rows` rows."""
     return BY_64 if rows % 128 else BY_128
 
 
 def column_step(tokens: int, value_dim: int) -> int:
-    """Divisor of the number of columns of a tile: 16, or 32 if a product has 64 rows."""
+    """The number of columns of a tile must be a multiple of the result: 16, or 32 if a product has M = 64."""
     return 32 if tokens % 128 or value_dim % 128 else 16
 
 
 class Tcgen05Scratch(NamedTuple):
-    """Memory and barriers of the products.
+    """Memory and barriers of the products. `width` is the number of query rows of a tile, with padding.
 
     Attributes:
-      scores: TMEM [tokens, width].
-      values: TMEM [128 or 64, width] for each 128 or 64 channels.
-      staged: float16 [tokens, D], K or V of an 8-bit cache; otherwise None.
-      ready, done: barriers, see the module's docstring.
+      scores: TMEM [tokens, width], S.
+      values: TMEM [M, width] for each M channels, where M is 128 or 64; together they are O.
+      staged: float16 [tokens, D] in shared memory, converted K or V of an 8-bit cache; None for 16-bit caches.
+      ready, done: barriers, explained in the docstring of the module.
     """
 
     scores: Any
@@ -81,7 +83,7 @@ class Tcgen05Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tcgen05Products:
-    """`DecodeProducts` on data-center Blackwell."""
+    """`DecodeProducts` on data-center Blackwell. The methods are explained there."""
 
     max_lookahead: ClassVar[int] = 2**14
 
@@ -144,7 +146,7 @@ class Tcgen05Products:
         slices = [(i * layout.rows, o) for i, o in enumerate(own.values)]
         channels = [values.at[:, pl.ds(first, layout.rows)] for first, _ in slices]
         _multiply(own, [(o, v.transpose((1, 0)), p, False) for (_, o), v in zip(slices, channels, strict=True)])
-        # Load one product after the other: registers do not suffice for all products and the accumulator.
+        # Load and add one part of O at a time: the registers cannot hold all of O and the accumulator.
         sums = [acc[first : first + layout.rows] + _load(o, layout) for first, o in slices]
         return sums[0] if len(sums) == 1 else jnp.concatenate(sums)
 
@@ -152,7 +154,8 @@ class Tcgen05Products:
         return acc
 
     def capped(self, s: jax.Array, soft_cap: float) -> jax.Array:
-        # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits, and the exact tanh takes too many registers.
+        # Use tanh x = 1 - 2 / (1 + exp 2x). The instruction tanh.approx has only 11 bits of precision, and the accurate
+        # tanh of the math library takes too many registers.
         return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E / soft_cap)), layout_of(s.shape[0]))
 
 
@@ -161,8 +164,11 @@ def _is_8_bit(dtype: Any) -> bool:
 
 
 def _multiply(own: Tcgen05Scratch, products: list[tuple[Ref, Ref, Ref, bool]]) -> None:
-    """Compute and wait for products (accumulator, a, b, accumulate): a @ b, added to the accumulator if
-    `accumulate`.
+    """Compute matrix products and wait until they have finished.
+
+    Args:
+      products: for each product (accumulator, a, b, accumulate). `accumulator` in TMEM becomes a @ b, or
+        accumulator + a @ b if `accumulate` is True.
     """
     plgpu.barrier_arrive(own.ready)
 
@@ -177,15 +183,15 @@ def _multiply(own: Tcgen05Scratch, products: list[tuple[Ref, Ref, Ref, bool]]) -
 
 
 def _load(accumulator: Ref, layout: RegisterLayout) -> jax.Array:
-    """Load a finished product from TMEM."""
+    """Load the result of a finished product from TMEM to registers."""
     result = plgpu.async_load_tmem(accumulator, layout=layout.tile)
     plgpu.wait_load_tmem()
     return result
 
 
 def _reciprocal(x: jax.Array, layout: RegisterLayout) -> jax.Array:
-    """Compute 1 / x in one instruction, with 0 for subnormal results. A division takes three more instructions for
-    subnormals.
+    """Compute 1 / x with the instruction rcp.approx.ftz, which returns 0 instead of subnormal results. A division would
+    take three more instructions to handle subnormals.
     """
     if basics.interpreted():
         return 1 / x

@@ -1,27 +1,37 @@
 """Experimental: has never run on a card. The MLA decode kernel, and its operands and scratch.
 
-128 query rows of a sequence (heads of each query, query by query, then padding) are M of the scores product, whose left
-operand is the query: S [128 rows, 64 latents] = Q Cᵀ. A tile is 64 cached latents C. The latent's columns are divided
-into "own" and "other" columns. The query's own and rotated columns are in TMEM, which left operands may be read from.
-Its other columns are in shared memory. A whole query [128, 576] in shared memory would leave no room for two tiles. O
-has one of two forms:
+Terms:
 
-    many rows    O [128 rows, own columns] += P C      P in TMEM. If the latent has over 256 columns, two CTAs share O:
-                                                       each owns half of the columns, and scores every tile
-    few rows     Oᵀ [latent columns, rows] += Cᵀ Pᵀ    P in shared memory. One CTA has all columns of O, and the
-                                                       product takes time in proportion to the rows
+    query row        one head of one query token
+    block            128 query rows of a sequence, padded if the sequence has fewer
+    split            consecutive pages of a sequence, which one CTA (or two, see below) processes for one block
+    tile C           L latent and R rotated numbers of each of 64 cached tokens
+    stage            shared-memory buffer of one tile
+    own, other       the L latent columns are divided into own and other columns. L = 512 has 256 own columns
+    few, many rows   whether a sequence has at most 64 query rows, or more
 
-O [128, 512] in float32 would fill TMEM. With few rows, memory limits the kernel: a tile is read once, and the tensor
-core may score padding rows. With many rows, the tensor core limits the kernel, so none of its rows may be idle.
+The scores are S [128 rows, 64 tokens] = Q Cᵀ. The left operand Q may be in TMEM or in shared memory. Its own and
+rotated columns are in TMEM, its other columns in shared memory: all of Q [128, 576] in shared memory would leave no
+  room for two
+tiles. The output O has one of two forms:
 
-Warp roles. Each role walks the CTA's work tiles on its own:
+    many rows    O [128 rows, own columns] += P C      P in TMEM. If L is over 256, two CTAs share O: each owns half of
+                                                       the columns and scores every tile
+    few rows     Oᵀ [L, rows] += Cᵀ Pᵀ                 P in shared memory. One CTA has all columns of O. The time of the
+                                                       product is proportional to the number of query rows
+
+The first form with all columns, O [128, 512] in float32, would fill TMEM. With many rows, the tensor core limits the
+speed of the kernel, and all 128 rows of its products must be used. With few rows, memory limits the speed: one CTA
+reads each tile once, and the tensor core has time to compute scores of padding rows.
+
+Warp roles. Each role loops over the splits of the CTA independently:
 
     warpgroup 0           softmax: a row per thread (many rows), or per four threads (few rows)
     warpgroup 1, warp 0   starts TMA of latents
     warpgroup 1, warp 1   issues all MMAs and the copies of the query to TMEM
     warpgroup 1, warp 2   starts TMA of queries
 
-Loop of each role over the splits and tiles t of the CTA (stage = t % stages):
+Loop of each role over the splits and tiles t of the CTA (stage = t % stages; "rest" is the rotated and other columns):
 
     warp 2       wait q_empty; TMA Q own, rotated; wait q_moved; TMA Q other -> the memory of Q own
     warp 0       wait rest_empty[stage]; TMA other and rotated columns; wait own_empty[stage]; TMA own columns
@@ -35,11 +45,12 @@ Loop of each role over the splits and tiles t of the CTA (stage = t % stages):
 Barriers ("commit" is an arrival of the tensor core when products or copies have finished):
 
     barrier             one phase per   arrivals                                          waits
-    q_full              split           TMA of own and rotated queries                    warp 1
-    q_moved             split           commit of the copies of these queries to TMEM     warp 2
-    other_full          split           TMA of the other queries                          warp 1
-    q_empty             split           commit of the last product that reads the query   warp 2
-                                        (few rows: and P, which overlays the rotated query)
+    q_full              split           TMA of own and rotated columns of Q               warp 1
+    q_moved             split           commit of the copies of these columns to TMEM     warp 2
+    other_full          split           TMA of the other columns of Q                     warp 1
+    q_empty             split           commit of the last product that reads Q (few      warp 2
+                                        rows: that reads P, which may have the memory of
+                                        the rotated columns of Q)
     own_full[stage],    tile            TMA; warp 0 for an absent page                    warp 1; warpgroup 0 before it
     rest_full[stage]                                                                      reads or zeroes the tile
     own_empty[stage],   tile            commit of the products that read it               warp 0
@@ -47,14 +58,15 @@ Barriers ("commit" is an arrival of the tensor core when products or copies have
     s_full              tile            commit of the scores                              warpgroup 0
     s_empty             tile            warpgroup 0 has the scores in registers           warp 1, before the next scores
     p_full              tile            warpgroup 0 has stored P, rescaled O, zeroed      warp 1
-                                        invisible values, and read O of the last split
+                                        invisible values, and read O of the previous
+                                        split
     o_done              tile            commit of the product with P                      warpgroup 0, before it stores
                                                                                           the next P or rescales O
 
-Deadlock freedom: all roles walk the same splits and tiles in the same order. TMA of a stage follows the commit of the
-products that read its previous tile. The scores of a tile follow s_empty of the tile before, also across splits. P(t +
-1) is stored after o_done of tile t. Every role therefore waits only for arrivals that depend on earlier tiles, or on
-the same tile's earlier step.
+Deadlock freedom: all roles process the same splits and tiles in the same order. TMA to a stage waits for the commit of
+the products that read the previous tile of the stage. The scores of a tile wait for s_empty of the previous tile, also
+across splits. The store of P(t + 1) waits for o_done of tile t. So every role waits only for arrivals that depend on
+earlier tiles, or on earlier steps of the same tile.
 
 Every barrier at which no TMA copy arrives is an `OrderedBarrier`.
 """
@@ -97,33 +109,37 @@ from pallas_attn.mosaic.primitives.tile_scheduler import ABSENT, WorkTile, for_e
 from pallas_attn.portable.schedule import most_splits
 
 COLUMNS = 64
-"""Query columns per copy."""
+"""Number of columns of Q that one TMA copy loads."""
 
 SLICE = 16
-"""Columns of O in registers at a time if query rows are columns of O. A thread then has a factor for each column."""
+"""Number of columns of O that are loaded to registers at a time if O has query rows as columns (few rows). Each thread
+then also holds a factor for each of these columns.
+"""
 
 MAX_COLUMNS = 64
-"""Maximum query rows that become columns of O. With more rows, memory would no longer limit the kernel, and rows of O
-use the tensor core better.
+"""Maximum number of query rows of a sequence for the form "few rows". With more query rows, the tensor core would limit
+the speed, and the form "many rows" uses it better.
 """
 
 MAX_OWN = 256
-"""Columns of O that fit TMEM together with the query, scores and probabilities."""
+"""Maximum number of columns of O that fit in TMEM together with Q, scores and probabilities."""
 
 VALUE_ROWS = 128
-"""Latent columns in a product of few rows: M of tcgen05."""
+"""Number of latent columns in one product Cᵀ Pᵀ of the form "few rows": M of tcgen05."""
 
 RESCALE_THRESHOLD_LOG2 = 8
-"""log2 of the largest unnormalised probability for which the running maximum, and so O, stays unchanged."""
+"""Growth of the maximum score [log2] up to which the kernel keeps the old maximum and does not rescale O. Probabilities
+are then at most 2**8.
+"""
 
 REDUCTION_BYTES = 1024
-"""Shared memory [bytes] for the only value that warps reduce: whether O must be rescaled."""
+"""Shared memory [bytes] for the only reduction over all warps of the softmax warpgroup: whether O must be rescaled."""
 
 MAX_STAGES = 4
-"""No measurement has shown a benefit of more stages."""
+"""Largest number of stages that `choose_static` tries."""
 
 TILE_META = 8
-"""Maximum number of int32 of metadata per tile."""
+"""Number of int32 reserved for the metadata of a tile: its visibility and the positions of up to four pages."""
 
 
 # --- compile-time parameters, scratch and results
@@ -134,8 +150,8 @@ class TcgenStatic(LatentTiles):
     """Compile-time parameters of the kernel and its tiles.
 
     Attributes:
-      columns: query rows as columns of Oᵀ, padding included; 0 if they are rows of O.
-      stages: tiles in shared memory.
+      columns: few rows: number of query rows, with padding, which are the columns of Oᵀ. Many rows: 0.
+      stages: number of stages.
     """
 
     columns: int
@@ -143,55 +159,66 @@ class TcgenStatic(LatentTiles):
 
     @property
     def own(self) -> int:
-        """Own columns: latent columns whose queries are in TMEM. With many rows, also the columns of O of a CTA."""
+        """Number of own columns: latent columns of Q that are in TMEM. With many rows, also the columns of O of a
+        CTA.
+        """
         return self.latent_dim if self.latent_dim <= MAX_OWN else -(-self.latent_dim // 128) * 64
 
     @property
     def other(self) -> int:
-        """Latent columns whose queries are in shared memory."""
+        """Number of other columns: latent columns of Q that are in shared memory."""
         return self.latent_dim - self.own
 
     @property
     def halves(self) -> int:
-        """CTAs that share O."""
+        """Number of CTAs that share O, 1 or 2. The two CTAs are called halves."""
         return 2 if self.other and not self.columns else 1
 
     @property
     def layout(self) -> Any:
-        """Register layout of scores. Layout `ROW_A_THREAD` cannot be stored to shared memory as P."""
+        """Register layout of the scores. With few rows it is not `ROW_A_THREAD`, which cannot be stored to swizzled
+        shared memory as P.
+        """
         return tmem.TILE if self.columns else ROW_A_THREAD
 
     @property
     def probs_replace_query(self) -> bool:
-        """Whether P overlays the shared memory from which the rotated query is copied to TMEM."""
+        """Whether P overwrites `TcgenScratch.q_stage`, the rotated columns of Q in shared memory, after they were
+        copied to TMEM.
+        """
         return bool(self.columns) and self.rope_dim == TOKENS
 
     @property
     def value_slices(self) -> int:
-        """For few rows, the number of products of P with 128 latent columns each.
+        """For few rows, the number of products Cᵀ Pᵀ per tile, with 128 latent columns each.
 
-        If the number of own or other columns is not a multiple of 128, the last two products of that part overlap.
+        If the number of own (or other) columns is not a multiple of 128, the last two products of the own (or other)
+        columns overlap.
         """
         return pl.cdiv(self.own, VALUE_ROWS) + pl.cdiv(self.other, VALUE_ROWS)
 
     def value_slice(self, number: int) -> tuple[int, int]:
-        """Return the part of the tile (0 own, 1 other) and its first column for a product of few rows."""
+        """For few rows, return the columns of product `number`: 0 for own or 1 for other, and the first column."""
         part, width = (0, self.own) if number < pl.cdiv(self.own, VALUE_ROWS) else (1, self.other)
         within = number - part * pl.cdiv(self.own, VALUE_ROWS)
         return part, min(within * VALUE_ROWS, width - VALUE_ROWS)
 
     @property
     def state_columns(self) -> int:
-        """Columns of a CTA's O, for each of 128 rows."""
+        """Number of TMEM columns of a CTA's O, in each of the 128 rows of TMEM."""
         return self.columns * self.value_slices if self.columns else self.own
 
     @property
     def slice_columns(self) -> int:
-        """Columns of O in registers at a time."""
+        """Number of TMEM columns of O that are loaded to registers at a time."""
         return SLICE if self.columns else COLUMNS
 
     def ctas(self, query_rows: int) -> int:
-        """CTAs of a split of a sequence."""
+        """Number of CTAs that process one split: blocks times halves.
+
+        Args:
+          query_rows: query rows of a sequence.
+        """
         return self.halves * -(-query_rows // ROWS)
 
 
@@ -206,8 +233,9 @@ def choose_static(
     sm_scale: float,
     dtype: Any,
 ) -> TcgenStatic:
-    """Choose the compile-time parameters of a call: the form of O for its query rows, and the most stages that fit
-    shared memory.
+    """Choose the form of O, and the largest number of stages that fits in shared memory.
+
+    The arguments are explained in `LatentTiles`; `dtype` is the dtype of queries and latents.
 
     Raises:
       NotImplementedError: two stages do not fit.
@@ -231,7 +259,7 @@ def choose_static(
 
 
 class TileParts(NamedTuple):
-    """Columns of latent tiles: own, other (None if the latent has no other columns), rotated."""
+    """Own, other and rotated columns of tiles. `other` is None if there are no other columns."""
 
     own: Any
     other: Any
@@ -242,17 +270,19 @@ class TcgenScratch(NamedTuple):
     """Shared memory, TMEM and barriers of a CTA.
 
     Attributes:
-      q: [own / 64, ROWS, 64], query columns: the own columns before they are copied to TMEM, then the other columns.
-      q_stage: [ROWS, R], the rotated query before it is copied to TMEM.
-      k: [stages, TOKENS, columns] of each part.
-      p: [ROWS, TOKENS] for few rows; None for many rows, or if P overlays `q_stage`.
-      meta: int32 [ROWS + stages·TILE_META]. First the bits of a float per row (few rows). Then for each stage the
-        visibility of its tile (FULL, PARTIAL, DEAD), and the position of each page's first token or ABSENT.
-      o: TMEM [128, state_columns].
-      q_tmem: TMEM [ROWS, own + R].
-      s: TMEM [ROWS, TOKENS].
-      p_tmem: TMEM [ROWS, TOKENS] for many rows, or None.
-      q_full, ...: barriers, see the module's docstring.
+      q: shared memory [own / 64, ROWS, 64]: the own columns of Q, until they are copied to TMEM, then the other
+        columns.
+      q_stage: shared memory [ROWS, R]: the rotated columns of Q, until they are copied to TMEM.
+      k: shared memory [stages, TOKENS, columns] for own, other and rotated columns of tiles.
+      p: shared memory [ROWS, TOKENS], P for few rows; None if P is in `p_tmem` or overwrites `q_stage`.
+      meta: int32 [ROWS + stages·TILE_META] in shared memory. The first ROWS numbers are the bits of a float32 per query
+        row, which the threads exchange (few rows). Then come for each stage the visibility of its tile (FULL, PARTIAL
+        or DEAD), and the position of each page's first token or ABSENT.
+      o: TMEM [128, state_columns], O.
+      q_tmem: TMEM [ROWS, own + R], own and rotated columns of Q.
+      s: TMEM [ROWS, TOKENS], S.
+      p_tmem: TMEM [ROWS, TOKENS], P for many rows, otherwise None.
+      q_full, ...: barriers, explained in the docstring of the module.
     """
 
     q: Any
@@ -279,7 +309,7 @@ class TcgenScratch(NamedTuple):
 
     @staticmethod
     def types(static: TcgenStatic, dtype: Any) -> TcgenScratch:
-        """Scratch types of the kernel for queries and latents of a dtype."""
+        """Scratch types of the kernel. `dtype` is the dtype of queries and latents."""
         operand = functools.partial(register_tiles.operand, dtype=dtype, row_bytes=static.row_bytes)
         stages, other = static.stages, static.other
         probs = register_tiles.operand((ROWS, TOKENS), dtype)
@@ -313,11 +343,14 @@ class TcgenScratch(NamedTuple):
 
 
 class TcgenPartials(NamedTuple):
-    """Partial states in global memory: stats [states, 2, ROWS] (m and l), acc [states, fragments, *FRAGMENT].
+    """Partial states in global memory: one for each split, block of query rows and half.
 
-    A state is not normalised. m is the reference exponent (times log2 e), l the sum of 2**(score - m) of each query
-    row, and acc the CTA's columns of O. Each split, block of rows and half has a state. The halves of one split may
-    have different m.
+    Scores in units of log2 are log2(e) times the scaled scores.
+
+    Attributes:
+      stats: float32 [states, 2, ROWS]. m: number that was subtracted from the scores [log2] of each query row. l: sum
+        of 2**(score - m). The two halves of a split may have different m.
+      acc: float32 [states, fragments, *FRAGMENT], O of the CTA, not divided by l.
     """
 
     stats: Any
@@ -336,9 +369,9 @@ class TcgenResults(NamedTuple):
     """Results in global memory.
 
     Attributes:
-      out: [B, rows, L], output of sequences with one split. For many rows, padded to blocks of ROWS.
+      out: [B, rows, L], output of sequences with one split. For many rows, `rows` is a multiple of ROWS.
       lse: [blocks, B, ROWS], LSE of sequences with one split.
-      partials: states of all other sequences.
+      partials: partial states of sequences with several splits.
     """
 
     out: Any
@@ -350,7 +383,7 @@ class TcgenResults(NamedTuple):
 
 
 def attend(x: RowInputs, static: TcgenStatic, out_dtype: jax.typing.DTypeLike) -> TcgenResults:
-    """Run the kernel: output and LSE of sequences with one split, and partial states of the other sequences."""
+    """Run the kernel. Return output and LSE of sequences with one split, and partial states of the other sequences."""
     batch, rows, latent_dim = x.q_latent.shape
     blocks, programs = rows // ROWS, x.plan.cta_row.shape[0] - 1
     states = blocks * static.halves * most_splits(x.plan, x.block_tables.shape[1])
@@ -375,7 +408,7 @@ def attend(x: RowInputs, static: TcgenStatic, out_dtype: jax.typing.DTypeLike) -
 
 
 def _kernel(static: TcgenStatic, x: RowInputs, out: Ref, lse: Ref, partials: TcgenPartials, *scratch: Ref) -> None:
-    """Roles of the two warpgroups, and of the warps of the second warpgroup."""
+    """Run the role of this warpgroup; in warpgroup 1, the role of each warp."""
     mem = TcgenScratch(*scratch)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
@@ -392,13 +425,13 @@ def _kernel(static: TcgenStatic, x: RowInputs, out: Ref, lse: Ref, partials: Tcg
 
 
 class TcgenSplit(NamedTuple):
-    """Pages `start` to `stop` of a sequence, processed by one CTA (or one per half).
+    """One split: pages `start` to `stop` - 1 of a sequence, processed by one CTA, or by the two halves.
 
     Attributes:
-      row: the sequence.
+      row: index of the sequence.
       state: index of the partial state, if the sequence has several splits.
       is_whole_row: whether the split has all pages of the sequence.
-      index, tile: number of splits, and of tiles, that the CTA has processed before.
+      index, tile: number of splits, and number of tiles, that the CTA has processed before this split.
     """
 
     row: Any
@@ -410,7 +443,7 @@ class TcgenSplit(NamedTuple):
     tile: Any
 
     def queries(self, static: TcgenStatic, x: RowInputs) -> Any:
-        """Number of real queries of the sequence."""
+        """Number of query tokens of the sequence, without padding."""
         return static.queries if x.q_lens is None else x.q_lens[self.row]
 
     def oldest_query(self, static: TcgenStatic, x: RowInputs) -> Any:
@@ -423,7 +456,7 @@ class TcgenSplit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TcgenRole:
-    """Operands and scratch of every role of a CTA."""
+    """Base class of the roles: operands and scratch, and properties that several roles use."""
 
     static: TcgenStatic
     x: RowInputs
@@ -436,31 +469,31 @@ class TcgenRole:
 
     @property
     def first_own(self) -> Any:
-        """First column of this CTA's own columns in the latent."""
+        """First latent column of this CTA's own columns."""
         return lax.axis_index("half") * self.static.other if self.static.halves == 2 else 0
 
     @property
     def first_other(self) -> Any:
-        """First column of this CTA's other columns in the latent."""
+        """First latent column of this CTA's other columns."""
         return (1 - lax.axis_index("half")) * self.static.own if self.static.halves == 2 else self.static.own
 
     @property
     def probs(self) -> Ref:
-        """P as a product operand."""
+        """Reference to P in TMEM or shared memory, the operand of the second product."""
         if not self.static.columns:
             return self.mem.p_tmem
         return self.mem.q_stage if self.mem.p is None else self.mem.p
 
     def stage(self, tile: Any) -> Any:
-        """Pipeline stage of a tile, by its number in the CTA."""
+        """Stage of a tile, given its number in the order in which the CTA processes tiles."""
         return lax.rem(tile, self.static.stages)
 
     def tile_meta(self, stage: Any) -> Ref:
-        """Visibility of the tile in a stage, and positions of its pages."""
+        """Reference to the metadata of the tile in a stage: its visibility, then the positions of its pages."""
         return self.mem.meta.at[pl.ds(ROWS + stage * TILE_META, TILE_META)]
 
     def for_each_split(self, work: Callable[[TcgenSplit], None]) -> tuple[Any, Any]:
-        """Call work(split) for each split of this CTA. Return the numbers of splits and of tiles."""
+        """Call work(split) for each split of this CTA. Return the number of splits and the number of tiles."""
 
         def step(tile: WorkTile, carry: Any) -> Any:
             split = TcgenSplit(tile.row, tile.start, tile.stop, tile.split, tile.is_whole_row, *carry)
@@ -518,7 +551,9 @@ class TcgenLatentCopies(TcgenRole):
         lax.fori_loop(0, split.num_tiles(self.static), lambda i, _: self.copy_tile(split, i, oldest_query), None)
 
     def copy_tile(self, split: TcgenSplit, i: Any, oldest_query: Any) -> None:
-        """Start the copies of the i-th tile of a split, in the order in which the parts of its stage become empty."""
+        """Start the copies of the i-th tile of a split: first the rest, then the own columns, because the rest of a
+        stage becomes empty earlier.
+        """
         static, mem, tile = self.static, self.mem, split.tile + i
         stage = self.stage(tile)
         first, tile_of_page = static.first_page(i)
@@ -542,16 +577,24 @@ class TcgenLatentCopies(TcgenRole):
         refill(mem.own_empty, start_own)
 
     def look_up(self, split: TcgenSplit, number: Any) -> Any:
-        """Pool page number `number` of a split; negative if it is past the split or absent."""
+        """Return the id of page number `number` of a split; -1 if the page is past the end of the split, or if its
+        table entry names no page of the pool.
+        """
         tables, entry = self.x.block_tables, split.start + number
         page = tables[split.row, jnp.minimum(entry, tables.shape[1] - 1)]
         return jnp.where((entry < split.stop) & basics.in_pool(page, self.x.pages.shape[0]), page, -1)
 
     def store_meta(self, split: TcgenSplit, i: Any, pages: list[Any], oldest_query: Any) -> None:
-        """Store visibility and positions of a tile.
+        """Store the metadata of a tile: visibility and positions.
 
-        All rows see keys older than their queries. Under a causal mask, all rows also see the key of the oldest query,
-        and the newest query sees every key.
+        A tile is FULL if all its keys are older than the oldest query, because every query row sees such keys. With
+        causal visibility, every query row also sees the key of the oldest query. A causal tile whose keys are not past
+        the newest query is PARTIAL, because the newest query sees all of them. All other tiles are DEAD.
+
+        Args:
+          i: index of the tile in the split.
+          pages: results of `look_up`.
+          oldest_query: position of the first query.
         """
         static = self.static
         meta = self.tile_meta(self.stage(split.tile + i))
@@ -569,10 +612,13 @@ class TcgenLatentCopies(TcgenRole):
     def copy_pages(
         self, stage: Any, pages: list[Any], tile_of_page: Any, parts: list[tuple[Ref, Any, int]], full: Ref
     ) -> None:
-        """Start the copies of parts of a tile. Arrive directly for an absent page.
+        """Start the copies of some columns of a tile. For each absent page, arrive at the barrier instead.
 
         Args:
-          parts: shared-memory reference, first column in the pool and number of columns of each part.
+          pages: results of `look_up`.
+          tile_of_page: index of the tile in its page.
+          parts: for each range of columns: shared memory, first column in the pool, and number of columns.
+          full: barriers, one per stage.
         """
         static, barrier = self.static, full.at[stage]
         for j, page in enumerate(pages):
@@ -594,18 +640,19 @@ class TcgenLatentCopies(TcgenRole):
 
 
 class TcgenProducts(TcgenRole):
-    """Issues all products, and the copies of the query to TMEM."""
+    """Issues all products, and the copies of Q to TMEM."""
 
     def run(self) -> None:
         self.for_each_split(self.multiply_split)
 
     @property
     def scored_ahead(self) -> tuple[Callable[..., None], ...]:
-        """Parts of the next tile that are scored before this tile's product with P.
+        """Score products of tile t + 1 that are issued before the product of P with tile t.
 
-        With two stages, the own columns of the tile after the next can be copied only after that product, so the next
-        tile waits for its own columns as late as possible. Few rows, which are limited by memory, score nothing ahead,
-        so that a stage becomes empty as early as possible.
+        With more than two stages, these are all products. With two stages, own columns of tile t + 1 arrive late,
+        because the copy of own columns waits for the product with P of two tiles before. Only the product of the rest
+        is then issued ahead. With few rows and two stages, nothing is issued ahead: memory limits the speed, and the
+        product with P should empty its stage as early as possible.
         """
         if self.static.stages > 2:
             return self.score_rest, self.score_own
@@ -638,7 +685,7 @@ class TcgenProducts(TcgenRole):
         lax.fori_loop(0, last + 1, step, None)
 
     def move_query(self) -> None:
-        """Copy own and rotated columns of the query to TMEM."""
+        """Copy own and rotated columns of Q to TMEM, then wait until the other columns are in shared memory."""
         static, mem = self.static, self.mem
         plgpu.barrier_wait(mem.q_full)
         for i in range(static.own // COLUMNS):
@@ -649,7 +696,7 @@ class TcgenProducts(TcgenRole):
             plgpu.barrier_wait(mem.other_full)
 
     def score_rest(self, tile: Any, *, is_last: Any) -> None:
-        """Start the scores of a tile with its rotated and other columns."""
+        """Issue S = Q Cᵀ for the rotated and other columns of a tile."""
         del is_last
         static, mem, stage = self.static, self.mem, self.stage(tile)
         plgpu.barrier_wait(mem.rest_full.at[stage])
@@ -662,7 +709,11 @@ class TcgenProducts(TcgenRole):
             plgpu.tcgen05_commit_arrive(mem.rest_empty.at[stage])
 
     def score_own(self, tile: Any, *, is_last: Any) -> None:
-        """Add the own columns to the scores of a tile, which completes them."""
+        """Issue S += Q Cᵀ for the own columns of a tile, which completes S.
+
+        Args:
+          is_last: whether the tile is the last of its split.
+        """
         static, mem, stage = self.static, self.mem, self.stage(tile)
         plgpu.barrier_wait(mem.own_full.at[stage])
         q = mem.q_tmem.at[:, pl.ds(0, static.own)]
@@ -672,7 +723,7 @@ class TcgenProducts(TcgenRole):
             pl.when(is_last)(lambda: plgpu.tcgen05_commit_arrive(mem.q_empty))
 
     def multiply_values(self, tile: Any, accumulate: Any) -> None:
-        """Add the product of a tile's P and values to O."""
+        """Issue O += P C for a tile; O = P C if `accumulate` is False."""
         static, mem, stage = self.static, self.mem, self.stage(tile)
         if not static.columns:
             plgpu.tcgen05_mma(mem.o, mem.p_tmem, mem.k.own.at[stage], accumulate=accumulate)
@@ -706,10 +757,10 @@ class TcgenSoftmax(TcgenRole):
         self.for_each_split(attend)
 
     def step(self, split: TcgenSplit, i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Compute the probabilities of a tile, and update the running maxima and sums.
+        """Compute the probabilities of the i-th tile of a split. Return the new maxima m and sums l, [ROWS] each.
 
-        A maximum stays unchanged while scores exceed it by at most the threshold, so that O need not be rescaled. In a
-        tile that is not FULL, scores are masked, and values that no row sees are zeroed.
+        m stays unchanged while scores exceed it by at most the threshold, so that O need not be rescaled. In a tile
+        that is not FULL, scores are masked, and values that no query row sees are zeroed.
         """
         (m, l), static, mem, tile = carry, self.static, self.mem, split.tile + i  # noqa: E741
         stage = self.stage(tile)
@@ -717,7 +768,7 @@ class TcgenSoftmax(TcgenRole):
         s = plgpu.async_load_tmem(mem.s, layout=static.layout)  # [query_rows, tokens]
         plgpu.wait_load_tmem()
         plgpu.barrier_arrive(mem.s_empty)
-        plgpu.barrier_wait(mem.own_full.at[stage])  # the tile's metadata is stored before its copies start
+        plgpu.barrier_wait(mem.own_full.at[stage])  # also makes the metadata visible, which is stored before the copies
         if static.columns:
             plgpu.barrier_wait(mem.rest_full.at[stage])
 
@@ -735,7 +786,7 @@ class TcgenSoftmax(TcgenRole):
 
         @pl.when(i > 0)
         def _after_first() -> None:
-            plgpu.barrier_wait(mem.o_done)  # the previous product with P has read P and completed O
+            plgpu.barrier_wait(mem.o_done)  # the product with the last P has finished: P and O may change
             pl.when((m_new - m).max() > 0)(lambda: self.rescale_accumulator(rescale))
 
         p = p.astype(mem.q.dtype)
@@ -757,16 +808,16 @@ class TcgenSoftmax(TcgenRole):
         self.for_each_slice(factor, rescale)
 
     def for_each_slice(self, factor: Any, work: Callable[[Ref, Any, Any, Any], None]) -> None:
-        """Call work(part, place, values, factors) for each slice of O.
+        """Load O slice by slice, and call `work` for each slice.
 
-        `part` is the slice in TMEM and `values` its contents. `place` is the first column (many rows), or the number of
-        the product and the first query row (few rows). `factors` has the factor of each query row of the slice.
-
-        If query rows are columns of O, each thread needs the factors of all columns, which are exchanged through shared
-        memory.
+        With few rows, query rows are columns of O, and each thread needs the factors of all columns. The threads
+        exchange them through shared memory.
 
         Args:
-          factor: factor of each query row [ROWS].
+          factor: a number for each query row, [ROWS].
+          work: work(part, place, values, factors). `part` is the slice in TMEM. `values` are its contents, and
+            `factors` has the query row's number for each of them. `place` is the first column of O (many rows), or a
+            pair (few rows): number of the product (`value_slice`) and first query row.
         """
         static, bits = self.static, self.mem.meta
 
@@ -794,7 +845,11 @@ class TcgenSoftmax(TcgenRole):
     # Visibility
 
     def token_bits(self, split: TcgenSplit, stage: Any, token: Any) -> Any:
-        """Index of the bit of a row's visibility mask for each token of a tile."""
+        """Return for each token of a tile the index of its bit in visibility masks (`RowInputs.seen`).
+
+        Args:
+          token: int32, index of each token in the tile.
+        """
         meta, oldest_query = self.tile_meta(stage), split.oldest_query(self.static, self.x)
         position = token + meta[1]
         for j in range(1, self.static.pages):
@@ -804,24 +859,26 @@ class TcgenSoftmax(TcgenRole):
         return jnp.where(draft < 0, OLDER_BIT, jnp.minimum(draft, NEVER_BIT))
 
     def mask_scores(self, split: TcgenSplit, stage: Any, s: Any) -> Any:
-        """Scores, -inf where a row does not see a token."""
+        """Return the scores s [query_rows, tokens], with -inf where a query row does not see a token."""
         token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=self.static.layout.reduce(0))
         bit = register_tiles.over_columns(self.token_bits(split, stage, token), s.shape)
         seen = register_tiles.over_tokens(self.seen(split), s.shape)
         return jnp.where((lax.shift_right_logical(seen, bit) & 1) == 1, s, -jnp.inf)
 
     def seen(self, split: TcgenSplit) -> Any:
-        """Visibility mask of each row, int32 [ROWS]."""
+        """Return the visibility mask of each query row, int32 [ROWS]. Bits are as in `RowInputs.seen`; padding has
+        0.
+        """
         per_row = self.static.layout.reduce(1)
         if self.x.seen is not None:
             return basics.load(self.x.seen.at[split.row, pl.ds(self.block * ROWS, ROWS)], per_row)
         row = self.block * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=per_row)
-        newer = self.static.queries - 1 - lax.div(row, self.static.heads)  # newer drafts, which the row does not see
+        newer = self.static.queries - 1 - lax.div(row, self.static.heads)  # number of newer queries, which are hidden
         bits = lax.shift_right_logical(jnp.full_like(row, self.static.draft_bits), jnp.maximum(newer, 0))
         return jnp.where(newer >= 0, bits | jnp.int32(-(2**OLDER_BIT)), 0)
 
     def clear_dead_rows(self, split: TcgenSplit, stage: Any) -> None:
-        """Zero values that no row sees, in the parts that this CTA multiplies by P."""
+        """Zero values that no query row sees, in the columns that this CTA multiplies by P, if the tile is DEAD."""
 
         @pl.when(self.tile_meta(stage)[0] == DEAD)
         def _clear() -> None:
@@ -837,7 +894,7 @@ class TcgenSoftmax(TcgenRole):
     # Results
 
     def write(self, results: TcgenResults, split: TcgenSplit, m: Any, l: Any) -> None:  # noqa: E741
-        """Write output and LSE of a split, or its partial state."""
+        """Write output and LSE if the split has all pages of the sequence, else a partial state."""
         l = jnp.where(self.seen(split) < 0, l, 0.0)  # noqa: E741
         seen = l != 0
         inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
@@ -871,35 +928,47 @@ class TcgenSoftmax(TcgenRole):
 
 
 def masked(values: Any, factors: Any) -> Any:
-    """Multiply values of O by factors. The result is 0 where a factor is 0, also for NaN and infinite values."""
+    """Return values · factors; 0 where a factor is 0, even if the value is NaN or infinite."""
     return jnp.where(factors != 0, values * factors, 0.0)
 
 
 def spread(static: TcgenStatic, per_query_row: Any, shape: tuple[int, ...]) -> Any:
-    """Broadcast a value of each query row over a slice of O."""
+    """Broadcast a number per query row over a slice of O with shape `shape`."""
     return (register_tiles.over_columns if static.columns else register_tiles.over_tokens)(per_query_row, shape)
 
 
 def log_sum_exp(m: Any, l: Any) -> Any:  # noqa: E741
-    """LSE of rows whose weights, exp2(score · log2 e - m), have the sum l."""
+    """Return the natural-log LSE of query rows, given m [log2] and l, the sum of 2**(score - m); -inf where l is 0."""
     seen = l != 0
     return jnp.where(seen, (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E), -jnp.inf)
 
 
 def state_index(partials: TcgenPartials, static: TcgenStatic, blocks: int, block: Any, split: Any, half: Any) -> Any:
-    """Index of the state of a split, for a block of query rows and a half of the latent."""
+    """Return the index of a partial state.
+
+    Args:
+      blocks: number of blocks.
+      block, split, half: block, index of the split's state in the plan, and half, to which the state belongs.
+    """
     states = partials.stats.shape[0] // (blocks * static.halves)
     return (block * static.halves + half) * states + split
 
 
 def write_slice(out: Ref, static: TcgenStatic, row: Any, block: Any, half: Any, place: Any, tile: Any) -> None:
-    """Write a normalised slice of O. `place` is as in `TcgenSoftmax.for_each_slice`."""
+    """Write a normalised slice of O to the output.
+
+    Args:
+      row: index of the sequence.
+      place: as in `TcgenSoftmax.for_each_slice`.
+      tile: the slice in registers.
+    """
     tile = tile.astype(out.dtype)
     if static.columns:
         _write_columns(out, static, row, place, tile)
         return
     column = half * static.other + place if static.halves == 2 else place
-    # If the halves overlap, the first half writes, because their results may differ in rounding.
+    # If the columns of the two halves overlap, only the first half writes them, because the results may differ by
+    # rounding.
     is_written = (half == 0) | (place >= static.own - static.other) if static.halves == 2 else True
 
     @pl.when(is_written)
@@ -908,7 +977,9 @@ def write_slice(out: Ref, static: TcgenStatic, row: Any, block: Any, half: Any, 
 
 
 def _write_columns(out: Ref, static: TcgenStatic, row: Any, place: tuple[Any, int], tile: Any) -> None:
-    """Write a slice [128 latent columns, query rows], except the columns that overlap the previous slice."""
+    """Write a slice [128 latent columns, query rows] to the output, except latent columns that the previous slice also
+    has.
+    """
     number, query_row = place
     of_own = pl.cdiv(static.own, VALUE_ROWS)
     is_own = number < of_own

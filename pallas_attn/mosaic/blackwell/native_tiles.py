@@ -1,7 +1,8 @@
-"""Experimental: has never run on a card. Moves of tiles [128, n] between registers and global memory.
+"""Experimental: has never run on a card. Loads and stores of tiles [128, n] between registers and global memory.
 
-Each thread of a warpgroup holds a row of the tile, which is the layout of TMEM. Partial states in global memory have
-the threads' register order, in fragments of four columns: a thread moves 16 bytes and a warp 512 consecutive bytes.
+Each of the 128 threads of a warpgroup holds one row of the tile, which is the layout of loads from TMEM. A fragment is
+four columns of a tile, stored in the order [row, column]. Partial states in global memory are sequences of fragments: a
+thread moves 16 bytes and a warp 512 consecutive bytes at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pallas_attn.mosaic.blackwell.tmem import ROW_A_THREAD, ROWS
 from pallas_attn.mosaic.primitives.basics import Ref, interpreted
 
 PER_ROW, PER_COLUMN = ROW_A_THREAD.reduce(1), ROW_A_THREAD.reduce(0)
-"""Layouts of a value for each row, and for each column, of a tile."""
+"""Layouts of arrays with a value for each row and for each column of a tile."""
 
 FRAGMENT = (ROWS, 4)
-"""Shape of a fragment in global memory: four columns of each thread."""
+"""Shape of a fragment in global memory."""
 
 ACCESS_BYTES = 16
 
@@ -79,7 +80,7 @@ def load_fragments(fragments: Ref) -> jax.Array:
 
 
 def store_rows(tile: jax.Array, to: Ref) -> None:
-    """Write a tile [128, n] to rows of global memory. Each row is contiguous and starts at a multiple of 16 bytes."""
+    """Write a tile [128, n] to `to` [128, n] in global memory. Its rows are contiguous, at multiples of 16 bytes."""
     if interpreted():
         to[...] = tile
         return
@@ -98,7 +99,10 @@ def store_rows(tile: jax.Array, to: Ref) -> None:
 
 
 def store_columns(tile: jax.Array, to: Ref, first: int) -> None:
-    """Write a tile [128, n], transposed, to global memory [m, 128]: its first m columns, except rows before `first`."""
+    """Write the first m columns of a tile [128, n] to the rows of `to` [m, 128] in global memory.
+
+    Rows of the tile before `first` are not written, so the first `first` columns of `to` stay unchanged.
+    """
     if interpreted():
         to.at[:, first:][...] = tile[first:, : to.shape[0]].T
         return
@@ -117,7 +121,7 @@ def store_columns(tile: jax.Array, to: Ref, first: int) -> None:
 
 
 def _columns(tile: Any) -> list[ir.Value]:
-    """A thread's values of its row, in order."""
+    """Return this thread's row of the tile, one MLIR value per column."""
     return [vector.extract(register, [], [i]) for register in tile.registers.flat for i in range(2)]
 
 
@@ -128,7 +132,7 @@ def _thread() -> ir.Value:
 
 
 def _own(ref: ir.Value, stride: int, offset: int, element: ir.Type) -> ir.Value:
-    """Pointer to element stride · thread + offset."""
+    """Return a pointer to element stride · thread + offset of `ref`, where `thread` is the index of this thread."""
     i64 = ir.IntegerType.get_signless(64)
     own = arith.addi(arith.muli(arith.extui(i64, _thread()), mgpu.c(stride, i64)), mgpu.c(offset, i64))
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [own], element)

@@ -1,51 +1,55 @@
-"""Experimental: has never run on a card. The prefill kernel: attention of many queries, with results of products in
-TMEM.
+"""Experimental: has never run on a card. The prefill kernel on Blackwell: attention of many queries to packed or paged
+keys and values.
 
 The design follows FlashAttention-4 (Dao et al.). A CTA processes work tiles (`mosaic.prefill.schedule`). A work tile is
-a block of adjacent queries of one head, 128 query rows per consumer, and the key tiles that the block sees. Warpgroups:
+a block of query rows, 128 for each consumer, and the keys that these rows see, or a split of these keys. A query row is
+one head of one query. A tile is `tile_keys` consecutive keys or their values, in a slot of the rings of
+`mosaic.prefill.pipeline`. Warpgroups:
 
-    0, or 0 and 1   consumers: softmax of 128 query rows each, a row per thread; rescale O in TMEM, and write it
-    next            producer: fills the rings of `mosaic.prefill.pipeline`
+    0, or 0 and 1   consumers: softmax of 128 query rows each, one row per thread; they also rescale O in tensor memory
+                    (TMEM) and write the output
+    next            producer: loads Q, K and V into the rings
     last            issuer: one thread issues all products, S = Q Kᵀ and O += P V
 
-TMEM holds, in its 512 columns of 32 bits, the output O of each consumer and two buffers for scores. A consumer reads S
-and overwrites it with the 16-bit probabilities P, the left operand of the second product. With two consumers, each has
-a buffer: while the softmax of one runs, the tensor core works for the other. One consumer has both buffers, so the next
-scores are finished when its softmax of a tile is:
+TMEM has 512 columns of 32 bits. They hold the output O of each consumer and two buffers for scores. A consumer reads S
+and overwrites it with the 16-bit probabilities P, the left operand of the second product. Two consumers have one buffer
+each: while one consumer computes its softmax, the tensor core computes a product of the other. A single consumer has
+both buffers: while it computes the softmax of a tile, the tensor core computes the next S (S' below):
 
     two consumers                                           one consumer
     tensor core   S₀   S₁  ···  PV₀  S₀'  PV₁  S₁' ···      S  S'   PV   S''  PV'  ···
     consumer 0    ····softmax₀·······softmax₀'              ···softmax···softmax'···softmax''
     consumer 1    ·········softmax₁·······softmax₁'
 
-Loops over the key tiles t of a work tile (two consumers c; one consumer alternates the buffers instead):
+Loops over the tiles t of a work tile (two consumers c; one consumer alternates the buffers instead):
 
     issuer       wait q_full; wait k_full; S(0) of each c
                  for each t:  wait v_full
                               for each c:  wait p_full[c]; O += P V, commit o_done[c]; wait o_done[c];
                                            wait k_full; S(t + 1), commit s_full[c]
-                              the last c frees V of t, and K of t + 1 (and Q after the last tile)
+                              after the last c: commit v_empty of t, k_empty of t + 1 (and q_empty after the last tile)
     consumer c   for each t:  wait s_full[c]; load S; mask; m, P = exp(S - m); store P;
                               wait o_done[c] of tile t - 1; rescale O if m grew by more than the threshold;
                               arrive p_full[c]
                  wait o_done[c]; write output, or a partial state
 
-Barriers, in addition to the barriers of the rings, whose slots the tensor core frees by commits. All of them are
-ordered barriers, and so are the ring barriers at which no copy arrives:
+Barriers, in addition to the barriers of the rings. The tensor core arrives at k_empty, v_empty and q_empty by commits.
+Every barrier at which no TMA copy arrives is an `OrderedBarrier`:
 
     barrier                 arrivals (one per phase)   waits
     s_full[buffer]          commit of S                its consumer, before it reads S
-    p_full[buffer]          its consumer, after P and  the issuer, before P V; S was then read, and O of the previous
-                            O are ready                block was written
+    p_full[buffer]          its consumer, after it     the issuer, before P V. The consumer has then also read S, and
+                            stored P and rescaled O    written O of the previous block to global memory
     o_done[consumer]        commit of P V              the consumer, before it rescales or reads O; the issuer,
                                                        before it overwrites P with the next S
     fetched                 the producer               the producer, before it looks up a work tile (`TileQueue`)
-    next_tile_full[slot]  the producer               all warpgroups, before their next work tile
+    next_tile_full[slot]    the producer               all warpgroups, before their next work tile
 
-Deadlock freedom: all warpgroups process the same work tiles and key tiles in the same order. The issuer waits for key
-tiles in the order in which the producer loads them, for P of a tile whose S it has issued before, and for products that
-it has issued before. A consumer waits only for such products. The producer waits for ring slots, and for the buffer of
-the queries, until products free them that do not depend on a later tile.
+Deadlock freedom: all warpgroups process the same work tiles and tiles in the same order. The issuer waits for tiles in
+the order in which the producer loads them, for P of a tile whose S it has issued before, and for products that it has
+issued before. A consumer waits only for products that the issuer has issued without waiting for this consumer's later
+steps. The producer waits for slots and for Q until earlier products have read them; these products do not depend on
+tiles that are not loaded yet.
 """
 
 from __future__ import annotations
@@ -96,31 +100,34 @@ TILE = tmem.ROW_A_THREAD
 PER_COLUMN = TILE.reduce(0)
 
 CHUNK = 32
-"""Columns that a thread loads from TMEM at a time."""
+"""Number of columns of S or O that a thread loads from TMEM at a time."""
 
 RESCALE_THRESHOLD_LOG2 = 8.0
-"""Growth of the maximum (times log2 e) up to which the output is not rescaled. Probabilities are then at most 2**8."""
+"""Growth of the maximum score [log2] up to which a consumer keeps the old maximum and does not rescale O. Probabilities
+are then at most 2**8.
+"""
 
 BUFFERS = 2
-"""Buffers of scores in TMEM."""
+"""Number of buffers for scores in TMEM."""
 
 REGISTERS = {1: (248, 80, 40), 2: (208, 64, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 160, 40), 2: (192, 96, 32)}
-"""Registers per thread of a consumer, of the producer and of the issuer, by number of consumers.
+"""Registers per thread, by the number of consumers: (for consumers, for the producer, for the issuer).
 
-The sum over all threads is at most the initial allocation. A producer that dequantizes its copies needs more registers.
+The sum over all threads is at most the number of registers with which the kernel starts. A producer that converts an
+8-bit cache (`FlashStatic.dequantizes`) needs more registers than a producer that only copies.
 """
 
 
 class ThreadRows(RowLayout):
-    """Row layout with one thread per row, the layout of TMEM."""
+    """Register layout with one row per thread, in which TMEM is loaded, with stores of rows to global memory."""
 
     @property
     def tile(self) -> Any:
         return TILE
 
     def store(self, ref: Ref, row: jax.Array, column: int, values: jax.Array) -> None:
-        """`RowLayout.store`, 16 bytes at a time."""
+        """Store rows as in `RowLayout.store`, with 16 bytes per access."""
         if interpreted():
             super().store(ref, row, column, values)
             return
@@ -153,11 +160,13 @@ ROWS = ThreadRows(threads=1, vector=2)
 
 
 class TensorScratch(NamedTuple):
-    """Shared memory, TMEM and barriers of a CTA. The module's docstring lists the barriers.
+    """Shared memory, TMEM and barriers of a CTA. The docstring of the module explains the barriers.
 
     Attributes:
-      scores: buffers, each a pair of references to the same columns: S [128, tile_keys] float32, and P with 16 bits.
-      outputs: O [128, Dv] float32 of each consumer.
+      rings: Q, K and V in shared memory, and their barriers.
+      scores: for each buffer in TMEM, a pair of references to the same memory: S, float32 [128, tile_keys], and P,
+        16-bit [128, tile_keys].
+      outputs: for each consumer, O, float32 [128, Dv] in TMEM.
     """
 
     rings: Rings
@@ -187,7 +196,7 @@ class TensorScratch(NamedTuple):
 def flash_attention(
     loader: OperandLoader, inputs: Any, work: WorkList, splits: KvSplits, **rest: Any
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
-    """Output and LSE; see `mosaic.prefill.pipeline.launch`."""
+    """Run the kernel and return output and LSE. See `mosaic.prefill.pipeline.launch`."""
     static = loader.static
     _require_tmem(static)
     scratch = TensorScratch.types(static, jax.tree.leaves(inputs.q)[0].dtype)
@@ -196,7 +205,7 @@ def flash_attention(
 
 
 def _require_tmem(static: FlashStatic) -> None:
-    """Raise NotImplementedError for sizes that exceed the registers, or the columns of TMEM."""
+    """Raise NotImplementedError for more than two consumers, and for sizes that exceed the columns of TMEM."""
     if static.consumers not in REGISTERS:
         raise NotImplementedError(f"takes one or two consumers, got {static.consumers}")
     columns = BUFFERS * static.tile_keys + static.consumers * static.value_dim
@@ -249,21 +258,23 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Issuer:
-    """Issues the products of a block, from one thread of its warpgroup. The other threads wait for the same
-    barriers.
+    """The issuer warpgroup. One thread issues the products; all threads wait for the barriers.
+
+    In the methods, `begin` and `kv_tile` are numbers of tiles, counted over all work tiles of the CTA. `buffer` is the
+    index of a buffer for scores.
     """
 
     static: FlashStatic
     scratch: TensorScratch
 
     def attend(self, begin: Any, kv_tiles: Any) -> None:
-        """Issue the products with `kv_tiles` tiles, at least one, from the CTA's tile number `begin` on."""
+        """Issue the products of a work tile with `kv_tiles` tiles, at least one, from tile number `begin` on."""
         for consumer in range(self.static.consumers):
             plgpu.barrier_wait(self.scratch.rings.q_full.at[consumer])
         (self._one_consumer if self.static.consumers == 1 else self._two_consumers)(begin, kv_tiles)
 
     def _two_consumers(self, begin: Any, kv_tiles: Any) -> None:
-        """Products of two consumers, with a buffer of scores each."""
+        """Issue the products of a work tile for two consumers. Consumer c uses buffer c."""
         scratch, last = self.scratch, self.static.consumers - 1
 
         def scores(i: Any, consumer: int) -> None:
@@ -279,7 +290,7 @@ class Issuer:
                 self._multiply_values(begin + i, consumer, consumer, i > 0)
                 if consumer == last:
                     self._release_values(begin + i)
-                plgpu.barrier_wait(scratch.o_done.at[consumer])  # the next S overwrites P
+                plgpu.barrier_wait(scratch.o_done.at[consumer])  # P was read; the next S overwrites it
                 pl.when(i + 1 < kv_tiles)(functools.partial(scores, i + 1, consumer))
 
         for consumer in range(self.static.consumers):
@@ -287,7 +298,7 @@ class Issuer:
         lax.fori_loop(0, kv_tiles, step, None)
 
     def _one_consumer(self, begin: Any, kv_tiles: Any) -> None:
-        """Products of one consumer, whose tiles alternate between the buffers of scores."""
+        """Issue the products of a work tile for one consumer. Its tiles alternate between the two buffers."""
 
         def scores(i: Any, buffer: int) -> None:
             self._await_keys(begin + i)
@@ -295,7 +306,7 @@ class Issuer:
             self._release_keys(begin + i, i + 1 == kv_tiles)
 
         def step(i: Any, buffer: int) -> None:
-            wait_if(i > 0, self.scratch.o_done.at[0])  # the next S overwrites the P of the previous tile
+            wait_if(i > 0, self.scratch.o_done.at[0])  # P of tile i - 1 was read: S of i + 1 overwrites it
             pl.when(i + 1 < kv_tiles)(functools.partial(scores, i + 1, 1 - buffer))
             self._await_values(begin + i)
             self._multiply_values(begin + i, 0, buffer, i > 0)
@@ -316,7 +327,7 @@ class Issuer:
         plgpu.barrier_wait(self.scratch.rings.v_full.at[ring_slot(kv_tile, self.static.stages)])
 
     def _multiply_keys(self, kv_tile: Any, consumer: int, buffer: int) -> None:
-        """S = Q Kᵀ, summed over all split-fp16 parts of the queries."""
+        """Issue S = Q Kᵀ. Q is the sum of `query_parts` 16-bit arrays, and there is one product per array."""
         rings, parts = self.scratch.rings, self.static.query_parts
         s, _ = self.scratch.scores[buffer]
         k = rings.k.at[ring_slot(kv_tile, self.static.stages)].transpose((1, 0))
@@ -325,7 +336,7 @@ class Issuer:
         plgpu.tcgen05_commit_arrive(self.scratch.s_full.at[buffer])
 
     def _multiply_values(self, kv_tile: Any, consumer: int, buffer: int, accumulate: Any) -> None:
-        """O += P V, or O = P V."""
+        """Wait for P and issue O += P V; O = P V if `accumulate` is False."""
         scratch = self.scratch
         _, p = scratch.scores[buffer]
         plgpu.barrier_wait(scratch.p_full.at[buffer])
@@ -334,7 +345,9 @@ class Issuer:
         plgpu.tcgen05_commit_arrive(scratch.o_done.at[consumer])
 
     def _release_keys(self, kv_tile: Any, is_last: Any) -> None:
-        """Free keys after their products, and the queries after the last products of the block."""
+        """Arrive at k_empty when the products issued before have finished; after the last S of a block, also at
+        q_empty.
+        """
         rings = self.scratch.rings
         plgpu.tcgen05_commit_arrive(rings.k_empty.at[ring_slot(kv_tile, self.static.stages)])
 
@@ -351,11 +364,13 @@ class Issuer:
 
 
 class RowStats(NamedTuple):
-    """Softmax statistics of a consumer's rows over the tiles scored.
+    """Softmax statistics of a consumer's 128 query rows, over the tiles up to the newest.
+
+    Scores are scaled so that probabilities are powers of 2: score = log2(e) · score_scale · (q kᵀ).
 
     Attributes:
-      m: [128] float32, reference exponent of the scores, times log2 e. It is the largest score of all tiles, or smaller
-        by at most the threshold below which nothing is rescaled.
+      m: [128] float32, number that is subtracted from scores: the largest score, or up to `RESCALE_THRESHOLD_LOG2`
+        less.
       l: [128] float32, sums of 2**(score - m).
     """
 
@@ -365,11 +380,12 @@ class RowStats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxConsumer:
-    """Attention of 128 rows over the tiles of a block, whose products `Issuer` issues.
+    """A consumer warpgroup: softmax of 128 query rows. `Issuer` issues its products.
 
     Attributes:
       index: index among the consumers, as a Python constant.
-      number: the index as a traced value. Values computed from a constant would be hoisted out of the loop over blocks.
+      number: the same index as a traced value that the compiler cannot fold. Values computed from a constant would be
+        hoisted out of the loop over work tiles, and take registers.
     """
 
     static: FlashStatic
@@ -378,11 +394,9 @@ class SoftmaxConsumer:
     number: Any
 
     def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowStats:
-        """Softmax over `kv_tiles` tiles, at least one, from the CTA's tile number `begin` on. Afterwards O is
-        in TMEM.
-        """
-        del begin  # a block's tiles alternate between the buffers of scores
-        del has_rows  # products are issued for all consumers
+        """Compute the softmax over `kv_tiles` tiles, at least one. Afterwards, O of all these tiles is in TMEM."""
+        del begin  # the buffers of scores are not ring slots, so the number of a tile does not matter
+        del has_rows  # the issuer issues products for all consumers
         state = RowStats(ROWS.filled(jnp.float32(-jnp.inf), QUERIES), ROWS.filled(jnp.float32(0.0), QUERIES))
         if self.static.consumers > 1:
             step = functools.partial(self._step, transform, self.index)
@@ -399,8 +413,8 @@ class SoftmaxConsumer:
         return state
 
     def _step(self, transform: ScoreTransform, buffer: int, i: Any, state: RowStats) -> RowStats:
-        """Compute the probabilities of the i-th tile, and rescale O where maxima have grown by more than the
-        threshold.
+        """Compute the probabilities of the i-th tile of the work tile. Rescale O if a maximum has grown by more than
+        `RESCALE_THRESHOLD_LOG2`.
         """
         scratch = self.scratch
         s_ref, p_ref = scratch.scores[buffer]
@@ -422,7 +436,7 @@ class SoftmaxConsumer:
                 p = p * over_columns(basics.load(transform.token_scales(i).at[2, columns], PER_COLUMN), p.shape)
             l = l + p.sum(axis=1)  # noqa: E741
 
-        # Rescale after P was stored: P and O together would take too many registers.
+        # Store P before O is loaded and rescaled, because P and O together would take too many registers.
         @pl.when(i > 0)
         def _after_first() -> None:
             plgpu.barrier_wait(scratch.o_done.at[self.index])
@@ -433,7 +447,7 @@ class SoftmaxConsumer:
         return RowStats(m, l)
 
     def _rescale(self, factor: jax.Array) -> None:
-        """Multiply the rows of O in TMEM."""
+        """Multiply the rows of O in TMEM by `factor` [128]."""
         o_ref = self.scratch.outputs[self.index]
         for first in range(0, self.static.value_dim, CHUNK):
             part = o_ref.at[:, pl.ds(first, CHUNK)]
@@ -442,15 +456,21 @@ class SoftmaxConsumer:
             plgpu.async_store_tmem(part, o * over_rows(factor, o.shape))
 
     def _chunks(self) -> list[Any]:
-        """Column slices of a tile of scores."""
+        """Slices of `CHUNK` columns that cover a tile of scores."""
         return [pl.ds(first, CHUNK) for first in range(0, self.static.tile_keys, CHUNK)]
 
     def _scores(self, transform: ScoreTransform, i: Any, s: list[Any]) -> tuple[list[Any], float]:
-        """Masked scores of the i-th tile from its products q kᵀ, chunk by chunk, and the factor that makes them
-        exponents of 2.
+        """Scale, cap and mask the product q kᵀ of the i-th tile.
 
-        Value scales per token are added to the exponents, so that scaled probabilities are no larger than unscaled ones
-        when they are rounded to 16 bits.
+        If values have a scale per token, log2 of these scales is added to the scores, so the probabilities include the
+        scales. The maximum is also taken with the scales, so these probabilities are at most 2**8 when they are rounded
+        to 16 bits.
+
+        Args:
+          s: the product, a list of chunks [128, CHUNK].
+
+        Returns:
+          The scores as a list of chunks, and a factor: the probabilities are 2**(scores · factor - m).
         """
         static, token_scales = self.static, transform.token_scales
         if transform.key_scale is not None:
@@ -467,18 +487,25 @@ class SoftmaxConsumer:
         return [part * scale + self._of_columns(log2, columns, part) for columns, part in self._with(s)], 1.0
 
     def _with(self, s: list[Any]) -> zip[tuple[Any, Any]]:
+        """Pair the slice of columns of each chunk with the chunk."""
         return zip(self._chunks(), s, strict=True)
 
     def _of_columns(self, ref: Ref, columns: Any, part: jax.Array) -> jax.Array:
-        """Values [tile_keys] in shared memory, broadcast over all rows of a chunk."""
+        """Load the values for some columns from `ref` [tile_keys], and broadcast them over the rows of a chunk
+        `part`.
+        """
         return over_columns(basics.load(ref.at[columns], PER_COLUMN), part.shape)
 
     def store(self, result: Results, row: jax.Array, state: RowStats, options: RowOptions) -> None:
-        """Write 128 rows to result rows `row`, except negative ones: finished rows, or partial states."""
+        """Store output and LSE if the work tile has all keys of its block, else the partial state.
+
+        Args:
+          row: int32 [128], index of each query row in the result; negative for rows that are not stored.
+        """
         o_ref = self.scratch.outputs[self.index]
         for first in range(0, self.static.value_dim, CHUNK):
             o = plgpu.async_load_tmem(o_ref.at[:, pl.ds(first, CHUNK)], layout=TILE)
-            plgpu.wait_load_tmem()  # the next block's first product overwrites O
+            plgpu.wait_load_tmem()  # before p_full of the next block, after which a product overwrites O
             o = o if options.scale is None else options.scale(o, first, PER_COLUMN)
 
             def partial(states: RowState, o: jax.Array = o, first: int = first) -> None:
@@ -505,19 +532,22 @@ class SoftmaxConsumer:
 
 
 def over_rows(per_row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcast a value of each row over its columns."""
+    """Broadcast an array with a value per row over the columns of an array of shape `shape`."""
     return lax.broadcast_in_dim(per_row, shape, [0])
 
 
 def over_columns(per_column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcast a value of each column over its rows."""
+    """Broadcast an array with a value per column over the rows of an array of shape `shape`."""
     return lax.broadcast_in_dim(per_column, shape, [1])
 
 
 def hide(s: list[jax.Array], limits: Limits) -> list[jax.Array]:
-    """Set scores to -inf in columns that their rows do not see, chunk by chunk (`CHUNK` columns).
+    """Set scores to -inf in columns that a row does not see.
 
-    A thread has whole rows, so it compares its row's limits with constants.
+    A thread holds a whole row, so it compares the limits of its row with constant column indices.
+
+    Args:
+      s: scores of a tile, a list of chunks [128, CHUNK].
     """
     hidden = []
     for number, part in enumerate(s):
@@ -535,13 +565,13 @@ def hide(s: list[jax.Array], limits: Limits) -> list[jax.Array]:
 
 def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
     """Compute soft_cap * tanh(scale * s / soft_cap)."""
-    # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits of precision.
+    # Use tanh x = 1 - 2 / (1 + exp 2x), because the instruction tanh.approx has only 11 bits of precision.
     return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    """Compute 1 / x in one instruction, with 0 for subnormal results. A division takes three more instructions for
-    subnormals.
+    """Compute 1 / x with the instruction rcp.approx.ftz, which returns 0 instead of subnormal results. A division would
+    take three more instructions to handle subnormals.
     """
     if interpreted():
         return 1 / x
@@ -559,10 +589,11 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 
 
 def any_of_warp(condition: jax.Array) -> Any:
-    """Whether a condition [128] holds for one of a warp's rows.
+    """Return whether a condition [128] holds for at least one row of the warp.
 
-    The result may differ between warps, so code that depends on it must not synchronize the warps of a warpgroup. A
-    Pallas reduction would synchronize them, and it uses shared memory that all warpgroups share.
+    The result may differ between the warps of a warpgroup, so code that depends on it must not synchronize the
+    warpgroup. Pallas's own reduction would synchronize the warpgroup, and uses shared memory that is common to all
+    warpgroups.
     """
     if interpreted():
         return jnp.any(condition)

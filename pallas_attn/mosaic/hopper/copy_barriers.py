@@ -1,7 +1,8 @@
-"""Barriers for asynchronous copies by threads (`cp.async`), which Pallas does not support. They are stored in plain
-shared memory.
+"""Barriers that complete when `cp.async` copies have arrived in shared memory.
 
-The interpreter copies synchronously and uses Pallas barriers.
+Pallas has no barriers for `cp.async`, the asynchronous copy instruction of single threads. This module stores mbarrier
+objects in an int32 array in shared memory, and uses them with inline PTX. One warpgroup copies and arrives; other
+warpgroups wait. Interpreted kernels copy synchronously and use Pallas barriers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ THREADS, WARPS = 128, 4
 
 @dataclasses.dataclass(frozen=True)
 class CopyBarriers:
-    """Barriers that complete when the asynchronous copies of a warpgroup's threads have completed.
+    """An array of barriers for the `cp.async` copies of one warpgroup.
+
+    A phase of a barrier completes when the copies that the 128 threads started before `arrive` have completed, and the
+    four warps have called `arrive`.
 
     Attributes:
       ref: scratch of type `types`.
@@ -39,7 +43,9 @@ class CopyBarriers:
         return plgpu.Barrier(num_barriers=count) if interpreted() else plgpu.SMEM((2 * count,), jnp.int32)
 
     def begin(self) -> None:
-        """Initialize the barriers. All threads of the kernel call it before warpgroup roles diverge."""
+        """Initialize the barriers. All threads of the CTA must call this, before the code of the warpgroups
+        diverges.
+        """
         if interpreted():
             return
 
@@ -55,8 +61,9 @@ class CopyBarriers:
         begin(self.ref)
 
     def arrive(self, index: Any) -> None:
-        """Arrive at a barrier after the calling warpgroup's threads have started all copies of a part and stored its
-        metadata.
+        """Arrive at barrier `index`, with the copies that the calling warpgroup has started since its last arrival.
+
+        Ordinary stores to shared memory before this call are also visible to threads that wait.
         """
         if interpreted():
             plgpu.commit_smem()
@@ -71,11 +78,7 @@ class CopyBarriers:
         arrive(self._at(index))
 
     def wait(self, index: Any, use: Any) -> None:
-        """Wait until a part has arrived.
-
-        Args:
-          use: number of earlier phases of the barrier.
-        """
+        """Wait until the phase number `use` of barrier `index` has completed. Phases are numbered from 0."""
         if interpreted():
             plgpu.barrier_wait(self.ref.at[index])
             return
@@ -94,7 +97,7 @@ class CopyBarriers:
 
 
 def see_copies() -> None:
-    """Order the shared-memory accesses of threads and of their asynchronous copies before later accesses by tensor
+    """Issue a proxy fence: earlier shared-memory accesses by threads and `cp.async` precede later accesses by tensor
     cores and TMA.
     """
     if interpreted():

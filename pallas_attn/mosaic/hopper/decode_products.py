@@ -1,9 +1,10 @@
-"""Decode products with wgmma.
+"""Tensor-core products of the decode kernel (`mosaic.decode`) with wgmma.
 
-K and V of 16-bit caches are multiplied in the shared-memory stage that TMA wrote. K and V of 8-bit caches are converted
-to float16 registers, from which wgmma reads its left operand.
+The products are S = K qᵀ [tokens, query_rows] and O += Vᵀ P [channels, query_rows]. For 16-bit caches, wgmma reads K
+and V from the shared memory that TMA wrote. For 8-bit caches, threads convert K and V to float16 in registers, from
+which wgmma reads its left operand.
 
-These products use no memory or barriers. A function returns after its wgmma instructions have finished.
+The products need no scratch memory and no barriers. Each function returns after its wgmma instructions have finished.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pallas_attn.mosaic.primitives.register_tiles import BY_64, RegisterLayout
 
 @dataclasses.dataclass(frozen=True)
 class WgmmaProducts:
-    """`DecodeProducts` on Hopper. Results are in registers."""
+    """`DecodeProducts` on Hopper. The methods are explained there. Results are in registers."""
 
     max_lookahead: ClassVar[int] = 2**15
 
@@ -65,7 +66,7 @@ class WgmmaProducts:
         return dequantize.multiply_dequantized(keys[0], queries[0])
 
     def load_values(self, tile: DecodeTile, own: Any, v: Ref) -> Any:
-        if tile.latent_groups:  # values would take too many registers
+        if tile.latent_groups:  # `add_groups` loads the values itself, because all of them would not fit in registers
             return v
         return v.transpose((1, 0)) if tile.scales is None else dequantize.load_transposed(v, tile.value_dim)
 
@@ -101,7 +102,8 @@ def multiply(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
 def add_product(total: jax.Array, a: Ref | jax.Array, b: Ref) -> jax.Array:
     """Compute total + a @ b.
 
-    The interpreter supports neither accumulators with an initial value nor wgmma with a left operand in registers.
+    Interpreted kernels need other code, because the interpreter supports neither accumulators with an initial value nor
+    left operands in registers.
 
     Args:
       total: float32 [M, N] in registers.

@@ -1,16 +1,19 @@
 """Conversion of 8-bit caches (int8, e4m3) to float16 in registers, from which Hopper's wgmma reads its left operand.
 
-In decode, converted tiles are not written back to shared memory. `ldmatrix` loads them, with 16 bytes of a row going to
-four adjacent threads. It moves 16-bit elements, each of which holds two 8-bit values, so channels end up permuted:
+In decode, K and V are left operands, S = K qᵀ and O += Vᵀ P. The instruction `ldmatrix` loads an 8-bit tile [tokens,
+channels] from shared memory, threads convert it, and wgmma reads the registers. Converted tiles are not written back to
+shared memory. `ldmatrix` distributes each chunk of 16 bytes to four adjacent threads. It moves elements of 16 bits, and
+an element has two 8-bit values, so it permutes the channels:
 
-- Keys [tokens, channels] are the left operand without a transpose. Out of 16 channels, a thread receives 4j to 4j + 3,
-  where wgmma expects 2j, 2j + 1, 2j + 8, 2j + 9. A sum over channels may have any order, so queries get the same
-  permutation before the kernel (`split_and_permute_queries`).
-- Values [tokens, channels] are transposed by the load. Out of 16 rows of the product, r and r + 8 are channels 2r and
-  2r + 1. The accumulator has this order until a split is finished (`restore_channel_order`).
+- Keys are loaded without a transpose. Of 16 channels, thread j of four receives the channels 4j to 4j + 3, where wgmma
+  expects the channels 2j, 2j + 1, 2j + 8 and 2j + 9. wgmma sums over channels, and a sum may have any order. So it is
+  sufficient to permute the channels of the queries in the same way, which happens before the kernel
+  (`split_and_permute_queries`).
+- Values are transposed by the load. Of 16 rows of the accumulator [channels, query_rows], rows r and r + 8 are the
+  channels 2r and 2r + 1. The accumulator has this order until a split is finished (`restore_channel_order`).
 
-In prefill, the left operands are queries and probabilities. Its tiles are converted from shared memory to shared memory
-(`mosaic.primitives.dequantize`).
+Prefill does not use this module: queries and probabilities are its left operands. Its 8-bit tiles are converted from
+shared memory to shared memory (`mosaic.primitives.dequantize`).
 """
 
 from __future__ import annotations
@@ -50,18 +53,19 @@ from pallas_attn.types import PagedKV
 
 
 def split_and_permute_queries(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
-    """Compute `split_queries`, and for an 8-bit cache permute the channels as `multiply_dequantized` expects."""
+    """Return the result of `split_queries`. For an 8-bit cache, the channels are permuted by `as_keys`."""
     parts, scale = split_queries(q, kv)
     return (parts if kv.k_scale is None else [as_keys(part) for part in parts]), scale
 
 
 def multiply_dequantized(a: Ref, bs: Sequence[Ref]) -> jax.Array:
-    """Compute a @ (bs[0] + bs[1] + ...)ᵀ in float32, with all operands in shared memory.
+    """Compute a @ sum(bs)ᵀ in float32, with all operands in shared memory. `a` is converted to float16 in registers.
 
-    The interpreter does not support wgmma with register operands.
+    Interpreted kernels need other code, because the interpreter does not support wgmma with a left operand in
+    registers.
 
     Args:
-      a: 8-bit tile [M, K], or several tile rows per shared-memory row.
+      a: 8-bit tile [M, K], or [M / t, t · K] with several tokens per row.
       bs: float16 [N, K] each, with columns in the order of `as_keys`.
     """
     channels = bs[0].shape[1]
@@ -70,7 +74,7 @@ def multiply_dequantized(a: Ref, bs: Sequence[Ref]) -> jax.Array:
         products = [jnp.dot(left, b[...].T, preferred_element_type=jnp.float32) for b in bs]
         return sum(products[1:], start=products[0])
     in_row = min(channels, ROW_BYTES)
-    step = max(64, in_row // len(bs))  # each product holds its left operand in separate registers
+    step = max(64, in_row // len(bs))  # fewer channels per step with several `bs`: each product copies its left operand
 
     def accumulate(total: Ref) -> jax.Array:
         for i in range(0, channels, step):
@@ -79,15 +83,17 @@ def multiply_dequantized(a: Ref, bs: Sequence[Ref]) -> jax.Array:
             for b in bs:
                 plgpu.wgmma(total, left, b.at[:, pl.ds(i, step)].transpose((1, 0)))
             if step < channels:
-                plgpu.wgmma_wait(0)  # the next channels reuse the registers
+                plgpu.wgmma_wait(0)  # the left operand of the next step takes the same registers
         return total[...]
 
     return pl.run_scoped(accumulate, plgpu.ACC((math.prod(a.shape) // channels, bs[0].shape[0]), jnp.float32))
 
 
 def load_transposed(tile: Ref, channels: int) -> jax.Array:
-    """Load an 8-bit tile [tokens, channels] to registers as float16 [channels, tokens], rows in the order of
-    `as_values`.
+    """Load an 8-bit tile [tokens, channels], transpose it and convert it to float16.
+
+    Returns:
+      Array [channels, tokens] in registers, rows in the order of `as_values`.
     """
     if interpreted():
         return as_values(tile[...].reshape(-1, channels).astype(jnp.float16).T)
@@ -95,7 +101,7 @@ def load_transposed(tile: Ref, channels: int) -> jax.Array:
 
 
 def restore_channel_order(product: jax.Array) -> jax.Array:
-    """Reorder the rows of a product [channels, n] from the order of `as_values` to channel order."""
+    """Reorder the rows of an accumulator [channels, n] from the order of `as_values` to channel order."""
     rows, columns = product.shape
     if interpreted():
         return product.reshape(rows // 16, 2, 8, columns).swapaxes(1, 2).reshape(rows, columns)
@@ -104,8 +110,9 @@ def restore_channel_order(product: jax.Array) -> jax.Array:
     def exchange(_: Any, product: Any) -> Any:
         _, lane = warp_and_lane()
         odd = arith.trunci(ir.IntegerType.get_signless(1), masked(shifted(lane, 2), 1))
-        # The threads of a warp form 8 thread rows of 4. Result row g of the first 8 is row g % 2 of the pair in thread
-        # row g / 2. Result row g of the second 8 is the same row of the pair in thread row g / 2 + 4.
+        # A warp has 16 rows of each 64. The lanes form 8 groups of four; group g has the rows g (register half 0) and
+        # g + 8 (register half 1), which are the channels 2g and 2g + 1. After the exchange, row r < 8 is channel r. It
+        # comes from lane group r // 2, register half r % 2. Row r + 8 comes from group r // 2 + 4, the same half.
         sources = [plus(times(shifted(lane, 3), 4), masked(lane, 3))]
         sources.append(plus(sources[0], mgpu.c(16, i32())))
         registers = product.registers.reshape(rows // 64, columns // 8, 2)
@@ -128,12 +135,12 @@ def restore_channel_order(product: jax.Array) -> jax.Array:
 
 
 def as_keys(x: jax.Array) -> jax.Array:
-    """Permute the last axis (channels) to the order in which `_load_rows` passes channels of keys to wgmma."""
+    """Permute the last axis (channels) to the order of the channels of keys that `_load_rows` loads."""
     return x.reshape(*x.shape[:-1], -1, 4, 2, 2).swapaxes(-3, -2).reshape(x.shape)
 
 
 def as_values(x: jax.Array) -> jax.Array:
-    """Permute rows [channels, n] to the order in which `_load_columns` passes them to wgmma."""
+    """Permute the rows of x [channels, n] to the order of the channels of values that `_load_columns` loads."""
     return x.reshape(-1, 8, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
 
 
@@ -141,10 +148,16 @@ def as_values(x: jax.Array) -> jax.Array:
 
 
 def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
-    """Load channels `first` to `first + count` of an 8-bit tile as wgmma's left operand: float16 [tokens, count],
-    ordered `as_keys`.
+    """Load channels `first` to `first` + `count` - 1 of an 8-bit tile and convert them to float16.
 
-    One `ldmatrix` loads four matrices of 8 tokens and one chunk each: 16 tokens of two adjacent chunks.
+    One `ldmatrix` loads four matrices of 8 tokens by one 16-byte chunk of channels. For each warp these are 16 tokens
+    of two adjacent chunks.
+
+    Args:
+      tile: [tokens, channels], or several tokens per row.
+
+    Returns:
+      Array [tokens, count] in registers, columns in the order of `as_keys`: a left operand of wgmma.
     """
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 1, 2, 3))
 
@@ -167,10 +180,16 @@ def _load_rows(tile: Ref, channels: int, first: int, count: int) -> jax.Array:
 
 
 def _load_columns(tile: Ref, channels: int) -> jax.Array:
-    """Load an 8-bit tile transposed as wgmma's left operand: float16 [channels, tokens], rows in the order of
-    `as_values`.
+    """Load an 8-bit tile, transpose it and convert it to float16.
 
-    One `ldmatrix` loads and transposes four matrices of 8 tokens and one chunk each: 32 tokens of one chunk.
+    One `ldmatrix` loads and transposes four matrices of 8 tokens by one 16-byte chunk of channels. For each warp these
+    are 32 tokens of one chunk.
+
+    Args:
+      tile: [tokens, channels], or several tokens per row.
+
+    Returns:
+      Array [channels, tokens] in registers, rows in the order of `as_values`: a left operand of wgmma.
     """
     tokens, assembly = math.prod(tile.shape) // channels, conversion(tile.dtype, (0, 2, 1, 3))
 
@@ -190,10 +209,11 @@ def _load_columns(tile: Ref, channels: int) -> jax.Array:
 
 
 def load_matrices(pointer: ir.Value, *, rows: bool) -> Iterator[ir.Value]:
-    """Load four 8 x 8 matrices with one `ldmatrix`, transposed unless `rows`. Return the lane's four words.
+    """Load four 8 x 8 matrices of 16-bit elements with one `ldmatrix`. Return this lane's 32-bit word of each matrix.
 
     Args:
-      pointer: pointer of each lane to one matrix row.
+      pointer: pointer to a row of a matrix. Lanes 0 to 7 point to the rows of the first matrix, and so on.
+      rows: whether to load the matrices as they are; False transposes each.
     """
     words = nvvm.ldmatrix(
         pointer,
@@ -206,13 +226,16 @@ def load_matrices(pointer: ir.Value, *, rows: bool) -> Iterator[ir.Value]:
 
 
 def _dequantized(word: ir.Value, assembly: str) -> list[ir.Value]:
-    """Float16 pairs, as vectors, that a `conversion` computes from a word."""
+    """Convert a word with four 8-bit values. Return two vectors of two float16 each."""
     halves = ir.VectorType.get((2,), ir.F16Type.get())
     return [mgpu.utils.bitcast(pair, halves) for pair in converted(word, assembly)]
 
 
 def _fragments(registers: np.ndarray) -> Any:
-    """Array with layout TILE from registers [blocks of 64 rows, blocks of 8 columns, halves of a warp's 16 rows]."""
+    """Return an array with layout `TILE`, given its registers [blocks of 64 rows, blocks of 8 columns, 2].
+
+    The last index selects one of the thread's two rows, which are 8 rows apart.
+    """
     blocks, columns, _ = registers.shape
     shape = mgpu.WGMMA_LAYOUT.registers_shape((64 * blocks, 8 * columns))
     return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)

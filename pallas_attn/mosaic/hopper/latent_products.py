@@ -1,11 +1,16 @@
-"""Matrix products of the swap-AB decode kernel with fp8 latents, for few query rows.
+"""Matrix products of the decode kernel (`mosaic.decode`) with fp8 latents, for few query rows.
 
-Threads convert latents to float16 in registers, the left operand of wgmma. A token has one scale factor for each group
-of `LATENT_GROUP` channels. In K qᵀ, the scale multiplies the sum over the group's channels. In Vᵀ P, the scale is
-multiplied into the probabilities, with one tile of probabilities for each group. Hence no latent is rounded.
+The products are S = K qᵀ [TOKENS, N] and O += Vᵀ P [L, N], where N is the number of query rows and K = V are the
+latents of a tile of 64 tokens. Threads convert latents to float16 in registers, from which wgmma reads its left
+operand.
 
-A block is 64 channels. Threads convert the next block while tensor cores multiply the current one. The order of
-channels is defined by `as_keys` and `as_values` of `hopper.dequantize`.
+A token has one scale for each channel group, which is `LATENT_GROUP` consecutive channels. In K qᵀ, the scale
+multiplies the sum over the channels of the group. In Vᵀ P, the scale is multiplied into the probabilities, so there is
+one array of probabilities per channel group. The conversion of a latent to float16 is therefore exact.
+
+The products are computed in blocks of 64 channels. Threads convert the next block while tensor cores multiply the
+current block. Loads with `ldmatrix` permute channels; `as_keys` and `as_values` of `hopper.dequantize` define the
+order.
 """
 
 from __future__ import annotations
@@ -46,9 +51,10 @@ BLOCK = 64
 """Channels of a block (M of the product Vᵀ P)."""
 
 MOST_AHEAD = 512 * 16
-"""Maximum of latent channels · N for which a block is converted while the previous block's product runs.
+"""Maximum of L · N for which threads convert a block while the product of the previous block is in flight.
 
-Above it, registers do not suffice for two converted blocks, and a block is converted after that product has finished.
+For larger L · N, there are not enough registers for two converted blocks. A block is then converted after the product
+of the previous block has finished.
 """
 
 
@@ -56,10 +62,10 @@ def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax
     """Return total + sum over groups g of scale_g · latent_g @ q_gᵀ, float32 [TOKENS, N].
 
     Args:
-      total: [TOKENS, N], a product possibly in flight, in layout `wgmma.UNPAIRED`.
-      latent: e4m3 tile [TOKENS, K].
-      q: float16 [N, K], columns in the order of `as_keys`.
-      scales: float32 [TOKENS], one array for each group.
+      total: float32 [TOKENS, N] with layout `wgmma.UNPAIRED`; may be the result of a product in flight.
+      latent: e4m3 tile [TOKENS, L] in shared memory.
+      q: float16 [N, L] in shared memory, columns in the order of `as_keys`.
+      scales: for each channel group, float32 [TOKENS].
     """
     channels = latent.shape[1]
     if interpreted():
@@ -102,14 +108,14 @@ def add_group_scores(total: jax.Array, latent: Ref, q: Ref, scales: Sequence[jax
 
 
 def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
-    """Return total + latentᵀ @ p, float32 [K, N], where p is the array of each channel's group.
+    """Return total + latentᵀ @ p, float32 [L, N]. Each channel group uses a separate p.
 
-    The threads synchronise at the end, after all of them have read the latents.
+    All threads of the warpgroup synchronise at the end, so the latents may be overwritten afterwards.
 
     Args:
-      total: [K, N], rows in the order of `as_values`.
-      latent: e4m3 tile [TOKENS, K].
-      ps: float16 [TOKENS, N], one array for each group, stored in shared memory as [N, TOKENS].
+      total: [L, N], rows in the order of `as_values`.
+      latent: e4m3 tile [TOKENS, L] in shared memory.
+      ps: for each channel group, float16 [TOKENS, N], a transposed view of shared memory [N, TOKENS].
     """
     channels, columns = total.shape
     if interpreted():
@@ -147,8 +153,11 @@ def add_groups(total: jax.Array, latent: Ref, ps: Sequence[Ref]) -> jax.Array:
 def store_probs(ps: Sequence[jax.Array], to: Sequence[Ref]) -> None:
     """Store probabilities [TOKENS, N] to shared memory and make them visible to tensor cores.
 
-    The caller ensures that the previous contents have been read. Pallas's own stores would synchronise the threads
-    before and after each array.
+    The caller guarantees that nothing reads the previous contents any more. One synchronization after all stores then
+    suffices. Pallas's own stores would synchronise the threads before and after each array.
+
+    Args:
+      ps, to: for each channel group, the array, and its place in shared memory.
     """
     if interpreted():
         for p, ref in zip(ps, to, strict=True):
@@ -166,11 +175,13 @@ def store_probs(ps: Sequence[jax.Array], to: Sequence[Ref]) -> None:
 
 
 def _keys(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
-    """Return the left-operand registers of the wgmma instructions of a block, each 64 tokens by 16 channels.
+    """Load and convert a block of keys. Return the left-operand registers of its wgmma instructions.
 
-    One `ldmatrix` loads four matrices of 8 tokens by one 16-byte chunk: 16 tokens of two adjacent chunks.
+    Each instruction multiplies 64 tokens by 16 channels. One `ldmatrix` loads four matrices of 8 tokens by one 16-byte
+    chunk of channels. For each warp these are 16 tokens of two adjacent chunks.
 
     Args:
+      chunks: pointers to the chunks of the latents.
       first: first channel of the block.
     """
     assembly = conversion(LATENT_8BIT, (0, 1, 2, 3))
@@ -182,11 +193,13 @@ def _keys(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
 
 
 def _values(chunks: ChunkPointers, first: int) -> list[list[ir.Value]]:
-    """Return the left-operand registers of the wgmma instructions of a block, each 64 channels by 16 tokens.
+    """Load, transpose and convert a block of values. Return the left-operand registers of its wgmma instructions.
 
-    One transposed `ldmatrix` loads four matrices of 8 tokens by one 16-byte chunk: 32 tokens of one chunk.
+    Each instruction multiplies 64 channels by 16 tokens. One transposed `ldmatrix` loads four matrices of 8 tokens by
+    one 16-byte chunk of channels. For each warp these are 32 tokens of one chunk.
 
     Args:
+      chunks: pointers to the chunks of the latents.
       first: first channel of the block.
     """
     assembly = conversion(LATENT_8BIT, (0, 2, 1, 3))

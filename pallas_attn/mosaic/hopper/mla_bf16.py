@@ -2,11 +2,21 @@
 
     S [64 rows, 64 tokens] = Q [64, L + R] Cᵀ       O [64 rows, L] += P C[:, :L]
 
-O in float32 does not fit the registers of one warpgroup. Warpgroup 0 accumulates the left half of the L columns,
-warpgroup 1 the right half. Tiles C of 64 latents come in pairs C0, C1. Each warpgroup computes the scores of one tile
-and stores its probabilities for the other warpgroup:
+Terms:
 
-    m is the reference of the exponent; rescale(a, b) multiplies O and l by exp(a - b)
+    query row   one head of one query token; 64 query rows are a block
+    tile C      L latent and R rotated numbers of each of 64 cached tokens
+    pair        two consecutive tiles C0 and C1. Warpgroup w scores tile w
+    part        columns of a tile or of Q that have a separate array in shared memory: left half of the L columns, right
+                half, or the R rotated columns
+    slot        shared-memory buffer of one tile
+    split       consecutive pairs that a CTA processes for one block of query rows
+
+O in float32 does not fit the registers of one warpgroup, so warpgroup 0 accumulates the left half of the L columns and
+warpgroup 1 the right half. Each warpgroup computes the scores of one tile of a pair and stores the probabilities for
+the other warpgroup:
+
+    m is subtracted from the scores; rescale(a, b) multiplies O and l by exp(a - b)
 
     warpgroup 0, per pair                          warpgroup 1, per pair
     S0 = Q C0ᵀ  (issued in the previous pair)      start S1 = Q C1ᵀ as the columns of C1 arrive
@@ -19,23 +29,24 @@ and stores its probabilities for the other warpgroup:
     start S0 of the next pair; wait for it         O += P1 right(C1);  arrive free[C1, right]
     m = m1                                         m = m1
 
-The scheme is FlashMLA's "seesaw" (deep dive of April 2025) with one difference: in FlashMLA, warpgroup 1 receives the
-probabilities of the first tile only after the maxima of the second tile are known.
+The scheme is FlashMLA's "seesaw" (deep dive of April 2025) with one difference: in FlashMLA, warpgroup 1 receives P0
+only after the maxima of C1 are known.
 
-A warpgroup reads its own probabilities from registers and the other warpgroup's from shared memory. The probabilities
-of a tile overwrite the tile's rotated keys, which have the same size and are not needed after the scores. If R is not
-64, probabilities have their own memory. O and l are rescaled only if the maximum of some row grows by more than
-`RESCALE_THRESHOLD_LOG2`.
+A warpgroup reads its own probabilities from registers, and the probabilities of the other warpgroup from shared memory.
+The probabilities of a tile overwrite its rotated keys, which have the same size if R = 64 and are not needed after the
+scores. If R is not 64, probabilities have their own memory. m changes, and O and l are rescaled, only if the maximum of
+a query row grows by more than `RESCALE_THRESHOLD_LOG2`.
 
-A third warpgroup, the producer, belongs to the calling kernel: `mla_decode` copies pages with TMA, `mla_sparse` gathers
-rows with `cp.async`. The kernel passes its waits and masks as `Bf16TileAccess`.
+A third warpgroup, the producer, copies tiles and queries to shared memory. It belongs to the calling kernel:
+`mla_decode` copies pages with TMA, `mla_sparse` gathers tokens with `cp.async`. The kernel passes its waits and masks
+as `Bf16TileAccess`.
 
 Barriers (arrivals are per phase):
 
 | barrier | phase | arrivals | waits |
 |---|---|---|---|
-| `q_full` | a split | copies of the three parts of a query | both warpgroups, before the first scores |
-| `full` | use of a slot | producer's copies of a part of a tile | the warpgroup that scores the tile |
+| `q_full` | a split | copies of the three parts of Q | both warpgroups, before the first scores |
+| `full` (one per part) | use of a slot | producer's copies of a part of a tile | the warpgroup that scores the tile |
 | `free[slot, half]` | use of a slot | warpgroup `half` (of every CTA of the cluster) | producer |
 | `ready[tile]` | a pair | the warpgroup that scores the tile | the other warpgroup |
 | `joint[SUMS]` | a split | both warpgroups | both warpgroups |
@@ -43,21 +54,24 @@ Barriers (arrivals are per phase):
 
 Deadlock freedom. Each wait below is for an event that does not depend on the waiting warpgroup's later steps.
 
-- full: the producer starts each copy after free. Only the warpgroup that scores a tile waits for full, for all parts.
-  The other warpgroup reads the tile after ready, which implies full.
-- free: the number of phases is the number of copies plus one. Each consumer arrives once at the start and once after
-  each use of a half. The producer waits for one phase before each copy. It waits in the order left(C0), right(C0),
-  right(C1), left(C1) (`HALVES`). Consumers free these four halves before they wait for anything of the next pair. At
-  its end the producer waits for the last phase, so that no CTA of a cluster exits while another CTA still arrives at
-  its barriers.
+- full: the producer starts each copy after it has waited for free. Only the warpgroup that scores a tile waits for
+  full, for all three parts. The other warpgroup reads the tile after ready, which implies full.
+- free: warpgroup `half` arrives once at the start and once after each use of its half of a slot. The producer waits for
+  one phase before it copies a half. It waits in the order left(C0), right(C0), right(C1), left(C1) (`HALVES`). Both
+  warpgroups free these four halves before they wait for anything of the next pair. Before it ends, the producer waits
+  for the last phase, so that no CTA of a cluster exits while another CTA still arrives at its barriers.
 - ready[0]: warpgroup 0 arrives after its scores, which depend on copies only. ready[1]: warpgroup 1 arrives after its
   scores and its product with P0, which depend on copies and on ready[0] of the same pair.
 - joint[SUMS]: both warpgroups arrive once per split.
-- joint[Q_FREE]: the number of phases is the number of splits plus one. The producer copies the first query at once. It
-  copies each later query after the first pair of that split. The halves for this pair become free without the query.
-- Data that one warpgroup stores for the other is overwritten after a wait that follows the other's last read. m0 and P0
-  are overwritten after ready[1] of the same pair: warpgroup 1 arrives there after its product with P0. m1 and P1 are
-  overwritten after ready[0] of the next pair: warpgroup 0 arrives there after all its products of this pair.
+- joint[Q_FREE]: both warpgroups arrive once at the start and once per split. The producer copies Q of the first split
+  at once. It copies Q of a later split after the first pair of that split. The slots for this pair become free when the
+  previous split is finished, which does not depend on the new Q.
+
+Shared memory that one warpgroup writes for the other is overwritten only after the other warpgroup has read it:
+
+- m0 and P0 are overwritten after ready[1] of the same pair. Warpgroup 1 arrives there after its product with P0.
+- m1 and P1 are overwritten after ready[0] of the next pair. Warpgroup 0 arrives there after all its products of this
+  pair.
 """
 
 from __future__ import annotations
@@ -83,20 +97,22 @@ from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, over_tokens, store_tile
 
 PARTS = 3
-"""Parts of a tile: left half and right half of the latent columns, and rotated keys."""
+"""Number of parts of a tile: left half and right half of the latent columns, and rotated columns."""
 
 ROPE = 2
-"""Index of the rotated keys among the parts."""
+"""Index of the rotated columns among the parts."""
 
 HALVES = ((0, 0), (0, 1), (1, 1), (1, 0))
-"""(Tile of a pair, half of its columns) in the order in which consumers free them."""
+"""Halves of a pair, in the order in which the warpgroups free them: (tile, 0 for the left or 1 for the right half)."""
 
 Q_FREE, SUMS = 0, 1
-"""Indices of `Bf16Scratch.joint`: the query may be overwritten; the sums of both warpgroups are in `stats`."""
+"""Indices of the barriers `Bf16Scratch.joint`. Q_FREE: Q may be overwritten. SUMS: both warpgroups have stored their
+sums in `Bf16Scratch.stats`.
+"""
 
 
 class LatentParts(NamedTuple):
-    """Columns of a query or of a tile: left half, right half, and rotated columns."""
+    """The three parts of Q or of a tile: left half and right half of the latent columns, and rotated columns."""
 
     left: Any
     right: Any
@@ -108,11 +124,10 @@ class Bf16LoopConfig:
     """Compile-time parameters of the main loop.
 
     Attributes:
-      latent_dim: L.
-      rope_dim: R.
-      row_bytes: bytes of a swizzled row of a tile.
+      latent_dim, rope_dim: L and R.
+      row_bytes: swizzle width [bytes] of tiles and Q in shared memory.
       sm_scale: factor of the scores.
-      pairs: pairs of tiles in shared memory.
+      pairs: number of pairs of slots.
     """
 
     latent_dim: int
@@ -123,7 +138,7 @@ class Bf16LoopConfig:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Latent columns that each warpgroup accumulates."""
+        """Number of latent columns that warpgroup 0 and warpgroup 1 accumulate."""
         return mla_rows.halves(self.latent_dim)
 
     @property
@@ -132,7 +147,7 @@ class Bf16LoopConfig:
         return self.rope_dim != TOKENS
 
     def slot(self, pair: Any, tile: int) -> Any:
-        """Shared-memory slot of a tile of a pair."""
+        """Slot of tile 0 or 1 of a pair."""
         return tile if self.pairs == 1 else 2 * lax.rem(pair, self.pairs) + tile
 
 
@@ -140,12 +155,12 @@ class Bf16Scratch(NamedTuple):
     """Shared memory and barriers of a CTA. The module docstring has the barrier table.
 
     Attributes:
-      q: [1, ROWS, columns].
-      k: [2 · pairs, TOKENS, columns], pairs of tiles.
+      q: for each part, [1, ROWS, columns].
+      k: for each part, [slots, TOKENS, columns].
       p: [2, ROWS, TOKENS], probabilities of each tile of a pair; None if they overwrite `k.rope`.
-      stats: float32 [4, ROWS]: reference m after each tile of a pair, then the sums of each warpgroup.
+      stats: float32 [4, ROWS]: m0, m1, and at the end of a split the sums l of warpgroup 0 and of warpgroup 1.
       producer: shared memory of the calling kernel.
-      q_full, full, free, ready, joint: barriers. The calling kernel defines `full`.
+      q_full, full, free, ready, joint: barriers. The calling kernel defines the type of `full`.
     """
 
     q: LatentParts
@@ -163,10 +178,10 @@ class Bf16Scratch(NamedTuple):
     def types(
         config: Bf16LoopConfig, dtype: jax.typing.DTypeLike, *, producer: Any, full: Any, cluster: str | None = None
     ) -> Bf16Scratch:
-        """Bf16Scratch types.
+        """Scratch types.
 
         Args:
-          dtype: of queries and latents.
+          dtype: dtype of queries and latents.
           producer: scratch types of the calling kernel.
           full: type of the barriers `full`.
           cluster: name of the cluster axis whose CTAs share copies; None without clusters.
@@ -193,15 +208,18 @@ class Bf16Scratch(NamedTuple):
 
 
 class Bf16TileAccess(NamedTuple):
-    """Functions by which a kernel describes its tiles to the main loop. A pair is an index, a tile 0 or 1.
+    """Functions of the calling kernel that wait for tiles and mask them.
+
+    `pair` is the index of a pair, `tile` is 0 or 1, `slot` is the slot of the tile.
 
     Attributes:
-      await_part: (pair, slot, part) -> None. Wait until a part of a tile is full.
-      is_full: (pair, tile) -> bool. Whether every row sees every token of a tile.
-      mask: (pair, slot, s) -> s. For a tile that is not full and that this warpgroup scores: set scores to -inf where a
-        row does not see a token, and set latents that no row sees to 0 in this warpgroup's half.
-      clear_dead_rows: (pair, tile, slot) -> None. For a tile that the other warpgroup scores: set latents that no row
-        sees to 0 in this warpgroup's half.
+      await_part: await_part(pair, slot, part) waits until a part of a tile has arrived.
+      is_full: is_full(pair, tile) returns whether every query row sees every token of a tile.
+      mask: mask(pair, slot, s) returns the masked scores [ROWS, TOKENS]. It is called if `is_full` is False, by the
+        warpgroup that scores the tile. It sets scores to -inf where a query row does not see a token. For tokens that
+        no query row sees, it also sets this warpgroup's half of the latents in shared memory to 0.
+      clear_dead_rows: clear_dead_rows(pair, tile, slot) is called for the tile that the other warpgroup scores. For
+        tokens that no query row sees, it sets this warpgroup's half of the latents in shared memory to 0.
     """
 
     await_part: Callable[[Any, Any, int], None]
@@ -211,14 +229,17 @@ class Bf16TileAccess(NamedTuple):
 
 
 class HalfState(NamedTuple):
-    """Attention of a block's rows over some tiles, as one warpgroup holds it.
+    """Attention of a block's query rows over some tiles, as one warpgroup holds it in registers.
+
+    Scores are scaled so that probabilities are powers of 2: score = log2(e) · sm_scale · (q cᵀ).
 
     Attributes:
-      m: [ROWS], reference of the exponent, in units of log2: at most RESCALE_THRESHOLD_LOG2 below the row's maximum.
-      l: [ROWS, 8], sums of exp2(score - m) over the tiles that this warpgroup scored. Element j adds up the tokens with
-        index j modulo 8.
-      acc: [ROWS, columns], weighted sums of all latents, in this warpgroup's columns; in layout `UNPAIRED` inside the
-        main loop.
+      m: [ROWS], number that is subtracted from scores: the largest score of the row, or up to `RESCALE_THRESHOLD_LOG2`
+        less.
+      l: [ROWS, 8], sums of 2**(score - m) over the tiles that this warpgroup scored. Column j has the sum over the
+        tokens j, j + 8, j + 16, ... of each tile.
+      acc: [ROWS, columns], this warpgroup's columns of O, over the tiles of both warpgroups; with layout `UNPAIRED`
+        inside the main loop.
     """
 
     m: Any
@@ -232,12 +253,15 @@ class HalfState(NamedTuple):
 def attend(
     config: Bf16LoopConfig, mem: Bf16Scratch, half: int, tiles: Bf16TileAccess, first: Any, count: Any
 ) -> HalfState:
-    """Attend to `count` pairs of tiles, at least one, starting with pair `first`.
+    """Attend to a split. Runs in both warpgroups, each with its own result.
 
     Args:
-      half: index of this warpgroup: the tile of each pair that it scores, and the half of the columns of its output.
+      half: index w of this warpgroup. It scores tile w of each pair, and accumulates the left (0) or right (1) half of
+        the columns of O.
+      tiles: functions of the calling kernel.
+      first, count: index of the first pair, and number of pairs, at least 1.
     """
-    row_bytes, layouts = config.row_bytes, (UNPAIRED, TILE)  # of accumulator and sums
+    row_bytes, layouts = config.row_bytes, (UNPAIRED, TILE)  # layouts of acc and l
 
     def slots(pair: Any) -> tuple[Any, Any]:
         zero = basics.opaque_zero()
@@ -247,7 +271,7 @@ def attend(
         return mem.k.rope.at[slot] if mem.p is None else mem.p.at[tile]
 
     def start_scores(pair: Any, slot: Any, parts: tuple[int, ...]) -> Any:
-        """Start the products of queries with the parts of a tile, each part when it becomes full."""
+        """Start the product Q Cᵀ of a tile, in the given order of its parts. Wait for each part before its product."""
         s: Any = None  # [ROWS, TOKENS]
         q, k, zero, columns = mem.q, mem.k, basics.opaque_zero(), row_bytes // 2
         for part in parts:
@@ -258,11 +282,15 @@ def attend(
         return s
 
     def start_values(p: Any, slot: Any, acc: Any) -> Any:
-        """Start the product of probabilities with this warpgroup's half of a tile."""
+        """Start the product acc + P C with this warpgroup's half of the columns of a tile."""
         return wgmma.start_values(p, mem.k[half].at[slot], acc, row_bytes)
 
     def softmax(pair: Any, slot: Any, m: Any, s: Any, full: Any) -> tuple[Any, Any, Any]:
-        """Return the new reference [ROWS], and probabilities [ROWS, TOKENS] in float32 and in 16 bits."""
+        """Return the new m [ROWS], and the probabilities [ROWS, TOKENS] in float32 and in 16 bits.
+
+        Args:
+          full: result of `Bf16TileAccess.is_full`.
+        """
         s = lax.cond(full, lambda s: s, lambda s: tiles.mask(pair, slot, s), s)
         scale = config.sm_scale * LOG2E
         highest = s.max(axis=1) * scale  # [ROWS]
@@ -271,13 +299,18 @@ def attend(
         return m, p, p.astype(mem.k.left.dtype)
 
     def first_scores(pair: Any) -> tuple[Any, Any]:
-        """Compute the scores of the first tile of a pair, and whether the tile is full."""
+        """Compute the scores of the first tile of a pair. Also return the result of `is_full` for this tile."""
         s = start_scores(pair, slots(pair)[0], (0, 1, 2))
-        full = tiles.is_full(pair, 0)  # loaded while the products run
+        full = tiles.is_full(pair, 0)  # a load from shared memory, which overlaps the products
         return wgmma.finish(s, UNPAIRED, TILE, under_way=0), full
 
     def warpgroup_0(pair: Any, state: HalfState, s: Any, full: Any, *, more: bool) -> tuple[HalfState, Any, Any]:
-        """Attend to a pair whose first tile has scores s. If `more`, compute the first scores of the next pair."""
+        """Run warpgroup 0 for one pair.
+
+        Args:
+          s, full: results of `first_scores` for this pair.
+          more: whether another pair follows. Its `first_scores` are then returned.
+        """
         mine, other = slots(pair)
         m, p, p16 = softmax(pair, mine, state.m, s, full)
         wgmma.publish_probs(p16, probs_ref(mine, 0), m, mem.stats.at[0], row_bytes)
@@ -299,7 +332,7 @@ def attend(
         return HalfState(m_both, l, acc), s, full
 
     def warpgroup_1(pair: Any, state: HalfState) -> HalfState:
-        """Attend to a pair whose second tile this warpgroup scores."""
+        """Run warpgroup 1 for one pair."""
         other, mine = slots(pair)
         s = start_scores(pair, mine, (1, 0, 2))
         full = tiles.is_full(pair, 1)
@@ -341,24 +374,26 @@ def attend(
 
 
 def begin(config: Bf16LoopConfig, mem: Bf16Scratch, half: int) -> None:
-    """Mark the query and all tiles as free, once before the first split."""
+    """Make the first arrivals at free and joint[Q_FREE], so that the producer's first waits end. Call it once, before
+    the first split.
+    """
     release_query(mem)
     for slot in range(2 * config.pairs):
         release(mem, slot, half)
 
 
 def release(mem: Bf16Scratch, slot: Any, half: int) -> None:
-    """Allow the producer to overwrite this warpgroup's half of a tile."""
+    """Arrive at free[slot, half]: this warpgroup has finished reading its half of the slot."""
     plgpu.barrier_arrive(mem.free.at[2 * slot + half])
 
 
 def release_query(mem: Bf16Scratch) -> None:
-    """Allow the producer to overwrite the query."""
+    """Arrive at joint[Q_FREE]: this warpgroup has finished reading Q."""
     plgpu.barrier_arrive(mem.joint.at[Q_FREE])
 
 
 def exchange_sums(mem: Bf16Scratch, half: int, state: HalfState) -> Any:
-    """Return the sums of weights [ROWS] over the tiles of both warpgroups."""
+    """Return the sums l [ROWS] over the tiles of both warpgroups. Call it once per split."""
     own = state.l.sum(axis=1)
     mem.stats[2 + half] = own
     plgpu.barrier_arrive(mem.joint.at[SUMS])
@@ -367,13 +402,15 @@ def exchange_sums(mem: Bf16Scratch, half: int, state: HalfState) -> Any:
 
 
 def write_output(config: Bf16LoopConfig, mem: Bf16Scratch, half: int, out: Any, to: Ref) -> None:
-    """Write this warpgroup's columns of the output to global memory, and release the query.
+    """Write this warpgroup's columns of the output to global memory, and call `release_query`.
 
-    An output of the queries' dtype goes through the query's shared memory.
+    If the output has the dtype of the queries, it is first stored in the shared memory of Q, and copied from there with
+    TMA. Otherwise threads store it directly.
 
     Args:
       out: [ROWS, columns].
-      to: [rows, columns], the first rows of the block; all ROWS rows if its dtype is not the queries' dtype.
+      to: [n, columns] in global memory, for the first n query rows of the block. n must be ROWS if the output does not
+        have the dtype of the queries.
     """
     if out.dtype == mem.q.left.dtype:
         store_tile(mem.q[half].at[0], out, TILE, config.row_bytes)
@@ -390,9 +427,9 @@ def write_partial(config: Bf16LoopConfig, half: int, acc: Any, m: Any, l: Any, t
     """Write this warpgroup's columns of a partial state to global memory; warpgroup 0 also writes m and l.
 
     Args:
-      acc: [ROWS, columns].
-      m, l: [ROWS], reference of the exponent and sums of weights.
-      to_acc, to_stats: one state of `PartialStates`.
+      acc: [ROWS, columns], unnormalised output.
+      m, l: [ROWS], m of `HalfState` and the result of `exchange_sums`.
+      to_acc, to_stats: accumulator, and m and l, of one state of `PartialStates`.
     """
     fragments = pl.ds(num_fragments(ROWS * half * config.widths[0]), num_fragments(ROWS * config.widths[half]))
     store_fragments(acc, to_acc.at[fragments], BY_64)

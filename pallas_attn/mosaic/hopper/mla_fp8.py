@@ -1,12 +1,21 @@
 """Latent attention of up to 64 query rows over fp8 latents: main loop of the two-warpgroup MLA kernel.
 
-    S [64 tokens, rows] = C Qᵀ       O [L, rows] += C[:, :L]ᵀ P       (tokens are the rows of a tile of scores)
+    S [64, rows] = C Qᵀ  (tokens are the rows of S)       O [L, rows] += C[:, :L]ᵀ P
 
-Latents stay in fp8 in shared memory. Threads convert them to float16 in registers, the left operand of wgmma
-(`pallas_attn.mosaic.hopper.mla_fp8_products`). O in float32 does not fit the registers of one warpgroup: warpgroup 0
-accumulates the left half of the L columns, warpgroup 1 the right half. Tiles of 64 latents alternate between the
-warpgroups: each warpgroup computes the scores of every other tile and stores its probabilities for the other one. Both
-warpgroups run the same loop, half a pair apart:
+Terms:
+
+    query row      one head of one query token; `rows` query rows are the columns of all tiles
+    tile C[t]      L latent and R rotated numbers of each of 64 cached tokens; tiles are numbered within a split
+    pair           tiles 2i and 2i + 1. Warpgroup w scores tile 2i + w
+    slot           shared-memory buffer of one tile; there are three
+    split          consecutive pairs that a CTA processes for one block of query rows
+    channel group  128 consecutive latent channels. Each token has one scale per channel group
+
+Latents stay in fp8 in shared memory. Threads convert them to float16 in registers, from which wgmma reads its left
+operand (`pallas_attn.mosaic.hopper.mla_fp8_products`). O in float32 does not fit the registers of one warpgroup, so
+warpgroup 0 accumulates the left half of the L columns and warpgroup 1 the right half. Each warpgroup computes the
+scores of every other tile and stores the probabilities in shared memory for the other warpgroup. Both warpgroups run
+the same loop, half a pair apart:
 
     warpgroup 0                                  warpgroup 1
     S2 = C2 Qᵀ                                   P1 = exp(S1 - m); store P1; arrive ready[1]
@@ -25,22 +34,25 @@ As pseudocode, for warpgroup w (tile index t = 2 · pair + w; tile t - 1 belongs
         P = exp(S - m);  store P and the ratios of the scales;  arrive ready[w];  l += sums of P
         O += half(C[t])ᵀ P;  release slot of t
 
-Warpgroup 0 skips the middle block in the first pair of a split, and adds the last tile of warpgroup 1 after the loop.
-A slot is occupied for little more than one of the two tile times, so copies have time to refill it.
+In the first pair of a split, warpgroup 0 has no tile t - 1 and skips the steps for it. After the loop, it adds the last
+tile of warpgroup 1. A slot is in use from the scores of its tile until the other warpgroup has added the tile. This is
+little more than half of the duration of a pair, so the copies have time to refill the slot.
 
-The reference m of the exponent is common to both warpgroups and lies in shared memory. It changes only if a score
-exceeds it by more than `RESCALE_THRESHOLD_LOG2`. The warpgroup that changes m also stores the factors for O and l.
+m [rows] is the number that is subtracted from the scores, in shared memory and common to both warpgroups. It changes
+only if a score exceeds it by more than `RESCALE_THRESHOLD_LOG2`. The warpgroup that changes m also stores the factors
+by which both warpgroups multiply O and l. Each warpgroup has its own l, the sums over the tiles that it scored.
 
-A third warpgroup, the producer, belongs to the calling kernel: `mla_decode` copies pages with TMA, `mla_sparse` gathers
-rows with `cp.async`. The kernel passes its waits and masks as `Fp8TileAccess`.
+A third warpgroup, the producer, copies tiles and queries to shared memory. It belongs to the calling kernel:
+`mla_decode` copies pages with TMA, `mla_sparse` gathers tokens with `cp.async`. The kernel passes its waits and masks
+as `Fp8TileAccess`.
 
 Barriers (arrivals are per phase; `full` belongs to the calling kernel):
 
 | barrier | phase | arrivals | waits |
 |---|---|---|---|
-| `q_full` | a split | copies of the three parts of a query | both warpgroups |
-| `q_converted` | a split | both warpgroups, after converting half of the query to float16 | both warpgroups |
-| `q_free` | a split | both warpgroups | producer, before it copies the next query |
+| `q_full` | a split | copies of left half, right half and rotated columns of the queries | both warpgroups |
+| `q_converted` | a split | both warpgroups, after each has converted half of the queries to float16 | both warpgroups |
+| `q_free` | a split | both warpgroups | producer, before it copies the next queries |
 | `full[slot]` | use of a slot | producer's copies of a tile | both warpgroups |
 | `free[slot]` | use of a slot | both warpgroups | producer, before it refills the slot |
 | `ready[w]` | a pair | warpgroup w: its P, ratios and factors are stored | the other warpgroup |
@@ -49,16 +61,16 @@ Barriers (arrivals are per phase; `full` belongs to the calling kernel):
 
 Deadlock freedom. Each wait below is for an event that does not depend on the waiting warpgroup's later steps.
 
-- free: the number of phases is the number of uses of a slot plus one. Both warpgroups arrive once at the start and
-  once after each use. The producer waits for one phase before each tile, and for the last one before it ends.
-- ready[w]: warpgroup w arrives after its scores. They depend on full of the tile, on ready of the previous tile, and on
-  taken[w]. A tile is copied once the tile three before it is released, which waits for nothing later than the scores of
-  the tile after it.
+- free: both warpgroups arrive once at the start and once after each use of a slot. The producer waits for one phase
+  before it copies each tile, and for the last phase before it ends.
+- ready[w]: warpgroup w arrives after it has stored the probabilities of tile t. Before, it has waited for full of tile
+  t, for ready of tile t - 1, and for taken[w]. The copy of tile t waits until tile t - 3 is released. This release
+  needs nothing later than the scores of tile t - 2.
 - taken[w]: the other warpgroup arrives once at the start and once after each use of P. Warpgroup w waits for one phase
-  before it stores, and in `mla_fp8.end` for the last one.
+  before each store of P, and for the last phase in `mla_fp8.end`.
 - sums, q_converted: both warpgroups arrive once per split.
-- q_free: both warpgroups arrive once at the start and after the last scores of each split. The producer waits for one
-  phase before each query, and for the last one before it ends.
+- q_free: both warpgroups arrive once at the start and once per split, after the last scores. The producer waits for one
+  phase before it copies queries, and for the last phase before it ends.
 """
 
 from __future__ import annotations
@@ -85,14 +97,19 @@ from pallas_attn.portable.quantise import QUERY_SCALE
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 
 SLOTS = 3
-"""Tiles in shared memory."""
+"""Number of slots."""
 
 MAX, FACTORS, SUMS, REDUCTION = 0, 1, 3, 5
-"""First rows of the sections of `Fp8Scratch.stats`."""
+"""First row of each section of `Fp8Scratch.stats`."""
 
 
 def slot_of(pair: Any, tile: int) -> tuple[Any, Any]:
-    """Return the shared-memory slot of a tile of a pair, and the number of earlier uses of the slot."""
+    """Return the slot of a tile, and the number of earlier uses of this slot.
+
+    Args:
+      pair: index of the pair, counted over all splits of the CTA.
+      tile: 0 or 1, index of the tile in the pair.
+    """
     index = 2 * pair + tile
     return lax.rem(index, SLOTS), lax.div(index, SLOTS)
 
@@ -102,10 +119,10 @@ class Fp8LoopConfig:
     """Compile-time parameters of the main loop.
 
     Attributes:
-      latent_dim: L.
-      rows: query rows of a block, at most 64.
+      latent_dim: number L of latent channels.
+      rows: number of query rows, at most 64.
       sm_scale: factor of the scores.
-      page_tokens: number of tokens of a tile whose scale factors are contiguous.
+      page_tokens: number of consecutive tokens of a tile whose scales are contiguous in shared memory.
     """
 
     latent_dim: int
@@ -115,26 +132,30 @@ class Fp8LoopConfig:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Latent columns that each warpgroup accumulates."""
+        """Number of latent columns that warpgroup 0 and warpgroup 1 accumulate."""
         return mla_rows.halves(self.latent_dim)
 
 
 class Fp8Scratch(NamedTuple):
     """Shared memory and barriers of the main loop. The module docstring has the barrier table.
 
+    `groups` is the number of channel groups. `pages` is TOKENS / `Fp8LoopConfig.page_tokens`.
+
     Attributes:
-      q: two arrays [1, rows, columns], the halves of the latent columns; bfloat16 as copied, then float16 in place
-        (`mla_fp8_products.convert_queries`).
-      q_rope: [1, rows, R].
-      k: e4m3 [SLOTS, TOKENS, L].
-      rope: [SLOTS, TOKENS, R].
+      q: two arrays [1, rows, columns], left and right half of the latent columns of the queries. TMA writes bfloat16,
+        which `mla_fp8_products.convert_queries` converts to float16 in place.
+      q_rope: [1, rows, R], rotated columns of the queries.
+      k: e4m3 [SLOTS, TOKENS, L], latents.
+      rope: [SLOTS, TOKENS, R], rotated columns of the keys.
       scales: float32 [SLOTS, pages, at least page_tokens · groups].
       p: float16 [2, rows, TOKENS], probabilities of each tile of a pair.
-      ratios: float16 [2, groups, TOKENS], scales of each tile divided by the token's largest scale.
-      stats: float32 [13, rows]: reference m; rescaling factors of each tile of a pair; sums of each warpgroup; memory
-        for reductions over warps, four rows for each warpgroup.
-      weights: of `mla_fp8_softmax.sums_type`, sums of the weights of each warpgroup's tiles.
-      changed: int32 [2], whether each tile of a pair changed m.
+      ratios: float16 [2, groups, TOKENS], for each tile of a pair: scale of each token and channel group, divided by
+        the largest scale of the token.
+      stats: float32 [13, rows]. Row 0: m. Rows 1 and 2: factors by which O and l are multiplied after tile 0 or 1 of a
+        pair has changed m. Rows 3 and 4: l of each warpgroup at the end of a split. Then four rows for each warpgroup,
+        for reductions over its warps.
+      weights: partial sums of l of each warpgroup, of type `mla_fp8_softmax.sums_type`.
+      changed: int32 [2], 1 if tile 0 or 1 of a pair has changed m, else 0.
       q_full, free, ready, taken, sums, q_converted, q_free: barriers.
     """
 
@@ -158,7 +179,11 @@ class Fp8Scratch(NamedTuple):
 
     @staticmethod
     def types(config: Fp8LoopConfig, dtype: jax.typing.DTypeLike) -> Fp8Scratch:
-        """Scratch types, for queries of a dtype."""
+        """Scratch types.
+
+        Args:
+          dtype: dtype of the queries and of the rotated columns of the keys.
+        """
         rows, groups = config.rows, config.latent_dim // LATENT_GROUP
         scales = config.page_tokens * config.latent_dim // LATENT_GROUP
         return Fp8Scratch(
@@ -183,16 +208,19 @@ class Fp8Scratch(NamedTuple):
 
 
 class Fp8TileAccess(NamedTuple):
-    """Functions by which a kernel describes its tiles to the main loop.
+    """Functions of the calling kernel that wait for tiles and mask them.
+
+    `slot` is the slot of a tile, and `use` the number of earlier uses of this slot.
 
     Attributes:
-      await_keys: (slot, use) -> None. Wait until a tile is full, before tensor cores read its rotated keys. `use` is
-        the number of earlier uses of the slot.
-      await_values: (slot, use) -> None. Wait until a tile is full, before threads read its latents.
-      is_full: (slot) -> bool. Whether every row sees every token of a tile.
-      mask: (slot, s) -> s. For a tile that is not full and that this warpgroup scores: set scores [TOKENS, rows] to
-        -inf where a row does not see a token; set latents that no row sees to 0, and their scales to 1.
-      before_release: () -> None. Fence between the threads' reads of a tile and the producer's next copy.
+      await_keys: await_keys(slot, use) waits until the tile has arrived and tensor cores may read its rotated keys.
+      await_values: await_values(slot, use) waits until the tile has arrived and threads may read its latents.
+      is_full: is_full(slot) returns whether every query row sees every token of the tile.
+      mask: mask(slot, s) returns the masked scores [TOKENS, rows]. It is called if `is_full` is False, by the warpgroup
+        that scores the tile. It sets scores to -inf where a query row does not see a token. For tokens that no query
+        row sees, it also sets the latents in shared memory to 0 and their scales to 1.
+      before_release: before_release() issues a fence, if one is needed, between the threads' reads of a tile and the
+        producer's next copy to the same slot.
     """
 
     await_keys: Callable[[Any, Any], None]
@@ -206,25 +234,28 @@ class Fp8TileAccess(NamedTuple):
 
 
 def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAccess, first: Any, count: Any) -> Any:
-    """Attend to `count` pairs of tiles, at least one, starting with pair `first`, for the next query.
+    """Attend to a split, with the queries that arrive next in `Fp8Scratch.q`. Runs in both warpgroups.
 
     Args:
-      half: index of this warpgroup: the tile of each pair that it scores, and the half of the columns of its output.
+      half: index w of this warpgroup. It scores tile w of each pair, and accumulates the left (0) or right (1) half of
+        the columns of O.
+      tiles: functions of the calling kernel.
+      first, count: index of the first pair, counted over all splits of the CTA, and number of pairs, at least 1.
 
     Returns:
-      The weighted sums of all latents [columns, rows], in this warpgroup's columns.
+      Unnormalised O [columns, rows] of this warpgroup's columns, over all tiles.
     """
     rows, shape, other = config.rows, (TOKENS, config.rows), 1 - half
     groups = config.latent_dim // LATENT_GROUP
 
     def compute_scores(slot: Any) -> Any:
-        """Return Q Kᵀ [TOKENS, rows] of a tile, divided by the scale of the last group of columns."""
+        """Return C Qᵀ [TOKENS, rows] of a tile, divided by each token's scale of the last channel group."""
         zero = basics.opaque_zero()
         rotated = wgmma.start_scores([(mem.rope.at[slot], mem.q_rope.at[zero])], None, register_tiles.ROW_BYTES)
         queries = [q.at[zero] for q in mem.q]
         return mla_fp8_products.add_scores(rotated, mem.k.at[slot], queries, mem.scales.at[slot], config.page_tokens)
 
-    def load_scales(slot: Any) -> list[jax.Array]:  # [TOKENS] for each group of columns
+    def load_scales(slot: Any) -> list[jax.Array]:  # [TOKENS] for each channel group
         loaded = dequantize.load_group_scales(mem.scales.at[slot], config.page_tokens, groups, TOKENS, BY_64)
         return [jnp.maximum(scale, dequantize.SMALLEST_SCALE) for scale in loaded]
 
@@ -232,7 +263,10 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
         mla_fp8_softmax.rescale_weights(mem.weights.at[half], changed, mem.stats.at[FACTORS + tile])
 
     def store_probs(slot: Any, s: Any) -> None:
-        """Store the probabilities of this warpgroup's tile, and add their weights to the sums."""
+        """Compute and store the probabilities of this warpgroup's tile, and add them to l.
+
+        The stored probabilities are multiplied by the largest scale of the token; the sums l are not.
+        """
         s = lax.cond(tiles.is_full(slot), lambda s: s, lambda s: tiles.mask(slot, s), s)
         scales = load_scales(slot)
         largest = functools.reduce(jnp.maximum, scales)  # [TOKENS]
@@ -254,13 +288,17 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
         rescale_weights(half, changed)
         p = jnp.exp2(x - over_columns(basics.load(mem.stats.at[MAX], PER_COLUMN), shape))
         ratios = [(scale / largest).astype(jnp.float16) for scale in load_scales(slot + basics.opaque_zero())]
-        zero = basics.opaque_zero()  # addresses are recomputed here, which saves registers
+        zero = basics.opaque_zero()  # keeps the compiler from computing these addresses earlier, which saves registers
         mla_fp8_softmax.store_probs(p.astype(jnp.float16), mem.p.at[half + zero], ratios, mem.ratios.at[half + zero])
         plgpu.barrier_arrive(mem.ready.at[half])
         mla_fp8_softmax.add_weights(mem.weights.at[half], p, 1 / largest)
 
     def add_values(slot: Any, tile: int, acc: Any) -> Any:
-        """Add a tile's latents times their probabilities, and release the tile."""
+        """Add a tile's latents times its probabilities to O, and release the tile's slot.
+
+        Args:
+          tile: 0 or 1, index of the tile in its pair.
+        """
         acc = mla_fp8_softmax.rescale_columns(acc, mem.changed[tile], mem.stats.at[FACTORS + tile])
         column, p = half * config.widths[0], mem.p.at[tile + basics.opaque_zero()]
         acc = mla_fp8_products.add_values(acc, mem.k.at[slot], column, p, mem.ratios.at[tile])
@@ -269,7 +307,7 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
         return acc
 
     def add_other_tile(pair: Any, acc: Any) -> Any:
-        """Add the other warpgroup's tile of a pair, after its probabilities are ready."""
+        """Add the tile of `pair` that the other warpgroup scores to O, after its probabilities have been stored."""
         slot, use = slot_of(pair, other)
         tiles.await_values(slot, use)
         plgpu.barrier_wait(mem.ready.at[other])
@@ -307,7 +345,9 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
 
 
 def begin(mem: Fp8Scratch, half: int) -> None:
-    """Mark the query, all tiles and the other warpgroup's probabilities as free, once before the first split."""
+    """Make the first arrivals at q_free, free and taken, so that the first waits for them end. Call it once, before the
+    first split.
+    """
     plgpu.barrier_arrive(mem.q_free)
     for slot in range(SLOTS):
         plgpu.barrier_arrive(mem.free.at[slot])
@@ -315,12 +355,12 @@ def begin(mem: Fp8Scratch, half: int) -> None:
 
 
 def end(mem: Fp8Scratch, half: int) -> None:
-    """Wait for the other warpgroup's last arrival, once after the last split."""
+    """Wait for the other warpgroup's last arrival at taken. Call it once, after the last split."""
     plgpu.barrier_wait(mem.taken.at[half])
 
 
 def exchange_sums(config: Fp8LoopConfig, mem: Fp8Scratch, half: int) -> Any:
-    """Return the sums of weights [rows] over the tiles of both warpgroups, and release the query."""
+    """Return l [rows], summed over the tiles of both warpgroups, and arrive at q_free. Call it once per split."""
     plgpu.barrier_arrive(mem.q_free)
     own = mla_fp8_softmax.total_weights(mem.weights.at[half], config.rows, mem.stats.at[pl.ds(REDUCTION + 4 * half, 4)])
     mem.stats[SUMS + half] = own
@@ -331,19 +371,26 @@ def exchange_sums(config: Fp8LoopConfig, mem: Fp8Scratch, half: int) -> Any:
 
 
 def load_max(mem: Fp8Scratch) -> Any:
-    """Load the reference m [rows] of the exponent. Only warpgroup 0 may call this: it resets m for the next split."""
+    """Load m [rows] after a split. Only warpgroup 0 may call this.
+
+    Warpgroup 0 resets m at the start of the next split, possibly before warpgroup 1 would have loaded it.
+    """
     return basics.load(mem.stats.at[MAX], PER_COLUMN)
 
 
 def normalise_columns(acc: Any, l: Any) -> Any:  # noqa: E741
-    """Divide acc [columns, rows] by the sums of weights l [rows]. A row with sum 0 becomes 0, whatever acc holds."""
+    """Divide O, acc [columns, rows], by l [rows]. The result is 0 for query rows with l = 0, even if acc is NaN."""
     seen = l != 0
     inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
     return jnp.where(over_columns(seen, acc.shape), acc * over_columns(inverse, acc.shape), 0.0)
 
 
 def write_partial(config: Fp8LoopConfig, half: int, acc: Any, to: Ref) -> None:
-    """Write this warpgroup's columns [columns, rows] of a partial state to its place in `PartialStates.acc`."""
+    """Write this warpgroup's half of O, acc [columns, rows], to a partial state in global memory.
+
+    Args:
+      to: the accumulator of one state of `PartialStates`; this warpgroup writes the fragments of its columns.
+    """
     widths = config.widths
     fragments = pl.ds(num_fragments(ROWS * half * widths[0]), num_fragments(ROWS * widths[half]))
     mla_fp8_products.store_fragments(acc, to.at[fragments])

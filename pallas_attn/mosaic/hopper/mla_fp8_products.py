@@ -1,17 +1,26 @@
-"""Matrix products with fp8 latents in shared memory. Threads convert latents to float16, the left operand of wgmma.
+"""Matrix products with fp8 latents for the two-warpgroup MLA kernel (`mla_fp8`).
 
-Scores S [tokens, rows] have tokens as rows. Outputs O [channels, rows] have channels as rows, in the order of
-`dequantize.as_values`; a row (column of the tile) is a query head. A token has one scale s_g for each group g of
-channels:
+The products are S = C Qᵀ [TOKENS, N] and O += Cᵀ P [channels, N] for a tile C of 64 cached latents and N query rows (a
+query row is one head of one query token). Latents are e4m3 in shared memory. Threads convert them to float16 in
+registers, from which wgmma reads its left operand. `ldmatrix` permutes channels; `as_keys` and `as_values` of
+`hopper.dequantize` define the order.
 
-    S = (... (q_rope Rᵀ / s_0 + C_0 q_0ᵀ) s_0 / s_1 + C_1 q_1ᵀ) s_1 / s_2 + ...   multiplied by the last s
-    O_g += (C_g s_g / s)ᵀ P     s is the token's largest scale; the caller multiplies P by s through the exponent
+A token has one scale s_g for each channel group g, which is `LATENT_GROUP` consecutive channels. C_g and q_g are the
+columns of group g, without scale. R and q_rope are the rotated columns:
 
-Scores are accumulated from exact latents in one accumulator. Values are rounded to float16 relative to the token's
-largest scale, so they do not overflow, and values that round to 0 are negligible compared with the largest ones.
+    S = (... ((R q_ropeᵀ / s_0 + C_0 q_0ᵀ) s_0 / s_1 + C_1 q_1ᵀ) s_1 / s_2 + ... + C_n q_nᵀ) s_n
+    O_g += (C_g s_g / s)ᵀ (P s)
 
-A piece is 32 channels of 64 tokens (scores) or 32 tokens of 64 channels (values), i.e. two wgmma instructions. Threads
-convert the next piece while tensor cores multiply the current one. The interpreter does not split products into pieces.
+Scores: one accumulator is multiplied by a ratio of scales before each group is added, so latents are multiplied
+  exactly.
+Values: s is the token's largest scale. The product C_g s_g / s is rounded to float16 and cannot overflow, because s_g /
+  s
+is at most 1. Products that round to 0 are negligible compared with the group that has scale s. The calling kernel
+multiplies P by s, through the exponent.
+
+A product is computed in pieces of two wgmma instructions: 64 tokens by 32 channels for scores, 64 channels by 32 tokens
+for values. Threads convert the next piece while tensor cores multiply the current piece. In interpret mode, products
+are not split into pieces.
 """
 
 from __future__ import annotations
@@ -53,23 +62,23 @@ from pallas_attn.portable.quantise import QUERY_SCALE, float16_queries
 from pallas_attn.types import LATENT_8BIT, LATENT_GROUP
 
 TOKENS = 64
-"""Tokens of a tile."""
+"""Number of tokens in a tile."""
 
 PIECE = 32
-"""Channels (scores) or tokens (values) of a piece, the unit of conversion."""
+"""Number of channels (scores) or tokens (values) in a piece: the sum of K of its two wgmma instructions."""
 
 BLOCK = 64
-"""Channels of values in one wgmma instruction (its M)."""
+"""Number of channels in a block of O: M of a wgmma instruction."""
 
 FEW_COLUMNS = 32
-"""Maximum number of columns with which registers suffice for four pieces in flight instead of two."""
+"""Maximum N for which there are enough registers to have the products of four pieces in flight; two above it."""
 
 
 def warp_and_lane() -> tuple[ir.Value, ir.Value]:
     """Return the index of the thread's warp in the warpgroup, and of its lane in the warp.
 
-    The assembly is marked as having side effects, so that the compiler recomputes derived addresses for each tile
-    instead of holding them in registers.
+    The index is read by inline assembly with side effects. The compiler must then compute the addresses that depend on
+    it anew for each tile, which saves registers.
     """
     thread: Any = llvm.inline_asm(i32(), [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
     return masked(shifted(thread, 5), 3), masked(thread, 31)
@@ -81,8 +90,8 @@ def warp_and_lane() -> tuple[ir.Value, ir.Value]:
 def convert_queries(q: Ref) -> None:
     """Convert bfloat16 queries [N, columns] in shared memory to float16, in place.
 
-    Queries are multiplied by QUERY_SCALE, and columns are reordered as in `as_keys`. The function does not synchronise
-    threads: the caller must call `plgpu.commit_smem` afterwards.
+    Queries are multiplied by QUERY_SCALE, and columns are permuted by `as_keys`. The threads do not synchronise: call
+    `plgpu.commit_smem` before the queries are multiplied.
     """
     rows, columns = q.shape
     if interpreted():
@@ -116,7 +125,7 @@ def convert_queries(q: Ref) -> None:
 
 
 def _float16_query(pair: ir.Value) -> ir.Value:
-    """Convert two bfloat16 queries to float16."""
+    """Convert a 32-bit word with two bfloat16 queries to a word with two float16 queries times QUERY_SCALE."""
     converted_pair: Any = llvm.inline_asm(i32(), [pair], BF16_TO_F16_QUERIES, "=r,r")
     return converted_pair
 
@@ -141,17 +150,24 @@ max.NaN.f32 b, b, least;
 cvt.rn.f16x2.f32 $0, b, a;
 }
 """
-"""PTX: multiply by QUERY_SCALE = 2**-4, clamp to the float16 range of 65504, convert."""
+"""PTX that converts the two bfloat16 numbers in $1: multiply by QUERY_SCALE = 2**-4, clamp to [-65504, 65504], the
+range of float16, and convert. NaN stays NaN.
+"""
 
 
 def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, page_tokens: int) -> jax.Array:
-    """Return (QUERY_SCALE · rotated + sum over groups of scale · latent @ qᵀ) / last scale, float32 [TOKENS, N].
+    """Return the scores S, divided by the scale of each token's last channel group: float32 [TOKENS, N].
+
+    The scores contain the factor QUERY_SCALE.
 
     Args:
-      rotated: [TOKENS, N], products of rotated columns, possibly in flight, in layout `wgmma.UNPAIRED`.
-      latent: e4m3 tile [TOKENS, L].
-      qs: arrays [N, columns] of `convert_queries`, consecutive ranges of the L columns.
-      scales: float32 [pages, at least page_tokens · groups] in shared memory; clamped to at least SMALLEST_SCALE.
+      rotated: float32 [TOKENS, N] with layout `wgmma.UNPAIRED`, the product R q_ropeᵀ without QUERY_SCALE. It may be
+        the result of a product in flight.
+      latent: e4m3 tile [TOKENS, L] in shared memory.
+      qs: queries [N, columns] after `convert_queries`; the arrays are consecutive ranges of the L columns.
+      scales: float32 [TOKENS / page_tokens, at least page_tokens · groups] in shared memory; the scales of a token are
+        adjacent. Scales below SMALLEST_SCALE count as SMALLEST_SCALE.
+      page_tokens: number of tokens whose scales are in one row of `scales`.
     """
     channels, shape = latent.shape[1], rotated.shape
     begins = list(itertools.accumulate((q.shape[1] for q in qs), initial=0))
@@ -166,7 +182,7 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
             group = slice(i * LATENT_GROUP, (i + 1) * LATENT_GROUP)
             product = jnp.dot(left[:, group], right[group], preferred_element_type=jnp.float32)
             total = total * over_tokens(factor, shape) + product
-        plgpu.commit_smem()  # in the interpreter, all threads finish their reads before copies overwrite the tile
+        plgpu.commit_smem()  # for the race detector: the reads of the tile precede later copies to its memory
         return total
 
     @plgpu.inline_mgpu(
@@ -213,21 +229,21 @@ def add_scores(rotated: jax.Array, latent: Ref, qs: Sequence[Ref], scales: Ref, 
 
 
 def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -> jax.Array:
-    """Return total + (latent[:, first : first + K] · ratio)ᵀ @ pᵀ, float32 [K, N].
+    """Return total + Cᵀ P for the channels `first` to `first` + K - 1, float32 [K, N].
 
     Args:
-      total: [K, N], rows in the order of `as_values`.
-      latent: e4m3 tile [TOKENS, L].
+      total: float32 [K, N], rows in the order of `as_values`.
+      latent: e4m3 tile [TOKENS, L] in shared memory.
       first: first channel, a multiple of 64.
-      p: float16 [N, TOKENS].
-      ratios: float16 [groups of channels, TOKENS] in shared memory.
+      p: float16 [N, TOKENS] in shared memory, probabilities times the largest scale of each token.
+      ratios: float16 [channel groups, TOKENS] in shared memory, each scale divided by the token's largest scale.
     """
     (channels, columns), all_channels = total.shape, latent.shape[1]
     if interpreted():
         scaled = latent[...].astype(jnp.float32) * jnp.repeat(ratios[...].T.astype(jnp.float32), LATENT_GROUP, axis=1)
         left = as_values(scaled[:, first : first + channels].T).astype(jnp.float16)
         added = total + jnp.dot(left, p[...].T, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # in the interpreter, all threads finish their reads before copies overwrite the tile
+        plgpu.commit_smem()  # for the race detector: the reads of the tile precede later copies to its memory
         return added
 
     @plgpu.inline_mgpu(
@@ -279,7 +295,13 @@ def add_values(total: jax.Array, latent: Ref, first: int, p: Ref, ratios: Ref) -
 
 
 def _pieces_under_way(columns: int) -> int:
-    """Maximum number of pieces in flight while threads convert the next one. A piece takes 8 registers per thread."""
+    """Maximum number of pieces whose products are in flight while threads convert the next piece.
+
+    A piece takes 8 registers per thread until its product has finished.
+
+    Args:
+      columns: N.
+    """
     return 2 if columns > FEW_COLUMNS else 4
 
 
@@ -288,22 +310,32 @@ def _await(under_way: int) -> None:
 
 
 def _load(pointer: ir.Value, *, rows: bool) -> list[ir.Value]:
-    """Load the words of a piece. Callers load two pieces ahead, because loads take longer than conversions."""
+    """Load a piece from shared memory as four 32-bit words per thread. `rows` is as in `load_matrices`.
+
+    Callers load a piece two pieces before its product, because a load takes longer than a conversion.
+    """
     return list(load_matrices(pointer, rows=rows))
 
 
 def _keys(words: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Return the left-operand registers of two wgmma instructions, each 64 tokens by 16 channels."""
+    """Convert a piece of keys. Return the left-operand registers of two wgmma instructions, each 64 tokens by 16
+    channels.
+
+    Args:
+      words: from `_load`.
+    """
     assembly = conversion(LATENT_8BIT, (0, 1, 2, 3))
     pairs = [converted(word, assembly) for word in words]
     return [[top[0], bottom[0], top[1], bottom[1]] for top, bottom in (pairs[:2], pairs[2:])]
 
 
 def _values(words: Sequence[ir.Value], factors: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Return the left-operand registers of two wgmma instructions, each 64 channels by 16 tokens.
+    """Convert a piece of values and multiply it by ratios of scales. Return the left-operand registers of two wgmma
+    instructions, each 64 channels by 16 tokens.
 
     Args:
-      factors: pairs of float16 ratios, one pair for each eight tokens.
+      words: from `_load`.
+      factors: one word for each eight tokens, with the float16 ratios of this thread's two tokens.
     """
     assembly = conversion(LATENT_8BIT, (0, 2, 1, 3))
     eights = [
@@ -319,7 +351,7 @@ def _multiplied(pair: ir.Value, factor: ir.Value) -> ir.Value:
 
 
 def _scale(own: ir.Value, offset: int) -> ir.Value:
-    """Load a token's scale of a group, clamped to at least SMALLEST_SCALE."""
+    """Load the scale at `own` + `offset` floats; at least SMALLEST_SCALE."""
     number = ir.F32Type.get()
     loaded = llvm.load(number, mgpu.utils.getelementptr(own, [offset], number), alignment=4)
     scale: Any = arith.maximumf(loaded, mgpu.c(SMALLEST_SCALE, number))
@@ -338,11 +370,11 @@ def _load_word(base: ir.Value, offset: int) -> ir.Value:
 
 
 def clear_scales(scales: Ref, live_mask: jax.Array, page_tokens: int, latent_dim: int) -> None:
-    """Set all scales of a token to 1 in shared memory where live_mask is false.
+    """Set all scales of a token to 1 in shared memory where `live_mask` is false, because no query row sees the token.
 
     Args:
-      scales: as in `add_scores`.
-      live_mask: bool [TOKENS] in layout `PER_TOKEN`.
+      scales, page_tokens: as in `add_scores`.
+      live_mask: bool [TOKENS] with layout `PER_TOKEN`.
     """
     groups = latent_dim // LATENT_GROUP
     if interpreted():
@@ -368,14 +400,22 @@ def clear_scales(scales: Ref, live_mask: jax.Array, page_tokens: int, latent_dim
 
 
 def _scales_of(scales: ir.Value, row: ir.Value, page_tokens: int, groups: int) -> ir.Value:
-    """Return a pointer to the scales of a token. The token 8 rows later is in the same page."""
+    """Return a pointer to the scales of token `row`. The scales of token `row` + 8 follow 8 · groups floats later.
+
+    Args:
+      scales, page_tokens: as in `add_scores`.
+      groups: channel groups of a token.
+    """
     in_page, page = masked(row, page_tokens - 1), shifted(row, page_tokens.bit_length() - 1)
     place = plus(times(in_page, groups), times(page, ir.MemRefType(scales.type).shape[1]))
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(scales), [place], ir.F32Type.get())
 
 
 def token_index() -> jax.Array:
-    """Return the index of each token of a tile, int32 [TOKENS] in layout `PER_TOKEN`, recomputed for each tile."""
+    """Return the index of each token of a tile, int32 [TOKENS] with layout `PER_TOKEN`.
+
+    The compiler computes the index anew for each tile (`warp_and_lane`), which saves registers.
+    """
     if interpreted():
         return jnp.arange(TOKENS, dtype=jnp.int32)
 
@@ -396,9 +436,14 @@ def token_index() -> jax.Array:
 
 
 def store_heads(total: jax.Array, to: Ref) -> None:
-    """Write total [K, N], with channels in the order of `as_values`, to [N, K] in global memory, channels in order.
+    """Write O transposed to global memory.
 
-    A thread holds two adjacent channels of a head, eight threads hold 16 channels: 32 bytes of a 16-bit output.
+    A thread holds two adjacent channels of a query row. Eight threads hold 16 adjacent channels and write 32 bytes of a
+    16-bit output.
+
+    Args:
+      total: O [K, N], rows in the order of `as_values`.
+      to: [N, K] in global memory, with channels in their usual order.
     """
     if interpreted():
         rows, columns = total.shape
@@ -423,8 +468,12 @@ def store_heads(total: jax.Array, to: Ref) -> None:
 
 
 def store_fragments(total: jax.Array, to: Ref) -> None:
-    """Write total [K, N], with channels in the order of `as_values`, in the format in which `merge.store_fragments`
-    writes [64, K]. Heads N to 63 are not written.
+    """Write O to a partial state in global memory, in the format in which `merge.store_fragments` writes an array [64,
+    K] of query rows and channels. Query rows N to 63 are not written.
+
+    Args:
+      total: O [K, N], rows in the order of `as_values`.
+      to: fragments of the partial state.
     """
     if interpreted():
         rows, columns = total.shape
@@ -437,7 +486,7 @@ def store_fragments(total: jax.Array, to: Ref) -> None:
     def write(_: Any, total: Any, to: ir.Value) -> None:
         warp, lane = warp_and_lane()
         number = ir.F32Type.get()
-        group = shifted(lane, 2)  # index of a pair of channels
+        group = shifted(lane, 2)  # index of the thread's pair of channels among the 8 pairs of its warp
         fragment = plus(times(warp, 2), shifted(group, 2))
         thread = plus(times(masked(lane, 3), 8), masked(group, 3))
         own = plus(times(fragment, 512), times(thread, 4))
@@ -451,9 +500,10 @@ def store_fragments(total: jax.Array, to: Ref) -> None:
 
 
 def _channel_pairs(total: Any) -> list[tuple[tuple[int, int, int], list[ir.Value]]]:
-    """Return a thread's pairs of adjacent channels, each with its index (block of 64 channels, block of 8 heads, head).
+    """Return the pairs of adjacent channels of O that a thread holds.
 
-    The head index is 0 or 1: a thread holds two heads of each block.
+    Each pair comes with an index (block of 64 channels, block of 8 query rows, query row). The last is 0 or 1: of each
+    block of 8 query rows, a thread holds two.
     """
     channels, columns = total.shape
     registers = total.registers.reshape(channels // BLOCK, columns // 8, 2)

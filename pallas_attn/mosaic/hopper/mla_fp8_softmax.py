@@ -1,7 +1,9 @@
-"""Softmax of score tiles [tokens, N] whose columns are query heads: maxima, sums, rescaling, and stores.
+"""Softmax steps of the two-warpgroup MLA kernel with fp8 latents (`mla_fp8`): maxima, sums, rescaling, and stores.
 
-Tiles have the layout of `mla_fp8_products`. A thread holds two adjacent columns of every eight, and a warp holds 16
-rows. Reductions over tokens use shuffles between lanes, then shared memory between the four warps.
+A tile of scores or probabilities is [TOKENS, N]: 64 tokens are its rows, and N query rows (one head of one query token
+each) are its columns. Of every eight columns, a thread holds two adjacent columns. A warp holds 16 rows. Maxima and
+sums of columns are computed with shuffles between the lanes of a warp, then through shared memory between the four
+warps.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ SPLAT = plgpu.Layout.WG_SPLAT(())
 
 
 def exceeds(x: jax.Array, limit: float) -> jax.Array:
-    """Return 1 if any element of x [TOKENS, N] exceeds a limit, else 0, as int32 in all threads of the warpgroup.
+    """Return 1 (int32) if any element of x [TOKENS, N] exceeds a limit, else 0.
 
-    The threads of the warpgroup synchronise. NaN, which padding rows may contain, does not exceed the limit.
+    All threads of the warpgroup synchronise and get the same result. NaN, which columns of padding may contain, does
+    not exceed the limit.
     """
     if interpreted():
         plgpu.commit_smem()
@@ -63,12 +66,12 @@ selp.b32 $0, 1, 0, all;
 
 
 def largest_of_rows(x: jax.Array, scratch: Ref) -> jax.Array:
-    """Return the maximum of each column of x [TOKENS, N], float32 [N] in layout `PER_COLUMN`.
+    """Return the maximum of each column (query row) of x [TOKENS, N], float32 [N] with layout `PER_COLUMN`.
 
-    The threads of the warpgroup synchronise.
+    All threads of the warpgroup synchronise.
 
     Args:
-      scratch: float32 [4 warps, N], used by this warpgroup only.
+      scratch: float32 [4 warps, N] in shared memory, used by this warpgroup only.
     """
     columns = x.shape[1]
     if interpreted():
@@ -99,13 +102,14 @@ def _from_lane(x: ir.Value, distance: int) -> ir.Value:
 def _over_warps(
     numbers: Mapping[int | ir.Value, ir.Value], lanes: int, columns: int, scratch: ir.Value, combine: Callable[..., Any]
 ) -> Any:
-    """Reduce one number per column over the four warps. Return an array [columns] in layout `PER_COLUMN`.
+    """Reduce one number per column over the four warps. Return an array [columns] with layout `PER_COLUMN`.
 
     Args:
-      numbers: a warp's numbers by index among the thread's columns, in pairs of adjacent columns. Only the first index
-        of a pair is used.
-      lanes: the first `lanes` lanes of each warp store their numbers.
-      combine: reduction of two numbers.
+      numbers: maps an index among the columns that this thread holds to the warp's number for this column. The entries
+        are pairs of adjacent columns; only the index of the first column of a pair is read.
+      lanes: the first `lanes` lanes of each warp have the warp's numbers for all columns.
+      scratch: float32 [4 warps, columns] in shared memory.
+      combine: reduction of two numbers, for example addition.
     """
     warp, lane = warp_and_lane()
     number, pair = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
@@ -131,20 +135,24 @@ def _over_warps(
 
 
 def halvings(columns: int) -> int:
-    """Number of exchanges between lanes in `add_weights`. Each exchange halves the columns a thread accumulates."""
+    """Return the number of shuffle rounds in `add_weights`. Each round halves the columns that a thread sums."""
     return 3 if columns % 64 == 0 else 2 if columns % 32 == 0 else 0
 
 
 def sums_type(columns: int) -> Any:
-    """Scratch type of the column sums of two warpgroups: float32 [2, 128 threads · numbers per thread]."""
+    """Scratch type of the partial column sums of two warpgroups: float32 [2, 128 threads · sums per thread].
+
+    Each thread has private sums over the rows of tiles that it holds. `add_weights` adds to them, and `total_weights`
+    adds up the sums of all threads.
+    """
     return plgpu.SMEM((2, 32 * columns >> halvings(columns)), jnp.float32)
 
 
 def clear_sums(sums: Ref, columns: int) -> None:
-    """Set the column sums of a warpgroup to 0.
+    """Set the partial column sums of a warpgroup to 0.
 
     Args:
-      sums: row of `sums_type`. Each thread has private numbers, which `total_weights` adds up.
+      sums: row of `sums_type`.
     """
     if interpreted():
         sums[...] = jnp.zeros(sums.shape, sums.dtype)
@@ -160,7 +168,7 @@ def clear_sums(sums: Ref, columns: int) -> None:
 
 
 def _own_sums(sums: ir.Value) -> list[ir.Value]:
-    """Return pointers to the thread's pairs of sums."""
+    """Return pointers to this thread's sums, one pointer per pair of columns."""
     warp, lane = warp_and_lane()
     number = ir.F32Type.get()
     thread = plus(times(warp, 32), lane)
@@ -170,7 +178,13 @@ def _own_sums(sums: ir.Value) -> list[ir.Value]:
 
 
 def add_weights(sums: Ref, p: jax.Array, factor: jax.Array) -> None:
-    """Add the column sums of p [TOKENS, N] · factor [TOKENS] to `sums`, a row of `sums_type`."""
+    """Add the column sums of a tile of probabilities to partial sums.
+
+    Args:
+      sums: row of `sums_type`.
+      p: probabilities [TOKENS, N], multiplied by the largest scale of each token.
+      factor: [TOKENS], factor of the rows of p: inverse of the largest scale.
+    """
     columns = p.shape[1]
     if interpreted():
         of_columns = pl.ds(0, columns)
@@ -200,10 +214,11 @@ def add_weights(sums: Ref, p: jax.Array, factor: jax.Array) -> None:
 
 
 def total_weights(sums: Ref, columns: int, scratch: Ref) -> jax.Array:
-    """Return the column sums of all threads of a warpgroup, float32 [N] in layout `PER_COLUMN`.
+    """Add up the partial column sums of all threads of a warpgroup. Return float32 [N] with layout `PER_COLUMN`.
 
     Args:
       sums: row of `sums_type`.
+      columns: N.
       scratch: as in `largest_of_rows`.
     """
     if interpreted():
@@ -239,7 +254,7 @@ def _bit(distance: int) -> ir.Value:
 
 
 def _first_column(columns: int) -> ir.Value:
-    """Return the index, among the thread's columns, of the first column that the thread accumulates."""
+    """Return the index of the first column that this thread sums, among the N / 4 columns that it holds."""
     _, lane = warp_and_lane()
     first, count = mgpu.c(0, i32()), columns // 4
     for i in range(halvings(columns)):
@@ -249,7 +264,13 @@ def _first_column(columns: int) -> ir.Value:
 
 
 def rescale_columns(total: jax.Array, changed: Any, factors: Ref) -> jax.Array:
-    """Multiply the columns of total [K, N] by factors, float32 [N] in shared memory, unless `changed` is 0."""
+    """Multiply the columns of O after m has changed. Return O; it is unchanged if `changed` is 0.
+
+    Args:
+      total: O [K, N].
+      changed: int32 scalar.
+      factors: float32 [N] in shared memory.
+    """
     columns = total.shape[1]
     if interpreted():
         plgpu.commit_smem()
@@ -278,7 +299,13 @@ def rescale_columns(total: jax.Array, changed: Any, factors: Ref) -> jax.Array:
 
 
 def rescale_weights(sums: Ref, changed: Any, factors: Ref) -> None:
-    """Multiply column sums, a row of `sums_type`, by factors, float32 [N] in shared memory, unless `changed` is 0."""
+    """Multiply partial column sums after m has changed. Do nothing if `changed` is 0.
+
+    Args:
+      sums: row of `sums_type`.
+      changed: int32 scalar.
+      factors: float32 [N] in shared memory, one factor per column.
+    """
     (columns,) = factors.shape
     if interpreted():
         factor = jnp.where(changed != 0, factors[...], 1.0)
@@ -303,14 +330,14 @@ def rescale_weights(sums: Ref, changed: Any, factors: Ref) -> None:
 
 
 def _own_factors(factors: ir.Value) -> ir.Value:
-    """Return the shared-memory address of the factors of the thread's first columns."""
+    """Return the shared-memory address of the factor of the first column that this thread holds."""
     _, lane = warp_and_lane()
     own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(factors), [times(masked(lane, 3), 8)], i8())
     return llvm.ptrtoint(i32(), own)
 
 
 def _per_column(registers: Sequence[ir.Value], columns: int) -> Any:
-    """Return an array [columns] in layout `PER_COLUMN` made of registers with two adjacent columns each."""
+    """Return the array [columns] with layout `PER_COLUMN` that has these registers, with two adjacent columns each."""
     layout = PER_COLUMN.to_mgpu()
     array = np.empty(layout.registers_shape((columns,)), dtype=object)
     array.reshape(-1)[:] = registers
@@ -318,10 +345,16 @@ def _per_column(registers: Sequence[ir.Value], columns: int) -> Any:
 
 
 def store_probs(p: jax.Array, to: Ref, ratios: Sequence[jax.Array], ratios_to: Ref) -> None:
-    """Store float16 p [TOKENS, N] to shared memory [N, TOKENS] for tensor cores, and ratios [TOKENS] for threads.
+    """Store probabilities and ratios of scales in shared memory, and make them visible to tensor cores and threads.
 
-    There is one array of ratios for each group of channels. The caller ensures that the previous contents have been
-    read. Includes `plgpu.commit_smem`, so earlier stores of the threads become visible, too.
+    The caller guarantees that nothing reads the previous contents any more. The function ends with `plgpu.commit_smem`,
+    so earlier stores of the threads become visible, too.
+
+    Args:
+      p: float16 [TOKENS, N].
+      to: float16 [N, TOKENS] in shared memory.
+      ratios: for each channel group, float16 [TOKENS].
+      ratios_to: float16 [channel groups, TOKENS] in shared memory.
     """
     if interpreted():
         to[...] = p.T

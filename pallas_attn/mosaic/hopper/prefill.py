@@ -1,8 +1,10 @@
 """The prefill kernel on Hopper: attention of many queries to packed or paged keys and values.
 
-The schedule is FlashAttention-3's (Shah et al., arXiv:2407.08608). A CTA has one producer warpgroup, which copies, and
-one to three consumer warpgroups, which compute. It processes work tiles (`mosaic.prefill.schedule`). A work tile is a
-block of query rows, 64 for each consumer, and the keys that these rows see, in tiles of `tile_keys` keys.
+The schedule is the one of FlashAttention-3 (Shah et al., arXiv:2407.08608). A CTA has one producer warpgroup, which
+starts TMA copies, and one to three consumer warpgroups, which compute. It processes work tiles
+(`mosaic.prefill.schedule`). A work tile is a block of query rows, 64 for each consumer, and the keys that these rows
+see, or a split of these keys. A tile is `tile_keys` consecutive keys or their values. Tiles of K, and tiles of V, are
+in the slots of a ring in shared memory (`mosaic.prefill.pipeline.Rings`): tile i is in slot i % stages.
 
     producer:                                   consumer, for each work tile:
       for each work tile:                         wait q_full[consumer]
@@ -19,15 +21,16 @@ block of query rows, 64 for each consumer, and the keys that these rows see, in 
                                                   O += P V of the last tile                       # _last
                                                   store O / l and LSE, or O, m, l                 # store
 
-Each consumer keeps S [64, tile_keys], P [64, tile_keys] and O [64, Dv] in registers. The exponentials wait for P V,
-because the new P takes the registers of the old one. Consumers start their products one after the other, so that the
-softmax of one consumer overlaps the products of the others:
+After S of the last tile of a block, the consumer also arrives at q_empty. Each consumer keeps S [64, tile_keys], P [64,
+tile_keys] and O [64, Dv] in registers. It computes the exponentials after P V has finished, because the new P takes the
+registers of the old P. Consumers start their products one after the other, so that the softmax of one consumer overlaps
+the products of the others (two consumers; S0 is the product with K[0], PV0 the product with V[0]):
 
     consumer 0   S0 ·softmax· S1 PV0 ·softmax· S2 PV1 ·softmax·
     consumer 1      ········ S0 ·softmax· S1 PV0 ·softmax· S2 PV1
-    producer     Q K0 K1 V0 K2 V1 ······ as stages become empty; for the next block K0 K1 V0 Q K2 V1 ······
+    producer     Q K0 K1 V0 K2 V1 ······ as slots become empty; for the next block K0 K1 V0 Q K2 V1 ······
 
-Barriers, for n consumers. `slot` is a pipeline stage. One group of TMA copies is one arrival.
+Barriers, for n consumers. All TMA copies of a tile together are one arrival:
 
     barrier                    arrivals per phase           waits
     q_full[consumer]           copies of Q, 1 per part      consumer, before its first product of a block
@@ -44,15 +47,17 @@ Barriers, for n consumers. `slot` is a pipeline stage. One group of TMA copies i
 
 If the producer dequantizes a cache, it arrives at k_full and v_full itself (`mosaic_dequantize.py`).
 
-Deadlock freedom. All warpgroups process the same work tiles and the same tiles of keys in the same order.
+Deadlock freedom. All warpgroups process the same work tiles and the same tiles in the same order.
 
-- The producer waits for slots. Every consumer empties a slot at most one product after the product that reads it. By
-  then the producer has brought the operands of both products, because it brings K[i] before V[i-1], and consumers wait
-  for them in this order.
-- The producer waits for q_empty after it has brought all tiles of the previous block, so consumers can finish it.
-- The consumer whose turn it is waits for nothing else before it arrives at the schedule_barrier of the next consumer.
-  Every consumer does this once per tile. The last consumer arrives once before the first work tile (`begin_round`), and
-  the first consumer waits once after the last work tile (`end_round`), so every phase of a barrier has one wait.
+- The producer waits for empty slots. A consumer arrives at k_empty of K[i] and v_empty of V[i-1] after it has waited
+  for both tiles. The producer loads K[i] and then V[i-1], and for these loads it waits only for slots of earlier tiles.
+  So consumers always get the tiles that they need to empty a slot. `stages` is at least 2.
+- The producer waits for q_empty after it has loaded all tiles of the previous block, so the consumers can finish that
+  block without the producer.
+- After a consumer's wait for schedule_barrier, it arrives at the schedule_barrier of the next consumer without any
+  other wait. Every consumer does so once per tile. In addition, the last consumer arrives once before the first work
+  tile (`begin_round`), and the first consumer waits once after the last work tile (`end_round`). So every arrival has
+  one wait.
 """
 
 from __future__ import annotations
@@ -96,15 +101,17 @@ QUERIES = 64
 
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (160, 32)}
 DEQUANTIZE_REGISTERS = {1: (248, 128), 2: (216, 72), 3: (152, 56)}
-"""Registers per thread of a consumer and of the producer, by the number of consumers.
+"""Registers per thread, by the number of consumers: (for consumers, for the producer).
 
-All warpgroups together take at most the registers with which the kernel starts: the largest multiple of 8 per thread
-that fits a multiprocessor. A producer that dequantizes takes more registers than a producer that copies.
+The registers of all warpgroups must not exceed the registers with which the kernel starts: the largest multiple of 8
+  per
+thread that fits a multiprocessor. A producer that converts an 8-bit cache (`FlashStatic.dequantizes`) needs more
+registers than a producer that only copies.
 """
 
 
 class ResultRows(RowLayout):
-    """Rows of a result of wgmma in registers."""
+    """Register layout of a wgmma result [64, n], with stores of its rows to global memory."""
 
     @property
     def tile(self) -> Any:
@@ -121,7 +128,7 @@ ROWS = ResultRows(threads=4, vector=2)
 
 
 class FlashScratch(NamedTuple):
-    """Shared memory and barriers of a CTA. The docstring of the module lists the barriers."""
+    """Shared memory and barriers of a CTA. The docstring of the module explains the barriers."""
 
     rings: Rings
     schedule_barrier: Any
@@ -162,7 +169,7 @@ def _kernel(
         consume(loader, x, work_tiles(), consumer, result, loader_scratch)
         consumer.end_round()
 
-    # With a `pl.when` for each role, the compiler would keep values of one role alive during the other.
+    # With a `pl.when` for each role, the compiler would keep values of one role in registers during the other role.
     lax.cond(warpgroup < static.consumers, attend, load)
 
 
@@ -170,15 +177,16 @@ def _kernel(
 
 
 class SoftmaxState(NamedTuple):
-    """Online softmax of the 64 query rows of a consumer.
+    """Online softmax of the 64 query rows of a consumer, after it has computed the probabilities of a tile.
 
-    `m` and `l` cover all tiles so far, `p` is the newest tile, and `o` covers the tiles before it.
+    Scores are scaled so that probabilities are powers of 2: score = log2(e) · score_scale · (q kᵀ).
 
     Attributes:
-      o: [64, Dv] float32, sum of values weighted with 2**(score - m).
-      m: [64] float32, reference of the exponents, in units of log2: the largest score times log2(e), or up to
-        `RESCALE_THRESHOLD_LOG2` less than that.
-      l: [64, 8] float32, sums of 2**(score - m) over columns whose indices differ by multiples of 8.
+      o: [64, Dv] float32, sum of values times 2**(score - m), over all tiles before the newest tile.
+      m: [64] float32, number that is subtracted from scores: the largest score of all tiles, or up to
+        `RESCALE_THRESHOLD_LOG2` less. It changes rarely, because a change requires that `o` and `l` are rescaled.
+      l: [64, 8] float32, sums of 2**(score - m) over all tiles. Column j has the sum over the keys j, j + 8, j + 16,
+        ... of each tile.
       p: [64, tile_keys] 16-bit, 2**(score - m) of the newest tile.
     """
 
@@ -192,6 +200,9 @@ class SoftmaxState(NamedTuple):
 class Consumer:
     """One consumer warpgroup: attention of 64 query rows.
 
+    In the methods, `kv_tile` is the number of a tile, counted over all work tiles of the CTA, and `more` tells whether
+    the work tile has a tile after it. `scores_of(s)` returns the `Scores` of a product s = q kᵀ.
+
     Attributes:
       number: index of the warpgroup among the consumers.
     """
@@ -202,13 +213,13 @@ class Consumer:
     number: Any
 
     def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> RowState:
-        """Attend to `kv_tiles` tiles, at least one. The first is tile number `begin` of the CTA.
+        """Attend to `kv_tiles` tiles, at least one, from tile number `begin` of the CTA on.
 
         A consumer without query rows multiplies the first tile only, which leaves the tensor cores to the other
-        consumers. The count of loop iterations depends on `has_rows` and no branch does: inside a branch that ptxas
-        cannot prove uniform, it puts the descriptors of wgmma into ordinary registers.
+        consumers. `has_rows` changes the number of loop iterations, not a branch. In a branch that ptxas cannot prove
+        uniform, ptxas puts wgmma descriptors into ordinary instead of uniform registers.
         """
-        multiplied = jnp.where(has_rows, kv_tiles, 1)  # tiles
+        multiplied = jnp.where(has_rows, kv_tiles, 1)  # number of tiles that are multiplied; `_skip` handles the others
 
         def step(i: Any, state: SoftmaxState) -> SoftmaxState:
             return self._step(begin + i, state, i + 1 < multiplied, functools.partial(self._scores, transform, i))
@@ -220,7 +231,7 @@ class Consumer:
         return RowState(self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1))
 
     def _first(self, kv_tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
-        """Multiply the keys of the first tile, and wait for the keys of the next tile."""
+        """Compute the probabilities of the first tile, then wait for the keys of the next tile."""
         rings, slot = self.rings, ring_slot(kv_tile, self.static.stages)
         plgpu.barrier_wait(rings.k_full.at[slot])
         self._wait_for_turn()
@@ -234,7 +245,10 @@ class Consumer:
         return SoftmaxState(o, m, l, p.astype(rings.q.dtype))
 
     def _step(self, kv_tile: Any, state: SoftmaxState, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
-        """Multiply the keys of a tile, which are in shared memory, and the values of the tile before it."""
+        """Add the values of the previous tile to the output, and compute the probabilities of this tile.
+
+        The previous call has waited for the keys of this tile.
+        """
         rings = self.rings
         slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)
         k, v = rings.k.at[slot], rings.v.at[previous]
@@ -242,11 +256,11 @@ class Consumer:
         self._wait_for_turn()
         s, o = wgmma.start(self._query_parts(), k, state.p, v, state.o)  # [64, tile_keys], [64, Dv]
         self._signal_next()
-        s = wgmma.finish(s, TILE, TILE, under_way=1)  # P V continues
+        s = wgmma.finish(s, TILE, TILE, under_way=1)  # P V is still in flight
         self._release_keys(slot, more)
         scores = scores_of(s)
         m = scores.update_max(state.m)  # [64]
-        # Waits for P V.
+        # This function waits until P V has finished, because `finished` is False.
         o, l = wgmma.rescale_accumulator((o, state.l), (TILE, TILE), state.m, m, finished=False)  # noqa: E741
         plgpu.barrier_arrive(rings.v_empty.at[previous])
         # P V is finished: `p` may take the registers of `state.p`.
@@ -256,7 +270,7 @@ class Consumer:
         return SoftmaxState(o, m, l, p)
 
     def _skip(self, kv_tile: Any, more: Any) -> None:
-        """Wait and arrive like `_step`, without products."""
+        """Wait and arrive at the same barriers as `_step`, without products."""
         slot, previous = ring_slot(kv_tile, self.static.stages), ring_slot(kv_tile - 1, self.static.stages)
         plgpu.barrier_wait(self.rings.v_full.at[previous])
         self._wait_for_turn()
@@ -274,22 +288,24 @@ class Consumer:
         return o
 
     def _query_parts(self) -> list[Ref]:
-        """Return the split-fp16 parts of the queries in shared memory.
+        """Return the 16-bit arrays [64, Dk] in shared memory whose sum is Q.
 
-        With several parts their indices are opaque to the compiler. It would otherwise compute the addresses once,
-        before the loop, and keep them in registers.
+        If there are several, their indices are opaque to the compiler. It would otherwise compute their addresses
+        before the loop and keep them in registers.
         """
         parts = self.static.query_parts
         opaque = basics.opaque_zero() if parts > 1 else 0
         return [self.rings.q.at[self.number * parts + opaque + i] for i in range(parts)]
 
     def _release_keys(self, slot: Any, more: Any) -> None:
-        """Arrive at k_empty after a product; after the last product of a block, also at q_empty."""
+        """Arrive at k_empty of a slot whose keys were multiplied; after the last tile of a block, also at q_empty."""
         plgpu.barrier_arrive(self.rings.k_empty.at[slot])
         pl.when(~more)(lambda: plgpu.barrier_arrive(self._of_own(self.rings.q_empty)))
 
     def _of_own(self, barriers: Any) -> Any:
-        """Return the barrier of this consumer. Its index is opaque to the compiler, which saves a register."""
+        """Return this consumer's barrier, of an array with one barrier per consumer. The index is opaque to the
+        compiler, which saves a register.
+        """
         return barriers.at[self.number + basics.opaque_zero()]
 
     def _await_keys(self, kv_tile: Any, more: Any) -> None:
@@ -298,12 +314,14 @@ class Consumer:
     # Order of products
 
     def begin_round(self) -> None:
-        """Let the first consumer start its products. Called before the first work tile."""
+        """Arrive at the schedule_barrier of the first consumer, so that it can start. Call before the first work
+        tile.
+        """
         if self.static.consumers > 1:
             pl.when(self.number == self.static.consumers - 1)(self._signal_next)
 
     def end_round(self) -> None:
-        """Wait for the last arrival at the schedule barrier. Called after the last work tile."""
+        """Wait for the last arrival at the schedule_barrier of the first consumer. Call after the last work tile."""
         if self.static.consumers > 1:
             pl.when(self.number == 0)(self._wait_for_turn)
 
@@ -317,10 +335,10 @@ class Consumer:
             plgpu.barrier_arrive(self.schedule_barrier.at[following])
 
     def store(self, result: Results, row: jax.Array, state: RowState, options: RowOptions) -> None:
-        """Store the rows: output and LSE, or the partial state if the keys are split.
+        """Store output and LSE if the work tile has all keys of its block, else the partial state.
 
         Args:
-          row: int32 [64], row of the result for each query row; negative for rows that are not stored.
+          row: int32 [64], index of each query row in the result; negative for rows that are not stored.
         """
         if options.scale is not None:
             state = state._replace(o=options.scale(state.o, 0, PER_COLUMN))
@@ -342,7 +360,11 @@ class Consumer:
     # Scores
 
     def _scores(self, transform: ScoreTransform, i: Any, s: Any) -> Scores:
-        """Scale, cap and mask the products q kᵀ of the i-th tile, `s` [64, tile_keys]."""
+        """Scale, cap and mask the product q kᵀ of the i-th tile of the work tile.
+
+        Args:
+          s: product, float32 [64, tile_keys].
+        """
         static, token_scales = self.static, transform.token_scales
         if transform.key_scale is not None:
             s = s * transform.key_scale
@@ -361,12 +383,14 @@ class Consumer:
 class Scores(NamedTuple):
     """Masked scores of a tile.
 
+    If values have a scale per token, `s` includes log2 of these scales, so the probabilities include the scales.
+    Because the maximum is also taken with the scales, these probabilities are at most 2**8. `inverse` removes the
+    scales from the row sums.
+
     Attributes:
-      s: [64, tile_keys] float32, -inf where a row does not see the key.
-      scale: makes `s` exponents of 2: the probabilities are 2**(s · scale - m).
-      inverse: [tile_keys], inverses of the scales of the values if values have a scale per token, else None. `s` then
-        includes log2 of these scales, so P is at most 2**8 with the scales in it. The inverses remove the scales from
-        the row sums.
+      s: [64, tile_keys] float32, -inf where a query row does not see the key.
+      scale: the probabilities are 2**(s · scale - m).
+      inverse: float32 [tile_keys], inverse of each value's scale; None unless values have a scale per token.
     """
 
     s: Any
@@ -374,15 +398,16 @@ class Scores(NamedTuple):
     inverse: Any = None
 
     def update_max(self, m: Any) -> Any:
-        """Return the reference `m` [64] from this tile on, given the reference of the earlier tiles."""
+        """Return `SoftmaxState.m` for this tile, given its value after the previous tile."""
         highest = self.s.max(axis=1) * self.scale
         return jnp.where(highest > m + wgmma.RESCALE_THRESHOLD_LOG2, highest, m)
 
     def probabilities(self, m: Any) -> tuple[Any, Any]:
         """Compute P = 2**(s · scale - m) and the partial row sums [64, 8].
 
-        `m` is a rounded product s · scale. Here the compiler fuses product and subtraction and rounds only their
-        result. The rounding of `m` cancels in the output: P, the row sums, partial states and LSE use the same `m`.
+        `m` is a rounded product s · scale, but the compiler computes s · scale - m as one fused multiply-add, with one
+        rounding. The exponent of the largest score is therefore not exactly 0. This does not change the output, because
+        P, row sums, partial states and LSE all use the same `m`.
         """
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         p = jnp.exp2(self.s * self.scale - over_tokens(shift, self.s.shape))

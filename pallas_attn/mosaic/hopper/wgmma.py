@@ -1,11 +1,21 @@
-"""Asynchronous wgmma products, and register-level operations on their tiles that Pallas cannot express.
+"""Asynchronous wgmma products, and register-level operations on their results that Pallas cannot express.
 
-Each product that a function starts is a separate commit group. `finish` has an argument for the number of later
-products that may still be in flight.
+A product, such as q @ kᵀ, consists of several wgmma instructions. Each instruction multiplies 16 of the K elements of
+its operands. The left operand is in registers or in shared memory, the right operand always in shared memory. Each
+product is a separate commit group, which `finish` waits for. Results are float32 in registers.
 
-Pallas fences the registers of a left operand right before the product. If another product is in flight at this point,
-the assembler treats the fence as a write to that product's operand, and serializes all products. This module fences
-registers only while no product in flight uses them. The interpreter has no products in flight.
+A fence of a register is an empty piece of inline assembly with the register as operand; the compiler cannot move the
+computation of the register past it. Pallas fences the registers of a left operand right before the product. If another
+product is in flight at this point, ptxas treats the fence as a write to the operand of that other product, and
+serializes all products of the function. This module fences registers only while no product in flight uses them.
+
+In interpret mode, products finish at once.
+
+Terms of the functions at the end of the module, which emit MLIR:
+
+    total        registers of the float32 accumulator of a product; an empty list if the product overwrites it
+    descriptor   64-bit number that describes an operand in shared memory to wgmma: address, strides, swizzle
+    row_bytes    swizzle width [bytes] of an operand in shared memory, 64 or 128
 """
 
 from __future__ import annotations
@@ -35,18 +45,30 @@ DEPTH = 16
 """K of a wgmma instruction on 16-bit operands."""
 
 ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
-"""Layout like `TILE`, with one number per register instead of a pair."""
+"""Layout that assigns the same elements to each thread as `TILE`. In MLIR, each element is a separate value; with
+`TILE` a value is a pair of elements.
+"""
 
 UNPAIRED = plgpu.Layout.TILED(ACCUMULATOR.tiling, ACCUMULATOR.warp_dims, ACCUMULATOR.lane_dims, ACCUMULATOR.vector_dim)
-"""`ACCUMULATOR` as a Pallas layout, for sums that several products are added to. Splitting and joining pairs for each
-product would be several jax operations per register, and no machine code.
+"""`ACCUMULATOR` as a Pallas layout, for accumulators that several products are added to.
+
+With `TILE`, each product would split the pairs before it and join them after it. This would emit no machine code, but
+lowering would take longer.
 """
 
 
 def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Start (qs[0] + ...) @ kᵀ and then o + p @ v, for 16-bit qs [64, D], k [N, D], v [N, Dv] in shared memory.
+    """Start two products: sum(qs) @ kᵀ, then o + p @ v. Return both.
 
-    Do not access the results before `finish`. Do not change p and o before the second product has finished.
+    Do not access a result before `finish` has waited for it. Do not change p and o before the second product has
+    finished.
+
+    Args:
+      qs: 16-bit [64, D] each, in shared memory.
+      k: 16-bit [N, D] in shared memory.
+      p: 16-bit [64, N] in registers.
+      v: 16-bit [N, Dv] in shared memory.
+      o: float32 [64, Dv] in registers.
     """
     if interpreted():
         return multiply(qs, k, lambda: None), accumulate(p, v, o)
@@ -67,7 +89,9 @@ def start(qs: Sequence[Ref], k: Ref, p: jax.Array, v: Ref, o: jax.Array) -> tupl
 
 
 def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Array:
-    """Compute (qs[0] + ...) @ kᵀ in float32. Call `meanwhile` while the product is in flight."""
+    """Compute sum(qs) @ kᵀ in float32. Call `meanwhile` while the product is in flight. `qs` and `k` are as in
+    `start`.
+    """
 
     def product(s: Ref) -> jax.Array:
         for q in qs:
@@ -79,25 +103,30 @@ def multiply(qs: Sequence[Ref], k: Ref, meanwhile: Callable[[], None]) -> jax.Ar
 
 
 def accumulate(p: jax.Array, v: Ref, o: jax.Array) -> jax.Array:
-    """Compute o + p @ v."""
+    """Compute o + p @ v, with operands as in `start`. The product has finished when the function returns."""
     if interpreted():
         o += jnp.dot(p, v[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
+        plgpu.commit_smem()  # for the race detector: the reads of v precede later copies to its memory
         return o
     added: Any = pl.run_state(lambda total: plgpu.wgmma(total, p, v))(plgpu.ACC.init(o))
     return added
 
 
 def start_scores(parts: Sequence[tuple[Ref, Ref]], total: jax.Array | None, row_bytes: int) -> jax.Array:
-    """Start total + the sum of q @ kᵀ over parts, for q [64, n] and k [N, n] in shared memory. A total of None is 0.
+    """Start the product total + sum of q @ kᵀ over all pairs (q, k) of `parts`.
 
-    The total may be in flight. Do not access the result, which has layout `UNPAIRED`, before `finish`.
+    Do not access the result, which has layout `UNPAIRED`, before `finish`.
+
+    Args:
+      parts: pairs of q [64, n] and k [N, n], 16-bit in shared memory; n may differ between pairs.
+      total: float32 [64, N] with layout `UNPAIRED`, or None for 0. It may be the result of a product in flight.
+      row_bytes: swizzle width of all operands.
     """
     if interpreted():
         for q, k in parts:
             product = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
             total = product if total is None else total + product
-        plgpu.commit_smem()  # interpreted threads have read what copies are about to overwrite
+        plgpu.commit_smem()  # for the race detector: the reads of q and k precede later copies to their memory
         return jnp.asarray(total)
     refs, more = [operand_ref(row_bytes)] * (2 * len(parts)), () if total is None else (total,)
     shape = plgpu.ShapeDtypeStruct((parts[0][0].shape[0], parts[0][1].shape[0]), jnp.float32, layout=UNPAIRED)
@@ -117,9 +146,15 @@ def start_scores(parts: Sequence[tuple[Ref, Ref]], total: jax.Array | None, row_
 
 
 def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -> jax.Array:
-    """Start total + p @ v, for p [64, N] in registers or shared memory, v [N, columns] in shared memory.
+    """Start the product total + p @ v.
 
-    The total and the result have layout `UNPAIRED`. Do not access the result or change p before `finish`.
+    Do not access the result, which has layout `UNPAIRED`, or change p before `finish`.
+
+    Args:
+      p: 16-bit [64, N] in registers or shared memory.
+      v: 16-bit [N, columns] in shared memory.
+      total: float32 [64, columns] with layout `UNPAIRED`.
+      row_bytes: swizzle width of the operands in shared memory.
     """
     in_registers = isinstance(p, jax.Array)
     if interpreted():
@@ -146,10 +181,14 @@ def start_values(p: jax.Array | Ref, v: Ref, total: jax.Array, row_bytes: int) -
 
 
 def publish_probs(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: int) -> None:
-    """Write p [64, N] and m [64] to shared memory, for tensor cores and for another warpgroup.
+    """Write p [64, N] to `to` and m [64] to `stats`, both in shared memory, and make them visible to the tensor cores
+    and to other threads.
 
-    Pallas would synchronize all threads before and after each of the two stores. The old contents have no more readers,
-    so one synchronization after the stores suffices.
+    The caller guarantees that nothing reads the old contents any more. One synchronization of the warpgroup after both
+    stores then suffices. Pallas's own stores would synchronize before and after each store.
+
+    Args:
+      row_bytes: swizzle width of `to`.
     """
     if interpreted():
         to[...], stats[...] = p, m
@@ -166,10 +205,12 @@ def publish_probs(p: jax.Array, to: Ref, m: jax.Array, stats: Ref, row_bytes: in
 
 
 def finish(product: jax.Array, layout: Any, result_layout: Any, *, under_way: int) -> jax.Array:
-    """Wait for a product, until at most `under_way` later products are in flight.
+    """Wait until a product has finished. Return its result.
 
     Args:
-      layout, result_layout: `UNPAIRED` or `TILE`, layouts of the product and of the result.
+      product: result of a function that starts a product.
+      layout, result_layout: `UNPAIRED` or `TILE`, layouts of `product` and of the returned array.
+      under_way: number of products that were started after this product and may still be in flight.
     """
     if interpreted():
         return product
@@ -197,21 +238,27 @@ def as_tile(sums: jax.Array) -> jax.Array:
 
 
 RESCALE_THRESHOLD_LOG2 = 8
-"""log2 of the largest unnormalised probability for which the running maximum, and so the accumulator, stays unchanged.
-A float is as precise at 2**8 as at 1, so rescaling can wait until a new maximum exceeds the old one by more than this.
+"""Growth of the maximum score [log2] up to which kernels keep the old maximum and do not rescale accumulators.
+
+Probabilities are then at most 2**8. Their relative precision is the same as below 1, because they are floating-point
+numbers.
 """
 
 
 def rescale_accumulator(
     totals: Sequence[jax.Array], layouts: Sequence[Any], before: jax.Array, after: jax.Array, *, finished: bool = True
 ) -> list[jax.Array]:
-    """Multiply totals [64, n] by 2**(before - after) [64]. A warp in which no row changes skips the multiplication.
+    """Multiply the rows of accumulators by 2**(before - after), after the running maximum of the scores has changed.
+
+    A warp skips the multiplication if before = after in all its rows.
 
     Args:
-      layouts: `UNPAIRED` or `TILE`, layout of each total and of its result.
-      finished: whether the totals are finished. Otherwise all products in flight are waited for after the branch that
-        decides whether to skip. The assembler moves no arithmetic past a branch, so code before the branch overlaps the
-        products.
+      totals: accumulators, float32 [64, n] each.
+      layouts: `UNPAIRED` or `TILE`, layout of each accumulator and of its result.
+      before, after: [64], old and new maximum [log2]; they are equal in rows that need no rescaling.
+      finished: whether no product in flight writes the accumulators. If False, the function waits for all products in
+        flight, after the branch that decides whether to skip. ptxas moves no arithmetic across a branch, so the code
+        before this call stays before the wait and overlaps the products.
     """
     if interpreted():
         factor = jnp.where(before == after, 1.0, jnp.exp2(before - after))
@@ -239,10 +286,14 @@ def rescale_accumulator(
 
 
 def _rescale_assembly(count: int, wait: str) -> str:
-    """PTX for `count` accumulator registers. Consecutive pairs of registers alternate between a thread's two rows.
+    """Return the PTX of `rescale_accumulator`.
+
+    A thread has elements of two rows. Registers 0 and 1 of an accumulator belong to the first row, 2 and 3 to the
+    second row, 4 and 5 to the first row again, and so on.
 
     Args:
-      wait: PTX that waits for the totals, or an empty string.
+      count: number of registers of all accumulators.
+      wait: PTX that waits for products in flight, or an empty string.
     """
     before, after = ([f"${2 * count + 2 * i + row}" for row in range(2)] for i in range(2))
     factors = "".join(
@@ -260,9 +311,10 @@ def _rescale_assembly(count: int, wait: str) -> str:
 
 
 def zero_rows(o: jax.Array, sums: jax.Array) -> jax.Array:
-    """Set rows of o [64, n] to 0 whose sum [64] is 0. A warp without such rows skips it.
+    """Return o [64, n] with the rows set to 0 whose `sums` [64] is 0. These query rows see no key.
 
-    For a selection per value, the assembler emits four instructions per pair if the value is rounded afterwards.
+    A warp without such rows skips the selections. `jnp.where` would be slower: if its result is then rounded to 16
+    bits, ptxas emits four instructions per pair of values.
     """
     if interpreted():
         return jnp.where(over_tokens(sums != 0, o.shape), o, 0.0)
@@ -288,7 +340,10 @@ def zero_rows(o: jax.Array, sums: jax.Array) -> jax.Array:
 
 
 def partial_sums(p: jax.Array) -> jax.Array:
-    """Sum the columns of p [64, n] that are a multiple of 8 apart, [64, 8]: each thread adds only its own numbers."""
+    """Return partial row sums of p [64, n], float32 [64, 8]: column j is the sum of the columns j, j + 8, j + 16, ...
+
+    Each thread adds its own registers only. Sums of whole rows would need shuffles.
+    """
     if interpreted():
         return p.reshape(p.shape[0], -1, 8).sum(axis=1)
 
@@ -300,14 +355,15 @@ def partial_sums(p: jax.Array) -> jax.Array:
 
 
 def capped(s: jax.Array, scale: float, soft_cap: float) -> jax.Array:
-    """Compute soft_cap * tanh(scale * s / soft_cap), for s [64 n, N]."""
-    # tanh x = 1 - 2 / (1 + exp 2x). tanh.approx has 11 bits of precision, and the exact tanh takes too many registers.
+    """Compute soft_cap * tanh(scale * s / soft_cap), for s [64 n, N] with layout `TILE`."""
+    # Use tanh x = 1 - 2 / (1 + exp 2x). The instruction tanh.approx has only 11 bits of precision, and the accurate
+    # tanh of the math library takes too many registers.
     return soft_cap - 2 * soft_cap * _reciprocal(1 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    """Compute 1 / x in one instruction, with 0 for subnormal results. A division takes three more instructions for
-    subnormals.
+    """Compute 1 / x with the instruction rcp.approx.ftz, which returns 0 instead of subnormal results. A division would
+    take three more instructions to handle subnormals.
     """
     if interpreted():
         return 1 / x
@@ -326,11 +382,11 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 
 
 def hide(s: jax.Array, limits: Limits) -> jax.Array:
-    """Set scores [64, N] to -inf in columns that their rows do not see.
+    """Set scores s [64, N] to -inf in the columns that a row does not see.
 
-    Each thread computes a bit per column from the limits. For tests of constant bits, the assembler moves seven bits at
-    a time to predicates. Comparing columns with each limit takes three times the instructions, and an iota of columns
-    takes the registers of another tile.
+    Each thread computes 32-bit words with one visibility bit per column, and tests the bits of its columns. ptxas moves
+    seven bits at a time to predicates, because the bit numbers are constants. The alternative, comparing an iota of
+    columns with each limit, takes three times as many instructions, and the iota takes as many registers as `s`.
     """
     if interpreted():
         return jnp.where(limits.sees(jnp.arange(s.shape[1], dtype=jnp.int32)[None]), s, -jnp.inf)
@@ -363,11 +419,13 @@ def hide(s: jax.Array, limits: Limits) -> jax.Array:
 
 
 EIGHTS = 16
-"""Groups of 8 columns whose bits, two per group for a thread, fill a register."""
+"""Number of groups of 8 columns with one 32-bit word of visibility bits. A thread has two columns of each group, so two
+bits.
+"""
 
 
 class _Row(NamedTuple):
-    """`Limits` of one row, relative to a thread's first column."""
+    """`Limits` of one row of a tile. The thread's first column is subtracted from `low`, `high` and `sink`."""
 
     low: ir.Value
     high: ir.Value
@@ -382,8 +440,8 @@ class _Row(NamedTuple):
         return _Row(low, high, sink, pages, page_tokens)  # pyrefly: ignore[bad-argument-type]
 
     def seen(self, first: int) -> ir.Value:
-        """Visibility bits of the thread's columns, two of each 8, from tile column `first` on: 1 if the row sees the
-        column.
+        """Return one word of visibility bits of this thread, for the columns of the tile from `first` on. A bit is 1 if
+        the row sees the column.
         """
         hidden = _columns_below(self.low, first)
         if self.sink is not None:
@@ -400,7 +458,7 @@ class _Row(NamedTuple):
 
 
 def _signed(bits: int) -> int:
-    """The int32 with the low 32 bits of `bits`."""
+    """Return the int32 with the same 32 low bits as the Python integer `bits`."""
     return ((bits + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
@@ -409,8 +467,8 @@ def _inverse(bits: ir.Value) -> ir.Value:
 
 
 def _columns_below(limit: Any, first: int) -> Any:
-    """Bits of a thread's columns from `first` on: 1 for columns below a limit that is relative to the thread's first
-    column.
+    """Return one word of this thread, for the columns of the tile from `first` on. A bit is 1 if the column is below
+    `limit`, which is relative to the thread's first column.
     """
     inside = arith.minsi(arith.maxsi(limit, _number(first)), _number(first + 8 * EIGHTS))
     inside = arith.subi(inside, _number(first)) if first else inside
@@ -421,7 +479,7 @@ def _columns_below(limit: Any, first: int) -> Any:
 
 
 def _select_pair(seen: ir.Value, bit: int, pair: ir.Value) -> ir.Value:
-    """Mask the scores of two adjacent columns whose visibility bits are `bit` and `bit` + 1."""
+    """Set the scores of two adjacent columns to -inf where their bits in `seen`, number `bit` and `bit` + 1, are 0."""
     masked, minus_inf = [], mgpu.c(-np.inf, ir.F32Type.get())
     for i in range(2):
         is_seen = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(seen, _number(_signed(1 << bit + i))), _number(0))
@@ -437,7 +495,7 @@ def _number(x: int) -> Any:
 
 
 def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
-    """Start (qs[0] + ...) @ kᵀ as a commit group."""
+    """Start sum(qs) @ kᵀ as a commit group. Return the result with layout `ACCUMULATOR`."""
     total: list[ir.Value] = []
     (columns, depth), dtype = mma_utils.tiled_memref_shape(k)
     for q in qs:
@@ -451,7 +509,12 @@ def _scores(qs: Sequence[ir.Value], k: ir.Value) -> Any:
 def _weighted(
     lefts: Sequence[Sequence[ir.Value]], v: ir.Value, total: Sequence[ir.Value], shape: tuple[int, ...]
 ) -> Any:
-    """Start total + p @ v as a commit group. `lefts` has the registers of p for each instruction."""
+    """Start total + p @ v as a commit group. Return the result with layout `ACCUMULATOR`.
+
+    Args:
+      lefts: registers of p for each instruction, from `words`.
+      shape: shape of the result.
+    """
     (keys, values), dtype = mma_utils.tiled_memref_shape(v)
     rights = _steps(*_right(v, values, ROW_BYTES), keys, ROW_BYTES)
     total = _one_by_one(total, lefts, rights, columns=values, dtype=dtype, transposed=True)
@@ -460,34 +523,39 @@ def _weighted(
 
 
 def add_scores(total: Sequence[ir.Value], q: ir.Value, k: ir.Value, row_bytes: int = ROW_BYTES) -> list[ir.Value]:
-    """Start total + q @ kᵀ, or q @ kᵀ if the total has no registers. Return the result's registers."""
+    """Start total + q @ kᵀ. Return the registers of the result."""
     (_, depth), _ = mma_utils.tiled_memref_shape(q)
     return RightOperand(k, row_bytes).add(total, left_steps(q, depth, row_bytes))
 
 
 class Descriptors(NamedTuple):
-    """Descriptors of an operand in shared memory, one per instruction.
+    """Descriptors of an operand in shared memory, one for each instruction of a product.
 
     Attributes:
-      first: descriptor of the first instruction.
-      offsets: difference of each instruction's descriptor from the first.
+      first: descriptor for the first instruction.
+      offsets: the descriptor for instruction i is first + offsets[i].
     """
 
     first: ir.Value
     offsets: Sequence[int]
 
     def each(self) -> Iterator[ir.Value]:
-        """Yield the descriptors. Each is computed when it is requested."""
+        """Yield the descriptors. The addition for a descriptor is emitted when the descriptor is requested."""
         for offset in self.offsets:
             yield arith.addi(self.first, mgpu.c(offset, self.first.type))
 
 
 class RightOperand:
-    """Right operand [N, K] in shared memory with contiguous K. Successive products consume `DEPTH` of K each."""
+    """Right operand [N, K] in shared memory, with contiguous K, that is multiplied in several steps.
+
+    A call of `add` with n left operands multiplies the next n · `DEPTH` elements of K.
+    """
 
     def __init__(self, ref: ir.Value, row_bytes: int = ROW_BYTES, *, dtype: Any = None) -> None:
-        """Args:
-        dtype: PTX name of the element type, if it differs from the reference's type of the same size.
+        """Describe an operand.
+
+        Args:
+          dtype: PTX name of the element type. None if it is the element type of `ref`.
         """
         (self._columns, depth), own_dtype = mma_utils.tiled_memref_shape(ref)
         self._dtype = dtype or own_dtype
@@ -496,16 +564,16 @@ class RightOperand:
         self._offsets = iter(offsets)
 
     def add(self, total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
-        """Start total + the product of left operands [M, DEPTH] and the next part of this operand. Return the result's
-        registers.
+        """Start total + left @ rightᵀ for the next elements of K. Return the registers of the result.
 
         Args:
-          total: overwritten if it has no registers.
-          lefts: left operand of each instruction: its registers, or all descriptors.
+          lefts: left operands [M, DEPTH], one per instruction: a list of registers each, or `Descriptors` of all.
         """
         count = len(lefts.offsets if isinstance(lefts, Descriptors) else lefts)
         rights: Any = Descriptors(self._first, list(itertools.islice(self._offsets, count)))
-        if not isinstance(lefts, Descriptors):  # LLVM computes each descriptor once for all products that use it
+        # If the left operand is in registers, enough registers are left to keep descriptors. LLVM then computes each of
+        # them once, also if several products use it.
+        if not isinstance(lefts, Descriptors):
             rights = list(rights.each())
         return _products(total, lefts, rights, columns=self._columns, dtype=self._dtype, transposed=False)
 
@@ -516,10 +584,11 @@ def add_values(
     v: ir.Value,
     row_bytes: int = ROW_BYTES,
 ) -> list[ir.Value]:
-    """Start total + p @ v. Return the result's registers.
+    """Start total + p @ v. Return the registers of the result.
 
     Args:
-      lefts: left operand of each instruction: registers from `words`, or the descriptors of `left_steps`.
+      lefts: left operands, one per instruction: registers of p from `words`, or descriptors of p from `left_steps`.
+      v: [N, columns] in shared memory.
     """
     (keys, values), dtype = mma_utils.tiled_memref_shape(v)
     right = _steps(*_right(v, values, row_bytes), keys, row_bytes)
@@ -527,7 +596,7 @@ def add_values(
 
 
 def words(p: Any) -> list[list[ir.Value]]:
-    """Registers of each instruction's left operand, 16 columns of p."""
+    """Return the registers of p [64, N] for each instruction, as 32-bit words. An instruction reads 16 columns of p."""
     word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
     return [
         [vector.extract(vector.bitcast(word, r), [], [0]) for r in p[:, i : i + DEPTH].registers.flat]
@@ -536,7 +605,7 @@ def words(p: Any) -> list[list[ir.Value]]:
 
 
 def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Descriptors:
-    """Descriptors of each instruction's left operand in shared memory."""
+    """Return the descriptors of a left operand [64, depth] in shared memory."""
     (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
         ref, swizzle=row_bytes, large_tile=(64, row_bytes // 2), group_size=(64, row_bytes // 2), logical_k_major=False
     )
@@ -544,8 +613,11 @@ def left_steps(ref: ir.Value, depth: int, row_bytes: int = ROW_BYTES) -> Descrip
 
 
 def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
-    """Descriptor of a right operand, and the distances [bytes] to the next instruction's operand within a swizzle tile
-    and to the next tile.
+    """Return the first descriptor of a right operand [K, columns], and two distances [bytes] between the elements that
+    successive instructions read.
+
+    The operand is stored as blocks of `row_bytes` / 2 elements of K. The first distance is within a block, the second
+    is from a block to the next block.
     """
     depth = row_bytes // 2
     (base, (_, (step,))), (_, chunk), _ = mma_utils.create_descriptor(
@@ -555,8 +627,12 @@ def _right(ref: ir.Value, columns: int, row_bytes: int) -> tuple[Any, int, int]:
 
 
 def _steps(base: Any, step: int, chunk: int, depth: int, row_bytes: int) -> Descriptors:
-    """Descriptors of an operand, one per instruction. An instruction sums over `DEPTH` of the operand's
-    `depth` values.
+    """Return the descriptors of an operand with `depth` elements of K. Each instruction reads `DEPTH` elements.
+
+    Args:
+      base: descriptor for the first instruction.
+      step, chunk: distances [bytes] to the elements of the next instruction, in a block of `row_bytes` / 2 elements and
+        from block to block.
     """
     places = np.ndindex(depth // (row_bytes // 2), row_bytes // 2 // DEPTH)
     return Descriptors(base, [mma_utils.encode_addr(i * chunk + j * step) for i, j in places])
@@ -571,17 +647,18 @@ def _products(
     dtype: Any,
     transposed: bool,
 ) -> list[ir.Value]:
-    """Issue a wgmma for each pair of left and right operands. Return the result's registers.
+    """Issue a wgmma instruction for each pair of left and right operands. Return the registers of the result.
 
-    All instructions are one piece of inline assembly, because each piece costs jax one operation per register. The
-    assembly computes `Descriptors` right before their instructions. LLVM would compute all of them first, in registers
-    that accumulators need.
+    All instructions are one piece of inline assembly, because lowering takes time per register of each piece. For
+    `Descriptors`, the assembly computes each descriptor right before its instruction. LLVM would compute all
+    descriptors first and keep them in registers, which accumulators need.
 
     Args:
-      total: registers to add to; an empty total is overwritten.
-      lefts: registers that hold each left operand, or its descriptor; or `Descriptors` of all.
+      lefts: left operands, one per instruction: a list of registers each, a list with one descriptor each, or
+        `Descriptors` of all.
       rights: descriptors of the right operands.
       columns: N of the instructions.
+      dtype: PTX name of the element type.
       transposed: whether the right operand [K, N] has contiguous N in memory; otherwise contiguous K.
     """
     count = columns // 2
@@ -594,7 +671,9 @@ def _products(
         return f"${count + len(operands) - 1}"
 
     def made(name: str, descriptors: Descriptors) -> list[tuple[str, str]]:
-        """PTX that computes the descriptor of each instruction, and its name."""
+        """Return for each instruction the PTX that computes its descriptor, and the PTX register with the
+        descriptor.
+        """
         first = place(descriptors.first, "l")
         return [(f"add.s64 {name}, {first}, {offset}; ", name) for offset in descriptors.offsets]
 
@@ -625,8 +704,10 @@ def _products(
 def _one_by_one(
     total: Sequence[ir.Value], lefts: Descriptors | Sequence[Sequence[ir.Value]], rights: Descriptors, **facts: Any
 ) -> list[ir.Value]:
-    """`_products` with a piece of assembly per instruction. If registers suffice, LLVM then shares descriptors between
-    several products.
+    """Issue the same instructions as `_products`, each in a separate piece of inline assembly.
+
+    LLVM then computes the descriptors outside the assembly, and computes a descriptor once if several products use it.
+    This is faster if there are enough registers.
     """
     each_left = ([left] for left in lefts.each()) if isinstance(lefts, Descriptors) else lefts
     for left, right in zip(each_left, rights.each(), strict=True):
@@ -635,7 +716,7 @@ def _one_by_one(
 
 
 def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence[ir.Value]) -> list[ir.Value]:
-    """Issue inline assembly with `count` float32 results."""
+    """Emit inline assembly with `count` float32 results. Return them."""
     number = ir.VectorType.get((1,), ir.F32Type.get())
     results: Any = llvm.inline_asm(
         llvm.StructType.get_literal([number] * count),
@@ -649,9 +730,9 @@ def floats(count: int, text: str, constraints: Sequence[str], operands: Sequence
 
 
 def fenced(registers: Sequence[ir.Value]) -> list[ir.Value]:
-    """Return the registers (float32 or 32-bit words) such that they are computed before any later side effect.
+    """Return the same registers (float32 or 32-bit words) after a fence: their computation cannot move past it.
 
-    `fragmented_array.optimization_barrier` has the same effect with four times the operations.
+    `fragmented_array.optimization_barrier` has the same effect, but emits four times as many MLIR operations.
     """
     count = len(registers)
     kinds = ["r" if isinstance(register.type, ir.IntegerType) else "f" for register in registers]
@@ -664,7 +745,9 @@ def fenced(registers: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def _elements(struct: ir.Value, types: Sequence[ir.Type]) -> list[ir.Value]:
-    """All elements of a struct. Takes less than half the time of `llvm.extractvalue` per element."""
+    """Return all elements of an LLVM struct. This takes less than half the lowering time of calls of
+    `llvm.extractvalue`.
+    """
     places = (ir.DenseI64ArrayAttr.get([i]) for i in range(len(types)))
     return [
         ir.Operation.create("llvm.extractvalue", [kind], [struct], {"position": place}).result
@@ -673,23 +756,28 @@ def _elements(struct: ir.Value, types: Sequence[ir.Type]) -> list[ir.Value]:
 
 
 def fenced_product(lefts: Sequence[Sequence[ir.Value]], total: Any) -> tuple[list[list[ir.Value]], list[ir.Value]]:
-    """Left operands in registers and the registers of a total with layout `ACCUMULATOR`, `fenced` together."""
+    """Return the registers of left operands and of a total, after one common fence.
+
+    Args:
+      lefts: registers of the left operand of each instruction; empty if it is in shared memory.
+      total: array with layout `ACCUMULATOR`.
+    """
     registers = iter(fenced([*itertools.chain(*lefts), *total.registers.flat]))
     return [[next(registers) for _ in left] for left in lefts], list(registers)
 
 
 def fragments(registers: Sequence[ir.Value], shape: tuple[int, ...]) -> Any:
-    """Array with layout `ACCUMULATOR` from its registers."""
+    """Return the array with layout `ACCUMULATOR` that has these registers."""
     array = np.empty(ACCUMULATOR.registers_shape(shape), dtype=object)
     array.reshape(-1)[:] = registers
     return mgpu.FragmentedArray(_registers=array, _layout=ACCUMULATOR, _is_signed=None)
 
 
 def commit() -> None:
-    """Make the products started since the last commit a group that can be waited for."""
+    """Commit all wgmma instructions since the last commit as a group. Waits are for groups."""
     assembly("wgmma.commit_group.sync.aligned;")
 
 
 def assembly(text: str) -> None:
-    """Issue inline assembly without operands."""
+    """Emit inline assembly without operands or results."""
     llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)

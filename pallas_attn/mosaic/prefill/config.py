@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 ALIGNMENT = 8
-"""Period of the swizzle pattern in rows. TMA copies of rows start at multiples of it."""
+"""Rows after which the swizzle pattern of shared memory repeats. TMA copies of rows start at multiples of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashConfig:
-    """Sizes of a CTA.
+    """Sizes of a CTA of the prefill kernel.
 
     Attributes:
-      tile_keys: keys of a tile.
+      tile_keys: keys that a CTA multiplies per iteration.
       stages: pipeline stages. A stage holds one tile of keys and one of values in shared memory.
       consumers: consumer warpgroups. Each has 64 query rows on Hopper, 128 on Blackwell.
     """

@@ -1,23 +1,38 @@
 """The architecture-independent part of the prefill kernel: launch, operand loaders, rings, and the producer.
 
-The kernel of an architecture (`hopper/prefill.py`, `blackwell/prefill.py`) has a producer warpgroup, consumer
-warpgroups, and on Blackwell a warpgroup that issues products. All of them process the same work tiles (`schedule.py`).
+The kernel of an architecture (`hopper/prefill.py`, `blackwell/prefill.py`) has a producer warpgroup, which loads
+operands, and consumer warpgroups, which compute the softmax of `tile_rows` query rows each. On Hopper consumers also
+issue their products; on Blackwell another warpgroup issues them. All warpgroups process the same work tiles.
 
-- `launch` starts the kernel and, if keys are split, the merge (`split.py`).
+- `launch` starts the kernel. If the call may split keys, it also starts the merge kernel (`split.py`).
 - An `OperandLoader` belongs to an operation (`ops/paged_prefill`, `ops/ragged_attention`). For each work tile it makes
-  an `OperandTile`, which knows where queries, keys and values are and which keys each query row sees.
-- `Rings` are the buffers in shared memory: Q, and `stages` slots each for tiles of K and V.
+  an `OperandTile`, which computes the addresses of queries, keys and values, and which keys each query row sees.
+- `Rings` are the buffers in shared memory: Q, `stages` slots for tiles of K, and `stages` slots for tiles of V.
 - The `Producer` fills the rings.
 
-Barriers of the rings (the file of each architecture has the complete table):
+Terms (`schedule.py` explains block, head set, split and work tile in more detail):
+
+    query row    one head of one query token
+    block        up to `block_rows` query rows of one sequence, from a set of heads of one KV head
+    tile         `tile_keys` consecutive keys, or their values. Tiles are numbered over all work tiles of a CTA: tile
+                 number n is in slot n % stages
+    work tile    a block with all tiles that it sees, or with a split: some consecutive tiles
+    query part   16-bit array; the sum of `query_parts` parts is Q
+
+Barriers of the rings (the file of each architecture has the complete table). The reader is the warpgroup that issues
+the products; on Blackwell, the tensor core arrives for it:
 
     barrier            arrivals                            waits
-    q_full[consumer]   copies of Q                         consumer, before its first product of a block
-    q_empty[consumer]  reader of Q                         producer, before it copies the Q of the next block
-    k_full[slot]       copies of K, or the producer        readers, before S = Q Kᵀ
+    q_full[consumer]   TMA copies of Q                     reader, before the first product of a block
+    q_empty[consumer]  reader                              producer, before it copies the Q of the next block
+    k_full[slot]       TMA copies of K; the producer if    readers, before S = Q Kᵀ
+                       it converts K from 8 bits
     k_empty[slot]      readers                             producer, before it fills the slot again
-    v_full, v_empty    as for K                            as for K
-    v_full[stages]     copies of V, if values are masked   producer, before it zeroes masked values
+    v_full[slot]       as k_full; the producer if it       readers, before O += P V
+                       zeroes masked values
+    v_empty[slot]      readers                             producer, before it fills the slot again
+    v_full[stages]     TMA copies of V, if values are      producer, before it zeroes masked values
+                       masked
 """
 
 from __future__ import annotations
@@ -47,7 +62,7 @@ from pallas_attn.mosaic.primitives.tma import arrivals, copy_row_groups, copy_ro
 
 
 class TokenRows(RowLayout):
-    """Tokens of a tile of keys or values, in registers of the producer."""
+    """Register layout of arrays [tile_keys] with a value per token of a tile. The producer computes with them."""
 
     @property
     def tile(self) -> Any:
@@ -62,17 +77,17 @@ class FlashStatic:
     """Compile-time constants of the kernel.
 
     Attributes:
-      key_dim, value_dim: Dk and Dv.
+      key_dim, value_dim: widths Dk and Dv of a key and of a value.
       tile_keys: keys of a tile.
       stages: slots of the ring of K, and of the ring of V.
-      consumers: consumer warpgroups.
-      copies: TMA copies of a tile of K or of V; a group of copies is one arrival.
+      consumers: number of consumer warpgroups.
+      copies: number of TMA copies for a tile of K, and for a tile of V. They count as a single barrier arrival.
       score_scale: factor of q kᵀ.
       tile_rows: query rows of a consumer, M of its products.
-      rows: layout of the query rows of a consumer in registers.
+      rows: register layout of arrays [tile_rows] with a value per query row.
       soft_cap: cap of the scores, or None.
-      query_parts: number of 16-bit operands whose sum is Q (split-fp16).
-      block_heads: query heads that share a block (`BlockRows`).
+      query_parts: number of query parts.
+      block_heads: number of query heads that share a block (`BlockRows`).
       dequantizes: whether the producer converts an int8 or fp8 cache to float16.
     """
 
@@ -96,17 +111,21 @@ class FlashStatic:
 
     @property
     def query_copies(self) -> int:
-        """TMA copies of one part of Q for one consumer."""
+        """Number of TMA copies of one query part for one consumer."""
         return 1 if self.block_heads == 1 else self.tile_rows // ALIGNMENT
 
     @property
     def rows_of_a_tile(self) -> int:
-        """Rows whose partial states are written and read in the time that a tile of keys takes."""
+        """Number of query rows whose partial states are written and read in the time that a CTA takes for a tile."""
         multiply_adds = self.block_rows * self.tile_keys * (self.key_dim + self.value_dim)
         return max(1, int(BYTES_OF_A_TILE * multiply_adds) // (8 * self.value_dim))
 
     def most_tiles(self, most_keys: int, window: int | None) -> int:
-        """Return the maximum number of tiles that a block sees if a sequence has at most `most_keys` keys."""
+        """Return the maximum number of tiles that a block sees, if a sequence has at most `most_keys` keys.
+
+        Args:
+          window: window of all heads [tokens], or None.
+        """
         if window is not None:
             most_keys = min(most_keys, window + self.block_rows)
         return -(-most_keys // self.tile_keys)
@@ -117,7 +136,7 @@ class Rings(NamedTuple):
 
     Attributes:
       q: [consumers · query_parts, tile_rows, Dk].
-      k, v: [stages, tile_keys, Dk or Dv].
+      k, v: [stages, tile_keys, Dk] and [stages, tile_keys, Dv].
     """
 
     q: Any
@@ -135,8 +154,10 @@ class Rings(NamedTuple):
         """Return the scratch types.
 
         Args:
-          readers: arrivals at k_empty and v_empty per phase.
-          orders_tensor_core: whether barriers without TMA arrivals order tensor-core operations.
+          dtype: 16-bit dtype of Q, K and V in shared memory.
+          readers: number of arrivals at k_empty and v_empty per phase.
+          orders_tensor_core: whether the barriers at which no TMA copy arrives also order tensor-core operations, which
+            Blackwell needs.
         """
         stages, keys, consumers, parts = static.stages, static.tile_keys, static.consumers, static.query_parts
         copies = 1 if static.dequantizes else arrivals(static.copies)
@@ -160,9 +181,9 @@ class Rings(NamedTuple):
 
 
 def shared_heads(group: int, tile_rows: int) -> int:
-    """Return the number of query heads that share a block.
+    """Return the number of query heads that share a block (`BlockRows`).
 
-    The result is the largest divisor of `group` for which `tile_rows` holds at least 8 queries of each head.
+    The result is the largest divisor of `group` for which a consumer has at least 8 queries of each head.
 
     Args:
       group: query heads per KV head.
@@ -174,10 +195,13 @@ def shared_heads(group: int, tile_rows: int) -> int:
 class BlockRows(NamedTuple):
     """Query rows of the block of a work tile.
 
-    A set of `block_heads` heads of one KV head shares the block. The rows of a sequence are ordered in groups of 8:
-    queries 0 to 7 of the first head, queries 0 to 7 of the second head, and so on, then queries 8 to 15 of the first
-    head. Blocks are cut from this order, so a sequence has at most one block that is not full, and each tile of keys is
-    read once for all heads of a block. A TMA copy brings one group of 8 rows.
+    `block_heads` heads of one KV head share a block. The query rows of a sequence are ordered in groups of 8: queries 0
+    to 7 of the first head, queries 0 to 7 of the second head, and so on, then queries 8 to 15 of the first head. Each
+    `block_rows` consecutive query rows in this order are a block. Two advantages follow: at most one block of a
+    sequence is not full, and a tile is loaded once for all heads of a block. One TMA copy loads one group of 8 query
+    rows.
+
+    In the methods, `number` is the index of a consumer, which has `tile_rows` query rows of the block.
 
     Attributes:
       work: the work tile. Its `head` is the index of a set of `block_heads` heads.
@@ -195,12 +219,12 @@ class BlockRows(NamedTuple):
 
     @property
     def first_head(self) -> Any:
-        """First head of the set."""
+        """First query head of the block."""
         return self.work.head * self.heads
 
     @property
     def end_query(self) -> Any:
-        """One past the last query of the block. This query may belong to the next sequence."""
+        """One past the last query of the block. The block may end after the last query of its sequence."""
         last_group = self.work.block.skipped_heads + self.static.block_rows // ALIGNMENT - 1
         return self.work.block.start + (lax.div(last_group, jnp.int32(self.heads)) + 1) * ALIGNMENT
 
@@ -209,7 +233,7 @@ class BlockRows(NamedTuple):
         return self.static.rows.filled(value, self.static.tile_rows)
 
     def queries(self, number: Any) -> jax.Array:
-        """Return the query of each row of consumer `number`, int32 [tile_rows]."""
+        """Return the index in [0, T) of each row's query, int32 [tile_rows]. It may be past the end of the sequence."""
         row, start = self.static.rows.iota(self.static.tile_rows), self.work.block.start
         if self.heads == 1:
             return start + (number * self.static.tile_rows + row)
@@ -217,9 +241,13 @@ class BlockRows(NamedTuple):
         return start + eight * ALIGNMENT + (row & (ALIGNMENT - 1))
 
     def _groups(self, number: Any, row: jax.Array) -> jax.Array:
-        """Return the group of 8 of each row of a consumer, int32 [tile_rows].
+        """Return the index of the group of 8 that contains each row of a consumer, int32 [tile_rows].
 
-        Group 0 is the group of the first head at the first query of the block.
+        Group 0 has the queries `start` to `start` + 7 of the first head. The groups before `skipped_heads` belong to
+        the previous block.
+
+        Args:
+          row: int32 [tile_rows], index of each row.
         """
         return self._first_group(number) + lax.div(row, jnp.int32(ALIGNMENT))
 
@@ -227,19 +255,22 @@ class BlockRows(NamedTuple):
         return self.work.block.skipped_heads + number * (self.static.tile_rows // ALIGNMENT)
 
     def first_query(self, number: Any) -> Any:
-        """Return the first query of a consumer. All its queries are less than `tile_rows` after it."""
+        """Return the first query of a consumer. Its other queries have larger indices, by less than `tile_rows`."""
         if self.heads == 1:
             return self.work.block.start + number * self.static.tile_rows
         return self.work.block.start + lax.div(self._first_group(number), jnp.int32(self.heads)) * ALIGNMENT
 
     def any_of(self, number: Any) -> Any:
-        """Return whether a consumer has query rows of the sequence."""
+        """Return whether a consumer has a query row of the block's sequence."""
         return self.first_query(number) < self.work.block.end_row
 
     def output_row(self, query: jax.Array, number: Any) -> jax.Array:
-        """Return the row of the output [T · Hq, Dv] of each row of a consumer, int32 [tile_rows].
+        """Return the index of each row of a consumer in the output [T · Hq, Dv], int32 [tile_rows].
 
-        Rows of another sequence get -1.
+        The index is -1 for query rows of another sequence. If keys are split, indices of split i start at i · T · Hq.
+
+        Args:
+          query: int32 [tile_rows], from `queries`.
         """
         block = self.work.block
         in_sequence = (query >= block.first_row) & (query < block.end_row)
@@ -249,11 +280,11 @@ class BlockRows(NamedTuple):
         return jnp.where(in_sequence, self.work.output_row(query, self.num_tokens) * self.num_q_heads + head, -1)
 
     def sinks(self, sinks: Ref | None, output_row: jax.Array) -> jax.Array | None:
-        """Return the sink logit of each row, [tile_rows].
+        """Return the sink logit of each row, float32 [tile_rows]; None if `sinks` is None.
 
         Args:
-          sinks: [Hq], or None.
-          output_row: from `output_row`.
+          sinks: float32 [Hq], or None.
+          output_row: int32 [tile_rows], from the method `output_row`.
         """
         if sinks is None:
             return None
@@ -282,32 +313,34 @@ class BlockRows(NamedTuple):
 
 @runtime_checkable
 class OperandTile(Protocol):
-    """Operands of one work tile."""
+    """Addresses, masks and scales of one work tile. An operation implements it."""
 
     @property
     def kv_tiles(self) -> Any:
-        """Number of tiles of keys, at least 1."""
+        """Number of tiles of the work tile, at least 1."""
 
     def load(self, producer: Producer, again: Any, kv_tile: Any) -> None:
         """Copy queries, keys and values to the rings. Runs in the producer.
 
         Args:
           again: whether the CTA has processed a work tile before.
-          kv_tile: number of the first tile of keys, counted over all work tiles of the CTA.
+          kv_tile: number of the first tile of the work tile, counted over all work tiles of the CTA.
         """
 
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
-        """Attend with the query rows of a consumer and store the result. Runs in each consumer."""
+        """Attend with the query rows of a consumer and store the result. Runs in each consumer. `kv_tile` is as in
+        `load`.
+        """
 
 
 @runtime_checkable
 class OperandLoader(Protocol):
-    """Operand loading and masking of an operation.
+    """Operand loading and masking of an operation. The operation implements it.
 
     Attributes:
       static: compile-time constants of the kernel.
-      kernel_name: name in profiles.
-      num_heads: number of heads, or of sets of heads that share a block.
+      kernel_name: name of the kernel in profiles.
+      num_heads: number of sets of heads that share a block.
       compiler_params: compiler parameters of the kernel.
     """
 
@@ -321,20 +354,22 @@ class OperandLoader(Protocol):
     def compiler_params(self) -> plgpu.CompilerParams: ...
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> Any:
-        """Return scratch types of the loader, or None. See `Rings.types`."""
+        """Return the scratch types that only the loader uses, or None. `orders_tensor_core` is as in `Rings.types`."""
 
     def tile(self, x: Any, scratch: Any, work: FlashWorkTile) -> OperandTile:
         """Return the operands of a work tile.
 
         Args:
           x: operands of the kernel in global memory.
-          scratch: from `scratch_types`.
+          scratch: scratch allocated from `scratch_types`.
+          work: the work tile.
         """
 
 
 @runtime_checkable
 class BlockConsumer(Protocol):
-    """A consumer warpgroup, with `tile_rows` query rows of a block.
+    """A consumer warpgroup, which has `tile_rows` query rows of each block. The kernel of an architecture implements
+    it.
 
     Attributes:
       number: index among the consumers.
@@ -344,17 +379,21 @@ class BlockConsumer(Protocol):
     def number(self) -> Any: ...
 
     def attend(self, begin: Any, kv_tiles: Any, transform: ScoreTransform, has_rows: Any) -> Any:
-        """Attend to `kv_tiles` tiles, at least one. The first is tile number `begin` of the CTA.
+        """Attend to the tiles of a work tile. Return a state for `store`.
 
         Args:
-          has_rows: whether the consumer has query rows of the sequence. The result is arbitrary if not.
+          begin: number of the first tile, counted over all work tiles of the CTA.
+          kv_tiles: number of tiles, at least 1.
+          transform: mask and scales of the scores.
+          has_rows: whether the consumer has query rows of the sequence. If not, the state is arbitrary.
         """
 
     def store(self, result: Results, row: jax.Array, state: Any, options: RowOptions) -> None:
-        """Store the state that `attend` returned: output and LSE, or the partial state if the keys are split.
+        """Store the state from `attend`: output and LSE if the work tile has all keys of its block, else a partial
+        state.
 
         Args:
-          row: row of the result for each query row; negative for rows that are not stored.
+          row: int32 [tile_rows], index of each query row in the result; negative for rows that are not stored.
         """
 
 
@@ -362,12 +401,13 @@ class ScoreTransform(NamedTuple):
     """Mask and scales of the scores of a work tile.
 
     Attributes:
-      limits: limits(i) returns whether all rows see all keys of the i-th tile, and a function that computes the
-        `Limits` of the tile if not.
+      limits: limits(i) returns a pair for the i-th tile of the work tile: whether all query rows see all its keys, and
+        a function that returns its `Limits`. The function is called only if some row does not see some key.
       key_scale: factor of q kᵀ, or None.
-      token_scales: token_scales(i) is [3, tile_keys] in shared memory: the scale of each key, and log2 and inverse of
-        the scale of each value. None if scales are not per token.
-      await_tile: await_tile(i) waits for the metadata of the i-th tile. None if the wait for its keys is enough.
+      token_scales: token_scales(i) returns float32 [3, tile_keys] in shared memory for the i-th tile: scale of each
+        key, log2 of the scale of each value, and inverse of the scale of each value. None if scales are not per token.
+      await_tile: await_tile(i) waits until the producer has written the data that `limits` and `token_scales` read for
+        the i-th tile. None if waiting for the keys of the tile is sufficient.
     """
 
     limits: Callable[[Any], tuple[Any, Callable[[], Limits]]]
@@ -377,12 +417,14 @@ class ScoreTransform(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Options of storing query rows.
+    """Options of `BlockConsumer.store`.
 
     Attributes:
-      sink: sink logits [rows], or None. If keys are split, the merge adds the sinks instead.
-      is_whole: whether the work tile has all keys of its rows; None if keys are never split.
-      scale: scale(o, first_column, layout of a value per column) applies the scales of the values to `o`; or None.
+      sink: sink logits [tile_rows], or None. They are not added to partial states; the merge kernel adds them.
+      is_whole: whether the work tile has all keys of its block; None if the call never splits keys.
+      scale: scale(o, first_column, layout) returns columns of the output multiplied by the scales of the values. `o`
+        has the columns from `first_column` on, and `layout` is the layout of an array with a value per column. None if
+        there are no scales, or if they were multiplied into the probabilities.
     """
 
     sink: Any = None
@@ -397,15 +439,16 @@ class Results(NamedTuple):
     """Outputs of the kernel; arrays, or references to them.
 
     Attributes:
-      finished: output and LSE of n rows.
-      partial: partial states of n rows for each possible split, or None if keys are never split.
+      finished: output and LSE of T · Hq query rows.
+      partial: partial states of T · Hq query rows for each possible split, or None if the call never splits keys.
     """
 
     finished: OutputRows
     partial: RowState | None
 
     def store(self, is_whole: Any, finished: Callable[[OutputRows], None], partial: Callable[[RowState], None]) -> None:
-        """Call `finished` if the work tile has all keys of its rows, else `partial`.
+        """Call `finished` with the finished rows if the work tile has all keys of its block, else call `partial` with
+        the partial states.
 
         Args:
           is_whole: see `RowOptions`.
@@ -421,12 +464,12 @@ class FlashKernel(NamedTuple):
     """The kernel of an architecture.
 
     Attributes:
-      body: body(loader, operands, work_tiles, result, scratch, scratch of the loader). work_tiles() returns the
-        `WorkTiles`; each warpgroup calls it.
+      body: body(loader, operands, work_tiles, result, scratch, loader_scratch) is the kernel body. Each warpgroup calls
+        work_tiles() to get its `WorkTiles`.
       scratch: scratch types of the kernel.
       warpgroups: number of warpgroups.
-      queue_slots: see `TileQueue`.
-      orders_tensor_core: whether barriers without TMA arrivals order tensor-core operations.
+      queue_slots: number of slots of `TileQueue`.
+      orders_tensor_core: see `Rings.types`.
     """
 
     body: Callable[..., None]
@@ -448,14 +491,20 @@ def launch(
     out_dtype: jax.typing.DTypeLike,
     return_lse: bool,
 ) -> tuple[Float[Array, "T Hq Dv"], Float[Array, "T Hq"] | None]:
-    """Run the kernel, and the merge if keys are split.
+    """Run the attention kernel, then the merge kernel if the call may split keys.
 
     Args:
-      inputs: operands of the loader, among them `q`, `sinks`, and `blocks` and `counts` of `work`.
-      work: from `list_blocks`.
+      kernel: kernel of the architecture.
+      loader: operand loader of the operation.
+      inputs: operands of the loader: a structure with the fields `q`, `sinks`, `blocks` and `counts`, among others. The
+        latter two are fields of `work`.
+      work: result of `list_blocks`.
+      splits: bounds of the number of splits, as passed to `list_blocks`.
       shape: T and Hq.
       sinks: sink logits [Hq], or None.
-      return_lse: whether to store the LSE. Storing one float per row takes longer than its size suggests.
+      out_dtype: dtype of the output.
+      return_lse: whether to store the LSE. Without it the kernel is faster, because a store of a single number per row
+        uses memory bandwidth badly.
 
     Returns:
       Output [T, Hq, Dv], and LSE [T, Hq] or None.
@@ -491,7 +540,7 @@ def launch(
 
 
 def _require_shared_memory(loader: OperandLoader, scratch_types: Any) -> None:
-    """Raise NotImplementedError if a CTA needs more shared memory than a multiprocessor has."""
+    """Raise NotImplementedError if the scratch of a CTA exceeds the shared memory of a multiprocessor."""
     static, reductions = loader.static, loader.compiler_params.reduction_scratch_bytes
     if not shared_memory.fits(scratch_types, 1, reduction_bytes=reductions):
         needed = shared_memory.block_bytes(scratch_types, reduction_bytes=reductions)
@@ -529,13 +578,20 @@ def wait_if(condition: Any, barrier: Ref) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """The producer warpgroup, which fills the rings. `kv_tile` counts tiles of keys over all work tiles of the CTA."""
+    """The producer warpgroup, which fills the rings.
+
+    In the methods, `kv_tile` is the number of a tile, counted over all work tiles of the CTA.
+    """
 
     static: FlashStatic
     rings: Rings
 
     def load_keys(self, kv_tile: Any, copy: Callable[[Ref, Ref], None]) -> None:
-        """Load a tile of keys. copy(slot, barrier) starts its TMA copies."""
+        """Load a tile of keys into its slot, after the readers have emptied the slot.
+
+        Args:
+          copy: copy(slot, barrier) starts the TMA copies to the slot.
+        """
         slot = ring_slot(kv_tile, self.static.stages)
         wait_if(kv_tile >= self.static.stages, self.rings.k_empty.at[slot])
         copy(self.rings.k.at[slot], self.rings.k_full.at[slot])
@@ -543,14 +599,15 @@ class Producer:
     def load_values(
         self, kv_tile: Any, copy: Callable[[Ref, Ref], None], whole: Any, live_mask: Callable[[jax.Array], jax.Array]
     ) -> None:
-        """Load a tile of values, and zero masked values.
+        """Load a tile of values into its slot, and zero the values that no query of the block sees.
 
-        Masked values may be NaN, and a probability of 0 would not keep NaN out of the output.
+        Such values may be NaN, and a probability of 0 times NaN is NaN.
 
         Args:
-          copy: copy(slot, barrier) starts the TMA copies.
-          whole: whether no value of the tile is masked.
-          live_mask: live_mask(tokens of the tile [n]) returns which values are not masked, bool [n].
+          copy: copy(slot, barrier) starts the TMA copies to the slot.
+          whole: whether the tile has no such values.
+          live_mask: live_mask(tokens) returns bool [n]: whether some query of the block may see each token. `tokens` is
+            int32 [n], indices in the tile.
         """
         rings, stages = self.rings, self.static.stages
         slot = ring_slot(kv_tile, stages)
@@ -569,17 +626,18 @@ class Producer:
                 plgpu.barrier_arrive(rings.v_full.at[slot])
 
     def load_queries(self, again: Any, copy: Callable[[int, Ref], None]) -> Callable[[Any], None]:
-        """Load the queries of a block.
+        """Load the queries of a block, now or later.
 
-        There is one buffer for Q. The queries of the first block of a CTA are copied at once. The queries of a later
-        block are copied after its first tiles of K and V, because consumers empty the slots of K and V earlier than Q.
+        The queries of the first block of a CTA are copied at once. Q has a single buffer, which the readers empty later
+        than slots of K and V. The queries of a later block are therefore copied after the first tiles of K and V, by
+        the returned function.
 
         Args:
           again: whether the CTA has processed a work tile before.
-          copy: copy(consumer, barrier) starts the TMA copies for a consumer.
+          copy: copy(consumer, barrier) starts the TMA copies of the queries of a consumer.
 
         Returns:
-          A function to call with i, the index of a tile in the block, after the copies of the values of the tile.
+          load(i). Call it for each tile i of the work tile, after the copies of its values are started.
         """
 
         def load(*, await_empty: bool) -> None:
@@ -592,7 +650,12 @@ class Producer:
         return lambda i: pl.when(again & (i == 0))(lambda: load(await_empty=True))
 
     def drain(self, kv_tiles: Any, any_work: Any) -> None:
-        """Wait for the last phase of each barrier after the last of `kv_tiles` tiles."""
+        """Wait at the end of the kernel until the readers have emptied all slots, so that no barrier phase is left.
+
+        Args:
+          kv_tiles: number of tiles that the CTA has loaded.
+          any_work: whether the CTA has processed a work tile.
+        """
 
         def wait(i: Any, _: None) -> None:
             slot = ring_slot(kv_tiles - 1 - i, self.static.stages)
@@ -605,7 +668,7 @@ class Producer:
 
 
 def produce(loader: OperandLoader, x: Any, work_tiles: WorkTiles, rings: Rings, loader_scratch: Any) -> None:
-    """Run the producer: load the operands of all work tiles of the CTA."""
+    """Run the producer warpgroup: load the operands of all work tiles of the CTA."""
     producer = Producer(loader.static, rings)
 
     def load(again: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
@@ -625,7 +688,7 @@ def consume(
     result: Results,
     loader_scratch: Any,
 ) -> None:
-    """Run a consumer: attend with its query rows in all work tiles of the CTA."""
+    """Run a consumer warpgroup: attend with its query rows of all work tiles of the CTA."""
 
     def attend(_: Any, kv_tile: Any, work: FlashWorkTile) -> Any:
         tile = loader.tile(x, loader_scratch, work)

@@ -1,21 +1,30 @@
 """Scheduling of the prefill kernel: a kernel lists the query blocks, and CTAs fetch work tiles from a queue.
 
-The queries of a sequence are cut into blocks of consecutive query rows. Rows before the first sequence and rows after
-the last one form two more segments, which see no keys. A work tile is one block, for one head or a set of heads that
-share blocks, with all keys that the block sees or with one split of them (`split.py`).
+Terms:
 
-1. `list_blocks` is a short kernel that runs before attention. It lists the blocks, sorted by decreasing number of tiles
-   of keys. The last blocks to run are then short, and blocks that run at the same time share keys in the L2 cache.
-   XLA would launch up to eight kernels for this. In this kernel each thread handles one segment, then one block:
+    query        one row of the packed queries [T, Hq, D]: all heads of one new token
+    segment      consecutive queries: the queries of one sequence, or the queries before the first or after the last
+                 sequence. The latter two belong to no sequence and see no keys
+    head set     query heads of one KV head that share blocks (`pipeline.BlockRows`). It is often a single head
+    query row    one head of one query. It is one row of the tensor cores' left operand
+    block        up to `block_rows` consecutive query rows of a segment, for one head set
+    tile         `tile_keys` consecutive keys, which a CTA loads and multiplies at a time
+    split        consecutive tiles of a block, if several CTAs share the keys of a block (`split.py`)
+    work tile    one block of one head set with one split of its keys, or with all of them. A CTA processes one at a
+    time
 
-       segments   number of blocks              -> index of the last block of each segment (prefix sums)
-       blocks     segment, tiles of keys        -> sort key
-       blocks     rank of the sort key          -> row of the list
-       heads      longest block, total cost     -> heads that alternate (`WorkTiles`)
-       splits     estimated time                -> number of splits
+1. `list_blocks` is a short kernel that runs before attention. It lists the blocks, sorted by decreasing number of
+   tiles. The last blocks to run are then short, and blocks that run at the same time share keys in the L2 cache.
+   XLA would launch up to eight kernels for this. Each step is done by one thread per segment, block, head or split:
 
-   All layers of a model call it with the same lengths. The `jax.jit` around it is traced once, so XLA sees identical
-   calls and runs one of them.
+       segments   count the blocks of a segment            -> prefix sums: index of the last block of each segment
+       blocks     find the segment, count the tiles        -> sort key
+       blocks     count the larger sort keys               -> row of the list
+       heads      longest block and total cost of a head   -> `l2_head_group` of `WorkTiles`
+       splits     estimate the time with i + 1 splits      -> number of splits
+
+   All layers of a model call `list_blocks` with the same lengths. The `jax.jit` around it is traced once, so XLA sees
+   identical calls and runs one of them.
 
 2. The prefill kernel has one CTA per multiprocessor. `WorkTiles` numbers the work tiles. Each CTA fetches numbers from
    a `TileQueue` until all work tiles are taken.
@@ -55,19 +64,24 @@ from pallas_attn.portable.schedule import order_key, ratio
 from pallas_attn.types import HeadWindow
 
 MOST_LISTED = 48 * 1024
-"""Maximum of sequences and blocks together. Each takes 4 bytes of shared memory in the listing kernel."""
+"""Maximum number of sequences plus blocks. Each takes 4 bytes of shared memory in the kernel of `list_blocks`."""
 
 
 class QueryBlock(NamedTuple):
-    """One row of the list: consecutive query rows of one sequence, and the keys of this sequence.
+    """One entry of the list: a block, and the queries and keys of its segment.
+
+    A block begins with 8 queries of one head. Earlier heads of the head set may have the same 8 queries at the end of
+    the previous block; `skipped_heads` is their number.
 
     Attributes:
-      sequence: index of the sequence; the last sequence for rows that belong to none.
+      sequence: index of the sequence; the last sequence if the segment belongs to none.
       start: first query of the block, a multiple of 8.
-      skipped_heads: heads of the set whose queries `start` to `start` + 7 belong to the block before.
-      first_row, end_row: queries of the sequence.
-      first_key, end_key: keys of the sequence; empty for rows that belong to no sequence.
-      kv_tiles: tiles of keys that the block sees, at least 1, counted from `first_key` rounded down to a multiple of 8.
+      skipped_heads: number of heads of the head set whose queries `start` to `start` + 7 are in the previous block.
+      first_row, end_row: first query of the segment, and one past its last query.
+      first_key, end_key: first key of the sequence, and one past its last key. They are equal for a segment of no
+        sequence.
+      kv_tiles: number of tiles that the block sees, at least 1. Tiles start at `first_key` rounded down to a multiple
+        of 8.
     """
 
     sequence: Any
@@ -81,11 +95,12 @@ class QueryBlock(NamedTuple):
 
 
 class FlashWorkTile(NamedTuple):
-    """A block of one head, or of a set of heads, with all keys that the block sees or one split of them.
+    """A work tile of the prefill kernel: a block with all keys that it sees, or with one split of them.
 
     Attributes:
-      head: index of the head or of the set.
-      split, num_splits: index of the split and number of splits; None if keys are never split.
+      block: the block.
+      head: index of the head set.
+      split, num_splits: index of the split and number of splits; None if the call never splits keys.
     """
 
     block: QueryBlock
@@ -94,9 +109,10 @@ class FlashWorkTile(NamedTuple):
     num_splits: Any = None
 
     def kv_range(self, kv_tiles: Any) -> tuple[Any, Any]:
-        """Return the first tile and the number of tiles of this work tile.
+        """Return the first tile of this work tile and its number of tiles, at least 1.
 
-        The number is at least 1. A split without tiles gets the tile after the last, which is fully masked.
+        If there are more splits than tiles, some splits have no tile. They get the tile after the last tile that the
+        block sees, and all its keys are masked.
 
         Args:
           kv_tiles: number of tiles that the block sees.
@@ -108,11 +124,11 @@ class FlashWorkTile(NamedTuple):
 
     @property
     def is_whole(self) -> Any:
-        """Whether the work tile has all keys of its block; None if keys are never split."""
+        """Whether the work tile has all keys of its block; None if the call never splits keys."""
         return None if self.num_splits is None else self.num_splits == 1
 
     def output_row(self, row: Any, num_rows: int) -> Any:
-        """Return the row of the result for a query row. Each split has `num_rows` rows in the result."""
+        """Return the row of the result for a query. Split i has the rows i · num_rows to (i + 1) · num_rows - 1."""
         return row if self.split is None else self.split * num_rows + row
 
 
@@ -123,9 +139,9 @@ class SequenceLengths(NamedTuple):
     """Lengths of the sequences.
 
     Attributes:
-      cu_q_lens: int32 [S + 1].
-      cu_kv_lens: int32 [S + 1] for packed keys, else None.
-      kv_lens: int32 [S] for keys in pages, else None.
+      cu_q_lens: int32 [S + 1], first query of each sequence, then one past the last query.
+      cu_kv_lens: int32 [S + 1], the same for packed keys; None if keys are in pages.
+      kv_lens: int32 [S], number of keys of each sequence if keys are in pages, else None.
       window: window per head, or None. It limits the number of splits.
     """
 
@@ -149,11 +165,11 @@ class Blocking:
     """Sizes of query blocks.
 
     Attributes:
-      num_rows: queries of the call, T.
+      num_rows: number of queries of the call, T.
       block_rows: query rows of a block, a multiple of 8.
       tile_keys: keys of a tile.
       causal: whether a query sees no keys after its own position.
-      heads: heads that share a block (`BlockRows`), at most `groups`.
+      heads: heads of a head set, at most `groups`.
     """
 
     num_rows: int
@@ -164,14 +180,14 @@ class Blocking:
 
     @property
     def groups(self) -> int:
-        """Groups of 8 rows in a block."""
+        """Number of groups of 8 query rows in a block."""
         return self.block_rows // ALIGNMENT
 
     def num_blocks(self, lengths: SequenceLengths) -> tuple[int, int]:
-        """Return the smallest and largest number of blocks of any lengths.
+        """Return the smallest and largest number of blocks of a head set that any lengths can give.
 
-        Rows of no sequence may need blocks, and the groups of 8 of a sequence may include up to 7 rows before its first
-        and after its last row.
+        Queries of no sequence may need blocks, too. Blocks consist of aligned groups of 8 queries, so the groups of a
+        segment may include up to 7 queries before its first and up to 7 after its last query.
         """
         segments = lengths.segments
         most = (self.num_rows + 2 * (ALIGNMENT - 1) * segments) * self.heads // self.block_rows + segments
@@ -179,13 +195,13 @@ class Blocking:
 
 
 class WorkList(NamedTuple):
-    """The listed blocks; arrays, or references to them.
+    """Result of `list_blocks`; arrays, or references to them in a kernel.
 
     Attributes:
-      blocks: int32 [largest number of blocks, fields of `QueryBlock`]. The first `counts[0]` rows are set.
-      counts: int32 [2 or 3]: number of blocks, number of heads that alternate (`WorkTiles`), and number of splits if
-        keys may be split.
-      zero: int32 [1], initial counter of a `TileQueue`.
+      blocks: int32 [largest number of blocks, fields of `QueryBlock`]. The first `counts[0]` entries are set.
+      counts: int32 [2 or 3]: number of blocks of a head set, `WorkTiles.l2_head_group`, and number of splits if the
+        call may split keys.
+      zero: int32 [1], the number 0, with which `TileQueue.tile_counter` starts.
     """
 
     blocks: Any
@@ -197,9 +213,10 @@ class ListScratch(NamedTuple):
     """Shared memory of the listing kernel.
 
     Attributes:
-      ends: int32, number of blocks up to the end of each segment. Entries after the last segment repeat its value.
-      sort_keys: float32, sort key of each block.
-      lanes: threads of the kernel.
+      ends: int32 [at least segments], number of blocks up to the end of each segment. Entries after the last segment
+        repeat its value.
+      sort_keys: float32 [at least blocks], sort key of each block.
+      lanes: scans and reductions over the threads of the CTA.
     """
 
     ends: Any
@@ -208,10 +225,13 @@ class ListScratch(NamedTuple):
 
 
 def list_blocks(blocking: Blocking, lengths: SequenceLengths, splits: KvSplits, l2_head_group: int = 1) -> WorkList:
-    """List all blocks, sorted by decreasing number of tiles of keys.
+    """List the blocks of a head set, sorted by decreasing number of tiles. All head sets have equal blocks.
 
     Args:
-      l2_head_group: number of heads whose keys and values should share the L2 cache, a divisor of `splits.heads`.
+      blocking: sizes of blocks and tiles.
+      lengths: lengths of the sequences.
+      splits: bounds of the number of splits, and the number of head sets.
+      l2_head_group: number of head sets whose keys and values fit the L2 cache together, a divisor of `splits.heads`.
 
     Raises:
       NotImplementedError: the shapes allow more than `MOST_LISTED` sequences and blocks.
@@ -275,7 +295,7 @@ def _list_kernel(
         block, sort_key = describe(number)
         PER_THREAD.put(scratch.sort_keys, jnp.where(number < scratch.sort_keys.shape[0], number, -1), sort_key)
         kv_tiles = jnp.where(number < count, block.kv_tiles, 0)
-        # The clamp bounds the sum over all blocks by 2**31.
+        # The clamp keeps the sum over all blocks below 2**31.
         cost += jnp.where(number < count, jnp.minimum(kv_tiles + WORK_TILE_OVERHEAD, (1 << 31) // (most + 1)), 0)
         return jnp.maximum(most_tiles, kv_tiles), cost
 
@@ -295,8 +315,8 @@ def _list_kernel(
     heads = PER_THREAD.filled(jnp.int32(splits.heads), THREADS)
     if is_grouped:
         heads = _alternating_heads(splits, l2_head_group, count, longest, lanes.sum(cost))
-        # With one block per sequence, no two blocks share keys. Then all heads alternate, because the heads of a token
-        # are adjacent in memory.
+        # With one block per sequence, no two blocks share keys, so grouping heads saves no memory access. All heads of
+        # a block then run next to each other, because the heads of a token are adjacent in memory.
         heads = jnp.where(count <= x.sequences, jnp.int32(splits.heads), heads)
     PER_THREAD.put(listed.counts, jnp.where(lane == 0, 1, -1), heads)
     if splits.most > 1:
@@ -305,24 +325,28 @@ def _list_kernel(
 
 
 MOST_TAIL = 1 / 32
-"""Largest fraction of the time of a call for which CTAs may be idle at its end."""
+"""Limit of the idle time of CTAs at the end of a call, as a fraction of the duration of the call."""
 
 
 def _alternating_heads(splits: KvSplits, l2_head_group: int, count: jax.Array, longest: Any, cost: Any) -> jax.Array:
-    """Return the number of heads that alternate, for each thread.
+    """Choose `WorkTiles.l2_head_group`, the number of head sets that are processed together, int32 [128].
 
-    The number is `l2_head_group`, or a larger divisor of the heads if CTAs would be idle for more than `MOST_TAIL` of
-    the time while the longest block of the last group ends. This happens if lengths differ much: 200 new tokens after
-    9,000 cached ones, in a batch with prompts, take 1.5 times as long with one head at a time. If no block takes twice
-    the average time of a block, no order avoids idle CTAs, and the number stays `l2_head_group`.
+    Groups of heads run one after the other, each with its longest blocks first. If lengths differ much, the longest
+    block of the last group ends late, and the other CTAs are idle meanwhile. With a larger group, this block starts
+    earlier. Example: 200 new tokens after 9,000 cached tokens, in a batch with prompts, take 1.5 times as long with one
+    head per group.
+
+    The result is the smallest divisor of `splits.heads`, from `l2_head_group` on, for which CTAs are idle for at most
+    `MOST_TAIL` of the time. It is `l2_head_group` if no block takes twice the average time of a block: larger groups
+    then do not help.
 
     Args:
-      count: number of blocks of a head.
-      longest: most tiles of keys of a block.
-      cost: sum over the blocks of a head, in tiles of keys.
+      count: number of blocks of a head set.
+      longest: largest number of tiles of a block.
+      cost: sum of the times of all blocks of a head set, in units of the time of a tile.
     """
-    mean = cost.astype(jnp.float32) * (1 / splits.num_ctas)  # time per CTA for one head
-    end = (longest + WORK_TILE_OVERHEAD).astype(jnp.float32)
+    mean = cost.astype(jnp.float32) * (1 / splits.num_ctas)  # time per CTA for one head set
+    end = (longest + WORK_TILE_OVERHEAD).astype(jnp.float32)  # time of the longest block
     chosen: Any = jnp.int32(splits.heads)
     for heads in reversed(range(l2_head_group, splits.heads, l2_head_group)):
         if splits.heads % heads == 0:
@@ -332,7 +356,15 @@ def _alternating_heads(splits: KvSplits, l2_head_group: int, count: jax.Array, l
 
 
 def _count_blocks(blocking: Blocking, x: SequenceLengths, scratch: ListScratch, segment: Any, before: Any) -> Any:
-    """Store the running number of blocks after each segment, starting at `before`. Return the last number."""
+    """Store in `scratch.ends` the number of blocks up to the end of each segment.
+
+    Args:
+      segment: int32 [128], a segment for each thread.
+      before: number of blocks of all segments before these.
+
+    Returns:
+      Number of blocks of all segments up to the last of these.
+    """
     first_row, end_row = _query_rows(blocking, x, jnp.minimum(segment, x.segments - 1))
     eights = ratio(end_row - _align_each_down(first_row) + (ALIGNMENT - 1), ALIGNMENT)
     blocks = ratio(eights * blocking.heads + (blocking.groups - 1), blocking.groups)
@@ -343,9 +375,12 @@ def _count_blocks(blocking: Blocking, x: SequenceLengths, scratch: ListScratch, 
 def _describe(
     blocking: Blocking, x: SequenceLengths, scratch: ListScratch, number: Any, count: Any
 ) -> tuple[QueryBlock, Any]:
-    """Compute the blocks with these numbers, and their sort keys, which decrease along the list.
+    """Compute a block and its sort key for each thread. A block with a larger sort key comes earlier in the list.
 
-    Numbers from `count` on get sort key -1 and an arbitrary block.
+    Args:
+      number: int32 [128], number of the thread's block, in the order of segments and queries. Numbers from `count` on
+        get an arbitrary block and sort key -1.
+      count: number of blocks.
     """
     segment = jnp.minimum(segment_of(scratch.ends, x.segments, number), x.segments - 1)
     first_row, end_row = _query_rows(blocking, x, segment)
@@ -356,7 +391,7 @@ def _describe(
     start, end = (_align_each_down(first_row) + ALIGNMENT * x for x in (eight, end_eight))
     seen = end_key - _align_each_down(first_key)
     if blocking.causal:
-        seen -= jnp.maximum(end_row - end, 0)  # keys of the queries that follow the block's
+        seen -= jnp.maximum(end_row - end, 0)  # the keys of later queries are not visible to this block
     kv_tiles = ratio(jnp.maximum(seen, 1) + (blocking.tile_keys - 1), blocking.tile_keys)
     sequence = jnp.minimum(segment, x.sequences - 1)
     block = QueryBlock(sequence, start, skipped_heads, first_row, end_row, first_key, end_key, kv_tiles)
@@ -365,9 +400,9 @@ def _describe(
 
 
 def _query_rows(blocking: Blocking, x: SequenceLengths, segment: Any) -> tuple[Any, Any]:
-    """Return first and end query of segments.
+    """Return first query of each segment, and one past its last query.
 
-    Segment S is the rows after the last sequence, segment S + 1 the rows before the first.
+    With S sequences, segment S has the queries after the last sequence, and segment S + 1 those before the first.
     """
     last = x.sequences
     first_row = PER_THREAD.take(x.cu_q_lens, jnp.minimum(segment, last))
@@ -377,7 +412,7 @@ def _query_rows(blocking: Blocking, x: SequenceLengths, segment: Any) -> tuple[A
 
 
 def _key_rows(x: SequenceLengths, segment: Any) -> tuple[Any, Any]:
-    """Return first and end key of segments."""
+    """Return first key of each segment, and one past its last key."""
     if x.cu_kv_lens is not None:
         first, next_one = (jnp.minimum(segment + i, x.sequences) for i in range(2))
         return PER_THREAD.take(x.cu_kv_lens, first), PER_THREAD.take(x.cu_kv_lens, next_one)
@@ -386,7 +421,9 @@ def _key_rows(x: SequenceLengths, segment: Any) -> tuple[Any, Any]:
 
 
 def _limit_by_windows(blocking: Blocking, x: SequenceLengths, lanes: Lanes, kv_tiles: Any) -> Any:
-    """Return `kv_tiles`, or the number of tiles that a block sees through the widest window, if that is less."""
+    """Return the smaller of `kv_tiles` and the number of tiles that a block sees through the widest window of a
+    head.
+    """
     if x.window is None:
         return kv_tiles
     window, sink_tokens = x.window.window, x.window.sink_tokens
@@ -408,16 +445,17 @@ def _limit_by_windows(blocking: Blocking, x: SequenceLengths, lanes: Lanes, kv_t
 class WorkTiles(NamedTuple):
     """The work tiles of all CTAs, numbered so that work tiles with the same keys run at about the same time.
 
-    All blocks of the first `l2_head_group` heads come first, then all blocks of the next group of heads. Within a
-    group, the heads of one block have consecutive numbers.
+    All blocks of the first `l2_head_group` head sets come first, then all blocks of the next `l2_head_group` head sets.
+    Within such a group, the work tiles of one block for the different head sets have consecutive numbers.
 
     Attributes:
       blocks: int32 [n, fields of `QueryBlock`] in global memory.
-      num_blocks: number of blocks of a head.
-      num_splits: number of splits of each block; None if keys are never split.
-      num_heads: number of heads, or of sets of heads that share a block.
-      l2_head_group: heads that alternate, so that their keys and values share the L2 cache.
-      queue: source of work tile numbers; None if each CTA has one work tile, with the number of the CTA.
+      num_blocks: number of blocks of a head set.
+      num_splits: number of splits of each block; None if the call never splits keys.
+      num_heads: number of head sets.
+      l2_head_group: number of head sets that are processed together, so that their keys and values stay in the L2
+        cache.
+      queue: source of work tile numbers; None if each CTA has one work tile, whose number is the index of the CTA.
     """
 
     blocks: Ref
@@ -433,26 +471,31 @@ class WorkTiles(NamedTuple):
         return WorkTiles(blocks, counts[0], num_splits, num_heads, counts[1], queue)
 
     def produce(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> tuple[Any, Any]:
-        """Fetch work tiles and process each. Runs in the producer.
+        """Fetch work tiles from the queue and process each. Runs in the producer warpgroup.
 
         Args:
-          work: work(whether a work tile came before, number of its first tile of keys, work tile) returns its number of
-            tiles of keys.
+          work: work(again, kv_tile, work_tile) processes a work tile and returns its number of tiles. `again` tells
+            whether the CTA has processed a work tile before, and `kv_tile` is the number of tiles that it has
+            processed.
 
         Returns:
-          Number of work tiles, and number of tiles of keys.
+          Number of work tiles, and total number of tiles.
         """
         return self._each(work, lambda queue, i, before: queue.fetch(i, before, self._fields_of))
 
     def consume(self, work: Callable[[Any, Any, FlashWorkTile], Any]) -> None:
-        """Process the work tiles that the producer fetched. Runs in all other warpgroups."""
+        """Process the work tiles that the producer fetched. Runs in all other warpgroups. `work` is as in `produce`."""
         self._each(work, lambda queue, i, _: queue.receive(i))
 
     def _each(self, work: Callable[..., Any], number_of: Callable[[TileQueue, Any, Any], Any]) -> tuple[Any, Any]:
         queue, work_tiles = self.queue, self._blocks_of_head * self.num_heads
 
         def number(i: Any, before: Any) -> Any:
-            """Return the number of the i-th work tile of the CTA; `before` is the previous number, or None."""
+            """Return the number of the i-th work tile of this CTA.
+
+            Args:
+              before: number of the previous work tile, or None for the first.
+            """
             if queue is not None:
                 return number_of(queue, i, before)
             return lax.axis_index("cta") if before is None else work_tiles
@@ -469,11 +512,11 @@ class WorkTiles(NamedTuple):
 
     @property
     def _blocks_of_head(self) -> Any:
-        """Number of blocks of a head, times the number of splits."""
+        """Number of work tiles of a head set: blocks times splits."""
         return self.num_blocks if self.num_splits is None else self.num_blocks * self.num_splits
 
     def _work_tile(self, number: Any) -> FlashWorkTile:
-        """Read a work tile from the list."""
+        """Read the block of a work tile from the list, and compute its head set and split from its number."""
         group, rest = divide(number, self._blocks_of_head * self.l2_head_group)
         row, head = divide(rest, self.l2_head_group)
         row, split = (row, None) if self.num_splits is None else divide(row, self.num_splits)
@@ -481,13 +524,15 @@ class WorkTiles(NamedTuple):
         return FlashWorkTile(block, group * self.l2_head_group + head, split, self.num_splits)
 
     def _fields_of(self, number: Any) -> list[Any]:
-        """Return the fields of a work tile for the queue; arbitrary if `number` is past the last work tile."""
+        """Return block, head set and split of a work tile as a list of integers. They are arbitrary if `number` is past
+        the last work tile.
+        """
         last = self._blocks_of_head * self.num_heads - 1
         tile = self._work_tile(jnp.minimum(number, last))
         return [*tile.block, tile.head, 0 if tile.split is None else tile.split]
 
     def _stored(self, queue: TileQueue, i: Any) -> FlashWorkTile:
-        """Return the i-th work tile of the CTA from the queue."""
+        """Return the i-th work tile of this CTA, from the shared memory of the queue."""
         *block, head, split = queue.fields(i)
         block = QueryBlock(*block)
         return FlashWorkTile(block, head, None if self.num_splits is None else split, self.num_splits)
@@ -496,24 +541,28 @@ class WorkTiles(NamedTuple):
 class TileQueue(NamedTuple):
     """A counter in global memory from which CTAs fetch the numbers of work tiles.
 
-    The first work tile of a CTA has the number of the CTA. The producer fetches the next number as soon as the last
-    copies of the current work tile are started, so no warpgroup waits for it. The producer also reads the work tile
-    from the list, which takes one access to global memory, and stores its fields in shared memory for the consumers.
+    The first work tile of a CTA has the index of the CTA as its number. The producer fetches the next number right
+    after it has started the last copies of the current work tile, so the other warpgroups do not wait for the fetch.
+    The producer also reads the block of the work tile from the list in global memory. It stores the number and all
+    fields of the work tile in a slot of shared memory, where the other warpgroups read them. Work tile i of a CTA uses
+    slot i % slots.
 
-    A slot must not be overwritten before all consumers have read it:
+    The producer must not overwrite a slot before all warpgroups have read it:
 
-    - On Hopper there are two slots. The producer overwrites a slot after it has copied the queries of the next work
-      tile. These copies wait for q_empty, at which consumers arrive while they process the work tile of the slot.
-    - On Blackwell consumers do not arrive at q_empty, so there are `stages` + 1 slots. The last values that the
-      producer copied replaced the values of `stages` tiles earlier. The products with these values waited for the
-      probabilities of all consumers, so all consumers have started a work tile at most `stages` tiles back.
+    - On Hopper there are two slots, so work tile i + 2 overwrites the slot of work tile i. Before, the producer has
+      copied the queries of work tile i + 1. These copies waited for q_empty, at which a consumer arrives while it
+      processes work tile i, thus after it has read the slot.
+    - On Blackwell consumers do not arrive at q_empty, so there are `stages` + 1 slots. The last copy of values that the
+      producer started replaced the values of the tile `stages` tiles earlier. The product with those earlier values had
+      waited for the probabilities of all consumers. So every consumer has read the slot of the work tile of that tile,
+      which is at most `stages` work tiles back, because each work tile has at least one tile.
 
     Attributes:
       num_ctas: CTAs of the kernel.
       tile_counter: int32 [1] in global memory, initially 0: number of fetches of all CTAs.
-      next_tile: int32 [slots, fields] in shared memory: number and fields of work tiles.
-      fetched: barrier at which the producer waits for its own fetch.
-      full: one barrier per slot, at which the producer arrives after it stored a work tile.
+      next_tile: int32 [slots, fields] in shared memory: for each slot, the number of a work tile, then its fields.
+      fetched: barrier that makes the fetched number visible to the whole producer warpgroup.
+      full: one barrier per slot. The producer arrives after it has stored a work tile.
     """
 
     num_ctas: int
@@ -524,30 +573,35 @@ class TileQueue(NamedTuple):
 
     @staticmethod
     def counter(zero: Int32[Array, "1"], num_ctas: int, work_tiles: int) -> Ref | None:
-        """Return `tile_counter`, aliased to `WorkList.zero`, or None if each CTA has at most one work tile."""
+        """Return `tile_counter`, which updates `WorkList.zero` in place; None if each CTA has at most one work tile."""
         return basics.alias_in_place(zero) if num_ctas < work_tiles else None
 
     @staticmethod
     def scratch_types(tile_counter: Ref | None, slots: int = 2, *, orders_tensor_core: bool = False) -> Any:
-        """Return scratch types of `next_tile`, `fetched` and `full`; None without a counter."""
+        """Return scratch types of `next_tile`, `fetched` and `full`; None if `tile_counter` is None.
+
+        Args:
+          slots: number of slots.
+          orders_tensor_core: whether the barriers also order tensor-core operations, as Pallas requires on Blackwell.
+        """
         if tile_counter is None:
             return None
         signal = functools.partial(plgpu.Barrier, orders_tensor_core=orders_tensor_core)
-        fields = 1 + len(QueryBlock._fields) + 2  # the block, its head and the split
+        fields = 1 + len(QueryBlock._fields) + 2  # number of the work tile; block; head set and split
         return plgpu.SMEM((slots, fields), jnp.int32), signal(), signal(num_barriers=slots)
 
     def slot(self, i: Any) -> Any:
         return ring_slot(i, self.next_tile.shape[0])
 
     def fetch(self, i: Any, before: Any, fields_of: Callable[[Any], list[Any]]) -> Any:
-        """Fetch the i-th work tile of the CTA and store it in shared memory. Runs in the producer.
+        """Fetch the i-th work tile of this CTA and store it in its slot. Runs in the producer.
 
         Args:
-          before: number of the previous work tile, or None.
+          before: number of the previous work tile, or None for the first.
           fields_of: fields_of(number) returns the fields of a work tile.
 
         Returns:
-          Number of the work tile; past the last one if all are taken.
+          Number of the work tile. If all work tiles are taken, a number past the last one.
         """
         slot = self.slot(i)
         if before is None:
@@ -564,7 +618,7 @@ class TileQueue(NamedTuple):
         return self.receive(i)
 
     def _increment(self, slot: Any) -> None:
-        """Increment the counter, and store its old value plus the number of CTAs in a slot."""
+        """Increment the counter, and store its old value plus the number of CTAs as the next work tile number."""
         num_ctas = self.num_ctas
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -580,13 +634,13 @@ class TileQueue(NamedTuple):
         increment(self.tile_counter, self.next_tile.at[slot])
 
     def receive(self, i: Any) -> Any:
-        """Wait for the i-th work tile of the CTA and return its number."""
+        """Wait until the producer has stored the i-th work tile of this CTA. Return its number."""
         slot = self.slot(i)
         plgpu.barrier_wait(self.full.at[slot])
         return self.next_tile[slot, 0]
 
     def fields(self, i: Any) -> list[Any]:
-        """Return the fields of the i-th work tile, after `receive`."""
+        """Return the fields of the i-th work tile of this CTA. Call `receive` first."""
         return [self.next_tile[self.slot(i), field] for field in range(1, self.next_tile.shape[1])]
 
 
@@ -594,19 +648,23 @@ class TileQueue(NamedTuple):
 
 
 def ring_slot(number: Any, slots: int) -> Any:
-    """Return `number` modulo `slots`. `number` must not be negative; the compiler cannot deduce this."""
+    """Return `number` modulo `slots`, for `number` >= 0.
+
+    For a power of two, a bit mask replaces the division; the compiler could not do this, because it does not know that
+    `number` is not negative.
+    """
     return number & (slots - 1) if slots & (slots - 1) == 0 else lax.rem(number, slots)
 
 
 def divide(x: Any, y: Any) -> tuple[Any, Any]:
-    """Return quotient and remainder of non-negative numbers."""
+    """Return quotient and remainder of two non-negative numbers."""
     return lax.div(x, y), lax.rem(x, y)
 
 
 def _divide_each(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
-    """Return quotients and remainders of non-negative numbers [128].
+    """Return quotients and remainders by `y` of the non-negative numbers `x`, int32 [128] each.
 
-    Mosaic cannot lower a division by 1, so this case is separate.
+    `ratio` cannot be lowered for y = 1, so this case is separate.
     """
     if y == 1:
         return x, PER_THREAD.filled(jnp.int32(0), THREADS)
@@ -615,10 +673,10 @@ def _divide_each(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
 
 
 def align_down(row: Any) -> Any:
-    """Round a row down to a multiple of `ALIGNMENT`."""
+    """Round a scalar row index down to a multiple of `ALIGNMENT`."""
     return pl.multiple_of(lax.div(row, ALIGNMENT) * ALIGNMENT, ALIGNMENT)
 
 
 def _align_each_down(row: Any) -> Any:
-    """Round each of several rows down to a multiple of `ALIGNMENT`."""
+    """Round row indices [128] down to multiples of `ALIGNMENT`."""
     return row & -ALIGNMENT

@@ -1,4 +1,4 @@
-"""The assembler (ptxas) that XLA would run on kernels, and an error for versions that miscompile them."""
+"""Version check of ptxas, the assembler that XLA runs on kernels. Some versions miscompile kernels of this package."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 
 BROKEN_SINCE, SOUND_SINCE = (12, 8, 0), (12, 9, 86)
-"""ptxas of CUDA 12.8.0 to 12.9.0 miscompiles some causal masks. jax's own attention kernel rejects these versions too.
-Version 12.9.86 is part of CUDA 12.9.1.
+"""First ptxas version that miscompiles some causal masks, and first later version that does not (part of CUDA 12.9.1).
+jax's own attention kernel rejects the versions between them, too.
 """
 
 
@@ -27,8 +27,8 @@ def require_sound_assembler() -> None:
 
 
 def assembler() -> Path | None:
-    """Path of the ptxas that XLA runs: the first on PATH, otherwise the one of the CUDA packages. None if neither
-    exists.
+    """Return the path of the ptxas that XLA runs: the first ptxas on PATH, otherwise the ptxas of the installed CUDA
+    packages. None if neither exists.
     """
     if found := shutil.which("ptxas"):
         return Path(found)
@@ -39,7 +39,7 @@ def assembler() -> Path | None:
 
 @functools.cache
 def _version(path: Path) -> tuple[int, ...] | None:
-    """Version of a ptxas, such as (12, 9, 86); None if its output contains no version."""
+    """Return the version of a ptxas, such as (12, 9, 86); None if the output of `ptxas --version` has no version."""
     output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", output)
     return tuple(map(int, found.groups())) if found else None

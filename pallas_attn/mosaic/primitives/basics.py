@@ -1,4 +1,4 @@
-"""Helpers of all Mosaic GPU kernels: target device, operands with separate buffers, and in-place updates."""
+"""Helpers of all Mosaic GPU kernels: target device, loads and stores, kernel operands, and in-place updates."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from pallas_attn.mosaic.primitives.assembler import require_sound_assembler
 from pallas_attn.runtime import device
 
 LOG2E = math.log2(math.e)
-"""exp(x) is computed as exp2(LOG2E · x), because the hardware has only exp2."""
+"""log2(e). Kernels compute exp(x) as exp2(LOG2E · x), because the hardware has only exp2."""
 
 Ref = Any
 """A reference to global or shared memory."""
 
 
 def lane_semantics() -> plgpu.LoweringSemantics:
-    """Lowering semantics for kernels in which every value has an explicit layout and every reference explicit
-    transforms.
+    """Return Pallas's lane semantics, and apply a correction that they need (`jax_patches.mended_lowering`).
 
-    Tracing then produces the code of a thread directly. With the default semantics, jax first infers layouts and
-    transforms and lowers its dialect, which takes about as long again. The machine code differs only in instruction
-    order.
+    In a kernel with lane semantics, the author gives every value a layout and every reference its transforms. Pallas
+    then emits the code of a thread directly. With the default warpgroup semantics, Pallas first infers layouts and
+    transforms and lowers its MLIR dialect, which about doubles the lowering time. The machine code differs only in
+    instruction order.
 
-    Kernels with these semantics must copy at least 128 bytes at a time and store single numbers with `store_scalar`.
+    A kernel with lane semantics must copy at least 128 bytes at a time, and must store scalars with `store_scalar`.
     """
     mended_lowering.apply()
     return plgpu.LoweringSemantics.Lane
@@ -45,11 +45,11 @@ def interpreted() -> bool:
 
 
 def require_capability(*architectures: device.Architecture) -> None:
-    """Check that kernels of one of these architectures can run here: interpreted, or compiled by a ptxas version that
-    does not miscompile them.
+    """Check that kernels for one of these architectures can run on the target device. Unless they run interpreted, also
+    check the ptxas version.
 
     Raises:
-      NotImplementedError: the device has another architecture, or ptxas miscompiles kernels.
+      NotImplementedError: the device has another architecture, or this ptxas version miscompiles kernels.
     """
     here = device.current()
     here.require(*architectures)
@@ -58,7 +58,7 @@ def require_capability(*architectures: device.Architecture) -> None:
 
 
 def multiprocessors() -> int:
-    """Number of multiprocessors of the card that a kernel is traced for.
+    """Return the number of multiprocessors of the device that the kernel is traced for.
 
     Raises:
       NotImplementedError: the device does not report the number.
@@ -82,8 +82,9 @@ def load(ref: Ref, layout: Any) -> jax.Array:
 
 
 def store_scalar(ref: Ref, value: Any) -> None:
-    """Store one number to shared memory, from every thread. With `lane_semantics`, Pallas's own store would synchronize
-    all threads of a warpgroup before and after.
+    """Store a scalar to shared memory. Every thread stores it, without synchronization.
+
+    With `lane_semantics`, Pallas's own store would synchronize all threads of a warpgroup before and after it.
     """
     if interpreted():
         ref[...] = value
@@ -97,17 +98,18 @@ def store_scalar(ref: Ref, value: Any) -> None:
 
 
 def in_pool(page: Any, pages: int) -> Any:
-    """Whether each id names one of the pool's `pages` pages (or rows). One unsigned comparison suffices, because
-    PAGE_NONE is a large unsigned number.
+    """Whether each id is at least 0 and less than `pages`, the number of pages (or rows) of the pool.
+
+    One unsigned comparison tests both: negative ids, such as PAGE_NONE, are large unsigned numbers.
     """
     return page.astype(jnp.uint32) < jnp.uint32(pages)
 
 
 def first_warp(start_copies: Callable[[], None]) -> None:
-    """Run a function on the first warp, after all warps have reached this point. The function may only move scalars and
-    start copies.
+    """Synchronize all warps of the warpgroup, then run `start_copies` on the first warp.
 
-    Every thread that starts a copy arrives at its barrier, so one warp makes a quarter of the arrivals of a warpgroup.
+    The function may only read and write scalars, start copies and use barriers. Every thread that executes the start of
+    a copy arrives at the barrier of the copy. One warp makes only a quarter of the arrivals of a whole warpgroup.
     """
 
     @plgpu.warp_map
@@ -116,21 +118,25 @@ def first_warp(start_copies: Callable[[], None]) -> None:
 
 
 def materialize[Tree](x: Tree) -> Tree:
-    """Give each array a separate buffer, as kernel operands require.
+    """Pass arrays through an optimization barrier, so that each kernel operand has a buffer of its own.
 
-    If operands are slices of an array, or a scan slices operands or stacks results, XLA (as of jax 0.11) lets a kernel
-    read and write the whole array. A kernel then raises at run time if a slice does not start at a multiple of 256
-    bytes. If the kernel also updates arrays in place, XLA drops the aliasing of operands and results, and elements that
-    the kernel does not write are lost. XLA does not fuse slices across an optimization barrier.
+    Otherwise, XLA (as of jax 0.11) may fuse a slice into the kernel call, for example the slices that `lax.scan` makes.
+    The operand is then a pointer into a larger array. Two failures follow. The call raises at run time if the slice
+    does not start at a multiple of 256 bytes. If the kernel updates an array in place, XLA drops the aliasing of
+    operand and result, and elements that the kernel does not write are lost.
     """
     return lax.optimization_barrier(x)
 
 
 def alias_in_place(x: jax.Array) -> Ref:
-    """Make a reference through which a kernel updates an array in place. A donated array is not copied."""
+    """Make a reference through which a kernel updates an array in place. XLA copies the array first, unless the caller
+    donated it.
+    """
     return jax.new_ref(materialize(x))
 
 
 def read_back(ref: Ref) -> jax.Array:
-    """Return the array behind a reference of `alias_in_place`. Call it after the kernels that update the array."""
+    """Return the updated array of a reference from `alias_in_place`. Call it after all kernels that use the
+    reference.
+    """
     return materialize(jax.freeze(ref))

@@ -1,5 +1,7 @@
-"""Scans, reductions and ranks over numbers, one per thread of a CTA. Warps use shuffles and exchange results through
-shared memory.
+"""Prefix sums, reductions and ranks over one number per thread of a CTA.
+
+The threads of a warp exchange numbers with shuffles. The warps exchange their results through shared memory. An array
+with one number per thread has shape [128] in each warpgroup and layout `PER_THREAD`.
 """
 
 from __future__ import annotations
@@ -25,20 +27,22 @@ LOG2_WARP = 5
 WARP = 2**LOG2_WARP
 
 MOST_WARPGROUPS = 8
-"""Eight warpgroups have 32 warps, so that one warp can add up the sums of all warps with one lane each."""
+"""Maximum number of warpgroups of a CTA that uses `Lanes`. They have 32 warps, so each lane of a warp can read the sum
+of one warp.
+"""
 
 PER_THREAD = RowLayout(threads=1, vector=1)
 """Layout of arrays [128] with a number for each thread of a warpgroup."""
 
 COMPARED = 32
-"""Numbers that an iteration of `Lanes.count_larger` reads."""
+"""Number of values that one iteration of `Lanes.count_larger` compares."""
 
 
 class Lanes(NamedTuple):
-    """Threads of a CTA of up to 8 warpgroups, which are the kernel axis "warpgroup".
+    """Scans and reductions over the threads of a CTA with up to 8 warpgroups (kernel axis "warpgroup").
 
     Attributes:
-      sums: int32 [warps] in shared memory.
+      sums: int32 [warps] in shared memory, one result per warp.
       met: barrier at which interpreted warpgroups wait for each other; None on a GPU.
     """
 
@@ -60,10 +64,11 @@ class Lanes(NamedTuple):
         return self.sums.shape[0] * WARP
 
     def each_chunk(self, count: int, body: Callable[[jax.Array, Any], Any], carry: Any = None) -> Any:
-        """Call carry = body(numbers, carry) for the numbers 0, 1, ..., in chunks with one number per thread. Return the
-        last carry.
+        """Loop over the numbers 0 to count - 1, with one number per thread in each iteration. Return the last carry.
 
-        The last chunk may contain numbers past `count` - 1.
+        Args:
+          body: body(numbers, carry) returns the next carry. `numbers` (int32 [128]) has the number of each thread. In
+            the last iteration, some numbers may be `count` or larger.
         """
         if count <= self.threads:
             return body(self.number(), carry)
@@ -84,10 +89,10 @@ class Lanes(NamedTuple):
         wait()
 
     def prefix_sums(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Inclusive prefix sums of the threads' numbers, [128], and their total, [128].
+        """Return inclusive prefix sums over all threads of the CTA, [128], and the total, [128].
 
-        Uses two barriers: one before `sums` is overwritten, which other threads may still read, and one after the
-        write.
+        All threads synchronize twice: before `sums` is overwritten, because other threads may still read the values of
+        an earlier call, and after it is written.
         """
         thread = self.number()
         lane, warp = thread & (WARP - 1), thread >> LOG2_WARP
@@ -101,9 +106,15 @@ class Lanes(NamedTuple):
         return within + before, total
 
     def append(self, sums: Ref, place: jax.Array, numbers: jax.Array, before: jax.Array) -> jax.Array:
-        """Write `before` plus the prefix sums of the threads' numbers to sums[place]. Return `before` plus their total.
+        """Write `before` plus inclusive prefix sums of the threads' numbers to sums[place]. Return `before` plus the
+        total.
 
-        All threads may read the written sums afterwards.
+        All threads may read `sums` afterwards.
+
+        Args:
+          sums: int32 in shared memory.
+          place: int32 [128], index into `sums` for each thread.
+          before: int32 [128], the same number in all threads: sum of the numbers of earlier calls.
         """
         within, total = self.prefix_sums(numbers)
         PER_THREAD.put(sums, place, before + within)
@@ -111,36 +122,36 @@ class Lanes(NamedTuple):
         return before + total
 
     def sum(self, numbers: jax.Array) -> jax.Array:
-        """Sum of all threads' numbers, a scalar. Uses two barriers like `prefix_sums`."""
+        """Return the sum of all threads' numbers, a scalar. All threads synchronize twice, as in `prefix_sums`."""
         return functools.reduce(jnp.add, self._of_warps(_warp_sums(numbers)))
 
     def max(self, numbers: jax.Array) -> jax.Array:
-        """Largest of all threads' numbers, a scalar. Uses two barriers like `prefix_sums`."""
+        """Return the largest of all threads' numbers, a scalar. All threads synchronize twice, as in `prefix_sums`."""
         return functools.reduce(jnp.maximum, self._of_warps(_warp_max(numbers)))
 
     def _of_warps(self, numbers: jax.Array) -> list[jax.Array]:
-        """Collect one number per warp. All threads of a warp hold the same number."""
-        thread, zero = self.number(), opaque_zero()  # constants are not valid indices
+        """Return the number of each warp, as scalars. All threads of a warp must hold the same number."""
+        thread, zero = self.number(), opaque_zero()  # indexing `sums` needs a traced index, not a Python constant
         self.barrier()
         PER_THREAD.put(self.sums, jnp.where(thread & (WARP - 1) == 0, thread >> LOG2_WARP, -1), numbers)
         self.barrier()
         return [self.sums[zero + i] for i in range(self.sums.shape[0])]
 
     def count_larger(self, numbers: Ref, own: jax.Array) -> jax.Array:
-        """Count the numbers in shared memory that are larger than each thread's own number, int32 [128].
+        """Return for each thread how many entries of `numbers` are larger than its own number, int32 [128].
 
-        Threads with an index of n or more get arbitrary counts.
+        Threads of the CTA whose index is n or more get arbitrary counts.
 
         Args:
-          numbers: float32 [n], integers below 2**24; n is a multiple of 32.
+          numbers: float32 [n] in shared memory, integers below 2**24; n is a multiple of 32.
           own: float32 [128], integers below 2**24.
         """
         if interpreted():
             return jnp.sum(numbers[...][None, :] > own[:, None], axis=1, dtype=jnp.int32)
         each, count = PER_THREAD.per_row, numbers.shape[0]
 
-        # The saturated difference of two integers is 1 or 0. A comparison thus takes two float32 additions, which have
-        # a higher throughput than other instructions.
+        # sub.sat clamps the difference of two integers to 0 or 1, so it is the result of the comparison. Comparing and
+        # counting thus takes two float32 additions, which have a higher throughput than integer comparisons.
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), each, each),
             return_type=plgpu.ShapeDtypeStruct(own.shape, jnp.float32, layout=each),
@@ -169,10 +180,14 @@ class Lanes(NamedTuple):
 
 
 def segment_of(ends: Ref, count: int, place: jax.Array) -> jax.Array:
-    """Index of the segment that contains each position, by a search in the sorted ends of `count` segments.
+    """Return the index of the segment that contains each position, int32 [128]; `count` past the last segment.
 
-    The index is `count` for positions past the last segment. Each search round reads three ends and keeps a quarter of
-    the segments.
+    Each round of the search reads three ends and leaves a quarter of the segments.
+
+    Args:
+      ends: int32 [count] in shared memory, sorted; segment i ends before position ends[i].
+      count: number of segments.
+      place: int32 [128], positions.
     """
     step = 4 ** ((count.bit_length() - 1) // 2)  # largest power of 4 that is at most `count`
     if interpreted():
@@ -184,7 +199,8 @@ def segment_of(ends: Ref, count: int, place: jax.Array) -> jax.Array:
             step //= 4
         return found
 
-    # The same search in MLIR. A kernel has up to eight searches, and jax takes ten times as long to lower them.
+    # The same search in MLIR. A kernel has up to eight searches, and the lowering of the jax version of a search takes
+    # ten times as long.
     def search(ends: ir.Value, place: ir.Value) -> ir.Value:
         found = zero = mgpu.c(0, place.type)
         for length in (step >> shift for shift in range(0, step.bit_length(), 2)):
@@ -203,13 +219,19 @@ def segment_of(ends: Ref, count: int, place: jax.Array) -> jax.Array:
 
 
 def exclusive_sum(sums: Ref, i: jax.Array) -> jax.Array:
-    """Return the i-th exclusive prefix sum, given inclusive prefix sums."""
+    """Return the i-th exclusive prefix sum for each thread.
+
+    Args:
+      sums: inclusive prefix sums in shared memory.
+      i: int32 [128].
+    """
     return jnp.where(i > 0, PER_THREAD.take(sums, jnp.maximum(i - 1, 0)), 0)
 
 
 def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
-    """Inclusive prefix sums within each warp; in round i a lane adds the number of the lane 2**i before (Hillis, Steele
-    1986).
+    """Return inclusive prefix sums within each warp.
+
+    In round i, each lane adds the partial sum of the lane 2**i before it (Hillis and Steele, 1986).
     """
     if interpreted():
         return jnp.cumsum(numbers.reshape(-1, WARP), axis=1, dtype=jnp.int32).reshape(-1)
@@ -228,14 +250,14 @@ def _warp_prefix_sums(numbers: jax.Array) -> jax.Array:
 
 
 def _warp_sums(numbers: jax.Array) -> jax.Array:
-    """Sum of a warp's numbers, in each of its threads."""
+    """Return the sum of a warp's numbers in each thread of the warp."""
     if interpreted():
         return jnp.repeat(jnp.sum(numbers.reshape(-1, WARP), axis=1, dtype=jnp.int32), WARP)
     return _by_thread(functools.partial(_reduced, nvvm.ReductionKind.ADD), numbers)
 
 
 def _warp_max(numbers: jax.Array) -> jax.Array:
-    """Largest of a warp's numbers, for each of its threads."""
+    """Return the largest of a warp's numbers in each thread of the warp."""
     if interpreted():
         return jnp.repeat(jnp.max(numbers.reshape(-1, WARP), axis=1), WARP)
     return _by_thread(functools.partial(_reduced, nvvm.ReductionKind.MAX), numbers)
@@ -246,7 +268,7 @@ def _reduced(kind: nvvm.ReductionKind, number: ir.Value) -> ir.Value:
 
 
 def _by_thread(function: Callable[..., ir.Value], numbers: jax.Array, *refs: Ref) -> jax.Array:
-    """Apply a function of MLIR values to each thread's number: function(*refs, number)."""
+    """Apply function(*refs, number), which emits MLIR, to the number of each thread."""
     each = PER_THREAD.per_row
 
     @plgpu.inline_mgpu(

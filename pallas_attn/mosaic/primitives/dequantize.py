@@ -1,11 +1,15 @@
 """8-bit caches (int8, e4m3) on tensor cores that multiply float16: scales, queries, and conversion of tiles.
 
-Float16 represents every value of e4m3 and int8. Converting two values takes one instruction (e4m3) or less than three
-(int8).
+Float16 represents every value of e4m3 and int8 exactly. Converting four values takes at most three instructions (e4m3)
+or five instructions (int8). The scales of the cache are not applied to the converted tiles; the kernels apply them to
+queries, scores or probabilities.
 
-This module does not depend on the architecture: it converts tiles from shared memory to shared memory
-(`dequantize_tile`) and loads token scales to registers. Hopper's decode kernel converts between shared memory and
-registers, from which wgmma reads its left operand (`hopper.dequantize`).
+This module does not depend on the architecture. `dequantize_tile` converts a tile in shared memory to another tile in
+shared memory. Hopper's decode kernel instead converts while it loads registers, because wgmma can read its left operand
+from registers (`hopper.dequantize`).
+
+A tile has tokens as rows and channels as columns. If a head is narrower than 128 bytes, a row of the tile in shared
+memory has several tokens (`tokens_per_smem_row`). A chunk is 16 consecutive bytes of a row.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ from pallas_attn.portable.quantise import float16_queries
 from pallas_attn.types import QMAX, PagedKV, ScaleLayout
 
 QUANTIZED_REF = plgpu.RefType((plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(ROW_BYTES)))
-"""Type of a reference to an 8-bit `register_tiles.operand`. The 16-byte chunk c of row r is stored at position c ^ (r %
-8) of that row.
+"""Type of a reference to an 8-bit `register_tiles.operand` with 128-byte swizzle: within each 128 bytes of row r, chunk
+c is stored at position c ^ (r % 8).
 """
 
 E4M3_TO_F16 = """
@@ -58,13 +62,15 @@ sub.f16x2 $0, low, bias;
 sub.f16x2 $1, high, bias;
 }}
 """
-"""PTX that converts four int8 to float16. A byte b with flipped sign bit is b + 128. As the low bits of 0x6400 it makes
-the float16 number 1024 + 128 + b, from which 1152 is subtracted.
+"""PTX that converts four int8 to float16.
+
+Flipping the sign bit of an int8 b gives the byte b + 128. The float16 number with high byte 0x64 and this low byte is
+1024 + 128 + b. Subtracting 1152 gives b.
 """
 
 SMALLEST_SCALE = 1e-26
-"""Smallest scale of values. Smaller scales are raised to it, because their reciprocals enter a sum that must not
-overflow.
+"""Smallest value scale. Kernels raise smaller scales to it, because they divide probabilities by the scale, and the sum
+of the quotients must not overflow.
 """
 
 
@@ -72,7 +78,9 @@ overflow.
 
 
 def scale_layout(kv: PagedKV) -> ScaleLayout:
-    """Return the scale layout of a cache, from the rank of `k_scale`."""
+    """Return the scale layout of a cache, from the rank of `k_scale`: None, "head" for [Hkv], "channel" for [Hkv, D],
+    or the number of scales per page, which is the last dimension.
+    """
     if kv.k_scale is None:
         return None
     match kv.k_scale.ndim:
@@ -85,16 +93,25 @@ def scale_layout(kv: PagedKV) -> ScaleLayout:
 
 
 def latent_queries(q_latent: Float[Array, "*rows L"], q_rope: Float[Array, "*rows R"]) -> tuple[Array, Array, float]:
-    """Compute float16 queries for 8-bit latents, queries for their rotated columns, and the factor of both."""
+    """Scale queries so that float16 represents them.
+
+    Returns:
+      float16 queries for the 8-bit latents; queries for the rotated columns, in the dtype of `q_rope`; and the power of
+      two by which both were multiplied.
+    """
     narrowed, factor = float16_queries(q_latent)
     return narrowed, q_rope * jnp.asarray(factor, q_rope.dtype), factor
 
 
 def split_queries(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
-    """Split queries into 16-bit parts that tensor cores can multiply with the cache. Return the parts and their factor.
+    """Convert queries to one or two 16-bit arrays that the tensor cores multiply with the cache.
 
-    One part suffices if 16 bits represent the queries exactly. Channel scales of keys are multiplied into the queries,
-    which then takes two float16 parts: with one part, its rounding error would be visible in the LSE.
+    The sum of the arrays is the query times a factor. Without channel scales there is one array. Channel scales of keys
+    are multiplied into the queries, and the product is split into two float16 arrays. With a single array, the rounding
+    error would be visible in the LSE.
+
+    Returns:
+      The arrays, and the factor.
     """
     if kv.k_scale is None:
         return [q], 1.0
@@ -104,16 +121,17 @@ def split_queries(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array]
     exact, limit = q.astype(jnp.float32), float(jnp.finfo(jnp.float16).max)
     exact *= jnp.repeat(kv.k_scale, q.shape[2] // kv.k.shape[1], axis=0)[None, None]
     exact = jnp.clip(exact, -limit, limit)
-    # Do not convert to float16 and back: GPU compilers remove such pairs, and the low part would become 0.
+    # Round with `reduce_precision`, not by converting to float16 and back: XLA removes such a pair of conversions on
+    # GPUs, and the second array would be 0.
     high = lax.reduce_precision(exact, exponent_bits=5, mantissa_bits=10)
     return [high.astype(jnp.float16), (exact - high).astype(jnp.float16)], 1.0
 
 
 def tokens_per_smem_row(cache_dtype: jax.typing.DTypeLike, head_dim: int) -> int:
-    """Number of tokens in one row of a tile in shared memory.
+    """Number of tokens in one 128-byte row of a tile in shared memory.
 
-    It exceeds 1 for 8-bit heads narrower than a row, because copies of 64-byte rows reach only three quarters of the
-    bandwidth.
+    It exceeds 1 for 8-bit heads narrower than 128. With one token per row, TMA would copy rows of 64 bytes, at three
+    quarters of the bandwidth.
     """
     return max(1, ROW_BYTES // head_dim) if jnp.dtype(cache_dtype) in QMAX else 1
 
@@ -122,8 +140,11 @@ def tokens_per_smem_row(cache_dtype: jax.typing.DTypeLike, head_dim: int) -> int
 
 
 def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array, layout: RegisterLayout) -> None:
-    """Zero the tokens of an 8-bit tile [tokens, channels] where live_mask [tokens], with layout `layout.per_row`, is
-    false.
+    """Zero the tokens of an 8-bit tile in shared memory that no query sees.
+
+    Args:
+      tile: [tokens, channels], or several tokens per row.
+      live_mask: bool [tokens] with layout `layout.per_row`; tokens where it is false become 0.
     """
     if interpreted():
         numbers = jnp.where(live_mask[:, None], tile[...].reshape(-1, channels), jnp.zeros((), tile.dtype))
@@ -148,8 +169,8 @@ def clear_tokens(tile: Ref, channels: int, live_mask: jax.Array, layout: Registe
 def dequantize_tile(tile: Ref, to: Ref) -> None:
     """Convert an 8-bit tile [tokens, channels] to a float16 tile for tensor cores, both in shared memory.
 
-    A thread converts chunks of 16 channels. Adjacent threads process adjacent tokens, so that eight threads access all
-    banks of either tile.
+    A thread converts chunks of 16 channels. Adjacent threads process adjacent tokens. Because of the swizzle, the
+    chunks of eight adjacent threads are then in different banks, in both tiles.
     """
     tokens, channels = to.shape
     if interpreted():
@@ -178,14 +199,16 @@ def dequantize_tile(tile: Ref, to: Ref) -> None:
 
 
 def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int, layout: RegisterLayout) -> jax.Array:
-    """Load a value of each token group, such as its scale, for each token: float32 [tokens], layout `layout.per_row`.
+    """Load for each token the value of its token group, such as the scale: float32 [tokens], layout `layout.per_row`.
 
-    Pallas has no indexed loads.
+    This is an indexed load, which Pallas does not have.
 
     Args:
-      ref: float32 [n, at least groups] in shared memory, one row per segment of groups · group_tokens tokens.
-      begin: int32 [n], index of the first value in each row; None for 0. Entries may be uninitialised if the result is
-        not used for the tokens of the row.
+      ref: float32 [n, at least groups] in shared memory; row i has the values of the i-th page of the tile.
+      begin: int32 [n], index of the first value in each row of `ref`; None for 0. The entry of an absent page may be
+        uninitialised; the result for its tokens is then arbitrary.
+      groups: token groups per page.
+      group_tokens: tokens of a token group.
     """
     tokens, limit = ref.shape[0] * groups * group_tokens, ref.shape[1] - groups
     if interpreted():
@@ -205,7 +228,7 @@ def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int, 
         for i, (token,) in zip(np.ndindex(registers.shape), rows.thread_idxs((tokens,)), strict=True):
             row, group = arith.divui(token, segment), arith.divui(arith.remui(token, segment), size)
             for first in begin:
-                # The entry of an absent page was never written. Without the limit, the address could be anywhere.
+                # The entry of an absent page was never written. The limit keeps the address in `ref`.
                 start = arith.index_cast(index, memref.load(first, [row]))
                 group = arith.addi(group, arith.minui(start, mgpu.c(limit, index)))
             value = memref.load(ref, [row, group])
@@ -218,10 +241,13 @@ def load_per_token(ref: Ref, begin: Ref | None, groups: int, group_tokens: int, 
 def load_group_scales(
     ref: Ref, page_tokens: int, groups: int, tokens: int, layout: RegisterLayout
 ) -> tuple[jax.Array, ...]:
-    """Load the scales of a tile of latents: for each channel group float32 [tokens], layout `layout.per_row`.
+    """Load the scales of a tile of 8-bit latents: for each channel group float32 [tokens], layout `layout.per_row`.
 
     Args:
-      ref: float32 [pages, at least page_tokens · groups] in shared memory, token by token.
+      ref: float32 [pages, at least page_tokens · groups] in shared memory; the scales of a token are adjacent.
+      page_tokens: tokens of a page.
+      groups: channel groups of a latent.
+      tokens: tokens of the tile.
     """
     if interpreted():
         scales = ref[...][:, : page_tokens * groups].reshape(tokens, groups)
@@ -246,12 +272,17 @@ def load_group_scales(
 
 
 def conversion(narrow: jax.typing.DTypeLike, order: Sequence[int]) -> str:
-    """PTX that converts the four 8-bit numbers of word $2, in the given order, to two float16 pairs, $0 and $1."""
+    """Return PTX that converts the four 8-bit numbers of the 32-bit operand $2 to float16: two in $0 and two in $1.
+
+    Args:
+      narrow: int8 or float8_e4m3fn.
+      order: index of the byte of $2 for each of the four results.
+    """
     return (INT8_TO_F16 if jnp.dtype(narrow) == jnp.int8 else E4M3_TO_F16).format(*order)
 
 
 def converted(word: ir.Value, assembly: str) -> list[ir.Value]:
-    """Float16 pairs, as words, that `conversion` computes from a word."""
+    """Emit the PTX of `conversion` for a 32-bit word. Return two 32-bit words with two float16 numbers each."""
     pairs: Any = llvm.inline_asm(llvm.StructType.get_literal([i32()] * 2), [word], assembly, "=r,=r,r")
     return [llvm.extractvalue(i32(), pairs, [i]) for i in range(2)]
 
@@ -260,12 +291,12 @@ def converted(word: ir.Value, assembly: str) -> list[ir.Value]:
 
 
 class ChunkPointers:
-    """Pointers to 16-byte chunks of a tile of tokens, at constant distances from a thread's first chunk.
+    """Pointers to chunks of a swizzled tile, at compile-time distances from a thread's first chunk.
 
     Args:
-      tile: memref [rows / 8, columns of 128 bytes, 8, 128 bytes], swizzled.
+      tile: memref [rows / 8, row bytes / 128, 8, 128 bytes], swizzled.
       token_bytes: bytes of a token.
-      token, chunk: position of the thread's first chunk, chunk < 4.
+      token, chunk: token of the thread's first chunk, and index of this chunk in the token, less than 4.
     """
 
     def __init__(self, tile: ir.Value, token_bytes: int, token: ir.Value, chunk: ir.Value) -> None:
@@ -289,7 +320,7 @@ class ChunkPointers:
 
         Args:
           tokens: a multiple of 16.
-          chunks: a number that has no bit in common with the index of the first chunk.
+          chunks: a number that has no bit in common with the index of the first chunk, so that their sum is their XOR.
         """
         column, chunk = divmod(chunks, ROW_BYTES // 16)
         constant = tokens // self._tokens_in_row // 8 * self._row_tile + column * self._column

@@ -1,4 +1,4 @@
-"""Visibility of the keys of a score tile for each of its rows."""
+"""Masks of score tiles in prefill: a row is a query row, a column is a key."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import jax.numpy as jnp
 class Limits(NamedTuple):
     """Visible columns of a score tile [rows, N] for each row.
 
-    A row sees a column that is below `high`, is at least `low` or below `sink`, and belongs to a present page.
+    A row sees a column if all of the following hold:
+
+    - The column is less than `high`.
+    - The column is at least `low` (start of the window) or less than `sink` (end of the sink tokens).
+    - The bit of its page in `pages` is 1.
 
     Attributes:
-      low, high: int32 [rows].
-      sink: int32 [rows]; None if the call has no sink tokens.
-      pages: int32 [rows], one bit per `page_tokens` columns; None if all pages are present.
+      low, high: int32 [rows], columns.
+      sink: int32 [rows], columns; None if the call has no sink tokens.
+      pages: int32 [rows], bit j for columns j·page_tokens to (j + 1)·page_tokens - 1; None if the block table has all
+        pages of the tile.
+      page_tokens: columns of a page; unused if `pages` is None.
     """
 
     low: Any
@@ -25,7 +31,7 @@ class Limits(NamedTuple):
     page_tokens: int = 0
 
     def sees(self, column: Any) -> Any:
-        """Mask [rows, N] of columns [1, N]."""
+        """Return bool [rows, N]: whether each row sees each of the columns [1, N]."""
         seen = column >= self.low[:, None]
         if self.sink is not None:
             seen |= column < self.sink[:, None]

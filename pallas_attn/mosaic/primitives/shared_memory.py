@@ -1,7 +1,7 @@
 """Shared memory of a Mosaic GPU kernel, computed from its scratch types.
 
-Heuristics use it to choose the number of stages and of CTAs per multiprocessor. The results equal the sizes that Mosaic
-GPU reserves; `tests/aot` compares them.
+The heuristics for the number of pipeline stages and of CTAs per multiprocessor use these sizes. The results equal the
+sizes that Mosaic GPU reserves; `tests/aot` compares them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ALIGNMENT = 1024
-"""Alignment [bytes] of each array."""
+"""Alignment [bytes] of each array in shared memory."""
 
 BARRIER_BYTES = 8
 
@@ -23,7 +23,7 @@ MULTIPROCESSOR_BYTES = 228 * 1024
 """Shared memory of a multiprocessor, on Hopper and on data-center Blackwell."""
 
 SYSTEM_BYTES = 1024
-"""Shared memory that the driver reserves for each thread block."""
+"""Bytes of shared memory that the driver reserves for each thread block."""
 
 
 def block_bytes(scratch_types: Any, *, reduction_bytes: int = 0) -> int:
@@ -32,7 +32,8 @@ def block_bytes(scratch_types: Any, *, reduction_bytes: int = 0) -> int:
     Args:
       scratch_types: pytree of `plgpu.SMEM`, `plgpu.RefUnion`, `plgpu.Barrier` and `plgpu.ClusterBarrier`, as passed to
         `plgpu.kernel`. Other memory spaces take no shared memory.
-      reduction_bytes: `plgpu.CompilerParams.reduction_scratch_bytes` if the kernel reduces arrays, otherwise 0.
+      reduction_bytes: `plgpu.CompilerParams.reduction_scratch_bytes` if the kernel reduces arrays in registers, for
+        example with `jnp.sum`; otherwise 0.
     """
     barriers, arrays = 0, _aligned(reduction_bytes)
     for scratch in jax.tree.leaves(scratch_types):

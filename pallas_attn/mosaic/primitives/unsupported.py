@@ -1,6 +1,4 @@
-"""Checks shared by Mosaic GPU kernels: calls that a kernel does not support raise NotImplementedError with the same
-messages.
-"""
+"""Checks that several Mosaic GPU kernels share. Each raises NotImplementedError for a call that they do not support."""
 
 from __future__ import annotations
 
@@ -13,13 +11,15 @@ from pallas_attn.types import QMAX, PagedKV, PagedLatent
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 LARGEST_SOFT_CAP = 4096.0
-"""A capped score is a difference of two numbers as large as the cap, with an error of 1e-7 times the cap
-(`mosaic.hopper.wgmma.capped`).
+"""Largest supported soft cap. Kernels compute a capped score as the difference of two numbers of the size of the cap,
+so the absolute error of a score is about 1e-7 times the cap (`mosaic.hopper.wgmma.capped`).
 """
 
 
 def require_dtypes(q: Array | jax.ShapeDtypeStruct, keys: Array | jax.ShapeDtypeStruct) -> None:
-    """Raise NotImplementedError unless queries have 16 bits and keys have the same dtype or are quantised."""
+    """Raise NotImplementedError unless queries are bfloat16 or float16, and keys have the same dtype or are int8 or
+    float8_e4m3fn.
+    """
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
     require_8_bits(keys.dtype)
@@ -36,7 +36,7 @@ def require_8_bits(dtype: jnp.dtype) -> None:
 
 
 def require_apart(kv: PagedKV) -> None:
-    """Raise NotImplementedError for keys and values that are fused or have different widths."""
+    """Raise NotImplementedError unless keys and values are separate arrays of the same width."""
     if kv.v is None:
         raise NotImplementedError("takes keys and values in arrays of their own, got them fused")
     if kv.k.shape[-1] != kv.v.shape[-1]:
@@ -52,13 +52,15 @@ def require_16_bit_latents(cache: PagedLatent) -> None:
 
 
 def require_scales_of_latents(cache: PagedLatent) -> None:
-    """Raise NotImplementedError for 8-bit latents without a scale per channel group."""
+    """Raise NotImplementedError for 8-bit latents without scales."""
     if cache.pages.dtype.itemsize == 1 and not cache.is_quantised:
-        raise NotImplementedError(f"takes latents in 8 bits with a scale a group, got {cache.pages.dtype.name} alone")
+        raise NotImplementedError(
+            f"takes 8-bit latents with a scale per 128 columns, got {cache.pages.dtype.name} without scales"
+        )
 
 
 def require_plain_scores(window: int | None, soft_cap: float | None) -> None:
-    """Raise NotImplementedError for windows and soft caps, which MLA kernels do not support."""
+    """Raise NotImplementedError if the call has a window or a soft cap, which MLA kernels do not support."""
     for name, option in (("window", window), ("soft cap", soft_cap)):
         if option is not None:
             raise NotImplementedError(f"takes no {name} over latents, got {option}")
@@ -77,19 +79,21 @@ def require_page_size(page_size: int) -> None:
 
 
 def require_soft_cap(soft_cap: float | None) -> None:
-    """Raise NotImplementedError for a soft cap so large that scores would lose digits."""
+    """Raise NotImplementedError for a soft cap above `LARGEST_SOFT_CAP`, with which scores would be inaccurate."""
     if soft_cap is not None and soft_cap > LARGEST_SOFT_CAP:
         raise NotImplementedError(f"takes a soft cap of up to {LARGEST_SOFT_CAP:g}, got {soft_cap:g}")
 
 
 def require_int32_rows(rows: int) -> None:
-    """Raise NotImplementedError unless int32 can index the rows of a pool, one per token (of each head)."""
+    """Raise NotImplementedError unless int32 can index the rows of a pool. A row is one token of one KV head."""
     if rows >= 2**31:
         raise NotImplementedError(f"takes pools of less than 2**31 rows, got {rows}")
 
 
 def require_draft_bits(num_queries: int) -> None:
-    """Raise NotImplementedError unless a query's draft mask fits the 31 bits below an int32's sign."""
+    """Raise NotImplementedError for more than 31 queries per sequence. A query's draft mask has one bit per query, in
+    an int32 without its sign bit.
+    """
     if num_queries > 31:
         raise NotImplementedError(f"takes draft masks of at most 31 queries, got {num_queries}")
 
