@@ -85,13 +85,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.merge import (
-    OUTPUT_BYTES,
-    AttentionState,
-    OutputWriter,
-    PartialStates,
-    merge_splits,
-)
+from pallas_attn.mosaic.decode_merge import COLUMN_STATES, OUTPUT_BYTES, OutputWriter, merge_splits
+from pallas_attn.mosaic.merge import AttentionState
+from pallas_attn.mosaic.partial_states import PartialStates
 from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles, shared_memory
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.query_packing import QueryPacking
@@ -669,7 +665,8 @@ class KvSplit:
         if tile.packs_queries:
             mem.q[0].at[0].transpose((1, 0))[...] = basics.load(mem.unpacked_q.transpose((1, 0)), self.layout.tile)
             plgpu.commit_smem()
-        state = AttentionState.empty(tile.value_dim, tile.packing.width, self.products.values_layout(tile))
+        layout = self.products.values_layout(tile)
+        state = COLUMN_STATES.empty((tile.value_dim, tile.packing.width), PER_COLUMN, layout.tile)
         state = state._replace(
             l=register_tiles.filled(0.0, tile.shape, self.layout.tile)  # [tokens, query_rows], summed after the loop
         )

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
 from pallas_attn.portable.quantise import divide, rounded_to_float8
-from pallas_attn.types import FLOAT8, PlanKey
+from pallas_attn.types import FLOAT8, DecodePlan, HeadWindow, PlanKey
 
 
 class OperationCall:
@@ -100,10 +100,26 @@ class LatentCall(OperationCall):
         return checks.output_dtype(self.out_dtype, self.q_latent.dtype)
 
 
+class PlanArguments(NamedTuple):
+    """Arguments of a decode call that a `DecodePlan` for the call depends on, and the plan that the caller passed.
+
+    Attributes:
+      plan: a plan for the call, or None.
+      key: static facts of the call.
+      kv_lens, q_lens, window: fields of the call.
+    """
+
+    plan: DecodePlan | None
+    key: PlanKey
+    kv_lens: Int32[Array, "B"]
+    q_lens: Int32[Array, "B"] | None
+    window: int | HeadWindow | None
+
+
 class DecodeCall(OperationCall):
     """Decode call: Q queries of each of B sequences.
 
-    A subclass has the fields `block_tables`, `kv_lens`, `q_lens` and `window`, and the properties `batch`,
+    A subclass has the fields `block_tables`, `kv_lens`, `q_lens`, `window` and `plan`, and the properties `batch`,
     `num_queries`, `num_q_heads`, `num_kv_heads` and `page_size`.
     """
 
@@ -121,6 +137,10 @@ class DecodeCall(OperationCall):
             window=checks.window_key(self.window),
             q_lens=self.q_lens is not None,
         )
+
+    @property
+    def plan_arguments(self: Any) -> PlanArguments:
+        return PlanArguments(self.plan, self.plan_key, self.kv_lens, self.q_lens, self.window)
 
     def bounded_lens(self: Any) -> dict[str, Any]:
         """Return the fields `kv_lens` and `q_lens`, clipped to the capacity of the tables and to Q."""

@@ -1,4 +1,14 @@
-"""The arguments of a call as arrays and a static rest, and functions that act on all arrays of a call."""
+"""The arguments of a call as arrays and a static rest, and functions that act on all arrays of a call.
+
+A call is a pytree of arrays and static values. Each operation passes its call through these steps (`runtime.dispatch`):
+
+    arrays, rest = split_arrays(call)       # the rest is hashable, and a cache key
+    arrays = refuse_gradients(op, arrays)   # differentiation raises NotImplementedError
+    call_unvarying(kernel, arrays)          # inside `jax.shard_map`, kernels take arrays that vary over no mesh axis
+
+The type of an array inside `jax.shard_map` says over which mesh axes the array varies. `check_vma` requires equal types
+of the carries of a loop, so initial carries are cast with `varying_like`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import config as jax_config  # JAX has no public way to disable `check_vma` for part of a function
-
-from pallas_attn.portable.varying import varying_axes, varying_like
+from jax.sharding import AbstractMesh
 
 
 def is_array(leaf: Any) -> bool:
@@ -92,3 +101,35 @@ def call_unvarying(function: Callable[[list[Any]], Any], arrays: list[Any]) -> A
         same = [lax.squeeze(lax.expand_dims(x, (0,)), (0,)) if isinstance(x, jax.Array) else x for x in arrays]
         out = function(same)
     return varying_like(out, arrays)
+
+
+# --- types of arrays on a mesh
+
+
+def meshes_of(arrays: Sequence[Any]) -> list[AbstractMesh]:
+    """Return the mesh in the type of each JAX array."""
+    return [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)]
+
+
+def varying_axes(tree: Any) -> tuple[str, ...]:
+    """Return the mesh axes that an array of a pytree varies over; empty outside `jax.shard_map` and with
+    `check_vma=False`.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    axes = {axis: None for array in arrays for axis in sorted(jax.typeof(array).manual_axis_type.varying)}
+    return tuple(axes)
+
+
+def varying_like[Tree](tree: Tree, like: Any) -> Tree:
+    """Return the arrays with a type that also varies over the axes of `like`, for the initial carry of a loop over
+    `like`.
+    """
+    axes = varying_axes(like)
+    if not axes:
+        return tree
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_attn.portable.arguments import varying_like
 from pallas_attn.portable.index_keys import meant_index_keys, read_index_keys
 from pallas_attn.portable.online_softmax import QueryTiles, XlaConfig, dot_f32, map_groups, tile_queries
 from pallas_attn.portable.oracle import HIGHEST
 from pallas_attn.portable.page_tiles import HeadRows, PageTiles
-from pallas_attn.portable.varying import varying_like
 from pallas_attn.portable.visibility import head_windows
 from pallas_attn.types import PagedIndexKeys
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_attn.portable.arguments import varying_like
 from pallas_attn.portable.merge import finite_or_zero
 from pallas_attn.portable.segments import segment_of
-from pallas_attn.portable.varying import varying_like
 
 
 @dataclasses.dataclass(frozen=True)

@@ -240,7 +240,7 @@ def run(call: OperationCall, implementation: Implementation) -> Any:
     names = tuple(implementation) if isinstance(implementation, list) else implementation
     chosen = _Chosen(call.op, names)
     with jax.named_scope(call.op):
-        if (mesh := sharded_calls.mesh_of(arrays)) is None:
+        if (mesh := sharded_calls.mesh_of(arguments.meshes_of(arrays))) is None:
             return chosen(rest.join(arrays))
         return sharded_calls.run(mesh, call.op, chosen, arrays, rest)
 

@@ -32,7 +32,7 @@ from jax.experimental import custom_partitioning as partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_attn import checks
-from pallas_attn.portable.arguments import Rest, is_array, split_arrays
+from pallas_attn.portable.arguments import Rest, is_array, meshes_of, split_arrays
 from pallas_attn.runtime import device
 from pallas_attn.types import DecodePlan, PagedIndexKeys, PagedKV, PagedLatent
 
@@ -116,7 +116,7 @@ def over_devices[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        mesh = mesh_of(jax.tree.leaves((args, kwargs)))
+        mesh = mesh_of(meshes_of(jax.tree.leaves((args, kwargs))))
         if mesh is None:
             return function(*args, **kwargs)
         named = signature.bind(*args, **kwargs).arguments
@@ -152,14 +152,13 @@ def refuse_callbacks() -> None:
 # --- meshes
 
 
-def mesh_of(leaves: Sequence[Any]) -> AbstractMesh | None:
-    """Return the mesh of several devices of the arrays or of the context.
+def mesh_of(meshes: Sequence[AbstractMesh]) -> AbstractMesh | None:
+    """Return the first mesh of several devices, among meshes of arrays and then the mesh of the context.
 
-    None if arrays are one device's own, as within `jax.shard_map` and within a call that is already split.
+    Return None if each array belongs to one device, as within `jax.shard_map` and within a call that is already split.
     """
     if _INSIDE.get():
         return None
-    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves if isinstance(leaf, jax.Array)]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if _axes_of(mesh, AxisType.Auto, AxisType.Explicit):
             return mesh

@@ -28,7 +28,7 @@ TILE_ELEMENTS = 2048
 """Elements that a program writes: 16 for each of its 128 threads, which is two 16-byte stores for a 16-bit dtype."""
 
 
-def copy_rows(rows: jax.Array, slots: jax.Array, pages: jax.Array, *, first_column: int = 0) -> jax.Array:
+def scatter_rows(rows: jax.Array, slots: jax.Array, pages: jax.Array, *, first_column: int = 0) -> jax.Array:
     """Copy columns of each token's row into the token's slot, cast to the dtype of the pages. Return the pages.
 
     Args:

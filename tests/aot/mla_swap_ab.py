@@ -107,7 +107,7 @@ class Configuration:
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
         def decode_swap_ab(**arguments: Any) -> Any:
             call = MlaDecodeCall(**arguments, sm_scale=0.1, out_dtype=self.out)
-            return decode(call, plan_of(call, "mosaic_sm90", num_programs(call)))
+            return decode(call, plan_of(call.plan_arguments, "mosaic_sm90", num_programs(call)))
 
         sizes = swap_ab_config(self.key)
         return Case(

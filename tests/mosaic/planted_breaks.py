@@ -11,7 +11,7 @@ import dataclasses
 DECODE = "pallas_attn/mosaic/decode.py"
 PRODUCTS = "pallas_attn/mosaic/blackwell/decode_products.py"
 LATENTS = "pallas_attn/mosaic/blackwell/mla_decode.py"
-LATENTS_MERGE = "pallas_attn/mosaic/blackwell/mla_merge.py"
+MERGE = "pallas_attn/mosaic/merge.py"
 PREFILL = "pallas_attn/mosaic/blackwell/prefill.py"
 
 STAGES = "tests/ops/test_paged_decode_sm100.py::test_more_tiles_than_stages"
@@ -235,9 +235,9 @@ BREAKS: dict[str, PlantedBreak] = {
         why_not="its sum and its values are 0, so it does not change the merge",
     ),
     "latents: merged states are not weighted": PlantedBreak(
-        LATENTS_MERGE,
-        "acc = acc * spread(static, weight, acc.shape) + other_acc * spread(static, other_weight, acc.shape)",
-        "acc = acc + other_acc * spread(static, other_weight, acc.shape)",
+        MERGE,
+        "state.acc * mine + other.acc * others",
+        "state.acc + other.acc * others",
         f"{SPLITS}[rows, two halves]",
     ),
     "latents: the rotated query is overwritten by P": PlantedBreak(

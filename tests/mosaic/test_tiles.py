@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallas_attn.mosaic.merge import FRAGMENT_COLUMNS, FRAGMENT_ROWS, num_fragments
+from pallas_attn.mosaic.partial_states import FRAGMENT_COLUMNS, FRAGMENT_ROWS, num_fragments
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, BY_128, RegisterLayout
 
 LAYOUTS = pytest.mark.parametrize("layout", [BY_64, BY_128], ids=["64 rows", "128 rows"])

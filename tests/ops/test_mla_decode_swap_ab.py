@@ -94,7 +94,9 @@ def compiled(out_dtype: str) -> harness.Jitted:
     def decode(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         with MOSAIC.settings():
             call = MlaDecodeCall(**arrays, sm_scale=SM_SCALE, out_dtype=out_dtype)
-            return mosaic_swap_ab.decode(call, plan_of(call, "mosaic_sm90", mosaic_swap_ab.num_programs(call)))
+            return mosaic_swap_ab.decode(
+                call, plan_of(call.plan_arguments, "mosaic_sm90", mosaic_swap_ab.num_programs(call))
+            )
 
     return decode
 

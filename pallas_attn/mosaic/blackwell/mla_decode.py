@@ -103,6 +103,7 @@ from pallas_attn.mosaic.latent_tiles import (
     LatentTiles,
     RowInputs,
 )
+from pallas_attn.mosaic.merge import StateForm
 from pallas_attn.mosaic.primitives import basics, register_tiles, shared_memory
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
@@ -173,6 +174,11 @@ class TcgenStatic(LatentTiles):
     def halves(self) -> int:
         """Number of CTAs that share O, 1 or 2. The two CTAs are called halves."""
         return 2 if self.other and not self.columns else 1
+
+    @property
+    def form(self) -> StateForm:
+        """Form of attention states."""
+        return StateForm(query_axis=1 if self.columns else 0, log2=True)
 
     @property
     def layout(self) -> Any:
@@ -825,7 +831,7 @@ class TcgenSoftmax(TcgenRole):
             part = self.mem.o.at[:, pl.ds(first, static.slice_columns)]
             values = plgpu.async_load_tmem(part, layout=ROW_A_THREAD)
             plgpu.wait_load_tmem()
-            work(part, place, values, spread(static, factor, values.shape))
+            work(part, place, values, static.form.spread(factor, values.shape))
 
         if not static.columns:
             for first in range(0, static.state_columns, static.slice_columns):
@@ -897,9 +903,9 @@ class TcgenSoftmax(TcgenRole):
         """Write output and LSE if the split has all pages of the sequence, else a partial state."""
         l = jnp.where(self.seen(split) < 0, l, 0.0)  # noqa: E741
         seen = l != 0
-        inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
         is_first = self.first_own == 0
         static, block, half = self.static, self.block, lax.axis_index("half")
+        inverse = static.form.inverse(m, l)
 
         @pl.when(split.is_whole_row)
         def _write() -> None:
@@ -910,7 +916,7 @@ class TcgenSoftmax(TcgenRole):
 
             @pl.when(is_first)
             def _store_lse() -> None:
-                results.lse[block, split.row] = log_sum_exp(m, l)
+                results.lse[block, split.row] = static.form.lse(m, l)
 
         @pl.when(~split.is_whole_row)
         def _store_partial() -> None:
@@ -930,17 +936,6 @@ class TcgenSoftmax(TcgenRole):
 def masked(values: Any, factors: Any) -> Any:
     """Return values · factors; 0 where a factor is 0, even if the value is NaN or infinite."""
     return jnp.where(factors != 0, values * factors, 0.0)
-
-
-def spread(static: TcgenStatic, per_query_row: Any, shape: tuple[int, ...]) -> Any:
-    """Broadcast a number per query row over a slice of O with shape `shape`."""
-    return (register_tiles.over_columns if static.columns else register_tiles.over_tokens)(per_query_row, shape)
-
-
-def log_sum_exp(m: Any, l: Any) -> Any:  # noqa: E741
-    """Return the natural-log LSE of query rows, given m [log2] and l, the sum of 2**(score - m); -inf where l is 0."""
-    seen = l != 0
-    return jnp.where(seen, (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E), -jnp.inf)
 
 
 def state_index(partials: TcgenPartials, static: TcgenStatic, blocks: int, block: Any, split: Any, half: Any) -> Any:

@@ -53,9 +53,9 @@ from pallas_attn.types import PagedKV
 
 
 def split_and_permute_queries(q: Float[Array, "B Q Hq D"], kv: PagedKV) -> tuple[list[Array], float]:
-    """Return the result of `split_queries`. For an 8-bit cache, the channels are permuted by `as_keys`."""
+    """Compute `split_queries` for an 8-bit cache, and permute the channels by `as_keys`."""
     parts, scale = split_queries(q, kv)
-    return (parts if kv.k_scale is None else [as_keys(part) for part in parts]), scale
+    return [as_keys(part) for part in parts], scale
 
 
 def multiply_dequantized(a: Ref, bs: Sequence[Ref]) -> jax.Array:

@@ -1,7 +1,8 @@
-"""Gather rows of a pool into swizzled tiles in shared memory, with asynchronous copies of a warpgroup's threads.
+"""Gather rows of a pool into swizzled tiles in shared memory, with `cp.async` copies of a warpgroup's threads.
 
-TMA on Hopper cannot gather a list of rows. Each `cp.async` copies 16 bytes. Eight threads copy 128 bytes of a row at a
-time, so that they access all shared-memory banks.
+A pool row is the cached latent of one token, and a tile is 64 rows in shared memory. TMA on Hopper cannot gather a list
+of rows. Each `cp.async` copies 16 bytes. Eight threads copy 128 bytes of a row at a time, so that they access all
+shared-memory banks.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ PER_THREAD = RowLayout(1, 1).per_row
 
 
 def tile_row() -> jax.Array:
-    """Return the tile row whose pool row each thread looks up, int32 [WARPGROUP] in layout `PER_THREAD`.
+    """Return the tile row for which each thread looks up the pool row, int32 [WARPGROUP] in layout `PER_THREAD`.
 
-    A warp copies 16 rows of a tile. The lanes' registers hold their 16 pool rows, each in two lanes.
+    A warp copies 16 rows of a tile. Its 32 lanes hold the indices of the 16 pool rows, each index in two lanes.
     """
     thread = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=PER_THREAD)
     warp, which = lax.shift_right_logical(thread, 5), thread & 15
@@ -72,7 +73,7 @@ def _of_rows(values: Any) -> list[ir.Value]:
     return [shuffled(number, plus(first, mgpu.c(i, i32()))) for i in range(0, TOKENS // WARPS, WARP_ROWS)]
 
 
-def copy_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
+def gather_rows_async(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
     """Start asynchronous copies of ref[row[i], column : column + to.shape[1]] to row i of a swizzled tile.
 
     Where row[i] is negative, the tile row is filled with zeros without a read from global memory. The barrier of
@@ -109,10 +110,10 @@ def copy_rows(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
     copy(ref, row, to)
 
 
-def copy_scales(ref: Ref, row: jax.Array, to: Ref) -> None:
+def gather_scales_async(ref: Ref, row: jax.Array, to: Ref) -> None:
     """Start asynchronous copies of scale factors, ref[row[i]], to consecutive places in shared memory.
 
-    Negative rows and completion are handled as in `copy_rows`.
+    Negative rows and completion are handled as in `gather_rows_async`.
 
     Args:
       ref: float32 [pool rows, groups] in global memory.

@@ -91,7 +91,7 @@ from pallas_attn.mosaic.hopper import mla_rows, wgmma
 from pallas_attn.mosaic.hopper.mla_rows import INITIAL_MAX, PER_ROW, ROWS, TOKENS
 from pallas_attn.mosaic.hopper.tiles import TILE
 from pallas_attn.mosaic.hopper.wgmma import RESCALE_THRESHOLD_LOG2, UNPAIRED, partial_sums, rescale_accumulator
-from pallas_attn.mosaic.merge import num_fragments, store_fragments
+from pallas_attn.mosaic.partial_states import num_fragments, store_fragments
 from pallas_attn.mosaic.primitives import basics, register_tiles
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, over_tokens, store_tile

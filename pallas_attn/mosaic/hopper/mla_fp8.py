@@ -89,7 +89,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.mosaic.hopper import mla_fp8_products, mla_fp8_softmax, mla_rows, wgmma
 from pallas_attn.mosaic.hopper.mla_rows import INITIAL_MAX, ROWS, TOKENS
 from pallas_attn.mosaic.hopper.wgmma import RESCALE_THRESHOLD_LOG2
-from pallas_attn.mosaic.merge import num_fragments
+from pallas_attn.mosaic.partial_states import num_fragments
 from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, PER_COLUMN, over_columns, over_tokens
@@ -376,13 +376,6 @@ def load_max(mem: Fp8Scratch) -> Any:
     Warpgroup 0 resets m at the start of the next split, possibly before warpgroup 1 would have loaded it.
     """
     return basics.load(mem.stats.at[MAX], PER_COLUMN)
-
-
-def normalise_columns(acc: Any, l: Any) -> Any:  # noqa: E741
-    """Divide O, acc [columns, rows], by l [rows]. The result is 0 for query rows with l = 0, even if acc is NaN."""
-    seen = l != 0
-    inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
-    return jnp.where(over_columns(seen, acc.shape), acc * over_columns(inverse, acc.shape), 0.0)
 
 
 def write_partial(config: Fp8LoopConfig, half: int, acc: Any, to: Ref) -> None:

@@ -1,28 +1,25 @@
-"""Blocks of 64 query rows of latent attention: column halves, output normalisation, and the merge of partial states.
+"""Blocks of 64 query rows of latent attention: column halves, forms of attention states, and the merge of splits.
 
-The kernels of `mla_decode` and `mla_sparse` for many query rows share these functions.
+The kernels of `mla_decode` and `mla_sparse` for many query rows share these functions. A split is a part of the keys of
+a query row that one CTA attends to. It leaves a partial state in global memory (`mosaic.partial_states`).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic.hopper.tiles import PER_TOKEN, TILE
-from pallas_attn.mosaic.merge import (
-    FRAGMENT_COLUMNS,
-    AttentionState,
-    PartialLoader,
-    PartialStates,
-    load_fragments,
-    num_fragments,
-)
-from pallas_attn.mosaic.primitives import basics, register_tiles
-from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
-from pallas_attn.mosaic.primitives.register_tiles import BY_64, over_tokens
+from pallas_attn.mosaic.merge import StateForm
+from pallas_attn.mosaic.partial_states import FRAGMENT_COLUMNS, PartialLoader, PartialStates, num_fragments
+from pallas_attn.mosaic.primitives import basics
+from pallas_attn.mosaic.primitives.basics import Ref
+from pallas_attn.mosaic.primitives.register_tiles import BY_64
 
 ROWS = 64
 """Query rows of a block."""
@@ -36,6 +33,15 @@ PER_ROW = PER_TOKEN
 INITIAL_MAX = -1e30
 """Initial running maximum: smaller than any score, and finite, so that no difference of maxima is NaN."""
 
+LOG2_ROW_STATES = StateForm(query_axis=0, log2=True)
+"""Form of states in the registers of the bf16 attention kernels: acc [ROWS, latent columns], m in units of log2."""
+
+LOG2_COLUMN_STATES = StateForm(query_axis=1, log2=True)
+"""Form of states in the registers of the fp8 attention kernels: acc [latent columns, ROWS], m in units of log2."""
+
+ROW_STATES = StateForm(query_axis=0, log2=False)
+"""Form of partial states: acc [ROWS, latent columns], m in the units of the scaled scores."""
+
 MERGE_COLUMNS = 64
 """Maximum number of latent columns that one work item of the merge kernel covers."""
 
@@ -46,20 +52,42 @@ def halves(latent_dim: int) -> tuple[int, int]:
     return left, latent_dim - left
 
 
-# --- results
+# --- roles of the warpgroups of an attention kernel
 
 
-def normalise(acc: Any, l: Any) -> Any:  # noqa: E741
-    """Divide acc [rows, columns] by the sums of weights l [rows]. A row with sum 0 becomes 0, whatever acc holds."""
-    seen = l != 0
-    inverse = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
-    return jnp.where(over_tokens(seen, acc.shape), acc * over_tokens(inverse, acc.shape), 0.0)
+def run_roles(registers: tuple[int, int], consume: Callable[[int], None], produce: Callable[[], None]) -> None:
+    """Run the three warpgroups of a CTA: consume(half) in warpgroups 0 and 1, and produce() in warpgroup 2.
+
+    Args:
+      registers: registers per thread of a consumer, and of the producer.
+    """
+
+    def consumer(half: int) -> None:
+        plgpu.set_max_registers(registers[0], action="increase")
+        consume(half)
+
+    def producer() -> None:
+        plgpu.set_max_registers(registers[1], action="decrease")
+        produce()
+
+    branches = [functools.partial(consumer, 0), functools.partial(consumer, 1), producer]
+    lax.switch(lax.axis_index("warpgroup"), branches)
 
 
-def log_sum_exp(m: Any, l: Any) -> Any:  # noqa: E741
-    """Natural-log LSE of rows whose weights, exp2(score · log2 e - m), sum up to l; -inf where l is 0."""
-    seen = l != 0
-    return jnp.where(seen, (m + jnp.log2(jnp.where(seen, l, 1.0))) * (1 / LOG2E), -jnp.inf)
+def copy_query(q_latent: Ref, q_rope: Ref, halves: tuple[Ref, Ref], rope: Ref, full: Ref) -> None:
+    """Start TMA copies of the query rows of a block to shared memory.
+
+    Args:
+      q_latent, q_rope: [rows, L] and [rows, R] in global memory.
+      halves, rope: destinations of the two halves of the latent columns, and of the rotated columns.
+      full: barrier with three arrivals for these copies.
+    """
+    first = 0
+    for half in halves:
+        width = half.shape[1]
+        plgpu.copy_gmem_to_smem(q_latent.at[:, pl.ds(first, width)], half, full)
+        first += width
+    plgpu.copy_gmem_to_smem(q_rope, rope, full)
 
 
 # --- the merge of partial states
@@ -77,35 +105,50 @@ def merge_columns(blocks: int, latent_dim: int) -> int:
     return columns
 
 
+def merge_scratch_types(partials: PartialStates, blocks: int, columns: int, tile: Any) -> list[Any]:
+    """Scratch types of a kernel that calls `merge_slice`.
+
+    Args:
+      blocks: upper bound of the blocks of query rows with partial states.
+      columns: latent columns of a slice.
+      tile: scratch type of the output slice, [ROWS, columns].
+    """
+    return [PartialLoader.types(partials, blocks, ROWS, num_fragments(ROWS * columns)), tile]
+
+
 def merge_slice(
-    loader: PartialLoader, partials: PartialStates, first: Any, count: Any, column_slice: Any, tile: Ref
-) -> AttentionState:
-    """Merge one slice of latent columns of a block and write the normalised output to `tile`.
+    loader: PartialLoader,
+    partials: PartialStates,
+    first: Any,
+    count: Any,
+    column_slice: Any,
+    tile: Ref,
+    out: Ref,
+    lse: Ref,
+) -> None:
+    """Merge one slice of latent columns of a block of query rows, and write its output; slice 0 also writes the LSE.
+
+    The copy of the output is not complete when this function returns.
 
     Args:
       first, count: index of the block's first partial state, and number of states. They are merged in this order.
       column_slice: index of the slice.
       tile: [ROWS, columns of a slice] in shared memory.
-
-    Returns:
-      The merged state.
+      out: [rows, L] in global memory, the output of the block, which has at most ROWS rows.
+      lse: [ROWS] in global memory, the LSE of the block.
     """
     columns = tile.shape[1]
     slice_fragments = num_fragments(ROWS * columns)
     fragments = pl.ds(column_slice * slice_fragments, slice_fragments)
-    empty = AttentionState(
-        register_tiles.filled(-jnp.inf, (ROWS,), PER_ROW),
-        register_tiles.filled(0.0, (ROWS,), PER_ROW),
-        register_tiles.filled(0.0, (ROWS, columns), TILE),
-    )
-    merged = loader.for_each(partials, first, count, slice(None), fragments, _add_partial, empty)
+    empty = ROW_STATES.empty((ROWS, columns), PER_ROW, TILE)
+    merged = loader.merge(ROW_STATES, BY_64, partials, first, count, slice(None), fragments, empty)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy of the previous slice may still read the tile
-    tile[...] = normalise(merged.acc, merged.l).astype(tile.dtype)
+    tile[...] = ROW_STATES.output(merged).astype(tile.dtype)
     plgpu.commit_smem()
-    return merged
+    rows = out.shape[0]
+    from_tile = tile if rows == ROWS else tile.at[pl.ds(0, rows)]
+    plgpu.copy_smem_to_gmem(from_tile, out.at[:, pl.ds(column_slice * columns, columns)])
 
-
-def _add_partial(stats: Ref, acc: Ref, merged: AttentionState) -> AttentionState:
-    """Merge a partial state into another: stats [2, ROWS], and fragments of a slice of columns."""
-    m, l = (basics.load(stats.at[i], PER_ROW) for i in range(2))  # noqa: E741
-    return merged.merge(AttentionState(m, l, load_fragments(acc, merged.acc.shape, BY_64)), over_tokens)
+    @pl.when(column_slice == 0)
+    def _store_lse() -> None:
+        lse[...] = ROW_STATES.lse(merged.m, merged.l)

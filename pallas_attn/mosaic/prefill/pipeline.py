@@ -51,14 +51,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_attn.mosaic.prefill.config import ALIGNMENT
-from pallas_attn.mosaic.prefill.schedule import FlashWorkTile, TileQueue, WorkList, WorkTiles, ring_slot
+from pallas_attn.mosaic.prefill.schedule import (
+    Blocking,
+    FlashWorkTile,
+    SequenceLengths,
+    TileQueue,
+    WorkList,
+    WorkTiles,
+    list_blocks,
+    ring_slot,
+)
 from pallas_attn.mosaic.prefill.split import BYTES_OF_A_TILE, KvSplits, OutputRows, RowState, merge_splits
 from pallas_attn.mosaic.primitives import basics, register_tiles, shared_memory
 from pallas_attn.mosaic.primitives.basics import Ref
 from pallas_attn.mosaic.primitives.masks import Limits
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, clear_rows
 from pallas_attn.mosaic.primitives.row_io import RowLayout
-from pallas_attn.mosaic.primitives.tma import arrivals, copy_row_groups, copy_rows
+from pallas_attn.mosaic.primitives.tma import arrivals, tma_load_row_groups, tma_load_rows
 
 
 class TokenRows(RowLayout):
@@ -303,9 +312,9 @@ class BlockRows(NamedTuple):
         """
         start = self.work.block.start
         if self.heads == 1:
-            copy_rows(q, start + number * self.static.tile_rows, self.first_head, tile, full)
+            tma_load_rows(q, start + number * self.static.tile_rows, self.first_head, tile, full)
         else:
-            copy_row_groups(q, start, self.first_head, self.heads, self._first_group(number), tile, full)
+            tma_load_row_groups(q, start, self.first_head, self.heads, self._first_group(number), tile, full)
 
 
 # --- interfaces: operand loaders, and consumers of an architecture
@@ -364,6 +373,33 @@ class OperandLoader(Protocol):
           scratch: scratch allocated from `scratch_types`.
           work: the work tile.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLoader:
+    """Base class of `OperandLoader`s of packed queries [T, Hq, D].
+
+    Attributes:
+      static: compile-time constants of the kernel.
+      num_tokens, num_q_heads: T and Hq.
+      causal: whether a query sees no keys after its own position.
+      window: number of newest keys that a query of every head sees, or None.
+    """
+
+    static: FlashStatic
+    num_tokens: int
+    num_q_heads: int
+    causal: bool
+    window: int | None
+
+    @property
+    def num_heads(self) -> int:
+        """Number of sets of heads that share a block."""
+        return self.num_q_heads // self.static.block_heads
+
+    def rows(self, work: FlashWorkTile) -> BlockRows:
+        """Return the query rows of the block of a work tile."""
+        return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)
 
 
 @runtime_checkable
@@ -477,6 +513,27 @@ class FlashKernel(NamedTuple):
     warpgroups: int
     queue_slots: int = 2
     orders_tensor_core: bool = False
+
+
+def list_work(
+    loader: PackedLoader, lengths: SequenceLengths, most_keys: int, l2_head_group: int
+) -> tuple[KvSplits, WorkList]:
+    """List the blocks of query rows of packed sequences, and bound the number of splits of their keys.
+
+    Args:
+      most_keys: upper bound of the keys of a sequence.
+      l2_head_group: see `list_blocks`.
+    """
+    static = loader.static
+    blocking = Blocking(loader.num_tokens, static.block_rows, static.tile_keys, loader.causal, static.block_heads)
+    splits = KvSplits.of(
+        heads=loader.num_heads,
+        num_blocks=blocking.num_blocks(lengths),
+        most_tiles=static.most_tiles(most_keys, loader.window),
+        rows=loader.num_tokens * loader.num_q_heads,
+        rows_of_a_tile=static.rows_of_a_tile,
+    )
+    return splits, list_blocks(blocking, lengths, splits, l2_head_group)
 
 
 def launch(

@@ -1,15 +1,17 @@
-"""Split-KV: several CTAs share the keys of a query block when blocks are fewer than multiprocessors.
+"""Split-KV in prefill: several CTAs share the keys of a block when there are fewer blocks than multiprocessors.
 
-The keys of every block are cut into the same number of splits. Each split of a block is a work tile and leaves a
-partial state (`RowState`) of its rows. A second kernel, `merge_splits`, merges the partial states.
+A block is up to 64 query rows per consumer warpgroup. The keys of every block are cut into the same number of splits.
+One split of one block is a work tile: a CTA attends with the rows of the block to the keys of the split, and stores a
+partial state (`RowState`), which is attention that is not normalised. A second kernel, `merge_splits`, merges the
+partial states.
 
 - `KvSplits.of` computes the largest number of splits for the shapes of a call, and so the number of partial states.
 - `KvSplits.choose` chooses the number of splits on the device, in the kernel that lists the blocks (`schedule.py`),
   from the number of blocks and their tiles of keys.
 - With one split, the attention kernel stores finished rows, and the merge does nothing.
 
-A partial state has maximum and sum apart, as in decode (`mosaic/merge.py`). One LSE per row would not be accurate
-enough: rounding an LSE of 5e5 to float32 changes the weight of a split by up to 1.6%.
+A partial state has maximum and sum apart (see `mosaic/merge.py`). One LSE per row would not be accurate enough:
+rounding an LSE of 5e5 to float32 changes the weight of a split by up to 1.6%.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_attn.mosaic.merge import AttentionState, StateForm, merge_in_order
 from pallas_attn.mosaic.primitives import basics
-from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.basics import Ref
 from pallas_attn.mosaic.primitives.block_scan import Lanes
-from pallas_attn.mosaic.primitives.register_tiles import over_tokens
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 
 WORK_TILE_OVERHEAD = 2
@@ -104,7 +106,7 @@ class KvSplits:
     def choose(self, lanes: Lanes, num_blocks: Any, kv_tiles: Any) -> Any:
         """Choose the number of splits with the least estimated time.
 
-        Runs in the listing kernel. Thread i estimates the time of i + 1 splits.
+        Runs in the kernel that lists the blocks (`schedule.list_blocks`). Thread i estimates the time of i + 1 splits.
 
         Args:
           num_blocks: blocks of a head.
@@ -123,11 +125,16 @@ class KvSplits:
 # --- partial states
 
 
+ROW_STATES = StateForm(query_axis=0, log2=True)
+"""Form of prefill's attention states: `acc` [query_rows, Dv], m in units of log2."""
+
+
 class RowState(NamedTuple):
-    """Partial state: unnormalised attention of n rows to some of their keys; arrays, or references to them.
+    """Attention state of n query rows (see `mosaic.merge`); arrays, or references to them.
 
     Attributes:
-      o: [n, Dv] float32, sum of values weighted with 2**(score - m).
+      o: [n, Dv] float32, sum of values weighted with 2**(score - m). It may hold NaN in rows that see no key: 0 times
+        an infinite value.
       m: [n] float32, reference of the exponents, in units of log2: the largest score times log2(e), or up to the
         rescaling threshold of the kernel less; -inf for rows that see no key.
       l: [n] float32, sum of 2**(score - m).
@@ -143,20 +150,13 @@ class RowState(NamedTuple):
         each = jax.ShapeDtypeStruct((rows,), jnp.float32)
         return RowState(jax.ShapeDtypeStruct((rows, value_dim), jnp.float32), each, each)
 
-    @property
-    def seen(self) -> Any:
-        """Whether each row sees a key, bool [n]; true for a row with NaN."""
-        return self.l != 0
-
     def output(self, sink: Any = None) -> Any:
         """Return the normalised output [n, Dv], 0 for rows that see no key.
 
         Args:
           sink: sink logits [n], or None.
         """
-        # `o` of a row that sees no key may be NaN: 0 times an infinite value.
-        inverse = over_tokens(self.inverse(sink), self.o.shape)
-        return jnp.where(over_tokens(self.seen, self.o.shape), self.o * inverse, 0.0)
+        return ROW_STATES.output(AttentionState(self.m, self.l, self.o), sink)
 
     def inverse(self, sink: Any = None) -> Any:
         """Return 1 / (l + sink term), [n], 0 for rows that see no key.
@@ -164,14 +164,11 @@ class RowState(NamedTuple):
         Args:
           sink: sink logits [n], or None.
         """
-        seen, shift = self.seen, jnp.where(self.seen, self.m, 0.0)
-        denominator = self.l if sink is None else self.l + jnp.exp2(sink * LOG2E - shift)
-        return jnp.where(seen, 1 / jnp.where(seen, denominator, 1.0), 0.0)
+        return ROW_STATES.inverse(self.m, self.l, sink)
 
     def lse(self) -> Any:
         """Return the natural-log LSE without sinks, [n], -inf for rows that see no key."""
-        log2 = jnp.where(self.seen, self.m, 0.0) + jnp.log2(jnp.where(self.seen, self.l, 1.0))
-        return jnp.where(self.seen, log2 * (1 / LOG2E), -jnp.inf)
+        return ROW_STATES.lse(self.m, self.l)
 
 
 class OutputRows(NamedTuple):
@@ -190,7 +187,7 @@ class OutputRows(NamedTuple):
 # --- merging
 
 MERGED_ROWS = 16
-"""Rows that a CTA merges. With Dv 128, a thread loads 4 times 16 bytes per split."""
+"""Query rows that a CTA of the merge kernel merges. With Dv 128, a thread loads 4 times 16 bytes per split."""
 
 
 def merge_splits(
@@ -221,27 +218,22 @@ def merge_splits(
 def _merge_kernel(
     layout: RowLayout, partials: RowState, counts: Ref, sinks: Ref | None, out: Ref, lse: Ref | None
 ) -> None:
+    """Merge `MERGED_ROWS` query rows: each thread loads its values of every split from global memory."""
     (n, value_dim), num_splits = out.shape, counts[2]
     row = layout.iota(MERGED_ROWS) + lax.axis_index("cta") * MERGED_ROWS
     place = jnp.where(row < n, row, -1)
 
-    def add(split: Any, merged: RowState) -> RowState:
+    def load(split: Any) -> AttentionState:
         at = jnp.where(row < n, row + split * n, -1)
         o = layout.load(partials.o, at, 0, value_dim)  # [MERGED_ROWS, Dv]
         m, l = (layout.take(x, jnp.maximum(at, 0)) for x in (partials.m, partials.l))  # noqa: E741
-        m = jnp.where(l != 0, m, -jnp.inf)
-        highest = jnp.maximum(merged.m, m)
-        shift = jnp.where(highest == -jnp.inf, 0.0, highest)
-        before, more = jnp.exp2(merged.m - shift), jnp.exp2(m - shift)
-        # `o` of a state that sees no key may be NaN.
-        o = jnp.where(layout.spread(l != 0, value_dim), o * layout.spread(more, value_dim), 0.0)
-        return RowState(merged.o * layout.spread(before, value_dim) + o, highest, merged.l * before + l * more)
+        seen = l != 0
+        return AttentionState(jnp.where(seen, m, -jnp.inf), l, jnp.where(layout.spread(seen, value_dim), o, 0.0))
 
     @pl.when(num_splits > 1)
     def _merge() -> None:
-        nothing = plgpu.layout_cast(jnp.zeros((MERGED_ROWS, value_dim), jnp.float32), layout.tile)
-        empty = RowState(nothing, layout.filled(-jnp.inf, MERGED_ROWS), layout.filled(0.0, MERGED_ROWS))
-        state = lax.fori_loop(0, num_splits, add, empty)
+        empty = ROW_STATES.empty((MERGED_ROWS, value_dim), layout.per_row, layout.tile)
+        state = merge_in_order(ROW_STATES, load, 0, num_splits, empty)
         sink = None
         if sinks is not None:
             heads = sinks.shape[0]  # Mosaic cannot lower a remainder by 1
@@ -251,6 +243,6 @@ def _merge_kernel(
                 else layout.filled(jnp.int32(0), MERGED_ROWS)
             )
             sink = layout.take(sinks, head)
-        layout.store(out, place, 0, state.output(sink).astype(out.dtype))
+        layout.store(out, place, 0, ROW_STATES.output(state, sink).astype(out.dtype))
         if lse is not None:
-            layout.put(lse, place, state.lse())
+            layout.put(lse, place, ROW_STATES.lse(state.m, state.l))

@@ -1,8 +1,9 @@
 """Gather and scatter of rows in Mosaic GPU kernels, between global memory and the registers of a warpgroup.
 
-Pallas copies blocks, but the caller chooses an arbitrary row for each cached token. Every thread therefore computes its
-own addresses and moves up to 32 bytes, without shared memory. Adjacent threads hold adjacent columns of a row, so that
-a warp's accesses fill whole sectors.
+A row is one row of an array [rows, columns] in global memory, for example the cached latent of one token. The row of
+each token is arbitrary, but Pallas copies blocks of consecutive rows. Every thread of these functions therefore
+computes its own addresses and moves up to 32 bytes, without shared memory. Adjacent threads hold adjacent columns of a
+row, so that a warp's accesses fill whole sectors.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ THREADS = 128
 """Threads of a warpgroup."""
 
 ACCESS_BYTES = 16
-"""Maximum bytes that a thread of `copy_rows` moves with one instruction."""
+"""Maximum bytes that a thread of `copy_indexed_rows` moves with one instruction."""
 
 HELD_BYTES = 320
-"""Bytes of a row that a thread of `copy_rows` holds at a time. A row of DeepSeek's latents, also in float32, is loaded
-at once.
+"""Maximum bytes of a row that a thread of `copy_indexed_rows` holds at a time. A row of DeepSeek's latents, also in
+float32, is loaded at once.
 """
 
 
@@ -50,8 +51,8 @@ class RowLayout:
 
     @staticmethod
     def for_copies(width: int, dtype: Any) -> RowLayout:
-        """Layout for `copy_rows` of rows of `width` elements: the widest accesses that divide a row evenly, then the
-        most threads per row.
+        """Layout with which `copy_indexed_rows` copies rows of `width` elements: the widest accesses that divide a row
+        evenly, then the most threads per row.
         """
         even = width & -width
         vector = min(ACCESS_BYTES // jnp.dtype(dtype).itemsize, even)
@@ -216,7 +217,9 @@ class RowLayout:
 # --- copies
 
 
-def copy_rows(layout: RowLayout, source: Ref, source_row: jax.Array, target: Ref, target_row: jax.Array) -> None:
+def copy_indexed_rows(
+    layout: RowLayout, source: Ref, source_row: jax.Array, target: Ref, target_row: jax.Array
+) -> None:
     """Copy source[source_row[i]] to target[target_row[i]] for each i, bit for bit.
 
     Nothing is written if the target row is negative, and zeros are written if the source row is negative. References

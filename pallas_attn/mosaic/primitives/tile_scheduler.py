@@ -1,4 +1,8 @@
-"""A CTA's share of a decode plan: its work tiles in the attention kernel, and its plan rows in the merge kernel."""
+"""Work of a CTA in a decode plan: its work tiles in the attention kernel, and its items in the merge kernel.
+
+A plan row is one KV head of one sequence. A split is a range of visible pages of a plan row that one CTA attends to.
+Each split of a plan row with several splits leaves a partial state. A merge kernel merges the partial states.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +85,24 @@ def merge_programs(items: int) -> int:
     return min(items, MERGE_PROGRAMS * basics.multiprocessors())
 
 
-def for_each_merged(plan: DecodePlan, slices: int, work: Callable[[Any, Any], None]) -> None:
-    """Call work(index, slice) for this CTA's share of the plan rows that do not have exactly one split.
+class MergeItem(NamedTuple):
+    """One slice of the output of a plan row, which one CTA of a merge kernel merges.
+
+    Attributes:
+      row: plan row.
+      first_split: index of the row's first partial state, in the plan's numbering.
+      splits: number of the row's partial states; 0 if the row sees no key.
+      slice: index of the output slice.
+    """
+
+    row: Any
+    first_split: Any
+    splits: Any
+    slice: Any
+
+
+def for_each_merged(plan: DecodePlan, slices: int, work: Callable[[MergeItem], None]) -> None:
+    """Call work(item) for this CTA's share of the plan rows that do not have exactly one split.
 
     The CTA's index is on axis "program". The output of each row is merged in `slices` slices.
     """
@@ -93,7 +113,9 @@ def for_each_merged(plan: DecodePlan, slices: int, work: Callable[[Any, Any], No
 
     def step(at: tuple[Any, Any]) -> tuple[Any, Any]:
         item, index = at
-        work(index, lax.rem(item, slices))
+        first_split = plan.split_indptr[index]
+        splits = plan.split_indptr[index + 1] - first_split
+        work(MergeItem(plan.row_order[index], first_split, splits, lax.rem(item, slices)))
         return item + programs, index_of(item + programs)
 
     program = lax.axis_index("program")

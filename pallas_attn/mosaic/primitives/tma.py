@@ -61,7 +61,7 @@ def arrivals(copies: int) -> int:
 
 
 def zero_rows_past_end(x: Float[Array, "n H D"], most: int) -> Float[Array, "m H D"]:
-    """Pad x for `copy_rows` and `copy_row_groups` of up to `most` rows.
+    """Pad x for `tma_load_rows` and `tma_load_row_groups` of up to `most` rows.
 
     In interpret mode, append zeros that rows past the end are copied from. Otherwise only ensure that x has at least
     the rows of one group.
@@ -97,8 +97,10 @@ def present_pages(row: jax.Array) -> jax.Array:
     return vote(row)
 
 
-def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, barrier: Ref, pages: int, needed: Any = None) -> None:
-    """Copy pages, or a part of each, one after the other to a tile in shared memory.
+def tma_load_pages(
+    pool: Ref, row: jax.Array, first: Any, tile: Ref, barrier: Ref, pages: int, needed: Any = None
+) -> None:
+    """Start TMA copies of pages, or of a part of each page, to consecutive rows of a tile in shared memory.
 
     Args:
       pool: [N, rows of a page, columns] in global memory.
@@ -161,9 +163,10 @@ def copy_pages(pool: Ref, row: jax.Array, first: Any, tile: Ref, barrier: Ref, p
 
 
 def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
-    """Return the page of a tile of which only some groups of 8 rows are needed, and the number of needed groups.
+    """Return the index of the first page of a tile that is not completely needed, and the number of groups of 8 rows
+    of this page that are needed.
 
-    If no page is partially needed, the returned page is absent or past the last page.
+    If the number is 0, the page is absent or past the last page of the tile.
     """
     all_needed = jnp.clip(lax.div(needed + (GROUP - 1), GROUP), 0, pages * groups)
     last = lax.div(all_needed, groups)
@@ -173,8 +176,10 @@ def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
 # --- rows of packed sequences
 
 
-def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, barrier: Ref, end: Any = None) -> None:
-    """Copy consecutive rows of a head to a tile in shared memory. Rows past the end of the array are copied as zeros.
+def tma_load_rows(source: Ref, first: Any, head: Any, tile: Ref, barrier: Ref, end: Any = None) -> None:
+    """Start TMA copies of consecutive rows of a head to a tile in shared memory.
+
+    Rows past the end of the array are copied as zeros.
 
     Args:
       source: [T, H, D] in global memory, result of `zero_rows_past_end`.
@@ -224,10 +229,11 @@ def copy_rows(source: Ref, first: Any, head: Any, tile: Ref, barrier: Ref, end: 
     start(source, *scalars, tile, _address(barrier))
 
 
-def copy_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, tile: Ref, barrier: Ref) -> None:
-    """Copy groups of 8 consecutive rows to a tile in shared memory. Rows past the end of the array are copied as zeros.
+def tma_load_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped: Any, tile: Ref, barrier: Ref) -> None:
+    """Start TMA copies of groups of 8 consecutive rows to a tile in shared memory.
 
-    The order of groups is: 8 rows of one head, the same rows of the next head, and after `heads` heads the next 8 rows.
+    Rows past the end of the array are copied as zeros. The order of groups is: 8 rows of one head, the same rows of the
+    next head, and after `heads` heads the next 8 rows.
 
     Args:
       source: [T, H, D] in global memory, result of `zero_rows_past_end`.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from pallas_attn.types import QMAX, PagedKV, PagedLatent
 
@@ -16,16 +14,16 @@ so the absolute error of a score is about 1e-7 times the cap (`mosaic.hopper.wgm
 """
 
 
-def require_dtypes(q: Array | jax.ShapeDtypeStruct, keys: Array | jax.ShapeDtypeStruct) -> None:
+def require_dtypes(q_dtype: jnp.dtype, key_dtype: jnp.dtype) -> None:
     """Raise NotImplementedError unless queries are bfloat16 or float16, and keys have the same dtype or are int8 or
     float8_e4m3fn.
     """
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q.dtype.name}")
-    require_8_bits(keys.dtype)
-    if keys.dtype != q.dtype and keys.dtype not in QMAX:
+    if q_dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes bfloat16 and float16 queries, got {q_dtype.name}")
+    require_8_bits(key_dtype)
+    if key_dtype != q_dtype and key_dtype not in QMAX:
         raise NotImplementedError(
-            f"takes queries and an unquantised cache of one dtype, got {q.dtype.name} over {keys.dtype.name}"
+            f"takes queries and an unquantised cache of one dtype, got {q_dtype.name} over {key_dtype.name}"
         )
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.mosaic.primitives.basics import Ref
-from pallas_attn.mosaic.primitives.row_io import RowLayout, copy_rows
+from pallas_attn.mosaic.primitives.row_io import RowLayout, copy_indexed_rows
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
 
 MAX_SEQUENCES = 1024
@@ -102,12 +102,12 @@ def _kernel(layout: RowLayout, page_size: int, x: GatherLatentInputs, out: Ref) 
     pool_row = page * page_size + lax.rem(position, jnp.full_like(row, page_size))
     out_row = jnp.where(there, row, -1)
     exists = cached & basics.in_pool(page, x.rows.shape[0] // page_size)
-    copy_rows(
+    copy_indexed_rows(
         layout, x.rows, jnp.where(exists, pool_row, -1), out, jnp.where(new, -1, out_row)
     )  # rows with source -1 are zeros
     if x.new is not None:
         new_row = jnp.where(new, source.first_new + position - source.cached, -1)
-        copy_rows(layout, x.new, new_row, out, jnp.where(new, out_row, -1))
+        copy_indexed_rows(layout, x.new, new_row, out, jnp.where(new, out_row, -1))
 
 
 def _row_source(x: GatherLatentInputs, row: jax.Array) -> RowSource:

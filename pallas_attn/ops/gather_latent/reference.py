@@ -7,8 +7,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.gather_latent.call import GatherLatentCall
+from pallas_attn.portable.arguments import varying_like
 from pallas_attn.portable.latents import meant_latents
-from pallas_attn.portable.varying import varying_like
 
 
 def gather_latent(call: GatherLatentCall) -> Float[Array, "length LR"]:

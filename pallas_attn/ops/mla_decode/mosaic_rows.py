@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -10,6 +12,19 @@ from pallas_attn.mosaic.latent_tiles import OLDER_BIT, RowInputs
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.portable.visibility import real_queries
 from pallas_attn.types import DecodePlan
+
+
+def tile_parameters(call: MlaDecodeCall) -> dict[str, Any]:
+    """Return the fields of `LatentTiles` for a call."""
+    return {
+        "latent_dim": call.latent_dim,
+        "rope_dim": call.rope_dim,
+        "queries": call.num_queries,
+        "heads": call.num_heads,
+        "page_size": call.page_size,
+        "causal": call.draft_mask is None,
+        "sm_scale": call.sm_scale,
+    }
 
 
 def in_blocks(call: MlaDecodeCall, plan: DecodePlan, rows: int) -> RowInputs:

@@ -14,12 +14,12 @@ from pallas_attn.mosaic.blackwell.tmem import ROWS
 from pallas_attn.mosaic.latent_tiles import NEVER_BIT
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks
+from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks, tile_parameters
 from pallas_attn.ops.plan_decode import plan_of
 
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    plan = plan_of(call, "mosaic_sm100", num_programs(call))
+    plan = plan_of(call.plan_arguments, "mosaic_sm100", num_programs(call))
     static = static_of(call)
     results = attend(in_blocks(call, plan, ROWS), static, call.output_dtype)
     return out_of_blocks(call, *merge_splits(results, static, plan))
@@ -36,7 +36,7 @@ def num_programs(call: MlaDecodeCall) -> int:
     basics.require_capability((10, 0))
     unsupported.require_plain_scores(call.window, call.soft_cap)
     unsupported.require_16_bit_latents(call.cache)
-    unsupported.require_dtypes(call.q_latent, call.cache.pages)
+    unsupported.require_dtypes(call.q_latent.dtype, call.cache.pages.dtype)
     unsupported.require_page_size(call.page_size)
     if call.latent_dim % 64 or not 64 <= call.latent_dim <= 512:
         raise NotImplementedError(f"takes latents of a multiple of 64 columns up to 512, got {call.latent_dim}")
@@ -49,13 +49,4 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 def static_of(call: MlaDecodeCall) -> TcgenStatic:
     """Compile-time parameters of the kernel for a call."""
-    return choose_static(
-        latent_dim=call.latent_dim,
-        rope_dim=call.rope_dim,
-        queries=call.num_queries,
-        heads=call.num_heads,
-        page_size=call.page_size,
-        causal=call.draft_mask is None,
-        sm_scale=call.sm_scale,
-        dtype=call.q_latent.dtype,
-    )
+    return choose_static(**tile_parameters(call), dtype=call.q_latent.dtype)

@@ -20,7 +20,7 @@ from pallas_attn.ops.plan_decode import plan_of
 
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    plan = plan_of(call, "mosaic_sm90", num_programs(call))
+    plan = plan_of(call.plan_arguments, "mosaic_sm90", num_programs(call))
     return _kernel(call).decode(call, plan)
 
 

@@ -1,4 +1,13 @@
-"""Splits of sequences, for Hopper's `mla_decode` kernels with many query rows: pages, visibility, results, merge."""
+"""Splits of sequences, for Hopper's `mla_decode` kernels with many query rows: pages, visibility, results, merge.
+
+The kernels for bf16 and fp8 latents share this file. Terms:
+
+    query row       one head of one query of a sequence; 64 query rows form a block
+    split           a range of consecutive pages of a sequence, which one CTA processes (`LatentSplit`)
+    tile, pair      a tile is 64 cached tokens of a split; the CTA processes tiles in pairs
+    draft key       a key at or after the position of the oldest query, which other queries of the sequence may not see
+    partial state   result of one split of a sequence with several splits; `merge_splits` merges partial states
+"""
 
 from __future__ import annotations
 
@@ -14,13 +23,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_attn.mosaic.hopper.mla_rows import ROWS, log_sum_exp, merge_columns, merge_slice
+from pallas_attn.mosaic.hopper.mla_rows import ROWS, merge_columns, merge_scratch_types, merge_slice
 from pallas_attn.mosaic.latent_tiles import DEAD, FULL, NEVER_BIT, OLDER_BIT, PARTIAL, TOKENS, LatentTiles, RowInputs
-from pallas_attn.mosaic.merge import PartialLoader, PartialStates, num_fragments
+from pallas_attn.mosaic.partial_states import PartialLoader, PartialStates
 from pallas_attn.mosaic.primitives import basics, register_tiles
-from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.basics import Ref
 from pallas_attn.mosaic.primitives.tile_scheduler import (
     ABSENT,
+    MergeItem,
     WorkTile,
     for_each_merged,
     for_each_work_tile,
@@ -56,7 +66,7 @@ class SplitResults(NamedTuple):
 
 
 class LatentSplit(NamedTuple):
-    """Pages `start` to `stop` of a sequence, the work of one CTA.
+    """A split: pages `start` to `stop` of a sequence, which one CTA processes.
 
     Attributes:
       row: index of the sequence.
@@ -102,7 +112,7 @@ def for_each_split(static: LatentTiles, plan: DecodePlan, attend: Callable[[Late
 
 
 def token_positions(static: LatentTiles, meta: Ref, token: Any) -> Any:
-    """Return the positions of tokens of a tile, relative to the origin of its metadata.
+    """Return the positions of tokens of a tile, relative to the `origin` of `PageLookup.store_meta`.
 
     Args:
       meta: metadata of the tile, of `PageLookup.store_meta`.
@@ -155,9 +165,10 @@ def seen_bits(static: LatentTiles, x: RowInputs, split: LatentSplit, row: Any, b
 
 @dataclasses.dataclass(frozen=True)
 class PageLookup:
-    """Pages of the tiles of splits, looked up one pair ahead and stored in shared memory.
+    """Page ids of the tiles of splits. The producer looks them up one pair of tiles ahead.
 
-    The producer has too few registers to hold the pages of a pair, up to 4 per tile.
+    The page ids are in shared memory, because the producer has too few registers for the pages of a pair, up to 4 per
+    tile.
 
     Attributes:
       static: tile sizes.
@@ -238,8 +249,8 @@ def copy_splits(
 ) -> None:
     """Start the copies of all splits of this CTA.
 
-    The query of a split is copied after the split's first pair, which has free memory earlier. The very first query is
-    copied at once.
+    The memory of the first pair of a split becomes free before the memory of its query, so the query is copied after
+    the first pair. The query of the CTA's first split is copied at once.
 
     Args:
       copy_query: (split) -> None. Wait until the query's memory is free, then start the copies of a split's query.
@@ -270,9 +281,10 @@ def merge_splits(
     partials: PartialStates,
     plan: DecodePlan,
 ) -> tuple[Float[Array, "B rows L"], Float[Array, "blocks B ROWS"]]:
-    """Fill in, in place, the sequences missing in `out` and `lse`: sequences in several splits, and empty sequences.
+    """Write, in place, output and LSE of sequences in several splits, and of sequences without visible keys.
 
-    The order of the merge is the order of the splits, whichever CTAs computed them.
+    The attention kernel has written all other sequences. Splits are merged in order, so the result does not depend on
+    the CTAs that computed them.
     """
     (blocks, batch, _), latent_dim = lse.shape, out.shape[2]
     columns = merge_columns(blocks * batch, latent_dim)
@@ -281,10 +293,7 @@ def merge_splits(
         functools.partial(_merge_kernel, columns),
         grid=(merge_programs(latent_dim // columns * blocks * batch),),
         grid_names=("program",),
-        scratch_types=[
-            PartialLoader.types(partials, blocks * batch, ROWS, num_fragments(ROWS * columns)),
-            _merged_tile(columns, out.dtype),
-        ],
+        scratch_types=merge_scratch_types(partials, blocks * batch, columns, _merged_tile(columns, out.dtype)),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.lane_semantics()),
         kernel_name="merge_rows",
     )(*refs, *basics.materialize((partials, plan)))
@@ -301,21 +310,14 @@ def _merged_tile(columns: int, dtype: Any) -> Any:
 def _merge_kernel(
     columns: int, out: Ref, lse: Ref, partials: PartialStates, plan: DecodePlan, loader: PartialLoader, tile: Ref
 ) -> None:
-    """Merge slices of latent columns of blocks of rows, one after the other."""
+    """Merge the partial states of one block of query rows and one slice of latent columns after the other."""
     blocks, slices = lse.shape[0], out.shape[2] // columns
 
-    def merge(index: Any, item: Any) -> None:
-        block, column_slice = lax.div(item, slices), lax.rem(item, slices)
-        row, first_split = plan.row_order[index], plan.split_indptr[index]
-        first = partials.state_index(block, blocks, first_split)
-        count = plan.split_indptr[index + 1] - first_split
-        merged = merge_slice(loader, partials, first, count, column_slice, tile)
-        to = out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(column_slice * columns, columns)]
-        plgpu.copy_smem_to_gmem(tile, to)
-
-        @pl.when(column_slice == 0)
-        def _store_lse() -> None:
-            lse[block, row] = log_sum_exp(merged.m * LOG2E, merged.l)
+    def merge(item: MergeItem) -> None:
+        block, column_slice = lax.div(item.slice, slices), lax.rem(item.slice, slices)
+        first = partials.state_index(block, blocks, item.first_split)
+        to = out.at[item.row, pl.ds(block * ROWS, ROWS)]
+        merge_slice(loader, partials, first, item.splits, column_slice, tile, to, lse.at[block, item.row])
 
     for_each_merged(plan, slices * blocks, merge)
     plgpu.wait_smem_to_gmem(0)

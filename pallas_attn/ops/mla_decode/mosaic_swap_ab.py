@@ -109,7 +109,9 @@ def _require_supported(call: MlaDecodeCall) -> None:
     """Raise NotImplementedError for unsupported calls."""
     basics.require_capability((9, 0))
     latent_dim, num_heads, most = call.latent_dim, call.num_heads, _most_columns(call)
-    unsupported.require_dtypes(call.q_latent, call.cache.pages if call.cache.rope is None else call.cache.rope)
+    unsupported.require_dtypes(
+        call.q_latent.dtype, (call.cache.pages if call.cache.rope is None else call.cache.rope).dtype
+    )
     if num_heads > most:
         raise NotImplementedError(f"takes at most {most} query heads, got {num_heads}")
     unsupported.require_page_size(call.page_size)

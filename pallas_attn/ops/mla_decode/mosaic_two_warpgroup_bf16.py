@@ -37,16 +37,16 @@ from jaxtyping import Array, Float
 
 from pallas_attn.mosaic.hopper import mla_bf16
 from pallas_attn.mosaic.hopper.mla_bf16 import HALVES, PARTS, Q_FREE, ROPE, Bf16LoopConfig, Bf16Scratch, Bf16TileAccess
-from pallas_attn.mosaic.hopper.mla_rows import PER_ROW, ROWS, log_sum_exp, normalise
+from pallas_attn.mosaic.hopper.mla_rows import LOG2_ROW_STATES, PER_ROW, ROWS, copy_query, run_roles
 from pallas_attn.mosaic.hopper.tiles import token_iota
 from pallas_attn.mosaic.latent_tiles import DEAD, FULL, NEVER_BIT, TOKENS, LatentTiles, RowInputs
-from pallas_attn.mosaic.merge import PartialStates
+from pallas_attn.mosaic.partial_states import PartialStates
 from pallas_attn.mosaic.primitives import basics, register_tiles, unsupported
 from pallas_attn.mosaic.primitives.basics import Ref
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, clear_rows, over_columns, over_tokens
 from pallas_attn.ops.mla_decode import config
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks
+from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks, tile_parameters
 from pallas_attn.ops.mla_decode.mosaic_splits import (
     LatentSplit,
     PageLookup,
@@ -69,15 +69,9 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
     settings = config.two_warpgroup_config(call.latent_dim, call.rope_dim, call.page_size)
     blocks = -(-call.query_rows // ROWS)
     static = DecodeBf16Static(
-        latent_dim=call.latent_dim,
-        rope_dim=call.rope_dim,
-        queries=call.num_queries,
-        heads=call.num_heads,
-        page_size=call.page_size,
+        **tile_parameters(call),
         pairs=settings.pairs,
         cluster=settings.cluster if blocks % settings.cluster == 0 else 1,
-        causal=call.draft_mask is None,
-        sm_scale=call.sm_scale,
     )
     out, lse, partials = _attend(in_blocks(call, plan, ROWS), static, call.output_dtype)
     return out_of_blocks(call, *merge_splits(out, lse, partials, plan))
@@ -91,7 +85,7 @@ def num_programs(call: MlaDecodeCall) -> int:
     """
     basics.require_capability((9, 0))
     cache = call.cache
-    unsupported.require_dtypes(call.q_latent, cache.pages if cache.rope is None else cache.rope)
+    unsupported.require_dtypes(call.q_latent.dtype, (cache.pages if cache.rope is None else cache.rope).dtype)
     unsupported.require_page_size(call.page_size)
     num_queries, latent_dim, rope_dim = call.num_queries, call.latent_dim, call.rope_dim
     if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim not in (32, 64):
@@ -189,17 +183,11 @@ def _kernel(static: DecodeBf16Static, x: RowInputs, out: Ref, lse: Ref, partials
     def block() -> Any:  # computed in each role; a shared value would be spilled to local memory
         return lax.axis_index("blocks") * static.cluster + lax.axis_index("cluster")
 
-    def compute(half: int) -> None:
-        plgpu.set_max_registers(static.registers[0], action="increase")
+    def consume(half: int) -> None:
         _consume(static, x, mem, half, block(), results)
         plgpu.wait_smem_to_gmem(0)
 
-    def copy() -> None:
-        plgpu.set_max_registers(static.registers[1], action="decrease")
-        _produce(static, x, mem, block())
-
-    branches = [functools.partial(compute, 0), functools.partial(compute, 1), copy]
-    lax.switch(lax.axis_index("warpgroup"), branches)
+    run_roles(static.registers, consume, lambda: _produce(static, x, mem, block()))
 
 
 def _tile_meta(static: DecodeBf16Static, mem: Bf16Scratch, pair: Any, tile: int) -> Ref:  # [1 + pages]
@@ -210,13 +198,11 @@ def _produce(static: DecodeBf16Static, x: RowInputs, mem: Bf16Scratch, block: An
     """Start all copies (warpgroup 2)."""
     pages = PageLookup(static, x, mem.producer.page_ids)
 
-    def copy_query(split: LatentSplit) -> None:
+    def copy_split_query(split: LatentSplit) -> None:
         rows = pl.ds(block * ROWS, ROWS)
         plgpu.barrier_wait(mem.joint.at[Q_FREE])
-        left, right = static.loop.widths
-        plgpu.copy_gmem_to_smem(x.q_latent.at[split.row, rows, pl.ds(0, left)], mem.q.left.at[0], mem.q_full)
-        plgpu.copy_gmem_to_smem(x.q_latent.at[split.row, rows, pl.ds(left, right)], mem.q.right.at[0], mem.q_full)
-        plgpu.copy_gmem_to_smem(x.q_rope.at[split.row, rows], mem.q.rope.at[0], mem.q_full)
+        halves = mem.q.left.at[0], mem.q.right.at[0]
+        copy_query(x.q_latent.at[split.row, rows], x.q_rope.at[split.row, rows], halves, mem.q.rope.at[0], mem.q_full)
 
     def copy_page(slot: Any, parts: tuple[int, ...], j: Any, page: Any, tile_of_page: Any) -> None:
         """Start the copies of some parts of the j-th page of a tile, or arrive at `full` if the page is absent."""
@@ -251,7 +237,7 @@ def _produce(static: DecodeBf16Static, x: RowInputs, mem: Bf16Scratch, block: An
                 meta = _tile_meta(static, mem, split.pair + i, tile)
                 pages.store_meta(split, i, tile, meta, oldest_query)
 
-    copy_splits(pages, copy_query, copy_pair)
+    copy_splits(pages, copy_split_query, copy_pair)
     plgpu.barrier_wait(mem.joint.at[Q_FREE])
     for i in range(4 * static.pairs):
         plgpu.barrier_wait(mem.free.at[i])
@@ -327,11 +313,11 @@ def _write(
 
     @pl.when(split.is_whole_row)
     def _write_output() -> None:
-        out = normalise(state.acc, l).astype(results.out.dtype)
+        out = LOG2_ROW_STATES.normalise(state.acc, l).astype(results.out.dtype)
         to = results.out.at[split.row, pl.ds(block * ROWS, ROWS), pl.ds(half * widths[0], widths[half])]
         mla_bf16.write_output(static.loop, mem, half, out, to)
         if half == 0:
-            results.lse[block, split.row] = log_sum_exp(m, l)
+            results.lse[block, split.row] = LOG2_ROW_STATES.lse(m, l)
 
     @pl.when(~split.is_whole_row)
     def _write_partial() -> None:

@@ -40,15 +40,15 @@ from jaxtyping import Array, Float
 from pallas_attn.mosaic.hopper import mla_fp8, mla_fp8_products
 from pallas_attn.mosaic.hopper.copy_barriers import see_copies
 from pallas_attn.mosaic.hopper.mla_fp8 import SLOTS, Fp8LoopConfig, Fp8Scratch, Fp8TileAccess, slot_of
-from pallas_attn.mosaic.hopper.mla_rows import ROWS, log_sum_exp
+from pallas_attn.mosaic.hopper.mla_rows import LOG2_COLUMN_STATES, ROWS, copy_query, run_roles
 from pallas_attn.mosaic.latent_tiles import DEAD, FULL, OLDER_BIT, TOKENS, LatentTiles, RowInputs
-from pallas_attn.mosaic.merge import PartialStates
+from pallas_attn.mosaic.partial_states import PartialStates
 from pallas_attn.mosaic.primitives import basics, dequantize
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, PER_COLUMN, over_columns, over_tokens
 from pallas_attn.ops.mla_decode import mosaic_two_warpgroup_bf16
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
-from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks
+from pallas_attn.ops.mla_decode.mosaic_rows import in_blocks, out_of_blocks, tile_parameters
 from pallas_attn.ops.mla_decode.mosaic_splits import (
     LatentSplit,
     PageLookup,
@@ -63,7 +63,7 @@ from pallas_attn.ops.mla_decode.mosaic_splits import (
 )
 from pallas_attn.types import LATENT_GROUP, DecodePlan
 
-COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
+REGISTERS = 240, 24
 """Registers per thread of a consumer, and of the producer."""
 
 PAIRS = 2
@@ -72,15 +72,7 @@ PAIRS = 2
 
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
     """Compute output and LSE of `mla_decode` for many query rows over fp8 latents."""
-    static = DecodeFp8Static(
-        latent_dim=call.latent_dim,
-        rope_dim=call.rope_dim,
-        queries=call.num_queries,
-        heads=call.num_heads,
-        page_size=call.page_size,
-        causal=call.draft_mask is None,
-        sm_scale=call.sm_scale,
-    )
+    static = DecodeFp8Static(**tile_parameters(call))
     x = in_blocks(call, plan, ROWS)
     x = x._replace(scale=x.scale.reshape(x.scale.shape[0], -1))
     out, lse, partials = _attend(x, static, call.output_dtype)
@@ -166,28 +158,22 @@ def _kernel(static: DecodeFp8Static, x: RowInputs, out: Ref, lse: Ref, partials:
     """Roles of the three warpgroups."""
     results, mem = SplitResults(out, lse, partials), DecodeFp8Scratch(*refs)
 
-    def compute(half: int) -> None:
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        _consume(static, x, mem, half, lax.axis_index("blocks"), results)
-
-    def copy() -> None:
-        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        _produce(static, x, mem, lax.axis_index("blocks"))
-
-    branches = [functools.partial(compute, 0), functools.partial(compute, 1), copy]
-    lax.switch(lax.axis_index("warpgroup"), branches)
+    run_roles(
+        REGISTERS,
+        lambda half: _consume(static, x, mem, half, lax.axis_index("blocks"), results),
+        lambda: _produce(static, x, mem, lax.axis_index("blocks")),
+    )
 
 
 def _produce(static: DecodeFp8Static, x: RowInputs, mem: DecodeFp8Scratch, block: Any) -> None:
     """Start all copies (warpgroup 2)."""
     pages, loop = PageLookup(static, x, mem.page_ids), mem.loop
 
-    def copy_query(split: LatentSplit) -> None:
+    def copy_split_query(split: LatentSplit) -> None:
         rows = pl.ds(block * ROWS, ROWS)
         plgpu.barrier_wait(loop.q_free)
-        for first, to in zip((0, static.loop.widths[0]), loop.q, strict=True):
-            plgpu.copy_gmem_to_smem(x.q_latent.at[split.row, rows, pl.ds(first, to.shape[2])], to.at[0], loop.q_full)
-        plgpu.copy_gmem_to_smem(x.q_rope.at[split.row, rows], loop.q_rope.at[0], loop.q_full)
+        halves = loop.q[0].at[0], loop.q[1].at[0]
+        copy_query(x.q_latent.at[split.row, rows], x.q_rope.at[split.row, rows], halves, loop.q_rope.at[0], loop.q_full)
 
     def copy_page(slot: Any, j: Any, page: Any, tile_of_page: Any) -> None:
         """Start the copies of the j-th page of a tile, or arrive at `full` if the page is absent."""
@@ -218,7 +204,7 @@ def _produce(static: DecodeFp8Static, x: RowInputs, mem: DecodeFp8Scratch, block
             pages.store_meta(split, i, tile, meta, oldest_query, origin=oldest_query)  # saves consumers a register
             pages.copy_tile(split, i, tile, first, functools.partial(copy_page, slot))
 
-    copy_splits(pages, copy_query, copy_pair)
+    copy_splits(pages, copy_split_query, copy_pair)
     plgpu.barrier_wait(loop.q_free)
     for i in range(SLOTS):
         plgpu.barrier_wait(loop.free.at[i])
@@ -332,9 +318,9 @@ def _write(
     def _write_output() -> None:
         widths = static.loop.widths
         to = results.out.at[row, pl.ds(block * ROWS, ROWS), pl.ds(half * widths[0], widths[half])]
-        mla_fp8_products.store_heads(mla_fp8.normalise_columns(acc, sums), to)
+        mla_fp8_products.store_heads(LOG2_COLUMN_STATES.normalise(acc, sums), to)
         if half == 0:
-            results.lse[block, row] = log_sum_exp(load_max(), sums)
+            results.lse[block, row] = LOG2_COLUMN_STATES.lse(load_max(), sums)
 
     @pl.when(~split.is_whole_row)
     def _write_partial() -> None:

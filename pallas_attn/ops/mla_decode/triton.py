@@ -43,7 +43,7 @@ from pallas_attn.types import LATENT_GROUP
 
 
 def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
-    plan = plan_of(call, "triton", num_programs(call))
+    plan = plan_of(call.plan_arguments, "triton", num_programs(call))
     card, tile = _card_and_tile(call)
     cache, table_pages = call.cache, call.block_tables.shape[-1]
     num_pages, page_size, pages_width = cache.pages.shape

@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_attn import checks
 from pallas_attn.ops.mla_prefill import config
 from pallas_attn.ops.mla_prefill.composition import MlaPrefillCall
-from pallas_attn.portable.arguments import refuse_gradients
-from pallas_attn.portable.varying import varying_like
+from pallas_attn.portable.arguments import refuse_gradients, varying_like
 from pallas_attn.runtime import sharded_calls
 from pallas_attn.types import Implementation, PagedLatent
 

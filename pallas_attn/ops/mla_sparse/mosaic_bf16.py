@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -41,7 +40,7 @@ from pallas_attn.mosaic.hopper.mla_bf16 import (
     Bf16Scratch,
     Bf16TileAccess,
 )
-from pallas_attn.mosaic.hopper.mla_rows import ROWS, TOKENS, log_sum_exp, normalise
+from pallas_attn.mosaic.hopper.mla_rows import LOG2_ROW_STATES, ROWS, TOKENS, copy_query, run_roles
 from pallas_attn.mosaic.primitives import basics, register_tiles
 from pallas_attn.mosaic.primitives.register_tiles import PER_COLUMN, over_columns
 from pallas_attn.ops.mla_sparse.mosaic_items import (
@@ -52,10 +51,10 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     SparseStatic,
     for_each_item,
     gather_items,
-    results_of,
+    launch,
 )
 
-COMPUTE_REGISTERS, GATHER_REGISTERS = 216, 72
+REGISTERS = 216, 72
 """Registers per thread of a consumer, and of the producer."""
 
 
@@ -84,19 +83,15 @@ def scratch_types(static: SparseStatic, dtype: jax.typing.DTypeLike) -> Bf16Scra
 
 def attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLike) -> Any:
     """Run the kernel. Return `SparseResults` for one split per token, else `PartialStates`."""
-    num_tokens = x.q_latent.shape[0]
-    items, results = num_tokens * static.blocks, results_of(static, num_tokens, out_dtype)
-    return plgpu.kernel(
-        functools.partial(_kernel, static, type(results)),
-        out_type=results,
-        grid=(max(1, min(items * static.splits, basics.multiprocessors())),),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="warpgroup",
+    return launch(
+        functools.partial(_kernel, static),
+        x,
+        static,
+        out_dtype,
         scratch_types=scratch_types(static, x.q_latent.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=basics.lane_semantics()),
-        kernel_name="mla_sparse_rows",
-    )(basics.materialize(x))
+        name="mla_sparse_rows",
+    )
 
 
 def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *refs: Any) -> None:
@@ -105,31 +100,23 @@ def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *re
     CopyBarriers(mem.full.halves).begin()
     CopyBarriers(mem.full.rope).begin()
 
-    def compute(half: int) -> None:
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    def consume(half: int) -> None:
         _consume(static, x, mem, half, results)
         plgpu.wait_smem_to_gmem(0)
 
-    def fetch() -> None:
-        plgpu.set_max_registers(GATHER_REGISTERS, action="decrease")
-        _produce(static, x, mem)
-
-    branches = [functools.partial(compute, 0), functools.partial(compute, 1), fetch]
-    lax.switch(lax.axis_index("warpgroup"), branches)
+    run_roles(REGISTERS, consume, lambda: _produce(static, x, mem))
 
 
 def _produce(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch) -> None:
     """Gather latents and start the copies of queries (warpgroup 2)."""
     widths = loop_config(static).widths
 
-    def copy_query(item: SparseItem) -> None:
+    def copy_item_query(item: SparseItem) -> None:
         plgpu.barrier_wait(mem.joint.at[Q_FREE])
         token, block, _ = item.place(static)
         heads, rows = pl.ds(block * ROWS, static.rows), pl.ds(0, static.rows)
-        left, right = widths
-        plgpu.copy_gmem_to_smem(x.q_latent.at[token, heads, pl.ds(0, left)], mem.q.left.at[0, rows], mem.q_full)
-        plgpu.copy_gmem_to_smem(x.q_latent.at[token, heads, pl.ds(left, right)], mem.q.right.at[0, rows], mem.q_full)
-        plgpu.copy_gmem_to_smem(x.q_rope.at[token, heads], mem.q.rope.at[0, rows], mem.q_full)
+        halves, rope = (mem.q.left.at[0, rows], mem.q.right.at[0, rows]), mem.q.rope.at[0, rows]
+        copy_query(x.q_latent.at[token, heads], x.q_rope.at[token, heads], halves, rope, mem.q_full)
 
     def gather_pair(pair: Any, slots: tuple[jax.Array, ...]) -> None:
         """Gather each half of a pair when it becomes free.
@@ -140,16 +127,16 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch) -> None:
             plgpu.barrier_wait(mem.free.at[2 * tile + half])
             if tile == half:
                 gather.store_none(slots[tile], mem.producer.is_none.at[tile], mem.producer.all_given.at[tile])
-            gather.copy_rows(x.latents, slots[tile], half * widths[0], mem.k[half].at[tile])
+            gather.gather_rows_async(x.latents, slots[tile], half * widths[0], mem.k[half].at[tile])
             CopyBarriers(mem.full.halves).arrive(2 * tile + half)
             if tile != half:
                 rope, column = (x.latents, static.latent_dim) if x.rope is None else (x.rope, 0)
-                gather.copy_rows(rope, slots[tile], column, mem.k[ROPE].at[tile])
+                gather.gather_rows_async(rope, slots[tile], column, mem.k[ROPE].at[tile])
                 CopyBarriers(mem.full.rope).arrive(tile)
 
-    copy_query(SparseItem.first())
+    copy_item_query(SparseItem.first())
     plgpu.commit_smem()  # prevents ptxas from moving these copies to where all registers hold pool slots
-    gather_items(static, x, copy_query, gather_pair)
+    gather_items(static, x, copy_item_query, gather_pair)
     plgpu.barrier_wait(mem.joint.at[Q_FREE])
     for i in range(4):
         plgpu.barrier_wait(mem.free.at[i])
@@ -199,12 +186,12 @@ def _write(
     sums = mla_bf16.exchange_sums(mem, half, state)
     if isinstance(results, SparseResults):
         token, block, _ = item.place(static)
-        out = normalise(state.acc, sums).astype(results.out.dtype)
+        out = LOG2_ROW_STATES.normalise(state.acc, sums).astype(results.out.dtype)
         columns = pl.ds(half * loop.widths[0], loop.widths[half])
         to = results.out.at[token, pl.ds(block * ROWS, static.rows), columns]
         mla_bf16.write_output(loop, mem, half, out, to)
         if half == 0:
-            results.lse[token, block] = log_sum_exp(state.m, sums)
+            results.lse[token, block] = LOG2_ROW_STATES.lse(state.m, sums)
         return
     index = item.state_index(static)
     mla_bf16.release_query(mem)  # the next query is copied while the state is written

@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic.hopper import gather, mla_fp8, mla_fp8_products
 from pallas_attn.mosaic.hopper.copy_barriers import CopyBarriers, see_copies
 from pallas_attn.mosaic.hopper.mla_fp8 import SLOTS, Fp8LoopConfig, Fp8Scratch, Fp8TileAccess, slot_of
-from pallas_attn.mosaic.hopper.mla_rows import ROWS, TOKENS, log_sum_exp
+from pallas_attn.mosaic.hopper.mla_rows import LOG2_COLUMN_STATES, ROWS, TOKENS, copy_query, run_roles
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.mosaic.primitives.basics import LOG2E
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, over_tokens
@@ -43,10 +42,10 @@ from pallas_attn.ops.mla_sparse.mosaic_items import (
     SparseStatic,
     for_each_item,
     gather_items,
-    results_of,
+    launch,
 )
 
-COMPUTE_REGISTERS, GATHER_REGISTERS = 232, 40
+REGISTERS = 232, 40
 """Registers per thread of a consumer, and of the producer."""
 
 
@@ -80,19 +79,15 @@ class SparseFp8Scratch(NamedTuple):
 
 def attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLike) -> Any:
     """Run the kernel. Return `SparseResults` for one split per token, else `PartialStates`."""
-    num_tokens = x.q_latent.shape[0]
-    items, results = num_tokens * static.blocks, results_of(static, num_tokens, out_dtype)
-    return plgpu.kernel(
-        functools.partial(_kernel, static, type(results)),
-        out_type=results,
-        grid=(max(1, min(items * static.splits, basics.multiprocessors())),),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="warpgroup",
+    return launch(
+        functools.partial(_kernel, static),
+        x,
+        static,
+        out_dtype,
         scratch_types=SparseFp8Scratch.types(static, x.q_rope.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=16),
-        kernel_name="mla_sparse_fp8",
-    )(basics.materialize(x))
+        name="mla_sparse_fp8",
+    )
 
 
 def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *refs: Any) -> None:
@@ -100,30 +95,18 @@ def _kernel(static: SparseStatic, kind: Callable[..., Any], x: SparseInputs, *re
     results, mem = kind(*refs[:2]), SparseFp8Scratch(*refs[2:])
     CopyBarriers(mem.full).begin()
 
-    def compute(half: int) -> None:
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        _consume(static, x, mem, half, results)
-
-    def fetch() -> None:
-        plgpu.set_max_registers(GATHER_REGISTERS, action="decrease")
-        _produce(static, x, mem)
-
-    branches = [functools.partial(compute, 0), functools.partial(compute, 1), fetch]
-    lax.switch(lax.axis_index("warpgroup"), branches)
+    run_roles(REGISTERS, lambda half: _consume(static, x, mem, half, results), lambda: _produce(static, x, mem))
 
 
 def _produce(static: SparseStatic, x: SparseInputs, mem: SparseFp8Scratch) -> None:
     """Gather latents and start the copies of queries (warpgroup 2)."""
     loop = mem.loop
 
-    def copy_query(item: SparseItem) -> None:
+    def copy_item_query(item: SparseItem) -> None:
         plgpu.barrier_wait(loop.q_free)
         token, block, _ = item.place(static)
-        heads = pl.ds(block * ROWS, static.rows)
-        for first, to in zip((0, loop_config(static).widths[0]), loop.q, strict=True):
-            columns = pl.ds(first, to.shape[2])
-            plgpu.copy_gmem_to_smem(x.q_latent.at[token, heads, columns], to.at[0], loop.q_full)
-        plgpu.copy_gmem_to_smem(x.q_rope.at[token, heads], loop.q_rope.at[0], loop.q_full)
+        heads, halves = pl.ds(block * ROWS, static.rows), (loop.q[0].at[0], loop.q[1].at[0])
+        copy_query(x.q_latent.at[token, heads], x.q_rope.at[token, heads], halves, loop.q_rope.at[0], loop.q_full)
 
     def gather_pair(pair: Any, slots: tuple[jax.Array, ...]) -> None:
         """Gather each tile of a pair as soon as its slot is free."""
@@ -131,13 +114,13 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: SparseFp8Scratch) -> No
             slot, _ = slot_of(pair, tile)
             plgpu.barrier_wait(loop.free.at[slot])
             gather.store_none(slots[tile], mem.chosen.is_none.at[slot], mem.chosen.all_given.at[slot])
-            gather.copy_rows(x.latents, slots[tile], 0, loop.k.at[slot])
-            gather.copy_rows(x.rope, slots[tile], 0, loop.rope.at[slot])
-            gather.copy_scales(x.scale, slots[tile], loop.scales.at[slot, 0])
+            gather.gather_rows_async(x.latents, slots[tile], 0, loop.k.at[slot])
+            gather.gather_rows_async(x.rope, slots[tile], 0, loop.rope.at[slot])
+            gather.gather_scales_async(x.scale, slots[tile], loop.scales.at[slot, 0])
             CopyBarriers(mem.full).arrive(slot)
 
-    copy_query(SparseItem.first())
-    gather_items(static, x, copy_query, gather_pair)
+    copy_item_query(SparseItem.first())
+    gather_items(static, x, copy_item_query, gather_pair)
     plgpu.barrier_wait(loop.q_free)
     for i in range(SLOTS):
         plgpu.barrier_wait(loop.free.at[i])
@@ -188,9 +171,9 @@ def _write(static: SparseStatic, mem: Fp8Scratch, half: int, item: SparseItem, r
         token, block, _ = item.place(static)
         columns = pl.ds(half * config.widths[0], config.widths[half])
         to = results.out.at[token, pl.ds(block * ROWS, static.rows), columns]
-        mla_fp8_products.store_heads(mla_fp8.normalise_columns(acc, sums), to)
+        mla_fp8_products.store_heads(LOG2_COLUMN_STATES.normalise(acc, sums), to)
         if half == 0:
-            results.lse[token, block, rows] = log_sum_exp(mla_fp8.load_max(mem), sums)
+            results.lse[token, block, rows] = LOG2_COLUMN_STATES.lse(mla_fp8.load_max(mem), sums)
         return
     index = item.state_index(static)
     mla_fp8.write_partial(config, half, acc, results.acc.at[index])

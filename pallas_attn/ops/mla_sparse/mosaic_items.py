@@ -1,4 +1,14 @@
-"""Work items of `mla_sparse` on Hopper, shared by its kernels: inputs, lookup of chosen latents, results, merge."""
+"""Work items of `mla_sparse` on Hopper, shared by its kernels: inputs, lookup of chosen latents, results, merge.
+
+Terms:
+
+    slot            index of a latent in the pool; each token names the slots that it attends to
+    query row       one head of one token; up to 64 query rows form a block
+    split           a range of a token's slots; all tokens have the same number of splits
+    item            a block of a token and one split of the token's slots, which one CTA processes (`SparseItem`)
+    tile, pair      a tile is 64 gathered latents; the CTA processes tiles in pairs
+    partial state   result of one item if tokens have several splits; `merge_splits` merges partial states
+"""
 
 from __future__ import annotations
 
@@ -14,10 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic.hopper import gather
-from pallas_attn.mosaic.hopper.mla_rows import ROWS, TOKENS, log_sum_exp, merge_columns, merge_slice
-from pallas_attn.mosaic.merge import PartialLoader, PartialStates, num_fragments
+from pallas_attn.mosaic.hopper.mla_rows import ROWS, TOKENS, merge_columns, merge_scratch_types, merge_slice
+from pallas_attn.mosaic.partial_states import PartialLoader, PartialStates
 from pallas_attn.mosaic.primitives import basics
-from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.basics import Ref
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 from pallas_attn.mosaic.primitives.tile_scheduler import merge_programs
 from pallas_attn.ops.mla_sparse.call import MlaSparseCall
@@ -115,6 +125,40 @@ def results_of(static: SparseStatic, num_tokens: int, out_dtype: jax.typing.DTyp
     return PartialStates.types((num_tokens * static.blocks + 1) * static.splits, ROWS, static.latent_dim)
 
 
+def launch(
+    kernel: Callable[..., None],
+    x: SparseInputs,
+    static: SparseStatic,
+    out_dtype: jax.typing.DTypeLike,
+    *,
+    scratch_types: Any,
+    compiler_params: plgpu.CompilerParams,
+    name: str,
+) -> SparseResults | PartialStates:
+    """Run an attention kernel of three warpgroups on all items.
+
+    Args:
+      kernel: kernel(kind, x, *refs). `kind` is the class of the returned results, which makes an object of the first
+        two references.
+
+    Returns:
+      Results for one split per token, else partial states.
+    """
+    num_tokens = x.q_latent.shape[0]
+    items, results = num_tokens * static.blocks, results_of(static, num_tokens, out_dtype)
+    return plgpu.kernel(
+        functools.partial(kernel, type(results)),
+        out_type=results,
+        grid=(max(1, min(items * static.splits, basics.multiprocessors())),),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=scratch_types,
+        compiler_params=compiler_params,
+        kernel_name=name,
+    )(basics.materialize(x))
+
+
 # --- items
 
 
@@ -191,7 +235,8 @@ def gather_items(
 ) -> None:
     """Gather the latents of all items of this CTA. The caller has copied the first item's query.
 
-    The query of a later item is copied after the item's first pair, which has free memory earlier.
+    The memory of the first pair of an item becomes free before the memory of its query, so the query of a later item is
+    copied after the first pair.
 
     Args:
       copy_query: (item) -> None. Wait until the query's memory is free, then start the copies of an item's query.
@@ -211,24 +256,24 @@ def gather_items(
 
 
 class ChosenScratch(NamedTuple):
-    """Shared memory for masks.
+    """Shared memory for masks of the tiles in the pipeline, n tiles at a time.
 
     Attributes:
-      is_none: int32 [slots, TOKENS], 1 for tokens of a tile without a latent.
-      all_given: int32 [slots, 4], for each tile and each gathering warp, 1 if all of the warp's tokens have a latent.
+      is_none: int32 [n, TOKENS], 1 for tokens of a tile without a latent.
+      all_given: int32 [n, 4], for each tile and each gathering warp, 1 if all of the warp's tokens have a latent.
     """
 
     is_none: Any
     all_given: Any
 
     @staticmethod
-    def types(slots: int) -> ChosenScratch:
+    def types(num_tiles: int) -> ChosenScratch:
         """Scratch types, for a number of tiles in shared memory."""
-        return ChosenScratch(plgpu.SMEM((slots, TOKENS), jnp.int32), plgpu.SMEM((slots, 4), jnp.int32))
+        return ChosenScratch(plgpu.SMEM((num_tiles, TOKENS), jnp.int32), plgpu.SMEM((num_tiles, 4), jnp.int32))
 
-    def is_full(self, slot: Any) -> Any:
+    def is_full(self, tile: Any) -> Any:
         """Whether all tokens of a tile have a latent."""
-        given = self.all_given.at[slot]
+        given = self.all_given.at[tile]
         return (given[0] & given[1] & given[2] & given[3]) == 1
 
 
@@ -246,10 +291,7 @@ def merge_splits(
         out_type=SparseResults.types(static, num_tokens, out_dtype),
         grid=(merge_programs(static.latent_dim // columns * items),),
         grid_names=("program",),
-        scratch_types=[
-            PartialLoader.types(partials, items + 1, ROWS, num_fragments(ROWS * columns)),
-            plgpu.SMEM((ROWS, columns), out_dtype),
-        ],
+        scratch_types=merge_scratch_types(partials, items + 1, columns, plgpu.SMEM((ROWS, columns), out_dtype)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_sparse_rows",
     )(basics.materialize(partials))
@@ -258,7 +300,7 @@ def merge_splits(
 def _merge_kernel(
     static: SparseStatic, columns: int, partials: PartialStates, out: Ref, lse: Ref, loader: PartialLoader, tile: Ref
 ) -> None:
-    """Merge slices of latent columns of blocks of rows, one after the other."""
+    """Merge the partial states of one block of query rows and one slice of latent columns after the other."""
     slices = static.latent_dim // columns
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     total = out.shape[0] * static.blocks * slices
@@ -267,14 +309,9 @@ def _merge_kernel(
         index = program + i * programs
         item, column_slice = lax.div(index, slices), lax.rem(index, slices)
         token, block = lax.div(item, static.blocks), lax.rem(item, static.blocks)
-        count = jnp.int32(static.splits)
-        merged = merge_slice(loader, partials, item * static.splits, count, column_slice, tile)
-        to = out.at[token, pl.ds(block * ROWS, static.rows), pl.ds(column_slice * columns, columns)]
-        plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, static.rows)], to)
-
-        @pl.when(column_slice == 0)
-        def _store_lse() -> None:
-            lse[token, block] = log_sum_exp(merged.m * LOG2E, merged.l)
+        first, count = item * static.splits, jnp.int32(static.splits)
+        to = out.at[token, pl.ds(block * ROWS, static.rows)]
+        merge_slice(loader, partials, first, count, column_slice, tile, to, lse.at[token, block])
 
     lax.fori_loop(0, lax.div(total - program + programs - 1, programs), merge, None)
     plgpu.wait_smem_to_gmem(0)

@@ -43,7 +43,7 @@ def _require_supported(call: MlaSparseCall) -> None:
     """Raise NotImplementedError for unsupported calls."""
     basics.require_capability((9, 0))
     cache, latent_dim, rope_dim = call.cache, call.q_latent.shape[2], call.q_rope.shape[2]
-    unsupported.require_dtypes(call.q_latent, cache.pages if cache.rope is None else cache.rope)
+    unsupported.require_dtypes(call.q_latent.dtype, (cache.pages if cache.rope is None else cache.rope).dtype)
     if cache.is_quantised and call.q_latent.dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 queries over quantised latents, got {call.q_latent.dtype.name}")
     if latent_dim % 64 or not 128 <= latent_dim <= 512 or rope_dim != TOKENS:

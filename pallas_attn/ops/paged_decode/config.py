@@ -14,7 +14,6 @@ from pallas_attn.runtime import tuning
 
 if TYPE_CHECKING:
     from pallas_attn.mosaic.decode import DecodeProducts, DecodeTile
-    from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 
 
 def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
@@ -30,8 +29,13 @@ def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
 
 
 def max_columns(head_dim: int, cache_bytes: int, *, capped: bool = False) -> int:
-    """Return the number of tile columns that the registers of a warpgroup can hold, besides dequantisation and a soft
-    cap.
+    """Return the largest number of tile columns for which the registers of a warpgroup suffice.
+
+    Dequantisation and a soft cap need registers, too.
+
+    Args:
+      cache_bytes: bytes per cached value.
+      capped: whether scores have a soft cap.
     """
     columns = 64 * cache_bytes * 64 // max(head_dim, 128)
     return columns * 3 // 4 // 8 * 8 if capped else columns
@@ -55,7 +59,7 @@ class PagedDecodeKey:
       cache_bytes: bytes per cached value.
       token_scales: whether the cache has dynamic scales.
       columns: query rows of a KV head per CTA, including padding.
-      terms: number of 16-bit parts whose sum is a query.
+      terms: number of 16-bit parts whose sum is a query; 2 for channel scales.
       out_bytes: bytes per output value.
       page_size: ps.
     """
@@ -67,20 +71,6 @@ class PagedDecodeKey:
     terms: int
     out_bytes: int
     page_size: int
-
-
-def key_of(call: PagedDecodeCall, columns: int) -> PagedDecodeKey:
-    """Return the key of a call, given the number of its tile columns."""
-    scales = call.kv.k_scale
-    return PagedDecodeKey(
-        head_dim=call.head_dim,
-        cache_bytes=call.kv.k.dtype.itemsize,
-        token_scales=scales is not None and scales.ndim == 3,
-        columns=columns,
-        terms=2 if scales is not None and scales.ndim == 2 else 1,
-        out_bytes=call.output_dtype.itemsize,
-        page_size=call.page_size,
-    )
 
 
 def mosaic_config(key: PagedDecodeKey) -> DecodeConfig:
@@ -103,7 +93,7 @@ def _mosaic_heuristic(key: PagedDecodeKey) -> DecodeConfig:
     """
     tile_tokens = 128 if key.head_dim == 64 and key.columns == 8 and key.page_size > 16 else 64
     most = 4 if key.columns == 8 and tile_tokens == 64 else 3 if key.columns * key.head_dim <= 2048 else 2
-    if most == 4:  # four CTAs fit only if registers contain nothing besides the tile
+    if most == 4:  # two query parts, and the conversion of small 8-bit pages, each take the registers of one CTA
         most -= (key.terms == 2) + (key.cache_bytes == 1 and key.page_size == 16)
     tile = mosaic_tile(key, tile_tokens)
     tile_bytes = 2 * tile_tokens * key.head_dim * key.cache_bytes

@@ -9,6 +9,7 @@ from pallas_attn.mosaic.decode import SCALES_PER_COPY, DecodeInputs, DecodeStati
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
+from pallas_attn.ops.paged_decode.config import PagedDecodeKey
 from pallas_attn.runtime.device import Architecture
 from pallas_attn.types import DecodePlan, HeadWindow
 
@@ -68,7 +69,7 @@ def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: 
     """
     basics.require_capability(architecture)
     unsupported.require_apart(call.kv)
-    unsupported.require_dtypes(call.q, call.kv.k)
+    unsupported.require_dtypes(call.q.dtype, call.kv.k.dtype)
     unsupported.require_head_dim(call.head_dim)
     unsupported.require_page_size(call.page_size)
     if call.group > limit and QueryPacking(call.group, 1, limit).block_heads < limit // 2:
@@ -78,6 +79,20 @@ def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: 
     if call.draft_mask is not None:
         unsupported.require_draft_bits(call.num_queries)
     unsupported.require_soft_cap(call.soft_cap)
+
+
+def config_key(call: PagedDecodeCall, columns: int) -> PagedDecodeKey:
+    """Return the key of the kernel's configuration for a call, given the number of its tile columns."""
+    scales = call.kv.k_scale
+    return PagedDecodeKey(
+        head_dim=call.head_dim,
+        cache_bytes=call.kv.k.dtype.itemsize,
+        token_scales=scales is not None and scales.ndim == 3,
+        columns=columns,
+        terms=2 if scales is not None and scales.ndim == 2 else 1,
+        out_bytes=call.output_dtype.itemsize,
+        page_size=call.page_size,
+    )
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:

@@ -16,12 +16,12 @@ from pallas_attn.mosaic.primitives.dequantize import scale_layout, split_queries
 from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
-from pallas_attn.ops.paged_decode.mosaic_operands import operands, require_supported
+from pallas_attn.ops.paged_decode.mosaic_operands import config_key, operands, require_supported
 from pallas_attn.ops.plan_decode import plan_of
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
-    plan = plan_of(call, "mosaic_sm100", num_programs(call))
+    plan = plan_of(call.plan_arguments, "mosaic_sm100", num_programs(call))
     packing, settings = _sizes(call)
     query_parts, query_scale = [call.q.astype(call.kv.k.dtype)], 1.0
     if not multiplies_fp8(call):
@@ -64,4 +64,4 @@ def _sizes(call: PagedDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
     fp8_products = multiplies_fp8(call)
     step = config.column_step_sm100(call.head_dim, call.kv.k.dtype.itemsize, fp8_products=fp8_products)
     packing = QueryPacking(call.group, call.num_queries, config.MAX_COLUMNS_SM100, step)
-    return packing, config.mosaic_sm100_config(config.key_of(call, packing.width), fp8_products=fp8_products)
+    return packing, config.mosaic_sm100_config(config_key(call, packing.width), fp8_products=fp8_products)

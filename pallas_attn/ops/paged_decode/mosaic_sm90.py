@@ -24,14 +24,16 @@ from pallas_attn.mosaic.primitives.dequantize import scale_layout
 from pallas_attn.mosaic.primitives.query_packing import QueryPacking
 from pallas_attn.ops.paged_decode import config
 from pallas_attn.ops.paged_decode.call import DecodeOutput, PagedDecodeCall
-from pallas_attn.ops.paged_decode.mosaic_operands import operands, require_supported
+from pallas_attn.ops.paged_decode.mosaic_operands import config_key, operands, require_supported
 from pallas_attn.ops.plan_decode import plan_of
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
-    plan = plan_of(call, "mosaic_sm90", num_programs(call))
+    plan = plan_of(call.plan_arguments, "mosaic_sm90", num_programs(call))
     packing, settings = _sizes(call)
-    query_parts, query_scale = split_and_permute_queries(call.q, call.kv)
+    query_parts, query_scale = [call.q], 1.0
+    if call.kv.k_scale is not None:
+        query_parts, query_scale = split_and_permute_queries(call.q, call.kv)
     cache_dtype = call.kv.k.dtype
     tile = DecodeTile(
         packing=packing,
@@ -60,7 +62,7 @@ def num_programs(call: PagedDecodeCall) -> int:
 
 def _sizes(call: PagedDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
     packing = QueryPacking(call.group, call.num_queries, _limit(call))
-    return packing, config.mosaic_config(config.key_of(call, packing.width))
+    return packing, config.mosaic_config(config_key(call, packing.width))
 
 
 def _limit(call: PagedDecodeCall) -> int:

@@ -43,7 +43,7 @@ from pallas_attn.types import HeadWindow
 
 
 def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q Hq"]]:
-    plan = plan_of(call, "triton", num_programs(call))
+    plan = plan_of(call.plan_arguments, "triton", num_programs(call))
     card, tile = _card_and_tile(call)
     _, num_queries, q_heads, head_dim = call.q.shape
     (v, first_column), value_dim = call.kv.values, call.value_dim

@@ -45,22 +45,21 @@ from pallas_attn.mosaic.prefill.pipeline import (
     BlockConsumer,
     BlockRows,
     FlashStatic,
+    PackedLoader,
     Producer,
     Results,
     Rings,
     RowOptions,
     ScoreTransform,
+    list_work,
     shared_heads,
 )
 from pallas_attn.mosaic.prefill.schedule import (
-    Blocking,
     FlashWorkTile,
     QueryBlock,
     SequenceLengths,
-    list_blocks,
     ring_slot,
 )
-from pallas_attn.mosaic.prefill.split import KvSplits
 from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles, unsupported
 from pallas_attn.mosaic.primitives.basics import Ref
 from pallas_attn.mosaic.primitives.masks import Limits
@@ -68,9 +67,9 @@ from pallas_attn.mosaic.primitives.register_tiles import BY_64
 from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout
 from pallas_attn.mosaic.primitives.tma import (
     LANES,
-    copy_pages,
     lane_iota,
     present_pages,
+    tma_load_pages,
     zero_rows_past_end,
 )
 from pallas_attn.ops.paged_prefill import config
@@ -147,20 +146,9 @@ def attend(
     kv = call.kv
     parts, query_scale = dequantize.split_queries(call.q[None], kv)
     loader = PagedLoader.of(call, settings, tile_rows, rows, parts=len(parts), score_scale=call.scale / query_scale)
-    blocking = Blocking(
-        call.num_tokens, loader.static.block_rows, loader.static.tile_keys, call.causal, loader.static.block_heads
-    )
     head_window = call.window if isinstance(call.window, HeadWindow) else None
     lengths = SequenceLengths(call.cu_q_lens, kv_lens=call.kv_lens, window=head_window)
-    most_tiles = loader.static.most_tiles(call.block_tables.shape[-1] * call.page_size, loader.window)
-    splits = KvSplits.of(
-        heads=loader.num_heads,
-        num_blocks=blocking.num_blocks(lengths),
-        most_tiles=most_tiles,
-        rows=call.num_tokens * loader.num_q_heads,
-        rows_of_a_tile=loader.static.rows_of_a_tile,
-    )
-    work = list_blocks(blocking, lengths, splits, loader.l2_head_group)
+    splits, work = list_work(loader, lengths, call.block_tables.shape[-1] * call.page_size, loader.l2_head_group)
     pool_rows = call.page_size // loader.tokens_per_smem_row, call.head_dim * loader.tokens_per_smem_row
     inputs = PrefillInputs(
         q=tuple(zero_rows_past_end(part[0], tile_rows) for part in parts),
@@ -184,7 +172,7 @@ def check_supported(call: PagedPrefillCall) -> None:
     if call.draft_mask is not None:
         raise NotImplementedError("takes no draft mask")
     unsupported.require_apart(call.kv)
-    unsupported.require_dtypes(call.q, call.kv.k)
+    unsupported.require_dtypes(call.q.dtype, call.kv.k.dtype)
     unsupported.require_head_dim(call.head_dim)
     unsupported.require_page_size(call.page_size)
     unsupported.require_soft_cap(call.soft_cap)
@@ -212,26 +200,19 @@ class PrefillScratch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedLoader:
+class PagedLoader(PackedLoader):
     """The `OperandLoader` of keys and values in pages.
 
     Attributes:
-      num_tokens: T.
-      group: query heads per KV head.
-      causal: whether a query sees no keys after its own position.
-      window: window of all heads, or None.
+      num_kv_heads: Hkv.
+      page_size: tokens of a page.
       cache_dtype: dtype of keys and values in the cache.
       scales: layout of the scales of the cache, or None.
       tokens_per_smem_row: tokens in one row of the pools.
     """
 
-    static: FlashStatic
-    num_tokens: int
-    group: int
     num_kv_heads: int
     page_size: int
-    causal: bool
-    window: int | None
     cache_dtype: Any
     scales: ScaleLayout
     tokens_per_smem_row: int
@@ -279,33 +260,25 @@ class PagedLoader:
         return PagedLoader(
             static,
             num_tokens=call.num_tokens,
-            group=call.group,
-            num_kv_heads=call.num_kv_heads,
-            page_size=page_size,
+            num_q_heads=call.group * call.num_kv_heads,
             causal=call.causal,
             window=call.window if isinstance(call.window, int) else None,
+            num_kv_heads=call.num_kv_heads,
+            page_size=page_size,
             cache_dtype=kv.k.dtype,
             scales=scales,
             tokens_per_smem_row=dequantize.tokens_per_smem_row(kv.k.dtype, kv.k.shape[-1]),
         )
 
     @property
-    def num_q_heads(self) -> int:
-        return self.group * self.num_kv_heads
-
-    @property
-    def num_heads(self) -> int:
-        """Number of sets of heads that share a block."""
-        return self.num_q_heads // self.static.block_heads
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
 
     @property
     def l2_head_group(self) -> int:
         """Number of sets of heads of one KV head."""
         return self.group // self.static.block_heads
-
-    def rows(self, work: FlashWorkTile) -> BlockRows:
-        """Return the query rows of the block of a work tile."""
-        return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)
 
     @property
     def scale_groups(self) -> int:
@@ -525,7 +498,7 @@ class PagedTile(NamedTuple):
         if self.loader.page_size > self.part_tokens:
             first = lax.div(lax.rem(self.first_position(i), self.loader.page_size), self.loader.tokens_per_smem_row)
             first = pl.multiple_of(first, self.part_tokens // self.loader.tokens_per_smem_row)
-        copy_pages(pool, pages, first, slot, full, self.static.copies, needed)
+        tma_load_pages(pool, pages, first, slot, full, self.static.copies, needed)
 
     def store_tile_meta(self, kv_tile: Any, i: Any, pages: jax.Array) -> None:
         """Store the metadata of the i-th tile, which is tile number `kv_tile` of the CTA."""

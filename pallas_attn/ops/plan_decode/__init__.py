@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn import checks
+from pallas_attn.ops.call_base import PlanArguments
 from pallas_attn.ops.mla_decode.call import MlaDecodeCall
 from pallas_attn.ops.paged_decode.call import PagedDecodeCall
 from pallas_attn.ops.plan_decode.call import PlanDecodeCall
@@ -141,31 +142,32 @@ def plan_decode(
     return dispatch.run(call, ["xla"] if wanted is None else planners or ["xla"])
 
 
-def plan_of(call: PagedDecodeCall | MlaDecodeCall, implementation: str, num_programs: int) -> DecodePlan:
+def plan_of(arguments: PlanArguments, implementation: str, num_programs: int) -> DecodePlan:
     """Return the plan of a decode call; if the call has none, make a plan in `balanced` mode.
 
     Args:
-      call: the decode call.
+      arguments: `plan_arguments` of the decode call.
       implementation: module that runs the call, such as "mosaic_sm90".
       num_programs: number of CTAs, if a plan is made.
 
     Raises:
       ValueError: the plan in the call was made for another implementation.
     """
-    if call.plan is not None:
-        if call.plan.implementation != implementation:
+    plan, key, kv_lens, q_lens, window = arguments
+    if plan is not None:
+        if plan.implementation != implementation:
             raise ValueError(
-                f"plan: was made for implementation {call.plan.implementation!r}, this call runs {implementation!r}; "
+                f"plan: was made for implementation {plan.implementation!r}, this call runs {implementation!r}; "
                 "plan_decode takes the implementation of the calls"
             )
-        return call.plan
+        return plan
     own = PlanDecodeCall(
-        call.kv_lens,
-        _planned_queries(call.q_lens, call.kv_lens, call.num_queries),
-        call.window,
-        sharing=sharing_of("balanced", call.page_size),
+        kv_lens,
+        _planned_queries(q_lens, kv_lens, key.num_queries),
+        window,
+        sharing=sharing_of("balanced", key.page_size),
         num_programs=num_programs,
-        made_for=call.plan_key,
+        made_for=key,
         implementation=implementation,
     )
     return dispatch.run(own, ("mosaic", "xla") if implementation.startswith("mosaic") else "xla")

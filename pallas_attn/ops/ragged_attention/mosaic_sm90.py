@@ -36,25 +36,24 @@ from pallas_attn.mosaic.prefill.pipeline import (
     BlockConsumer,
     BlockRows,
     FlashStatic,
+    PackedLoader,
     Producer,
     Results,
     RowOptions,
     ScoreTransform,
+    list_work,
     shared_heads,
 )
 from pallas_attn.mosaic.prefill.schedule import (
-    Blocking,
     FlashWorkTile,
     QueryBlock,
     SequenceLengths,
     align_down,
-    list_blocks,
 )
-from pallas_attn.mosaic.prefill.split import KvSplits
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.mosaic.primitives.masks import Limits
 from pallas_attn.mosaic.primitives.row_io import RowLayout
-from pallas_attn.mosaic.primitives.tma import copy_rows, zero_rows_past_end
+from pallas_attn.mosaic.primitives.tma import tma_load_rows, zero_rows_past_end
 from pallas_attn.ops.ragged_attention import config
 from pallas_attn.ops.ragged_attention.call import RaggedAttentionCall
 
@@ -120,22 +119,12 @@ def attend(
         soft_cap=call.soft_cap,
         block_heads=shared_heads(num_heads // num_kv_heads, tile_rows),
     )
-    blocking = Blocking(num_tokens, static.block_rows, static.tile_keys, call.causal, static.block_heads)
-    lengths = SequenceLengths(call.cu_q_lens, call.cu_kv_lens)
-    most_tiles = static.most_tiles(num_keys, call.window)
-    num_blocks, sets = blocking.num_blocks(lengths), num_heads // static.block_heads
-    splits = KvSplits.of(
-        heads=sets,
-        num_blocks=num_blocks,
-        most_tiles=most_tiles,
-        rows=num_tokens * num_heads,
-        rows_of_a_tile=static.rows_of_a_tile,
-    )
+    loader = RaggedLoader(static, num_tokens, num_heads, call.causal, call.window)
     kv_bytes = num_keys * (key_dim + value_dim) * call.k.dtype.itemsize
-    work = list_blocks(blocking, lengths, splits, config.l2_head_group(sets, num_kv_heads, kv_bytes=kv_bytes))
+    l2_head_group = config.l2_head_group(loader.num_heads, num_kv_heads, kv_bytes=kv_bytes)
+    splits, work = list_work(loader, SequenceLengths(call.cu_q_lens, call.cu_kv_lens), num_keys, l2_head_group)
     q = zero_rows_past_end(call.q, tile_rows)
     k, v = (zero_rows_past_end(x, static.tile_keys) for x in (call.k, call.v))
-    loader = RaggedLoader(static, num_tokens, num_heads, call.causal, call.window)
     inputs = RaggedInputs(q, k, v, work.blocks, work.counts, call.sinks)
     shape = num_tokens, num_heads
     results = {"shape": shape, "out_dtype": call.output_dtype, "return_lse": call.return_lse}
@@ -144,7 +133,7 @@ def attend(
 
 def check_supported(call: RaggedAttentionCall) -> None:
     """Raise NotImplementedError if no Mosaic kernel of `ragged_attention` supports the call."""
-    unsupported.require_dtypes(call.q, call.k)
+    unsupported.require_dtypes(call.q.dtype, call.k.dtype)
     if (call.q.shape[2], call.v.shape[2]) not in HEADS:
         widths = ", ".join(f"{keys}/{values}" for keys, values in HEADS)
         raise NotImplementedError(f"takes keys and values of width {widths}, got {call.q.shape[2]}/{call.v.shape[2]}")
@@ -152,32 +141,11 @@ def check_supported(call: RaggedAttentionCall) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedLoader:
-    """The `OperandLoader` of packed keys and values.
-
-    Attributes:
-      num_tokens, num_q_heads: T and Hq.
-      causal: whether a query sees no keys after its own position.
-      window: number of newest keys that a query sees, or None for all.
-    """
-
-    static: FlashStatic
-    num_tokens: int
-    num_q_heads: int
-    causal: bool
-    window: int | None
+class RaggedLoader(PackedLoader):
+    """The `OperandLoader` of packed keys and values."""
 
     kernel_name = "ragged_attention"
     compiler_params = plgpu.CompilerParams(approx_math=True)
-
-    @property
-    def num_heads(self) -> int:
-        """Number of sets of heads that share a block."""
-        return self.num_q_heads // self.static.block_heads
-
-    def rows(self, work: FlashWorkTile) -> BlockRows:
-        """Return the query rows of the block of a work tile."""
-        return BlockRows(self.static, work, self.num_tokens, self.num_q_heads)
 
     def scratch_types(self, *, orders_tensor_core: bool = False) -> None:
         """Return None: this loader needs no scratch memory."""
@@ -237,7 +205,7 @@ class RaggedTile(NamedTuple):
         kv_head = lax.div(self.rows.first_head, x.q.shape[1] // x.k.shape[1])
 
         def keys(i: Any) -> None:
-            copy = functools.partial(copy_rows, x.k, self.first_row(i), kv_head, end=block.end_key)
+            copy = functools.partial(tma_load_rows, x.k, self.first_row(i), kv_head, end=block.end_key)
             producer.load_keys(kv_tile + i, copy)
 
         def values(i: Any) -> None:
@@ -245,7 +213,7 @@ class RaggedTile(NamedTuple):
             low = jnp.maximum(start, self.oldest_key)
             producer.load_values(
                 kv_tile + i,
-                functools.partial(copy_rows, x.v, start, kv_head, end=block.end_key),
+                functools.partial(tma_load_rows, x.v, start, kv_head, end=block.end_key),
                 whole=(start == low) & (start + static.tile_keys <= block.end_key),
                 live_mask=lambda token: (token >= low - start) & (token < block.end_key - start),
             )

@@ -8,8 +8,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.write_index_keys.call import WriteIndexKeysCall
+from pallas_attn.portable.arguments import varying_like
 from pallas_attn.portable.index_keys import stored_index_keys
-from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import PagedIndexKeys
 
 

@@ -10,5 +10,5 @@ from pallas_attn.types import PagedIndexKeys
 def write_index_keys(call: WriteIndexKeysCall) -> PagedIndexKeys:
     index = call.index
     if index.scale is None:
-        return PagedIndexKeys(row_writes.copy_rows(call.keys, call.slots, index.keys))
+        return PagedIndexKeys(row_writes.scatter_rows(call.keys, call.slots, index.keys))
     return PagedIndexKeys(*row_writes.quantise_rows(call.keys, call.slots, index.keys, index.scale))

@@ -14,10 +14,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from pallas_attn.ops.write_kv.call import WriteKVCall
+from pallas_attn.portable.arguments import varying_like
 from pallas_attn.portable.pool_access import page_or_none, put
 from pallas_attn.portable.quantise import amax_scale, dequantise, held_scale, quantise
 from pallas_attn.portable.rope import apply_rope
-from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import PagedKV
 
 _BLOCK_ELEMENTS = 2**23

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic.primitives import basics, unsupported
 from pallas_attn.mosaic.primitives.basics import Ref
-from pallas_attn.mosaic.primitives.row_io import RowLayout, copy_rows
+from pallas_attn.mosaic.primitives.row_io import RowLayout, copy_indexed_rows
 from pallas_attn.ops.write_latent.call import WriteLatentCall
 from pallas_attn.types import PagedLatent
 
@@ -49,4 +49,4 @@ def _kernel(layout: RowLayout, latent: Ref, slots: Ref, rows: Ref) -> None:
     token = lax.axis_index("program") * layout.rows + layout.iota(layout.rows)
     slot = layout.take(slots, jnp.minimum(token, num_tokens - 1))
     written = (token < num_tokens) & (slot >= 0) & (slot < rows.shape[0])
-    copy_rows(layout, latent, jnp.where(written, token, -1), rows, jnp.where(written, slot, -1))
+    copy_indexed_rows(layout, latent, jnp.where(written, token, -1), rows, jnp.where(written, slot, -1))

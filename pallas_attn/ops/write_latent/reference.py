@@ -8,8 +8,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_attn.ops.write_latent.call import WriteLatentCall
+from pallas_attn.portable.arguments import varying_like
 from pallas_attn.portable.latents import stored_latents
-from pallas_attn.portable.varying import varying_like
 from pallas_attn.types import PagedLatent
 
 

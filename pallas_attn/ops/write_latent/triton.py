@@ -20,7 +20,7 @@ def write_latent(call: WriteLatentCall) -> PagedLatent:
     if cache.pages.dtype == jnp.float8_e5m2:
         raise NotImplementedError(f"takes latents of 8 bits in float8_e4m3fn, got {cache.pages.dtype.name}")
     if cache.scale is None or cache.rope is None:
-        return PagedLatent(row_writes.copy_rows(latent, slots, cache.pages))
+        return PagedLatent(row_writes.scatter_rows(latent, slots, cache.pages))
     pages, scale = row_writes.quantise_rows(latent, slots, cache.pages, cache.scale)
-    rope = row_writes.copy_rows(latent, slots, cache.rope, first_column=cache.pages.shape[-1])
+    rope = row_writes.scatter_rows(latent, slots, cache.rope, first_column=cache.pages.shape[-1])
     return dataclasses.replace(cache, pages=pages, scale=scale, rope=rope)
