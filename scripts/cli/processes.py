@@ -23,8 +23,8 @@ def add_processes(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="address where process 0 listens for the others; the mesh then has the devices of all processes. On several"
-        " hosts, set PALLAS_ATTN_SECRET to the same secret for all processes",
+        help="address where process 0 listens for the others; the mesh then has the devices of all processes."
+        " On several hosts, set PALLAS_ATTN_SECRET to the same secret for all processes",
     )
     group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
     group.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")

@@ -1,25 +1,27 @@
-"""jax's coordination service behind a TCP port that accepts only processes with a shared secret.
+"""JAX's coordination service, reachable only by processes that have a shared secret.
 
-jax's coordination service connects the processes of one engine. It authenticates nobody, and one wrong message ends
-every process. So the service listens on a Unix socket in a folder that only this user can open, and the programs of
-this file forward connections from other hosts to it:
+JAX's coordination service connects the processes of one engine. The service has no authentication, and one wrong
+message ends all processes. Therefore the service listens on a Unix socket in a folder that only this user can open.
+Two programs in this file forward connections from other hosts to the service:
 
- process 0:  jax client ───────────────────────────────────────────────────────────────► service (Unix socket)
- process i:  jax client ─► forwarder (Unix socket) ══ TCP, handshake ══► listener ─► service
+ process 0:  JAX client ───────────────────────────────────────────────────────────────► service (Unix socket)
+ process i:  JAX client ─► forwarder (Unix socket) ══ TCP, handshake ══► listener ─► service
 
-`serve` runs the service and the listener, `forward` the forwarder; `Processes` starts both as programs of their own.
-`serve` runs a while longer than process 0, so that the other processes can learn that process 0 has ended: jax's
-clients abort if the service disappears. A forwarder ends with its process.
+The program `serve` runs the service and the listener; the program `forward` runs the forwarder. `Processes` starts
+them. `serve` runs for some seconds after process 0 has ended, so that the other processes can learn why: JAX's clients
+abort if the service disappears. A forwarder ends with its process.
 
 Handshake of every TCP connection, one JSON object per line:
 
  listener  ─► {"nonce"}
  forwarder ─► {"nonce", "process", "count", "start", "proof"}
- listener  ─► {"error", "proof"}                                  without an error, both sides copy bytes from here on
+ listener  ─► {"error", "proof"}              error: null, or the reason of a refusal, after which the connection ends
 
-A proof is an HMAC of the sender's role, both nonces and the sender's statement. `start` is a random number of one start
-of a process: the listener accepts several connections of one start, and refuses another start of the same process.
-The connection is authenticated but neither encrypted nor protected against changes on the way.
+After the handshake, both programs copy bytes in both directions. A nonce is a random number that is used once. A proof
+is an HMAC, with the secret as its key, of the sender's role and of all fields that were exchanged before. `start` is a
+random number that a process chooses when it starts. The listener accepts several connections with the same `start`, and
+refuses a process number that it knows with another `start`. The handshake authenticates the connection. It does not
+encrypt the bytes that follow, and it does not detect changes of these bytes.
 """
 
 from __future__ import annotations
@@ -40,30 +42,32 @@ from collections.abc import Iterator
 from typing import Any
 
 NEVER_S = 10**6
-"""Value of jax's timeouts in seconds; long, because `Processes` has timeouts of its own."""
+"""Value of JAX's timeouts in seconds. It is long, because `Processes` has its own timeouts."""
 
 HANDSHAKE_S = 5.0
 """Maximum duration of a handshake in seconds."""
 
 MAX_HANDSHAKES = 64
-"""Maximum number of handshakes at a time; further connections are closed. Each takes at most LINE_BYTES of memory."""
+"""Maximum number of simultaneous handshakes; the listener closes further connections. This bounds the memory that
+connections without the secret can use."""
 
 LINE_BYTES = 1024
 """Maximum length of a handshake line in bytes."""
 
 RETRY_S = 0.1
-"""Interval in seconds at which a forwarder tries to reach a listener that does not answer yet."""
+"""Interval in seconds between two attempts of a forwarder to reach the listener."""
 
 MAX_SOCKET_PATH = 100
-"""Maximum length of a Unix socket's path in bytes (Linux: 107)."""
+"""Maximum length of a Unix socket's path in bytes; Linux accepts 107."""
 
 
 NO_ANSWER = (OSError, EOFError, ValueError, RecursionError, asyncio.LimitOverrunError)
-"""Exceptions of a handshake with a program that is absent, slow (TimeoutError is an OSError) or of another kind."""
+"""Exceptions of a handshake if the other program is absent, is too slow (TimeoutError is an OSError), or does not send
+lines with JSON objects."""
 
 
 class Refused(Exception):
-    """The other side refused the connection, or does not have the secret. Trying again gives the same result."""
+    """The listener refused the connection or does not have the secret. Another attempt would fail, too."""
 
 
 # --- handshake
@@ -82,7 +86,7 @@ def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
 
 
 async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Return the next line's object. Raise ValueError or EOFError if there is none."""
+    """Return the JSON object of the next line. Raises one of NO_ANSWER if the line is not a JSON object."""
     message = json.loads(await reader.readuntil(b"\n"))
     if not isinstance(message, dict):
         raise ValueError("expected an object")
@@ -93,7 +97,7 @@ class Listener:
     """Accepts connections of the processes 1 to `count` - 1 and forwards them to the service.
 
     Attributes:
-      starts: `start` of each process that has connected.
+      starts: the field `start` of each process that has connected, by process number.
     """
 
     def __init__(self, secret: bytes, count: int, service_path: str) -> None:
@@ -107,7 +111,7 @@ class Listener:
             if self._handshakes < MAX_HANDSHAKES and await self._greet(reader, writer):
                 await _copy_both_ways((reader, writer), await asyncio.open_unix_connection(self._service_path))
         except NO_ANSWER:
-            pass  # a stranger may send anything, and only this connection ends
+            pass  # anybody can connect and send anything; an error ends this connection only
         finally:
             writer.close()
 
@@ -119,10 +123,13 @@ class Listener:
                 nonce = secrets.token_hex(32)
                 _send(writer, {"nonce": nonce})
                 said = await _receive(reader)
-                statement = [nonce, said.get("nonce"), said.get("process"), said.get("count"), said.get("start")]
+                process, count, start = said.get("process"), said.get("count"), said.get("start")
+                statement = [nonce, said.get("nonce"), process, count, start]
                 if not _is_proof(said.get("proof"), _proof(self._secret, "forwarder", *statement)):
                     return False
-                error = self._refusal(*statement[2:])
+                if not (isinstance(process, int) and isinstance(count, int) and isinstance(start, str)):
+                    return False
+                error = self._refusal(process, count, start)
                 _send(writer, {"error": error, "proof": _proof(self._secret, "listener", *statement, error)})
                 await writer.drain()
                 return error is None
@@ -130,7 +137,7 @@ class Listener:
             self._handshakes -= 1
 
     def _refusal(self, process: int, count: int, start: str) -> str | None:
-        """Return the reason to refuse a process that has the secret, or None after recording its start."""
+        """Return the reason to refuse a process that has the secret. If there is none, record `start`."""
         if count != self._count:
             return f"process {process} was started for {count} processes, process 0 for {self._count}"
         if process not in range(1, self._count):
@@ -241,7 +248,7 @@ async def serve(address: str, count: str, linger_s: str) -> None:
     The first line of standard input is the secret in hexadecimal digits. Prints "ready PATH" with the path of the
     service's socket.
     """
-    from jaxlib import _jax  # takes longer than everything else here, and forwarders do not need it
+    from jaxlib import _jax  # imported here, because the import is slow and forwarders do not need it
 
     commands = await _standard_input()
     secret = bytes.fromhex((await commands.readline()).decode())
@@ -301,12 +308,12 @@ async def forward(address: str, count: str, process: str, timeout_s: str) -> Non
 
 
 def main(command: str, *arguments: str) -> None:
-    """Run `serve` or `forward`. A failure prints "error REASON" and ends with status 1."""
+    """Run `serve` or `forward`. After a failure, print "error REASON" and exit with status 1."""
     try:
         asyncio.run({"serve": serve, "forward": forward}[command](*arguments))
     except (Refused, TimeoutError) as error:
         sys.exit(print("error", error) or 1)
-    except OSError as error:  # asyncio's text repeats the address
+    except OSError as error:  # the text of asyncio's exceptions also has the address, which the caller knows
         reason = error.strerror if isinstance(error, socket.gaierror) or not error.errno else os.strerror(error.errno)
         sys.exit(print("error", reason) or 1)
 

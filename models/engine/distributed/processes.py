@@ -118,8 +118,7 @@ class Processes:
           index: number of this process, from 0.
           timeout_s: time in seconds without a heartbeat or without progress after which a process counts as failed.
           join_timeout_s: time in seconds to wait for other processes to start.
-          secret: at least 16 bytes, equal in all processes of the engine and known to nobody else. None: the value of
-            `shared_secret`.
+          secret: at least 16 bytes, equal in all processes of the engine. None for the result of `shared_secret`.
           give_up: function (reason) that ends this process if its main thread does not; called on another thread.
 
         Raises:

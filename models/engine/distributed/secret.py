@@ -24,7 +24,7 @@ def shared_secret() -> bytes:
     """Return the secret of the environment variable `PALLAS_ATTN_SECRET`, or of this user's file.
 
     The file is `pallas_attn/secret` in `$XDG_CONFIG_HOME` or `~/.config`. The first call creates it, with a random
-    secret and mode 0600. All processes of one user on one host have it in common.
+    secret and mode 0600. So all processes of a user on one host have the same secret.
 
     Raises:
       SecretError: the variable is too short, or the file cannot be created or can be read by other users.
@@ -43,7 +43,7 @@ def shared_secret() -> bytes:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the secret in a file, None if there is no file."""
+    """Return the secret in a file, or None if the file does not exist."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def _create(path: Path) -> bytes:
         with open(descriptor, "w") as file:
             file.write(secrets.token_hex(32) + "\n")
         with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)  # all at once, and only if the file does not exist
+            os.link(temporary, path)  # atomic: the file has its whole content, and an existing file is not replaced
     finally:
         os.unlink(temporary)
     secret = _read(path)
