@@ -97,7 +97,12 @@ def cache_groups(config: _Windowed) -> tuple[CacheGroup, ...]:
 
 
 def check_windows(windows: Windows, num_layers: int, num_kv_heads: int) -> None:
-    """Raise ValueError unless there is one window per layer, and one per KV head in `HeadWindows`."""
+    """Check the windows of a model.
+
+    Raises:
+      ValueError: not one window per layer, not one window per KV head in `HeadWindows`, or an integer window that is
+        out of range.
+    """
     if len(windows) != num_layers:
         raise ValueError(f"head_windows: expected one for each of {num_layers} layers, got {len(windows)}")
     for layer, window in enumerate(windows):

@@ -75,8 +75,14 @@ class KVScales:
                 raise ValueError(f"kv_scales: expected positive finite numbers, {name} has others")
 
     def of_part(self, config: ModelConfig) -> KVScales:
-        """Return the scales of the first KV heads, for the number of KV heads of `config`. If `config` is one device's
-        part of the model, the result has the shape of the scales on one device, but not their values."""
+        """Return scales with the shape of the scales on one device, to compute the `CacheSpec` of the device.
+
+        The values are the scales of the first KV heads on every device. `mesh.own_kv_heads` selects the scales of the
+        KV heads that the device has.
+
+        Args:
+          config: configuration of one device's part of the model.
+        """
         heads = slice(config.num_key_value_heads if isinstance(config, GQAConfig) else None)
         return KVScales(self.k[:, heads], self.v[:, heads])
 

@@ -3,6 +3,9 @@
 `write_kv` normalises and rotates keys and queries and writes keys and values of the new tokens to the cache. Then
 `paged_decode` computes the decode rows, and `paged_prefill` the prompt chunks. A decode plan (assignment of pages to
 thread blocks) is computed once per step for all layers of a cache group, a set of layers with equal windows.
+
+If the tokens of each page are split over devices (`contexts`), queries and keys are rotated before `write_kv`, and each
+device attends to its cached tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from pallas_attn import (
 )
 
 
-@typing.no_type_check  # the leaves of a pytree may be shapes instead of arrays
+@typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GQAStep:

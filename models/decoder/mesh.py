@@ -138,7 +138,7 @@ def specs_of(arrays: Any) -> Any:
 
 
 def bytes_on_device(array: Array) -> int:
-    """Return the bytes of an array on each of its devices."""
+    """Return the number of bytes of an array on each of its devices."""
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
@@ -167,7 +167,7 @@ class ExpertSplit:
 
     @staticmethod
     def over(mesh: Mesh | None) -> ExpertSplit:
-        """Return the split over a mesh; one device without a mesh."""
+        """Return the numbers of devices that a mesh splits experts over; 1 along both axes if `mesh` is None."""
         return ExpertSplit() if mesh is None else ExpertSplit(*(mesh.shape[axis] for axis in EXPERTS))
 
     @property

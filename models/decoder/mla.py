@@ -54,7 +54,7 @@ INNER_NORM_EPS = 1e-6
 """Epsilon of the norms of queries and latents inside attention, independent of the model's rms_norm_eps."""
 
 
-@typing.no_type_check  # the leaves of a pytree may be shapes instead of arrays
+@typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -80,7 +80,7 @@ class Rows:
     plan: DecodePlan | None = None
 
 
-@typing.no_type_check  # the leaves of a pytree may be shapes instead of arrays
+@typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:

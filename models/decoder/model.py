@@ -1,8 +1,11 @@
 """Decoder models of the DeepSeek, Qwen3, Llama and gpt-oss families as Flax NNX modules.
 
-A `Decoder` has the weights. Caches are arguments and results of a call. The families differ in attention (`mla` or
-`gqa`) and in the cache (`caches`), and share all other code. A step is one call of the model on the packed new tokens
-of several sequences.
+A `Decoder` has the weights. Caches are arguments and results of a call. A step is one call of the model on the packed
+new tokens of several sequences. The families differ in attention (`mla` or `gqa`), in the cache (`caches`) and in the
+mixture of experts (`models.moe.layer`). All other code is shared.
+
+A cache group is a set of layers with equal attention windows. A decode plan assigns the pages of decode rows to thread
+blocks. It is computed once per step for all layers of a cache group.
 """
 
 from __future__ import annotations
@@ -41,11 +44,11 @@ from models.moe.layer import BiasedMoE, MoE
 from pallas_attn import CacheSpec, PagedKV, PagedLatent
 
 type AttentionStep = list[Part] | GQAStep
-"""Metadata and decode plans of a step for attention: a list for MLA, `GQAStep` for GQA. They are computed once for all
-layers of a cache group, a set of layers with equal attention windows."""
+"""Inputs of attention that the layers of a cache group share in a step: metadata and decode plans. A list of the parts
+of the step for MLA, `GQAStep` for GQA."""
 
 type GroupStep = tuple[Int32[Array, "T"] | Int32[Array, "T Hkv"], AttentionStep]
-"""For the layers of a cache group: cache slots of a step's tokens, and metadata and plans of attention."""
+"""For the layers of a cache group: cache slots of a step's tokens, and metadata and decode plans of attention."""
 
 
 @runtime_checkable
@@ -209,7 +212,7 @@ class Decoder(nnx.Module):
 
         Returns:
           Embeddings of the tokens; cosines and sines of their rotation angles; and for each cache group the cache
-          slots, metadata and plans.
+          slots, metadata and decode plans.
         """
         if self.mesh is not None:
             check_inside_shard_map()
@@ -235,7 +238,7 @@ class Decoder(nnx.Module):
         return vocabulary_logits(x, self.embed_tokens, self.lm_head, self.config.vocab_size)
 
     def _attention_steps(self, metadata: StepMetadata, cache: LayerCache) -> Sequence[AttentionStep]:
-        """Compute metadata and plans of attention for each cache group."""
+        """Compute metadata and decode plans of attention for each cache group."""
         match self.part, cache:
             case DeepSeekConfig() as config, (PagedLatent() | IndexedLatent()) as cache:
                 parts = step_parts(metadata, self.settings.mla)
@@ -337,7 +340,8 @@ def embed(tokens: Int32[Array, "T"], embed_tokens: nnx.Param, vocab_size: int) -
     """Return the embeddings of tokens.
 
     On a mesh that splits the vocabulary, each device has a part of the `vocab_size` rows of the embedding and uses
-    zeros for other tokens. The result is the sum over the devices, which is exact because one term is not zero.
+    zeros for the tokens of other devices. The result is the sum over the devices. It is exact, because all terms except
+    one are zero.
     """
     weight = embed_tokens[...]
     if weight.shape[0] == vocab_size:
@@ -363,12 +367,11 @@ def vocabulary_logits(
 
 
 def rows_to_attend(metadata: StepMetadata, settings: AttentionSettings, contexts: int) -> StepMetadata:
-    """Return metadata of a step in which tokens are arranged in the rows for which attention is called.
+    """Convert metadata of a step to the rows that attention operations take.
 
     With batch_invariant, each token becomes a decode row. If `contexts` is above 1 (the tokens of each page are split
-    over devices), decode rows of several tokens are split into rows of one token. The reason is that the operations
-    compute from the length of a row how many keys each of its tokens sees, but on one device only some of these keys
-    exist.
+    over devices), decode rows of several tokens are split into rows of one token: the operations compute from the
+    length of a row how many keys each of its tokens sees, but a device has only some of these keys.
     """
     if settings.batch_invariant:
         return metadata.as_decode_rows()
@@ -396,7 +399,7 @@ def apply_layers(
       x: hidden states before the first of these layers.
       rope: cosines and sines of the rotation angles of the tokens.
       caches: cache of each layer.
-      steps: cache slots, metadata and plans of attention for each layer, from `Decoder.begin`.
+      steps: cache slots, metadata and decode plans of attention for each layer, from `Decoder.begin`.
       choice: cache slots of the keys that the last indexer before these layers selected (sparse attention); None
         without an indexer.
 

@@ -62,7 +62,7 @@ class MTPModule(nnx.Module):
 
     def join(self, embedded: Float[Array, "T D"], hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the input of the module's layer: the projection of the normed embeddings and the normed hidden states.
-        The embedding comes first in the projection's columns, as in vLLM's deepseek_mtp.py."""
+        The embedding is the first half of the projection's input, as in vLLM's deepseek_mtp.py."""
         return self.eh_proj(jnp.concatenate([self.enorm(embedded), self.hnorm(hidden)], axis=-1))
 
 
@@ -91,14 +91,15 @@ class MTP(nnx.Module):
         metadata: StepMetadata,
         depth: int = 0,
     ) -> tuple[Float[Array, "T D"], MTPCaches]:
-        """Run one module over packed positions: write its cache entries, and attend.
+        """Run one module on the packed tokens of a step: write its cache entries, and attend.
 
-        A module of depth above 0 gets the hidden state of the previous module from the position before (i - 1) and
-        token i + 1. Therefore all modules have the same tokens in the same slots.
+        At every depth, the input for position i is token i + 1 and a hidden state, and the output predicts token i + 2.
+        At depth 0 the hidden state is the decoder's at position i. At a depth above 0 it is the previous module's at
+        position i - 1, which predicted token i + 1. Therefore the caches of all modules use the same slots.
 
         Args:
-          next_tokens: token after each position.
-          hidden: hidden states. At depth 0, the decoder's hidden states at the same positions.
+          next_tokens: for each position i of `metadata`, token i + 1.
+          hidden: for each position i, the decoder's hidden state at i (depth 0), or the previous module's at i - 1.
           caches: cache of each module, from `allocate_caches`. Donated caches are written in place.
           metadata: sequences, positions and cache slots; `logit_rows` is not used.
           depth: number of tokens that have been drafted before. Module depth % (number of modules) is used.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 
-@typing.no_type_check  # the leaves of a pytree may be shapes or shardings instead of arrays
+@typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupTables:
@@ -129,7 +129,8 @@ class StepMetadata:
         )
 
     def check(self) -> None:
-        """Raise ValueError if there are more decode rows than tokens, or prefill tokens without a prefill sequence."""
+        """Raise ValueError if the decode rows have more tokens than the step, or if the step has prefill tokens but no
+        prefill sequence."""
         num_sequences = self.prefill_kv_lens.shape[0]
         if self.num_decode > self.num_tokens or (self.num_decode < self.num_tokens and not num_sequences):
             raise ValueError(

@@ -1,9 +1,12 @@
 """Configuration of the engine: sizes, options, and the batch shapes for which steps are compiled.
 
 A step is one forward pass over decode rows (newest tokens of requests) and prefill rows (chunks of prompts). A draft is
-a guessed token after the newest token of a decode row, which a step verifies (speculation). A page row is an entry of a
-block table: one page of one KV head if the heads of a layer have different windows, otherwise one page of all heads (a
-page id).
+a guessed token after the newest token of a decode row, which a step verifies (speculation). A cache group is a set of
+layers with equal attention windows.
+
+A page row is the unit of cache allocation: one page of one KV head if the heads of a layer have different windows,
+otherwise one page of all heads. The entries of a block table are indices of page rows; indices of pages of all heads
+are called page ids.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ class EngineConfig:
         store all.
       mesh: devices that run each step together; the model must be loaded for the same mesh. None for one device. Heads,
         hidden columns and vocabulary are split over the axes tensor and expert, experts over data and expert, and the
-        tokens of each page over context. Each data rank (index along data) has its own requests. The sizes in this
-        class apply to each data rank, and num_pages applies to each device.
+        tokens of each page over context. Each data rank (index along data) has its own requests. All sizes in
+        this class are per data rank. Each device of a data rank has num_pages pages.
 
     Raises:
       ValueError: a size is out of range; buckets are not ascending or do not end at the required size; batch_invariant
@@ -241,14 +244,14 @@ class RunnerConfig:
         )
 
     def table_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the page tables of `rows` sequences for each cache group: [rows, P] of page ids, or
+        """Return the shapes of the block tables of `rows` sequences for each cache group: [rows, P] of page ids, or
         [rows, Hkv, P] of page rows if the heads of the group have different windows."""
         heads = [(g.num_heads,) if g.head_wise else () for g in self.groups] if self.groups else [()]
         return tuple((rows, *of_heads, self.table_pages) for of_heads in heads)
 
     @property
     def empty_tables(self) -> tuple[np.ndarray, ...]:
-        """Page tables of a plan without rows: int32 [0, heads, P] for each cache group."""
+        """Block tables of a plan without rows: int32 [0, heads, P] for each cache group."""
         shapes = self.table_shapes(0)
         return tuple(np.zeros((0, *(heads or (1,)), pages), np.int32) for _, *heads, pages in shapes)
 

@@ -119,7 +119,7 @@ class Engine:
     @property
     def max_sequence_len(self) -> int:
         """Maximum number of tokens of a sequence, prompt and output: the smaller of `max_model_len` and the number of
-        tokens that fit the cache. A request ends at this length."""
+        tokens that fit the cache plus 1, because the last token is not cached. A request ends at this length."""
         return self._ranks.max_len
 
     @property
@@ -364,7 +364,7 @@ class Engine:
         return self._find(request_id).output()
 
     def knows(self, request_id: RequestId) -> bool:
-        """Whether the engine has records of the request, running or finished."""
+        """Whether the engine has records of the request, which may be waiting, running or finished."""
         return request_id in self._tracked
 
     def forget(self, request_id: RequestId) -> None:

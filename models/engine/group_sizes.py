@@ -114,7 +114,7 @@ def make_pools(
     Args:
       groups: sizes of the cache groups.
       page_size: tokens per page.
-      max_num_seqs: number of batch slots of the pools.
+      max_num_seqs: maximum number of running sequences.
       max_model_len: maximum number of tokens per sequence.
       whole_tables: whether block tables have entries for `max_model_len` tokens, even if the pools cannot hold a
         sequence of this length. Otherwise the tables end at the longest sequence that fits the pools.

@@ -1,9 +1,9 @@
 """Outputs of requests, and statistics of the engine's steps.
 
-A page row is one page of one KV head, or of all KV heads of a layer if they have equal windows. A cache group is a set
-of layers with equal windows, which share a page pool. A data rank is a group of devices with its own requests and page
-pools; without data parallelism there is one. A draft is a proposed token that a step verifies (speculation). A mixed
-step has both decode rows and prefill rows.
+A page row is the unit of cache allocation: one page of one KV head if the heads of a layer have different windows,
+otherwise one page of all heads. A cache group is a set of layers with equal windows, which share a page pool. A data
+rank is a group of devices with its own requests and page pools; without data parallelism there is one. A draft is a
+proposed token that a step verifies (speculation). A mixed step has both decode rows and prefill rows.
 """
 
 from __future__ import annotations

@@ -131,19 +131,19 @@ class Request:
       num_computed: Number of leading tokens whose keys and values are in the request's pages, or will be written by
         launched steps. A draft counts after the host has read that it was accepted.
       prefill_end: Number of tokens that the host knew when the request was last admitted: the prompt, and after a
-        preemption also generated tokens. Prefill rows compute these tokens. Inputs of decode rows are on the device.
+        preemption also generated tokens. Prefill rows compute these tokens, decode rows compute all later tokens.
       num_published: Number of leading pages that the request published in the prefix cache or found there.
       request_slot: Index of the running request in the page pools and in device arrays with one entry per running
         request; None if the request is not running.
       num_cached: Number of prompt tokens found in the prefix cache at the first admission; None before.
       drafted, accepted: Statistics by distance from the newest token: entry i is the number of steps that verified, and
         that accepted, a draft at distance i + 1.
-      draft_trials: Number of accepted drafts, and number of drafts whose predecessors were all accepted. Both are sums
-        over steps, and the weight of a step decreases with each later step.
+      draft_trials: Two sums over the steps of the request, from which its acceptance rate is estimated: of accepted
+        drafts, and of accepted drafts plus the first rejected draft of each step. Older steps have lower weights.
       finish_reason: None until the request ends. "stop": a stop or end-of-sequence token, which stays in the output.
-        "length": limit of the output, the model or the pool. "abort": ended by the caller. "refused": the prompt is too
-        long to run. "nonfinite": the logits of the next token were NaN or infinite, for example because of a broken
-        checkpoint.
+        "length": `max_tokens`, or the maximum sequence length of the model or of the page pools. "abort": ended by the
+        caller. "refused": the prompt is too long to run. "nonfinite": the logits of the next token were NaN or
+        infinite, for example because of a broken checkpoint.
 
     Raises:
       ValueError: the prompt is empty, or params or salt has the wrong type.

@@ -1,9 +1,9 @@
 """Sampling of tokens from logits, on the device.
 
 The random numbers of a draw depend only on the request's seed and the token's position. Tokens are drawn with the
-Gumbel-max trick: the token with the highest logit after adding Gumbel noise has the softmax distribution. These sums
-are called perturbed logits below. They are multiplied by the temperature, so that their unit is that of the logits. At
-temperature 0 the perturbed logits are the logits themselves.
+Gumbel-max trick: the token with the highest value of logit / temperature + Gumbel noise has the softmax distribution.
+This module multiplies these values by the temperature and calls the products perturbed logits: logit + temperature ·
+noise. They have the same scale as the logits. At temperature 0 they are equal to the logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from models.engine.request import NONFINITE
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
+@typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:

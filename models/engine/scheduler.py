@@ -6,8 +6,8 @@ guesses of the tokens after the newest token of a request. One call of `Schedule
     recycle()                          # release pages that lie before the attention window of all later queries
     for request in decoding requests:  # one decode row each: the newest token, and drafts if pages are free
         allocate pages; if there are too few, preempt the youngest running request
-    while token budget is left:        # prefill rows: the next chunk of the youngest running request's prompt,
-        admit the next waiting request #   then prompts of waiting requests
+    while token budget is left:        # one prefill row each: a chunk of a prompt
+        take the youngest running request if its prompt is not complete, otherwise admit the next waiting request
         allocate pages for its chunk
     publish full pages of prompts      # in the prefix cache, where later requests find them
 
@@ -83,10 +83,11 @@ class Scheduler:
         """Start without requests.
 
         Args:
-            pools: Page pools of all cache groups. The number of batch slots limits the number of running requests.
+            pools: Page pools of all cache groups (layers with equal attention windows). Their `max_num_seqs` limits the
+                number of running requests.
             prefix_cache: Prefix cache over `pools`; None to disable it.
             max_batched_tokens: Maximum number of new tokens per step, decode and prefill together.
-            max_prefill_seqs: Maximum number of prefill rows per step; None for the number of batch slots.
+            max_prefill_seqs: Maximum number of prefill rows per step; None for `max_num_seqs` of the pools.
             max_model_len: Maximum number of tokens per sequence, prompt and output together.
             chunked_prefill: Whether a prompt may be split over several steps. Even if False, the tokens of a request
                 are split if they exceed max_batched_tokens or the pools, for example after a preemption.

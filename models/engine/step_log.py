@@ -24,7 +24,8 @@ class LaunchedStep:
         clock.
       cached_tokens: number of prompt tokens that the requests admitted by this step found in the prefix cache.
       used_rows: number of page rows that requests own in each cache group, after planning. A cache group is a set of
-        layers with equal attention windows. A page row is one page of one KV head, or of all heads with equal windows.
+        layers with equal attention windows. A page row is one page of one KV head if the heads of a layer have
+        different windows, otherwise one page of all heads.
     """
 
     result: StepResult

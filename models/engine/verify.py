@@ -172,8 +172,8 @@ class RequestCheck:
       difference: the error that was found; None if the request passes. With a tolerance, it is the first token with a
         larger loss; later tokens are not counted. Without a tolerance, it is the token with the largest loss, if the
         sum of losses is too large. In both cases it may be a wrong end of the output.
-      rounding: sum of losses; None with a tolerance.
-      worst: the token with the largest loss; None with a tolerance or if all tokens are equal.
+      rounding: sum of losses without a tolerance; None with a tolerance.
+      worst: the token with the largest loss without a tolerance; None with a tolerance, or if all tokens are equal.
     """
 
     equal: int
@@ -202,20 +202,20 @@ class Verification:
 
     @property
     def rounding(self) -> RoundingLoss | None:
-        """Sum of the losses of all requests; None with a tolerance."""
+        """Sum of the losses of all requests; None if `tolerance` is not None."""
         each = [check.rounding for check in self.requests if check.rounding is not None]
         return RoundingLoss.total(each) if each else None
 
     @property
     def lost_too_much(self) -> bool:
-        """Whether the sum of the losses of all requests exceeds the losses that rounding causes; False with a
-        tolerance."""
+        """Whether the sum of the losses of all requests is above its limit, `RoundingLoss.allowed`. False if
+        `tolerance` is not None: the loss of each token is then limited instead."""
         return self.rounding is not None and self.rounding.is_too_large
 
     @property
     def too_many_tied(self) -> bool:
         """Whether too many tokens differ with losses within the tolerance: more than `_FEW_TIED` tokens, and more than
-        the share `MOST_TIED`. False without a tolerance."""
+        the share `MOST_TIED`. False if `tolerance` is None."""
         return self.tolerance is not None and self.tied > max(_FEW_TIED, MOST_TIED * self.compared)
 
     @property

@@ -39,14 +39,15 @@ MAX_UNSPLIT_PAIRS = 1024
 experts of the layer."""
 
 UNUSED_ROWS = 512
-"""Number of different result rows that pairs without an expert on this device read. The contents of these rows are
+"""Number of different result rows that pairs read whose expert is on another device. The contents of these rows are
 ignored. A small number of rows stays in the L2 cache. A single row would be too few: all reads would go to the same
 part of the cache, which took 676 us per layer on four H200s instead of about 60.
 """
 
 MAX_FEW_ROWS = 64
-"""Maximum number of rows for which the Hopper methods for few rows process the pairs of each expert in a separate tile.
-The number of pairs is then not limited by the number of rows of a tile."""
+"""Maximum number of rows for which a Hopper method for few rows takes any number of pairs, if the experts have the
+SwiGLU activation and no biases. GEMM2 then multiplies the weights of an expert only by the results of this expert, at
+most one per row. In other cases it may multiply them by the results of all pairs, at most `gather_gemm.MAX_ROWS`."""
 
 MIN_PAIRS_PER_EXPERT = 3.5
 """Minimum average number of pairs per expert for which a kernel reads the weights of all experts, also of experts
@@ -64,7 +65,7 @@ def few_rows_method(
     the pairs unsorted. Return None if there are too many rows, or the device is not a GPU.
 
     On an H100, the experts of a layer of DeepSeek-V2-Lite take 163 us for 30 pairs with `hopper_gather` and 196 us with
-    `row_by_row`. For 96 pairs they take 301 us with `hopper_gather` and 392 us with `jax.lax.ragged_dot`.
+    `row_by_row`. For 96 pairs they take 301 us with `hopper_gather`, and 392 us with JAX's Pallas kernel `ragged_dot`.
 
     Args:
       num_rows, num_pairs: number of rows and of pairs.
@@ -127,8 +128,8 @@ def apply_experts(
             y, row = multiply(x, source, experts, groups.sizes)
             row = row[place]
         return weighted_sum(y[row], weights, x.dtype, has_expert)
-    # One chunk usually has all pairs with an expert. Pairs without an expert read some row of its results, which
-    # `weighted_sum` ignores.
+    # Pairs whose expert is on this device come first in the sorted order. Usually the first chunk has all of them. All
+    # other pairs read an arbitrary row of the results, which `weighted_sum` ignores.
     ends = jnp.cumsum(groups.sizes)
     source = jnp.pad(source, (0, -num_pairs % chunk))
     place = jnp.where(place < ends[-1], place, place % min(chunk, UNUSED_ROWS))

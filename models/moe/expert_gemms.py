@@ -5,7 +5,8 @@ Methods for few rows take pairs in any order and return the result of each pair:
 - `hopper_gather`: reads the weights of each selected expert once (`kernels/gather_gemm.py`).
 - `hopper_all_experts`: reads the weights of all experts, independent of the selection (`kernels/all_expert_gemm.py`).
 - `row_by_row`: multiplies each pair separately, in XLA. On an H200, 6 pairs of DeepSeek-V2-Lite take 48 us per layer,
-  48 pairs 220 us and 72 pairs 315 us. Methods for many rows read every expert and take 300 us.
+  48 pairs 220 us and 72 pairs 315 us. JAX's Pallas kernel `ragged_dot` for Hopper reads the weights of every expert. It
+  takes 300 us for 48 pairs and for 72.
 
 Methods for many rows take pairs sorted by expert, so that each expert multiplies one contiguous group:
 
@@ -32,12 +33,14 @@ from models.moe.experts import Experts, SharedExperts
 from pallas_attn import call_cached, capability
 
 MAX_PACKED_PAIRS = 32
-"""Maximum number of pairs for which `hopper_gather` stores the results of GEMM1 per pair, so that GEMM2 multiplies all
-pairs as one tile. Results of more pairs are stored per expert, and GEMM2 multiplies one tile per expert."""
+"""Maximum number of pairs for which `hopper_gather` stores the results of GEMM1 in one row per pair. GEMM2 then
+multiplies the weights of each selected expert by the rows of all pairs. For more pairs, the results are stored
+separately for each expert, and GEMM2 multiplies the weights of an expert by the rows of this expert only. If GEMM1 does
+not compute the activation (`Experts.is_gated`), its results are always stored per pair."""
 
 MAX_SWAP_AB_ROWS = 64
 """Maximum average number of pairs per expert for which `kernels/swap_ab_gemm.py` is used. With 54 pairs per expert, a
-GEMM of DeepSeek-V2-Lite takes 212 us on an H100, and 233 us with `jax.lax.ragged_dot`."""
+GEMM of DeepSeek-V2-Lite takes 212 us on an H100, and 233 us with JAX's Pallas kernel `ragged_dot`."""
 
 
 def row_by_row(x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"]) -> Float[Array, "M D"]:

@@ -30,7 +30,7 @@ class ClampedSwiglu:
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
-@typing.no_type_check  # the leaves of a pytree may be shapes or shardings instead of arrays
+@typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Experts:

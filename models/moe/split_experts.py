@@ -29,10 +29,11 @@ def routed_experts(
 ) -> Float[Array, "T D"]:
     """Return for each token the sum of weight · expert(token) over its selected experts.
 
-    If the experts are split over several devices, call this function inside `jax.shard_map` on each of them. The result
-    is then the sum over the experts of the devices with the same index along `expert`. The caller must add up the
-    results along `expert`. Devices along `data` have different tokens: this function sends tokens to the devices of
-    their experts, and results back.
+    If the experts are split over several devices, call this function inside `jax.shard_map` on each of them. Devices
+    along `data` have different tokens: this function sends tokens to the devices of their experts along `data`, and
+    results back. Devices along `expert` have the same tokens: this function sends nothing along `expert`. Its result is
+    a partial sum, over the experts of all devices with this device's index along `expert`. The caller must add up the
+    partial sums along `expert`.
 
     Args:
       x: hidden states of this device's tokens.
@@ -98,9 +99,8 @@ def _exchanged(
     split: ExpertSplit,
     is_live: Bool[Array, "T"],
 ) -> Float[Array, "T D"]:
-    """Return for each token the sum of weight · expert(token) over its selected experts on some devices: those with
-    this device's index along `expert`, and any index along `data`. Tokens are sent to these devices, and results
-    back."""
+    """Return for each token the sum of weight · expert(token) over its selected experts on the devices that have this
+    device's index along `expert` and any index along `data`. Tokens are sent to these devices, and results back."""
     num_own, expert = experts.gate_up.shape[0], chosen.reshape(-1)
     device = expert // num_own
     is_own = (device % split.expert == jax.lax.axis_index(EXPERT)) & jnp.repeat(is_live, chosen.shape[1])
@@ -117,13 +117,14 @@ def send_to_experts(
     Args:
       x: hidden states of this device's T tokens.
       expert: expert of each of M (token, expert) pairs, M / T pairs per token. Experts of the devices along `data` are
-        numbered consecutively: index along `data` · E + number on the device, with E experts per device. The number of
-        all these experts marks pairs without an expert.
+        numbered consecutively: index along `data` · E + number on the device, with E experts per device. The number
+        `split.data` · E marks a pair that is not sent: padding, or an expert of a device with another index along
+        `expert`.
       experts: weights of the experts of this device.
       split: devices that the experts are split over.
 
     Returns:
-      Result of each pair. Results of pairs without an expert are undefined.
+      Result of each pair. Results of pairs that are not sent are undefined.
     """
     num_own, copies = experts.gate_up.shape[0], expert.shape[0] // x.shape[0]
     groups = ExpertGroups.of(expert, split.data * num_own)

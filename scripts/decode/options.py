@@ -289,7 +289,12 @@ def _implementation(given: str) -> tuple[str, ...] | None:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Raise UsageError if a result of the options cannot be written."""
+    """Check the options that name output files.
+
+    Raises:
+      UsageError: a file or the folder of --profile cannot be written, --prefix-cache is given with an option that
+        excludes it, or --plot is given and matplotlib is not installed.
+    """
     outputs = {"--json": options.json, "--dump-logits": options.dump_logits, "--plot": options.plot}
     check_outputs(outputs | {"--prefix-cache": options.prefix_cache})
     if options.prefix_cache is not None and not options.prefix_caching:

@@ -128,7 +128,7 @@ class Report:
 
     @property
     def accepted(self) -> list[int]:
-        """Number of accepted drafts of all requests, in the same order as `drafted`."""
+        """Number of accepted drafts of all requests: entry i counts drafts i + 1 positions after the newest token."""
         return _by_position([output.accepted for output in self.outputs])
 
     def print(self, console: Console) -> None:

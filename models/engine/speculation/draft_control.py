@@ -34,8 +34,8 @@ OPERATIONS_PER_BYTE = 200.0
 """Number of arithmetic operations that take as long as reading one byte of weights, for 16-bit matrix products on
 Hopper GPUs."""
 
-# Factors by which the weight of older acceptance counts decreases per recorded row: counts of one request, of all
-# requests.
+# Acceptance counts are multiplied by these factors before the counts of a decode row are added: counts of one request,
+# counts of all requests.
 _REQUEST_MEMORY, _ENGINE_MEMORY = 0.95, 0.98
 # Numbers of measured times for one number of drafts and of rows: required before they are used, and stored.
 _FEWEST_TIMES, _NEWEST_TIMES = 3, 8
@@ -45,7 +45,7 @@ def step_cost(dense_bytes: float, routed_bytes: float, chosen_share: float, item
     """Make a function that estimates the time of a decode step from its number of tokens. The unit of time is the time
     to read one byte of weights.
 
-    A step reads all weights except those of experts that no token selects, and multiplies each token with the weights
+    A step reads all weights except the experts that no token selects, and multiplies each token with the weights that
     it uses. The estimate leaves out reading the KV cache: drafts do not add to this time, because all drafts of a row
     share one read.
 

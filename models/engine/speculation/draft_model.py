@@ -52,8 +52,8 @@ class DraftModelProposer(Proposer):
             raise ValueError("draft model: expected one loaded for the engine's mesh, got one on other devices")
 
     def allocate(self, sizes: ProposerSizes) -> Caches:
-        """Allocate empty caches. They have one page for each page row of one cache group of the target, the group of
-        `ProposerSizes.lane`."""
+        """Allocate empty caches with one page for each page row of a cache group of the target (`ProposerSizes.lane`).
+        Therefore the draft model can use the block tables of one head of this group."""
         group, _ = sizes.lane
         return self._model.allocate_caches(sizes.groups[group].num_rows, sizes.page_size)
 
@@ -103,11 +103,14 @@ class DraftModelProposer(Proposer):
 
 
 def in_lane(metadata: StepMetadata, lane: tuple[int, int]) -> StepMetadata:
-    """Return metadata of the draft model's step, whose cache has one page for each page row of one head of the target.
+    """Convert metadata of a step of the target to metadata for the draft model, which has a single cache group.
+
+    The result has the block tables and cache slots of one head of the target. The draft model's cache has one page for
+    each page row of this head's cache group, so the indices of page rows are page ids of the draft model.
 
     Args:
       metadata: metadata of a step of the target.
-      lane: indices of the cache group and of the head. The page rows in their block tables become page ids.
+      lane: indices (cache group, head) of the head.
     """
     group, head = lane
 

@@ -22,7 +22,7 @@ from models.engine.speculation.proposer import DraftRows, DraftTree, ObservedSte
 from pallas_attn import PAGE_NONE
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
+@typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MTPState:
@@ -101,8 +101,9 @@ class MTPProposer(Proposer):
     def propose(
         self, weights: Any, state: MTPState, rows: DraftRows, num_drafts: int
     ) -> tuple[Int32[Array, "B num_drafts"] | DraftTree, MTPState]:
-        """Run the module once per position after the first. Its runs write cache entries for the drafts, which
-        `observe` overwrites later."""
+        """Choose the drafts of the first position from the hidden states that `observe` stored. For each later
+        position, run the module on the first draft of the previous position. These runs write cache entries of the
+        drafts, which `observe` overwrites later."""
         hidden, caches = state.hidden[jnp.maximum(rows.slots, 0)], state.caches
         drafts = [self._choose(weights, hidden, rows, 0)]
         link = jax.jit(self._link)  # all runs share one lowered function
@@ -117,8 +118,9 @@ class MTPProposer(Proposer):
         return DraftTree(tokens, jnp.broadcast_to(parents, tokens.shape)), state
 
     def observe(self, weights: Any, state: MTPState, step: ObservedStep) -> MTPState:
-        """Compute the module's cache entries of all tokens of a step, from the target's hidden states and the next
-        tokens, and store the hidden state for the first draft of each request."""
+        """Run the module on all tokens of a step, with the target's hidden states and the next tokens as input. This
+        writes the module's cache entries. Store the output for the last token of each request, from which `propose`
+        chooses the first draft of the request in its next step."""
         if step.hidden is None:
             raise ValueError("hidden: expected the target's hidden states, got None")
         tables = step.metadata.of_group(0)

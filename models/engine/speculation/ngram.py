@@ -58,7 +58,7 @@ def continue_ngrams(
     batch, length = tokens.shape
     position = jnp.arange(length, dtype=jnp.int32)[None]
     before = jnp.pad(tokens, ((0, 0), (longest, 0)), constant_values=-1)
-    matched = jnp.zeros((batch, length), jnp.int32)  # [B, N], tokens before each position that equal the newest ones
+    matched = jnp.zeros((batch, length), jnp.int32)  # [B, N], length of the match that ends before each position
     matches = (position > 0) & (position < lens[:, None])
     for back in range(1, longest + 1):
         newest = jnp.take_along_axis(tokens, jnp.maximum(lens - back, 0)[:, None], axis=1)

@@ -18,8 +18,9 @@ sampled tokens is accepted.
 Drafts are proposed, verified and accepted on the device within one step. Therefore the host can launch the next step
 before it has read the tokens of this one.
 
-A page row is an entry of a block table: one page of one KV head if the heads of a layer have different windows,
-otherwise one page of all heads (a page id).
+A page row is the unit of cache allocation: one page of one KV head if the heads of a layer have different windows,
+otherwise one page of all heads. The entries of a block table are indices of page rows; indices of pages of all heads
+are called page ids.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ NO_DRAFT = -1
 """Entry of a row's drafts after its last draft, if it has fewer drafts than the array has columns."""
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
+@typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftTree:
@@ -77,8 +78,8 @@ class DraftTree:
 class ProposerSizes:
     """Sizes of an engine, which determine the shapes of a proposer's arrays.
 
-    On a mesh, a data rank is a group of devices with its own requests. Sizes apply to each data rank, and numbers of
-    pages apply to each device.
+    On a mesh, a data rank is a group of devices with its own requests. All sizes are per data rank. Each device of a
+    data rank has the numbers of pages in `groups`.
 
     Attributes:
       max_num_seqs: number of request slots: indices of running requests in device arrays.
@@ -107,7 +108,7 @@ class ProposerSizes:
         return max(lanes, key=lambda lane: self.groups[lane[0]].heads.window[lane[1]])
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
+@typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftRows:
@@ -121,8 +122,7 @@ class DraftRows:
       tables: block tables of each cache group, [B, P] of page ids or [B, Hkv, P] of page rows. They have pages for the
         newest token and max_drafts drafts.
       sampling: sampling parameters of the token after the newest token, which is at the position of the first draft.
-      written: [page rows, ps], token ids of all cached tokens, by page row and offset. A page row is an entry of
-        token_tables.
+      written: [page rows, ps], token ids of all cached tokens, by page row and offset. token_tables has the page rows.
       token_tables: [B, P], block table of cache group and head `lane`, for `written`.
       page_size: ps, tokens per page.
       lane: `ProposerSizes.lane`.
@@ -245,7 +245,7 @@ def query_lens(kv_lens: Int32[Array, "B"], q_lens: Int32[Array, "B"], queries: i
 class ObservedStep:
     """Inputs and results of a step after verification, for `Proposer.observe`.
 
-    The T inputs are those of the decode rows, 1 + num_drafts each, then the prefill tokens. R is the number of decode
+    The T inputs are 1 + num_drafts tokens of each decode row, then the prefill tokens. R is the number of decode
     rows and prefill rows. Both include padding.
 
     Attributes:

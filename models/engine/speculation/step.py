@@ -14,8 +14,8 @@ drafts. Therefore lengths, newest tokens and drafts stay on the device. The host
 sampling parameters.
 
 A bucket is the padded shape of a step, for which its program is compiled. A cache group is a set of layers with equal
-attention windows, which share block tables. A page row is an entry of a block table: one page of one KV head if the
-heads of the group have different windows, otherwise one page of all heads.
+attention windows, which share block tables. A page row is the unit of cache allocation: one page of one KV head if the
+heads of the group have different windows, otherwise one page of all heads. Block tables have indices of page rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NOTHING = -2
 """Entry of an array of sampled tokens where a row has no further token."""
 
 
-@typing.no_type_check  # a pytree node may hold shapes or shardings instead of arrays
+@typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeculativeState:
@@ -134,7 +134,7 @@ class _Verified:
     token, and input j + 1 is draft j.
 
     Attributes:
-      tokens: int32 [Bd, Q], new tokens of each row: those sampled after input 0 and after each accepted draft, in
+      tokens: int32 [Bd, Q], new tokens of each row: the tokens sampled after input 0 and after each accepted draft, in
         order; then _NOTHING.
       accepted: int32 [Bd], number of accepted drafts.
       lens: int32 [Bd], number of tokens of each sequence with the new tokens; 0 for idle rows.

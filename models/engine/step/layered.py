@@ -11,7 +11,8 @@ There are two reasons to split a step:
 - Early copies. Cache pages of finished layers can be copied to the host while later layers compute (`copying_rows`). A
   single program would return all caches at its end, and a host callback inside the program would stall the device.
 
-A page row is one page of one KV head, or of all heads of a layer if they have equal windows.
+A page row is the unit of cache allocation: one page of one KV head if the heads of a layer have different windows,
+otherwise one page of all heads.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ def apply_layer_range(
       weights: flat list of weights of each layer.
       caches: cache of each layer.
       x: hidden states before the first of these layers.
-      choice: keys selected by the last indexer before these layers (DeepSeek sparse attention); None without.
+      choice: keys selected by the last indexer before these layers (DeepSeek sparse attention); None without one.
       rope: RoPE inputs of the step's tokens.
       groups: attention metadata of each cache group.
 

@@ -60,8 +60,8 @@ class StepPlan:
     Attributes:
       decode, prefill: The rows. In arrays with one entry per row, decode rows come first.
       tables: Block tables of all `rows`, int32 [rows, heads, P] for each cache group (layers with equal windows). If
-        the KV heads of the group have different windows, entries are page rows: one page of one KV head. Otherwise
-        heads is 1 and entries are page ids.
+        the KV heads of the group have different windows, entries are indices of page rows: pages of a single KV head.
+        Otherwise heads is 1 and entries are page ids.
     """
 
     decode: tuple[ScheduledRow, ...]
