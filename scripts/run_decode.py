@@ -400,7 +400,7 @@ def _write_files(options: argparse.Namespace, report: Report, engine: Engine, fa
     if options.prefix_cache is not None:
         with failures.recording(), as_failure(MemoryError, jax.errors.JaxRuntimeError, prefix="--prefix-cache: "):
             pages = engine.export_prefix_cache().to_bytes()
-            with writing("--prefix-cache", options.prefix_cache) as file:
+            with writing("--prefix-cache", options.prefix_cache, private=True) as file:  # has tokens and salts
                 file.write(pages)
     if options.plot is not None:
         with failures.recording(), writing("--plot", options.plot) as file:

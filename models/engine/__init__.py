@@ -15,7 +15,7 @@ The package imports `models.config` and `models.decoder`. Modules in reading ord
   (number of drafts per step); the proposers `ngram`, `draft_model`, `mtp`.
 - `kv_transfer`: `engine_transfers` (transfer methods of the engine), `cached_pages` (exported pages), `cache_rows` and
   `split_rows` (copies of cache pages on one device and on a mesh), `written_pages` and `incoming_pages` (layer by
-  layer), `remote_prefill` and `transport` (between two processes).
+  layer), `remote_prefill` and `transport` (between two processes), `fields` (validation of messages and files).
 - `distributed`: `data_ranks` (data parallelism), `processes` (one engine in several processes).
 - `verify`: compares generated tokens with an independent computation.
 """

@@ -302,10 +302,7 @@ class Engine:
           ValueError: an empty prompt, token ids that are not integers or not in the vocabulary, a request_id in use, or
             an argument of the wrong type. Nothing is queued.
         """
-        tracked = self._add(prompt_ids, params, request_id, salt, on_token)
-        if incoming is not None:
-            self._transfers.awaited.append((tracked, incoming))
-        return tracked.request.request_id
+        return self._add(prompt_ids, params, request_id, salt, on_token, incoming=incoming).request.request_id
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request. Its output keeps the tokens that have been read from the device.
@@ -529,6 +526,7 @@ class Engine:
         salt: str = "",
         on_token: OnToken | None = None,
         *,
+        incoming: IncomingPages | None = None,
         own: list[TrackedRequest] | None = None,
     ) -> TrackedRequest:
         """Queue a request, or record its refusal. Arguments as `add_request`.
@@ -545,6 +543,8 @@ class Engine:
             raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
         if on_token is not None and not callable(on_token):
             raise ValueError(f"on_token: expected a function or None, got {on_token!r}")
+        if incoming is not None and not isinstance(incoming, IncomingPages):
+            raise ValueError(f"incoming: expected the result of receive_pages or None, got {incoming!r}")
         ids = self._checked_ids("prompt_ids", prompt_ids)
         tracked = TrackedRequest(
             Request(request_id, ids, params, salt), self._now(), on_token, is_owned=own is not None
@@ -559,6 +559,8 @@ class Engine:
             self._tracked[request_id] = tracked  # from here on the request survives an exception
             if tracked.refusal is not None:
                 self._retain(tracked)
+        if incoming is not None:
+            self._transfers.awaited.append((tracked, incoming))
         return tracked
 
     def _checked_ids(self, name: str, given: Sequence[int]) -> tuple[int, ...]:

@@ -141,14 +141,14 @@ class Failures:
 
 
 @contextlib.contextmanager
-def writing(flag: str, path: Path) -> Iterator[BinaryIO]:
+def writing(flag: str, path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """Open the output file of an option, like `output_file`.
 
     Raises:
       Failure: the file cannot be written. The message names the flag.
     """
     try:
-        with output_file(path) as file:
+        with output_file(path, private=private) as file:
             yield file
     except OSError as error:
         raise Failure(f"{flag}: cannot write {path}: {error.strerror or error}") from error

@@ -18,11 +18,16 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def output_file(path: Path) -> Iterator[BinaryIO]:
+def output_file(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file for writing. It replaces `path` when the block ends without an exception.
 
     Symbolic links are followed. A new file has the permissions that the umask gives; an existing file keeps its
     permissions. Pipes, character devices, and the files of standard output and standard error are opened directly.
+
+    Args:
+      path: the file.
+      private: whether only the owner may read and write the file (mode 0600), also if `path` has other permissions. The
+        mode is set before the first byte is written.
 
     Raises:
       OSError: the file cannot be written.
@@ -35,10 +40,10 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
         return
     target = Path(os.path.realpath(path))
     draft = target.with_name(f".{secrets.token_hex(8)}.part")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            if found is not None:
+            if found is not None and not private:
                 os.fchmod(descriptor, stat.S_IMODE(found.st_mode))
             yield file
             file.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from models.checkpoints import random_model
 from models.config import GQA_PRESETS, HeadWindows
 from models.decoder import Decoder
 from models.engine import CachedPages, Engine, EngineConfig, SamplingParams
+from models.engine.kv_transfer.cached_pages import _digest
 from pallas_attn import FULL
 from tests.kit.slow_cases import slow_cases
 from tests.models import engine_case
@@ -242,8 +244,28 @@ MALFORMED = {
     "part of a page": (lambda p: _without(p, tokens=p.sequences[0].tokens[:-1]), "has not just its whole pages"),
     "a token of another vocabulary": (
         lambda p: _without(p, tokens=(64, *p.sequences[0].tokens[1:])),
-        "expected token ids from 0 to 63",
+        r"pages\.sequences\[0\]\.tokens\[0\]: expected an integer from 0 to 63, got 64",
     ),
+    "tokens of another dtype": (
+        lambda p: _without(p, tokens=tuple(map(float, p.sequences[0].tokens))),
+        r"pages\.sequences\[0\]\.tokens\[0\]: expected an integer from 0 to 63, got \d+\.0",
+    ),
+    "a salt of another type": (lambda p: _without(p, salt=3), r"pages\.sequences\[0\]\.salt: expected a str"),
+    "a salt with a surrogate": (lambda p: _without(p, salt="\ud800"), r"pages\.sequences\[0\]\.salt: expected a str"),
+    "rows of another type": (
+        lambda p: _without(p, rows=(p.sequences[0].rows[0].tolist(),)),
+        r"pages\.sequences\[0\]\.rows\[0\]: expected an array int32",
+    ),
+    "rows of another dtype": (
+        lambda p: _without(p, rows=(p.sequences[0].rows[0].astype(np.float32),)),
+        r"pages\.sequences\[0\]\.rows\[0\]: expected an array int32",
+    ),
+    "contents of another type": (
+        lambda p: dataclasses.replace(p, groups=({k: a.tolist() for k, a in p.groups[0].items()},)),
+        "contents of group 0 have other shapes or dtypes",
+    ),
+    "a format of another type": (lambda p: dataclasses.replace(p, made_for=[]), r"pages\.made_for: expected an object"),
+    "no pages": (lambda p: p.to_bytes(), "pages: expected CachedPages, got a bytes"),
     "a row that is not there": (lambda p: _without(p, rows=(p.sequences[0].rows[0] + 999,)), "expected rows from -1"),
 }
 
@@ -259,9 +281,13 @@ def test_pages_of_another_configuration_are_rejected() -> None:
 
 @pytest.mark.parametrize(("spoil", "match"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_pages_are_rejected(spoil, match: str) -> None:
+    """The engine keeps its prefix cache."""
     engine = make(LATENT_KIND)
+    engine.generate([PROMPTS[3] * 9], SamplingParams(max_tokens=1))
+    assert hit(engine, PROMPTS[3] * 9) == 2
     with pytest.raises(ValueError, match=match):
         engine.import_pages(spoil(computed(LATENT_KIND)[0].export_prefix_cache()))
+    assert hit(engine, PROMPTS[3] * 9) == 2
     [output] = engine.generate([PROMPTS[1]], PARAMS)
     assert tuple(output.output_ids) == computed(LATENT_KIND)[1][1]
     check(engine)
@@ -287,15 +313,119 @@ def _with_about(**changes: Any) -> bytes:
     return safetensors.numpy.save(tensors | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)})
 
 
+def _forged(about: Any, **tensors: Any) -> bytes:
+    """File with a correct digest, whatever its other contents are."""
+    if not isinstance(about, bytes):
+        about = json.dumps(about).encode()
+    tensors = {"tokens": np.zeros(0, np.int64)} | tensors | {"about": np.frombuffer(about, np.uint8)}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return safetensors.numpy.save(tensors | {"digest": np.frombuffer(_digest(tensors).encode(), np.uint8)})
+
+
+ABOUT: dict[str, Any] = {"format": 1, "made_for": {}, "sequences": [], "groups": 0, "dtypes": {}}
+ONE_ARRAY: dict[str, Any] = ABOUT | {"groups": 1, "dtypes": {"0.0.k": "float32"}}
+PAGES = {"pages.0.0.k": np.zeros((2, 8), np.uint8)}
+
+
+@pytest.mark.parametrize(
+    ("about", "tensors", "match"),
+    [
+        (ABOUT | {"groups": 10**9}, {}, r"about\.groups: expected 0, got 1000000000"),
+        (ABOUT | {"groups": -1}, {}, r"about\.groups: expected 0, got -1"),
+        (ABOUT | {"groups": 0.0}, {}, r"about\.groups: expected 0, got 0\.0"),
+        (ONE_ARRAY | {"groups": 2}, PAGES, r"about\.groups: expected an integer from 0 to 1, got 2"),
+        (ONE_ARRAY | {"groups": 0}, PAGES, r"pages\.'0\.0\.k': expected a cache group from 0 to -1"),
+        (
+            ABOUT | {"sequences": [[-3, ""]]},
+            {},
+            r"about\.sequences\[0\]\[0\]: expected an integer of at least 0, got -3",
+        ),
+        (ABOUT | {"sequences": [[10**18, ""]]}, {}, r"about\.sequences: expected 0 tokens together, got 10{18}"),
+        (ABOUT | {"sequences": [[0]]}, {}, r"about\.sequences\[0\]: expected a list of 2 items"),
+        (ABOUT | {"sequences": {"0": 1}}, {}, r"about\.sequences: expected a list"),
+        (ABOUT | {"sequences": [[0, 3]]}, {}, r"about\.sequences\[0\]\[1\]: expected a str"),
+        (ABOUT | {"sequences": [[0, "\ud800"]]}, {}, r"about\.sequences\[0\]\[1\]: expected a str"),
+        (ONE_ARRAY | {"sequences": [[0, ""]]}, PAGES, "rows: expected 1 tensors, got 0"),
+        (
+            ONE_ARRAY | {"sequences": [[0, ""]]},
+            PAGES | {"rows.0.1": np.zeros((1, 0), np.int32)},
+            r"rows\.rows\.0\.0: expected an array int32 \[n, n\], got nothing",
+        ),
+        (
+            ONE_ARRAY | {"sequences": [[0, ""]]},
+            PAGES | {"rows.0.0": np.zeros((1, 0), np.float32)},
+            r"rows\.rows\.0\.0: expected an array int32 \[n, n\], got an array float32 \[1, 0\]",
+        ),
+        (ABOUT | {"dtypes": []}, {}, r"about\.dtypes: expected an object"),
+        (ABOUT | {"dtypes": {"0.0.k": "(,)i4"}}, {}, r"about\.dtypes\['0\.0\.k'\]: expected one of int8, "),
+        (ABOUT | {"dtypes": {"0.0.k": "int8"}}, {}, r"about\.dtypes: expected the names of the tensors with pages"),
+        (ONE_ARRAY, {"pages.0.0.k": np.zeros((2, 7), np.uint8)}, "a multiple of 4 bytes in its last axis, got uint8"),
+        (ONE_ARRAY, {"pages.0.0.k": np.zeros((), np.uint8)}, r"expected an array uint8 \[rows, ...\]"),
+        (
+            ONE_ARRAY,
+            {"pages.0.0.k": np.zeros((2, 2))},
+            r"expected an array uint8 \[rows, ...\].*, got float64 \[2, 2\]",
+        ),
+        (ABOUT | {"made_for": None}, {}, r"about\.made_for: expected an object, got None"),
+        (ABOUT | {"format": True}, {}, r"about\.format: expected 1, got True"),
+        (
+            ABOUT,
+            {"tokens": np.zeros(3, np.float32)},
+            r"tokens: expected an array int64 \[n\], got an array float32 \[3\]",
+        ),
+        (ABOUT, {"tokens": None}, r"tokens: expected an array int64 \[n\], got None"),
+        ([], {}, "about: expected an object"),
+        (b"[" * 10_000, {}, "not JSON|within each other"),
+        (b" " * 2**24 + b"{}", {}, "about: expected at most 16777216 bytes, got 16777218"),
+    ],
+)
+def test_forged_file_is_rejected(about: Any, tensors: dict[str, Any], match: str) -> None:
+    """Its digest is correct, but its sizes and types are not. Nothing large is allocated."""
+    with pytest.raises(ValueError, match=f"^data: no cached pages in these .*({match})"):
+        CachedPages.from_bytes(_forged(about, **tensors))
+
+
+def test_random_changes_of_a_file_raise_value_errors_only() -> None:
+    """A forged file is rejected, or decoded to pages that an engine rejects or accepts as a whole."""
+    rng, engine = random.Random(0), make(LATENT_KIND)
+    tensors = safetensors.numpy.load(_bytes())
+    about, accepted = json.loads(tensors.pop("about").tobytes()), 0
+    odd: Any = (None, True, -1, 0, 10**18, 1.5, "", "x", "int8", "(,)i4", "\ud800", [], {}, [[]])
+    for _ in range(200):
+        changed = json.loads(json.dumps(about))
+        name = rng.choice(("sequences", "groups", "dtypes", "format"))
+        if rng.random() < 0.3 or not isinstance(changed[name], list | dict):
+            changed[name] = rng.choice(odd)
+        elif name == "dtypes":
+            changed[name][rng.choice([*changed[name]])] = rng.choice(odd)
+        else:
+            rng.choice(changed[name])[rng.randrange(2)] = rng.choice(odd)
+        others: dict[str, Any] = dict(tensors)
+        if rng.random() < 0.3:
+            name = rng.choice([*others])
+            others[name] = rng.choice([others[name].astype(np.float32), others[name].reshape(-1), None])
+        others.pop("digest", None)
+        try:
+            engine.import_pages(CachedPages.from_bytes(_forged(changed, **others)))
+            accepted += 1
+        except ValueError:
+            pass
+        engine._pools[0].check()
+        engine._prefix_caches[0].check()
+    assert 0 < accepted < 200
+    [output] = engine.generate([PROMPTS[1]], PARAMS)
+    assert tuple(output.output_ids) == computed(LATENT_KIND)[1][1]
+
+
 @pytest.mark.parametrize(
     ("data", "match"),
     [
         (lambda: b"", "no cached pages in these 0 bytes"),
         (lambda: b"\xff" * 100, "no cached pages in these 100 bytes"),
-        (lambda: safetensors.numpy.save({"a": np.zeros(3)}), "digest"),
-        (lambda: _with_about(format=2), "format 2, expected 1"),
-        (lambda: _with_about(sequences=[]), "damaged, the digest is another"),
-        (lambda: _bytes()[:-1] + bytes([_bytes()[-1] ^ 1]), "damaged, the digest is another"),
+        (lambda: safetensors.numpy.save({"a": np.zeros(3)}), "about: expected an array uint8"),
+        (lambda: _with_about(format=2), r"about\.format: expected 1, got 2"),
+        (lambda: _with_about(sequences=[]), "digest: the file is damaged"),
+        (lambda: _bytes()[:-1] + bytes([_bytes()[-1] ^ 1]), "digest: the file is damaged"),
     ],
     ids=["nothing", "rubbish", "other tensors", "another version", "other sequences", "a bit"],
 )

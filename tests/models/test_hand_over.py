@@ -30,6 +30,7 @@ from models.engine import (
 from tests.kit.slow_cases import slow_cases
 from tests.models.engine_case import PROMPTS, VOCAB_SIZE
 from tests.models.test_cached_pages import HEADWISE, KINDS, LATENT_KIND, PARAMS, check, computed, make
+from tests.models.transfer_peer import greet
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
 
@@ -126,15 +127,19 @@ SERVER = """
 CLIENT = """
     import os, socket, sys
 
+    import numpy as np
+
     from models.engine.kv_transfer.transport import SocketTransport
     from tests.models.engine_case import PROMPTS
+    from tests.models.transfer_peer import greet
 
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[1])
     transport = SocketTransport(connection)
-    transport.send(transport.receive()[0])
+    greet(transport, "decode")
     for number, prompt in enumerate(PROMPTS):
-        transport.send({"kind": "prompt", "number": number, "tokens": list(prompt), "salt": ""})
+        header = {"kind": "prompt", "number": number, "salt": ""}
+        transport.send(header, {"tokens": np.array(prompt, np.int32)})
     for _ in range(3):
         assert transport.receive()[0]["kind"] == "layer"
     os._exit(9)
@@ -379,11 +384,14 @@ def test_invalid_layers_are_rejected() -> None:
     rows = first.chunks[0].rows
     for arguments, match in (
         ((0, 1, 0, rows, second.contents), "layer: expected 0 of step 0, got 1"),
-        ((1, 0, 4, rows, third.contents), "first_page: expected at most 0"),
+        ((1, 0, 4, rows, third.contents), "first_page: expected at most 0, got 4"),
         ((0, 0, 0, rows + 100, first.contents), "rows: expected numbers from -1 to 3, got 100 to 103"),
-        ((0, 0, 0, rows.astype("int64"), first.contents), "rows: expected int32 of 1 heads"),
+        (
+            (0, 0, 0, rows.astype("int64"), first.contents),
+            r"rows: expected an array int32 \[1, n\], got an array int64",
+        ),
         ((0, 0, 0, rows, {k: v[..., :2] for k, v in first.contents.items()}), "contents: layer 0 has other shapes"),
-        ((0, 0, -1, rows, first.contents), "first_page: expected"),
+        ((0, 0, -1, rows, first.contents), "first_page: expected an integer from 0 to 12, got -1"),
     ):
         incoming = engine.receive_pages(PROMPTS[4], engine.cache_format)
         with pytest.raises(ValueError, match=match):
@@ -443,11 +451,11 @@ def test_silent_process_times_out() -> None:
     here, there = socket.socketpair()
     engine, silent = make(LATENT_KIND), SocketTransport(there)
     with here, there:
-        silent.send({"kind": "hello", "version": 1, "made_for": engine.cache_format})
+        greet(silent, "prefill", engine.cache_format)
         remote = RemotePrefill(engine, SocketTransport(here), timeout_s=0.3)
         assert remote.poll(0.5) == []  # no prompt is pending
         remote.add_request(PROMPTS[0], PARAMS, request_id=0)
-        with pytest.raises(TransferError, match=r"no message for 0\.3 s"):
+        with pytest.raises(TransferError, match=r"no page was completed for 0\.3 s"):
             remote.poll(0.5)
         assert remote.compute_here() == [0]
         assert outputs_of(engine, [0]) == (computed(LATENT_KIND)[1][0],)
@@ -465,7 +473,7 @@ def test_invalid_messages_end_the_transfer(header: dict) -> None:
     here, there = socket.socketpair()
     engine, other = make(LATENT_KIND), SocketTransport(there)
     with here, there:
-        other.send({"kind": "hello", "version": 1, "made_for": engine.cache_format})
+        greet(other, "prefill", engine.cache_format)
         remote = RemotePrefill(engine, SocketTransport(here))
         remote.add_request(PROMPTS[0], PARAMS, request_id=0)
         other.send(header)

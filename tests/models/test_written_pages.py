@@ -272,8 +272,10 @@ def test_failed_step_is_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "arguments", "error", "match"),
     [
         ({}, {"consumer": 3}, ValueError, "consumer: expected a function, got 3"),
-        ({}, {"max_bytes": 0}, ValueError, "max_bytes: expected at least 1, got 0"),
-        ({}, {"pieces": 0}, ValueError, "pieces: expected at least 1, got 0"),
+        ({}, {"max_bytes": 0}, ValueError, "max_bytes: expected an integer of at least 1, got 0"),
+        ({}, {"max_bytes": 1e9}, ValueError, "max_bytes: expected an integer of at least 1, got 1000000000.0"),
+        ({}, {"pieces": "4"}, ValueError, "pieces: expected an integer of at least 1, got '4'"),
+        ({}, {"pieces": 0}, ValueError, "pieces: expected an integer of at least 1, got 0"),
         ({"batch_invariant": True}, {}, NotImplementedError, "batch_invariant: steps launched layer by layer"),
         (
             {"speculate": Speculation(NGramProposer(), 2)},
@@ -282,7 +284,7 @@ def test_failed_step_is_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
             "speculate: proposers need whole steps",
         ),
     ],
-    ids=["no function", "no bytes", "no pieces", "batch-invariant", "drafts"],
+    ids=["no function", "no bytes", "bytes as float", "pieces as str", "no pieces", "batch-invariant", "drafts"],
 )
 def test_invalid_arguments_are_rejected(
     changes: dict[str, Any], arguments: dict[str, Any], error: type[Exception], match: str

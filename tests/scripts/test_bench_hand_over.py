@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from scripts import bench_hand_over
+from scripts.bench.engine import hand_over
+from scripts.bench.engine.hand_over import HandOver
 
 
 @pytest.mark.slow
@@ -24,6 +26,29 @@ def test_report_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert result["equal_first_tokens"] == result["equal_to_whole_steps"] == 2
         assert min(result[name]["least"] for name in ("export_s", "two_processes_ttft_s")) > 0
     assert "40 tokens: " in capsys.readouterr().out
+
+
+def test_secret_is_in_the_environment_and_not_in_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users can read the arguments of a process."""
+    calls: list[tuple[list[str], dict[str, str]]] = []
+
+    class Process:
+        def __init__(self, command: list[str], env: dict[str, str]):
+            calls.append((command, env))
+
+        def wait(self, timeout_s: float | None = None) -> None: ...
+
+        def kill(self) -> None: ...
+
+    monkeypatch.setattr(hand_over.subprocess, "Popen", Process)
+    for _ in range(2):
+        with hand_over._prefill_process(HandOver("v3-tiny", "float32", None, (20,), 16, 4, 1), None):
+            pass
+    secrets = [env[hand_over.SECRET] for _, env in calls]
+    assert len(set(secrets)) == 2
+    for secret, (command, _) in zip(secrets, calls, strict=True):
+        assert len(secret) == 64
+        assert not any(secret in argument for argument in command)
 
 
 def test_sizes_are_checked() -> None:

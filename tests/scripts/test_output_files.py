@@ -99,6 +99,20 @@ def test_existing_file_keeps_its_permissions(old: Path) -> None:
     assert (old.read_text(), mode(old)) == ("new", 0o640)
 
 
+@pytest.mark.parametrize("before", [None, 0o644, 0o400])
+def test_private_file_is_readable_by_its_owner_only(tmp_path: Path, before: int | None) -> None:
+    """Also while it is written, and if it replaces a file with other permissions."""
+    path = tmp_path / "cache"
+    if before is not None:
+        path.write_text("old")
+        path.chmod(before)
+    with umask(0o000), output_file(path, private=True) as file:
+        file.write(b"new")
+        [draft] = [entry for entry in tmp_path.iterdir() if entry != path]
+        assert mode(draft) == 0o600
+    assert (path.read_text(), mode(path)) == ("new", 0o600)
+
+
 def test_link_stays_and_its_target_is_replaced(old: Path, tmp_path: Path) -> None:
     folder = tmp_path / "links"
     folder.mkdir()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 
@@ -160,6 +161,7 @@ def test_tokens_without_chunked_prefill_and_prefix_cache(run_json, write_ids, go
 def test_prefix_cache_file_is_reused_by_the_next_run(run_json, write_ids, golden, tmp_path):
     file, ids = tmp_path / "prefixes", write_ids(PROMPTS[:2])
     first = run_json(*SMALL, *ids, "--prefix-cache", file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600  # the file has tokens and salts
     second = run_json(*SMALL, *ids, "--prefix-cache", file)
     assert outputs(first) == outputs(second) == [golden[f"tokens_{i}"][:6].tolist() for i in (0, 1)]
     assert second["run"]["prefix_hit_rate"] > first["run"]["prefix_hit_rate"]

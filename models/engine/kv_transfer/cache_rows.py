@@ -1,4 +1,9 @@
-"""Page rows of the device's caches, in the format in which engines exchange them."""
+"""Reads and writes page rows of the device's caches as NumPy arrays, the format in which engines exchange pages.
+
+A page row is one entry along the first axis of a cache array: the keys and values of one page for all KV heads, or, if
+heads have different windows, for one head. A cache group is a set of layers with equal windows; their pages have equal
+row numbers.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +27,19 @@ from pallas_attn import CacheSpec
 
 
 class CacheRows:
-    """Reads and writes page rows of a runner's caches. On a mesh a row is joined from the shards of the devices."""
+    """Copies page rows between the device and the host.
+
+    On the host, a row has all KV heads and all tokens of its page. On a mesh each device has a part of the row:
+    `SplitRows` joins the parts when rows are read, and splits rows when they are written.
+    """
 
     def __init__(self, model: Decoder, config: RunnerConfig, specs: Sequence[CacheSpec]):
-        """Take the sizes from the runner.
+        """Store shapes and dtypes of the caches.
 
         Args:
-          model: the runner's model.
-          config: the runner's sizes.
-          specs: shapes of each layer's cache on a device.
+          model: the model that uses the caches.
+          config: page size, cache dtype and static scales of the caches.
+          specs: shapes and dtypes of the cache arrays of each layer, as allocated on one device.
         """
         self._model_config, self._dtype = model.config, config.cache_dtype or model.embed_tokens.dtype
         self._index_topk = model.settings.index_topk
@@ -38,7 +47,7 @@ class CacheRows:
         self._split_rows = None if model.mesh is None else SplitRows(model.config, model.mesh)
 
     def row_format(self, group: GroupSizes) -> RowFormat:
-        """Return shapes and dtypes of one row of a cache group."""
+        """Return shapes and dtypes of one page row of a cache group on the host."""
 
         def shape(a: jax.ShapeDtypeStruct) -> tuple[int, ...]:
             of_device = tuple(a.shape[2 if group.head_wise else 1 :])
@@ -53,7 +62,17 @@ class CacheRows:
         return RowFormat(group.num_heads, paged)
 
     def read(self, caches: Caches, group: GroupSizes, rows: Int32[np.ndarray, "n"], rank: int) -> dict[str, np.ndarray]:
-        """Copy rows of a cache group of a data rank to the host: [n, ...] by layer and array."""
+        """Copy page rows to the host.
+
+        Args:
+          caches: caches of all layers.
+          group: cache group of the rows.
+          rows: row numbers.
+          rank: data rank whose rows are read; 0 without a mesh.
+
+        Returns:
+          Contents of the rows, [n, ...], by "layer.array", for example "3.k".
+        """
         if self._split_rows is not None:
             return self._split_rows.read(caches, group.layers, group.head_wise, rows, rank)
         return read_rows(caches, group.layers, group.head_wise, rows)
@@ -66,7 +85,7 @@ class CacheRows:
         contents: Mapping[str, np.ndarray],
         rank: int,
     ) -> Caches:
-        """Write rows of a cache group of a data rank in place; `contents` as returned by `read`."""
+        """Write page rows in place, and return the new caches. Arguments as `read`; `contents` as its result."""
         of_rows = (caches, group.layers, group.head_wise, rows, contents)
         split = self._split_rows
         return write_rows(*of_rows) if split is None else split.write(*of_rows, rank)
@@ -79,14 +98,17 @@ class CacheRows:
         rows: Int32[np.ndarray, "n"],
         contents: Mapping[str, np.ndarray],
     ) -> Caches:
-        """Write rows of one layer in place, on one device; `contents` is [n, ...] by array."""
+        """Write page rows of one layer in place, on one device, and return the new caches. `contents` has [n, ...] by
+        name of the array."""
         cache = write_layer(caches[layer], group.head_wise, rows, contents)
         return (*caches[:layer], cache, *caches[layer + 1 :])
 
     def cache_format(self, weights: Sequence[Array]) -> dict[str, Any]:
-        """Return facts by name that two engines must have in common to exchange pages: the model's configuration,
-        shapes and dtypes of its pages, static scales, `index_topk`, and a digest of the extreme values of every weight.
-        They are equal on any mesh."""
+        """Return values by name that must be equal in two engines that exchange pages.
+
+        These are the page size, the model's configuration, shapes and dtypes of its pages, static scales, `index_topk`,
+        and a digest of the extreme values of every weight. The mesh does not affect them.
+        """
         scales = self._config.kv_scales
         pages = functools.partial(cache_spec, self._model_config, 1, self._config.page_size, self._dtype, scales)
         arrays = {

@@ -1,11 +1,22 @@
-"""Exported cache pages: transferred to another engine, or stored in a file and imported after a restart."""
+"""Exported cache pages: transferred to another engine, or stored in a file and imported after a restart.
+
+Terms:
+
+- Page: the keys and values of `page_size` consecutive tokens, in all layers.
+- Cache group: a set of layers with equal windows. A page has the same row numbers in all layers of a group.
+- Page row: one entry along the first axis of a cache array: a page of all KV heads. If heads have different windows,
+  the group is head-wise: a page row is a page of one head, and a page has one row per head.
+- "layer.array": key of an array, the layer's index and the array's field name, for example "3.k".
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +27,27 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Int32
 
+from models.config.json_files import parse_json, shown
 from models.decoder import Caches, LayerCache, cache_arrays, with_arrays
 from models.engine.group_sizes import GroupSizes
+from models.engine.kv_transfer.fields import (
+    DTYPES,
+    Array,
+    Integer,
+    Kind,
+    ListOf,
+    ObjectOf,
+    OneOf,
+    TextUpTo,
+    check_field,
+)
 from pallas_attn import PAGE_NONE
 
 FORMAT = 1
 """Version of the serialised format."""
+
+_MAX_ABOUT = 2**24
+"""Maximum size of the JSON in a file in bytes. Parsed JSON may need 25 times the memory of its text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +57,8 @@ class CachedSequence:
     Attributes:
       tokens: token ids; their number is a multiple of the page size.
       salt: salt of the request that computed the pages.
-      rows: int32 [heads, pages] for each cache group, index of each page in the group's page rows; PAGE_NONE for pages
-        that no later token attends to.
+      rows: for each cache group, int32 [heads, pages]: the index of each page in `CachedPages.groups`. PAGE_NONE for
+        pages that no later token attends to.
     """
 
     tokens: tuple[int, ...]
@@ -42,11 +68,11 @@ class CachedSequence:
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """Arrays in one page row of a cache group.
+    """Shapes and dtypes of a page row of a cache group.
 
     Attributes:
-      num_heads: page rows per page.
-      arrays: shape and dtype of the row in each array; keys are "layer.array".
+      num_heads: number of page rows per page.
+      arrays: shape and dtype of one page row, by "layer.array".
     """
 
     num_heads: int
@@ -82,7 +108,11 @@ class CachedPages:
         return sum(array.nbytes for group in self.groups for array in group.values())
 
     def to_bytes(self) -> bytes:
-        """Encode the pages as a safetensors file with a digest of its contents."""
+        """Encode the pages as a safetensors file with a digest of its contents. Tokens and salts are not encrypted.
+
+        Raises:
+          ValueError: there are too many sequences.
+        """
         tokens = [np.array(sequence.tokens, np.int64) for sequence in self.sequences]
         tensors: dict[str, np.ndarray] = {"tokens": np.concatenate([np.zeros(0, np.int64), *tokens])}
         for i, sequence in enumerate(self.sequences):
@@ -99,7 +129,10 @@ class CachedPages:
             "groups": len(self.groups),
             "dtypes": dtypes,
         }
-        tensors["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+        text = json.dumps(about).encode()
+        if len(text) > _MAX_ABOUT:
+            raise ValueError(f"sequences: expected at most {_MAX_ABOUT} bytes of JSON, got {len(text)}")
+        tensors["about"] = np.frombuffer(text, np.uint8)
         tensors["digest"] = np.frombuffer(_digest(tensors).encode(), np.uint8)
         return safetensors.numpy.save(tensors)
 
@@ -111,72 +144,125 @@ class CachedPages:
         """
         if len(self.groups) != len(groups):
             raise ValueError(f"pages: expected {len(groups)} cache groups, got {len(self.groups)}")
+        num_rows = []
         for number, (of_group, contents) in enumerate(zip(groups, self.groups, strict=True)):
-            got = {name: (array.shape[1:], array.dtype) for name, array in contents.items()}
+            got = {name: (a.shape[1:], a.dtype) if isinstance(a, np.ndarray) else None for name, a in contents.items()}
             if got != of_group.arrays or len({len(array) for array in contents.values()}) != 1:
                 raise ValueError(f"pages: contents of group {number} have other shapes or dtypes than the cache's rows")
-        for sequence in self.sequences:
+            num_rows.append(len(next(iter(contents.values()))))
+        for i, sequence in enumerate(self.sequences):
+            name = f"pages.sequences[{i}]"
+            check_field(f"{name}.salt", sequence.salt, TextUpTo(sys.maxsize))
             num_pages, rest = divmod(len(sequence.tokens), page_size)
-            if rest or [rows.shape for rows in sequence.rows] != [(group.num_heads, num_pages) for group in groups]:
+            if rest or len(sequence.rows) != len(groups):
                 raise ValueError(f"pages: a sequence of {len(sequence.tokens)} tokens has not just its whole pages")
-            if not all(0 <= token < vocab_size for token in sequence.tokens):
-                raise ValueError(f"pages: expected token ids from 0 to {vocab_size - 1}, a sequence has others")
-            for rows, contents in zip(sequence.rows, self.groups, strict=True):
-                most = len(next(iter(contents.values())))
-                if rows.dtype != np.int32 or (rows.size and not PAGE_NONE <= rows.min() <= rows.max() < most):
+            check_field(f"{name}.tokens", list(sequence.tokens), ListOf(Integer(0, vocab_size - 1), most=sys.maxsize))
+            for group, (rows, of_group, most) in enumerate(zip(sequence.rows, groups, num_rows, strict=True)):
+                check_field(f"{name}.rows[{group}]", rows, Array("int32", (of_group.num_heads, num_pages)))
+                if rows.size and not PAGE_NONE <= rows.min() <= rows.max() < most:
                     raise ValueError(f"pages: expected rows from {PAGE_NONE} to {most - 1}, a sequence has others")
 
     @staticmethod
     def from_bytes(data: bytes) -> CachedPages:
-        """Decode the result of `to_bytes`.
+        """Decode the result of `to_bytes`. The data may come from an untrusted file.
 
         Raises:
-          ValueError: the data has another format or version, or is damaged.
+          ValueError: the data has another format or version, or is damaged. The message names the field.
         """
         try:
-            tensors = safetensors.numpy.load(data)
-            digest, about = tensors.pop("digest").tobytes().decode(), json.loads(tensors["about"].tobytes())
-            if about["format"] != FORMAT:
-                raise ValueError(f"format {about['format']!r}, expected {FORMAT}")
-            if digest != _digest(tensors):
-                raise ValueError("damaged, the digest is another")
-            return _decoded(about, tensors)
-        except (
-            safetensors.SafetensorError,
-            LookupError,
-            TypeError,
-            ValueError,
-            OverflowError,
-            RecursionError,
-        ) as error:
-            reason = str(error)[:200] or type(error).__name__
-            raise ValueError(f"data: no cached pages in these {len(data)} bytes: {reason}") from error
+            try:
+                tensors = safetensors.numpy.load(data)
+            except (safetensors.SafetensorError, LookupError, TypeError, ValueError, OverflowError) as error:
+                raise ValueError(f"not a safetensors file: {error}") from error
+            return _decoded(tensors)
+        except ValueError as error:
+            raise ValueError(f"data: no cached pages in these {len(data)} bytes: {str(error)[:300]}") from error
 
 
-def _decoded(about: Any, tensors: Mapping[str, np.ndarray]) -> CachedPages:
-    ends = np.cumsum([0, *(length for length, _ in about["sequences"])])
+def _decoded(tensors: dict[str, np.ndarray]) -> CachedPages:
+    """Decode the tensors of a file.
+
+    Raises:
+      ValueError: a tensor or a field of the JSON is missing or malformed, or the digest differs.
+    """
+    uint8 = Array("uint8", (None,))
+    text: Any = tensors.get("about")
+    check_field("about", text, uint8)
+    if len(text) > _MAX_ABOUT:
+        raise ValueError(f"about: expected at most {_MAX_ABOUT} bytes, got {len(text)}")
+    about = parse_json(text.tobytes())
+    check_field("about", about, ObjectOf())
+    check_field("about.format", about.get("format"), Integer(FORMAT, FORMAT))
+    digest: Any = tensors.pop("digest", None)
+    check_field("digest", digest, uint8)
+    if digest.tobytes() != _digest(tensors).encode():
+        raise ValueError("digest: the file is damaged, its digest differs")
+    pages = {name.removeprefix("pages."): array for name, array in tensors.items() if name.startswith("pages.")}
+    check_field("about", about, _about(len(pages)))
+    check_field("tokens", tensors.get("tokens"), Array("int64", (None,)))
+    lengths = [length for length, _ in about["sequences"]]
+    if sum(lengths) != len(tensors["tokens"]):
+        raise ValueError(f"about.sequences: expected {len(tensors['tokens'])} tokens together, got {sum(lengths)}")
+    groups = _decoded_groups(about, pages)
+    rows = {name: array for name, array in tensors.items() if name.startswith("rows.")}
+    if len(rows) != (num_rows := len(lengths) * len(groups)):  # before a list of `num_rows` names is made
+        raise ValueError(f"rows: expected {num_rows} tensors, got {len(rows)}")
+    names = (f"rows.{i}.{group}" for i in range(len(lengths)) for group in range(len(groups)))
+    check_field("rows", rows, dict.fromkeys(names, Array("int32", (None, None))))
+    ends = itertools.accumulate(lengths)
     sequences = tuple(
         CachedSequence(
-            tuple(tensors["tokens"][ends[i] : ends[i + 1]].tolist()),
-            str(salt),
-            tuple(tensors[f"rows.{i}.{group}"] for group in range(about["groups"])),
+            tuple(tensors["tokens"][end - length : end].tolist()),
+            salt,
+            tuple(tensors[f"rows.{i}.{group}"] for group in range(len(groups))),
         )
-        for i, (_, salt) in enumerate(about["sequences"])
+        for i, ((length, salt), end) in enumerate(zip(about["sequences"], ends, strict=True))
     )
+    return CachedPages(about["made_for"], sequences, groups)
+
+
+def _about(num_arrays: int) -> dict[str, Kind]:
+    """Fields of the JSON in a file with this number of arrays of page rows."""
+    return {
+        "format": Integer(FORMAT, FORMAT),
+        "made_for": ObjectOf(),
+        "sequences": ListOf((Integer(), TextUpTo(_MAX_ABOUT)), most=_MAX_ABOUT),
+        "groups": Integer(0, num_arrays),  # each cache group has at least one array
+        "dtypes": ObjectOf(OneOf(tuple(DTYPES))),
+    }
+
+
+def _decoded_groups(about: Mapping[str, Any], pages: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], ...]:
+    """Return the contents of the page rows of each cache group.
+
+    Args:
+      about: the checked JSON of the file.
+      pages: contents as bytes, by "group.layer.array".
+    """
     groups: list[dict[str, np.ndarray]] = [{} for _ in range(about["groups"])]
-    for name, dtype in about["dtypes"].items():
-        group, _, array = name.partition(".")
-        groups[int(group)][array] = tensors[f"pages.{name}"].view(jnp.dtype(dtype))
-    return CachedPages(dict(about["made_for"]), sequences, tuple(groups))
+    if pages.keys() != about["dtypes"].keys():
+        names = shown(sorted(pages.keys() ^ about["dtypes"].keys()))
+        raise ValueError(f"about.dtypes: expected the names of the tensors with pages, different are {names}")
+    numbers = {str(number): number for number in range(len(groups))}
+    for name, array in pages.items():
+        group, _, array_name = name.partition(".")
+        dtype = DTYPES[about["dtypes"][name]]
+        if group not in numbers:
+            raise ValueError(f"pages.{shown(name)}: expected a cache group from 0 to {len(groups) - 1}")
+        if array.dtype != np.uint8 or array.ndim < 2 or array.shape[-1] % dtype.itemsize:
+            expected = f"an array uint8 [rows, ...] with a multiple of {dtype.itemsize} bytes in its last axis"
+            raise ValueError(f"pages.{shown(name)}: expected {expected}, got {array.dtype} {list(array.shape)}")
+        groups[numbers[group]][array_name] = array.view(dtype)
+    return tuple(groups)
 
 
 def numbered(
     sequences: Sequence[CachedSequence], num_groups: int
 ) -> tuple[tuple[CachedSequence, ...], tuple[Int32[np.ndarray, "n"], ...]]:
-    """Number the page rows of the given sequences from 0.
+    """Replace the pools' row numbers in sequences by consecutive numbers from 0.
 
     Returns:
-      The sequences with these numbers instead of the pools' page rows; and for each group the page row of each number.
+      The sequences with consecutive numbers; and for each cache group the pool's row number of each consecutive number.
     """
     of_groups = [numbered_rows([s.rows[group] for s in sequences]) for group in range(num_groups)]
     renumbered = (
@@ -188,8 +274,15 @@ def numbered(
 def joined(
     parts: Sequence[tuple[Sequence[CachedSequence], Sequence[Mapping[str, np.ndarray]]]],
 ) -> tuple[tuple[CachedSequence, ...], tuple[Mapping[str, np.ndarray], ...]]:
-    """Concatenate parts of (sequences, contents of page rows). Rows are numbered from 0 in each part and renumbered in
-    the result, whose fields are those of `CachedPages`."""
+    """Concatenate exported pages of several data ranks.
+
+    Args:
+      parts: for each data rank its sequences, and the contents of page rows of each cache group. Row numbers start at 0
+        in each part.
+
+    Returns:
+      `sequences` and `groups` of a `CachedPages`, with renumbered rows.
+    """
     sequences: list[CachedSequence] = []
     num_rows = [0] * len(parts[0][1])
     for of_part, groups in parts:
@@ -217,10 +310,12 @@ def numbered_rows(
 
 
 def difference(made_for: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """Describe the first difference of two `made_for` in one line; None if they are equal."""
+    """Describe the first difference of two `made_for` in one line, with shortened values; None if they are
+    equal."""
     for name in dict.fromkeys([*wanted, *made_for]):
         if made_for.get(name) != wanted.get(name):
-            return f"{name} of {made_for.get(name)}, this engine's is {wanted.get(name)}"
+            shown_name = name if name in wanted else shown(name)
+            return f"{shown_name} of {shown(made_for.get(name))}, this engine's is {shown(wanted.get(name))}"
     return None
 
 
@@ -248,7 +343,17 @@ ROWS_PER_COPY = 128
 def read_rows(
     caches: Caches, layers: Sequence[int], head_wise: bool, rows: Int32[np.ndarray, "n"]
 ) -> dict[str, np.ndarray]:
-    """Copy page rows of some layers to the host: [n, ...] by "layer.array"."""
+    """Copy page rows of some layers from one device to the host.
+
+    Args:
+      caches: caches of all layers.
+      layers: indices of the layers, all of one cache group.
+      head_wise: whether a page row holds one head.
+      rows: row numbers.
+
+    Returns:
+      Contents of the rows, [n, ...], by "layer.array".
+    """
     arrays = paged(caches, layers)
     chunks = [_gather(arrays, chunk, head_wise) for chunk in in_chunks(rows, 0)]  # start all copies before reading one
     read = [jax.device_get(chunk) for chunk in chunks] or [
@@ -264,7 +369,8 @@ def write_rows(
     rows: Int32[np.ndarray, "n"],
     contents: Mapping[str, np.ndarray],
 ) -> Caches:
-    """Write page rows of some layers in place; contents as returned by `read_rows`."""
+    """Write page rows of some layers in place, and return the new caches. Arguments as `read_rows`; `contents` as its
+    result."""
     arrays = paged(caches, layers)
     for start, chunk in zip(range(0, len(rows), ROWS_PER_COPY), in_chunks(rows, np.iinfo(np.int32).max), strict=True):
         new = {name: padded(contents[name][start : start + ROWS_PER_COPY]) for name in arrays}
@@ -274,10 +380,10 @@ def write_rows(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CopiedRows:
-    """Page rows of one array of a layer, which are being copied to the host together with other layers.
+    """A running copy to the host of page rows of one cache array. One transfer contains several layers.
 
     Attributes:
-      stacked: [layers, padded rows, ...].
+      stacked: contents of all layers of the transfer, [layers, padded rows, ...].
       place: index of the layer in `stacked`.
       count: number of rows without padding.
     """
@@ -297,7 +403,7 @@ class CopiedRows:
 
 
 type RowCopies = list[dict[str, CopiedRows]]
-"""Copies of a layer's page rows: for each chunk of rows, copies by array."""
+"""Copies of a layer's page rows: for each chunk of rows, the copies by name of the array."""
 
 
 type DeviceRows = list[tuple[int, jax.Array]]
@@ -350,7 +456,7 @@ def _sent_to_host(array: jax.Array) -> jax.Array:
 def write_layer(
     cache: LayerCache, head_wise: bool, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
 ) -> LayerCache:
-    """Write page rows of one layer in place; contents [n, ...] by array."""
+    """Write page rows of one layer in place, and return the new cache. `contents` has [n, ...] by name of the array."""
     arrays = _paged_arrays(cache)
     for start, chunk in _by_size(rows, np.iinfo(np.int32).max):
         new = {name: padded(contents[name][start : start + len(chunk)], len(chunk)) for name in arrays}
@@ -370,7 +476,7 @@ def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes], layer_ranges: Seq
 
 
 def _by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, Int32[np.ndarray, "m"]]]:
-    """Split rows into chunks of ROWS_PER_COPY, the last one padded to a power of two. Yield (start, chunk)."""
+    """Split row numbers into chunks of ROWS_PER_COPY, the last one padded to a power of two. Yield (start, chunk)."""
     for start in range(0, len(rows), ROWS_PER_COPY):
         chunk = rows[start : start + ROWS_PER_COPY]
         size = 1 << (len(chunk) - 1).bit_length()
@@ -378,12 +484,12 @@ def _by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, 
 
 
 def _paged_arrays(cache: LayerCache) -> dict[str, jax.Array]:
-    """Arrays of a layer that have pages, by name. Static scales have no pages."""
+    """Arrays of a layer that consist of page rows, by name. Static scales do not."""
     return {name: array for name, array in cache_arrays(cache).items() if array.ndim > 2}
 
 
 def paged(caches: Caches, layers: Sequence[int]) -> dict[str, jax.Array]:
-    """Arrays of some layers that have pages, by "layer.array"."""
+    """Arrays of some layers that consist of page rows, by "layer.array"."""
     return {f"{layer}.{name}": a for layer in layers for name, a in _paged_arrays(caches[layer]).items()}
 
 
@@ -397,7 +503,7 @@ def with_paged(caches: Caches, layers: Sequence[int], arrays: Mapping[str, jax.A
 
 
 def in_chunks(rows: Int32[np.ndarray, "n"], padding: int) -> list[Int32[np.ndarray, "m"]]:
-    """Split rows into chunks of ROWS_PER_COPY, the last one padded."""
+    """Split row numbers into chunks of ROWS_PER_COPY. The last chunk is padded to this size."""
     whole = np.pad(rows, (0, -len(rows) % ROWS_PER_COPY), constant_values=padding)
     return list(whole.reshape(-1, ROWS_PER_COPY))
 

@@ -1,6 +1,6 @@
 """KV-cache transfer of one engine: export and import of pages, pages that arrive, and pages reported as written.
 
-The public methods are those of `Engine`, which delegates to this class.
+`Engine` has the public methods and their documentation; it delegates to `EngineTransfers`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from models.decoder.mesh import spans_processes
 from models.engine.config import EngineConfig
 from models.engine.group_sizes import GroupSizes
 from models.engine.kv_transfer.cached_pages import CachedPages, CachedSequence, difference, joined, numbered
+from models.engine.kv_transfer.fields import Integer, ObjectOf, TextUpTo, check_field
 from models.engine.kv_transfer.incoming_pages import IncomingPages
 from models.engine.kv_transfer.written_pages import WrittenFeed, WrittenLayer
 from models.engine.request import Request
@@ -34,7 +36,7 @@ class EngineTransfers:
     Attributes:
       feed: reports written pages; None before `watch`.
       incoming: pages of prompts that another engine computes, while they are open.
-      awaited: requests and the incoming pages that are closed once the request has been admitted.
+      awaited: requests with incoming pages. The pages are closed once the request has been admitted or has ended.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class EngineTransfers:
         """Start without transfers.
 
         Args:
-          config: the engine's.
+          config: the configuration of the engine.
           groups: cache groups.
-          pools, prefix_caches: of each data rank; `prefix_caches` is empty without prefix caching.
+          pools: page pools of each data rank.
+          prefix_caches: prefix cache of each data rank; empty without prefix caching.
           runner: reads and writes the device's caches.
-          changing: context manager that surrounds every change of the engine.
+          changing: context manager for every change of the engine. If an exception ends the block, the next change
+            clears all caches, so arguments are checked before the block.
         """
         self._config, self._groups, self._pools = config, tuple(groups), tuple(pools)
         self._prefix_caches, self._runner = tuple(prefix_caches), runner
@@ -108,7 +112,11 @@ class EngineTransfers:
         )
 
     def _export(self, found_on_ranks: Mapping[int, Iterable[tuple[Sequence[int], str, Prefix]]]) -> CachedPages:
-        """Copy pages to the host: for each data rank (tokens, salt, page rows of the prefix)."""
+        """Copy pages to the host.
+
+        Args:
+          found_on_ranks: for each data rank, the tokens, the salt and the page rows of each prefix.
+        """
         page_size, parts = self._config.page_size, []
         for rank, found in found_on_ranks.items():
             taken = [CachedSequence(tuple(t[: r[0].shape[1] * page_size]), salt, r) for t, salt, r in found]
@@ -120,6 +128,9 @@ class EngineTransfers:
     def insert(self, pages: CachedPages, vocab_size: int) -> int:
         """See `Engine.import_pages`."""
         caches = self.intact_prefix_caches()
+        if not isinstance(pages, CachedPages):
+            raise ValueError(f"pages: expected CachedPages, got a {type(pages).__name__}")
+        check_field("pages.made_for", pages.made_for, ObjectOf())
         if (unlike := difference(pages.made_for, self.cache_format)) is not None:
             raise ValueError(f"pages: expected pages of an engine like this one, got {unlike}")
         formats = [self._runner.row_format(group) for group in self._groups]
@@ -135,7 +146,14 @@ class EngineTransfers:
         return sum(hits) * self._config.page_size
 
     def _write_pages(self, pages: CachedPages, sequence: CachedSequence, rows: Prefix, rank: int) -> None:
-        """Write pages of a sequence to `rows` of a data rank; pages without a row (PAGE_NONE) are skipped."""
+        """Write the pages of a sequence.
+
+        Args:
+          pages: the imported pages.
+          sequence: the sequence in `pages`.
+          rows: for each cache group, the row numbers to write; PAGE_NONE for pages that are not written.
+          rank: data rank of the rows.
+        """
         for group, contents, theirs, own in zip(self._groups, pages.groups, sequence.rows, rows, strict=True):
             given = own != PAGE_NONE
             new = {name: array[theirs[given]] for name, array in contents.items()}
@@ -158,8 +176,10 @@ class EngineTransfers:
                 "mesh: pages can arrive layer by layer only on one device; import_pages works on a mesh"
             )
         (cache,) = self.intact_prefix_caches()
+        check_field("made_for", made_for, ObjectOf())
         if (unlike := difference(made_for, self.cache_format)) is not None:
             raise ValueError(f"made_for: expected an engine like this one, got {unlike}")
+        check_field("salt", salt, TextUpTo(sys.maxsize))
         ids = check_ids("tokens", tokens)
         if len(ids) > max_len:
             raise ValueError(f"tokens: expected at most {max_len}, got {len(ids)}")
@@ -211,10 +231,8 @@ class EngineTransfers:
         """Raise ValueError or NotImplementedError as `Engine.watch_written`."""
         if not callable(consumer):
             raise ValueError(f"consumer: expected a function, got {consumer!r}")
-        if max_bytes < 1:
-            raise ValueError(f"max_bytes: expected at least 1, got {max_bytes}")
-        if num_chunks < 1:
-            raise ValueError(f"pieces: expected at least 1, got {num_chunks}")
+        check_field("max_bytes", max_bytes, Integer(1))
+        check_field("pieces", num_chunks, Integer(1))
         if self.feed is not None and self.feed.is_open:
             raise ValueError("consumer: the engine already has an open feed; close it first")
         if self._config.mesh is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from models.engine.group_sizes import GroupSizes
+from models.engine.kv_transfer.fields import Array, Integer, check_field
 from models.engine.runner import Runner
 from pallas_attn import PAGE_NONE
 from pallas_attn.cache import GroupPools, PrefixCache
@@ -22,7 +23,8 @@ class _Chunk:
     Attributes:
       step: number of the other engine's step.
       first_page, end_page: range of pages.
-      rows: for each cache group, page rows [heads, pages] allocated here; None before the group's first layer arrives.
+      rows: for each cache group, the row numbers int32 [heads, pages] allocated in this engine's pool; None before the
+        first layer of the group arrives.
       next_layer: number of layers that have arrived.
     """
 
@@ -34,12 +36,13 @@ class _Chunk:
 
 
 class IncomingPages:
-    """Receives the leading pages of a prompt into an engine's cache; made by `Engine.receive_pages`.
+    """Writes the first pages of a prompt into an engine's cache, layer by layer; made by `Engine.receive_pages`.
 
-    Page rows are allocated as pages arrive. They are held until `close`, or until no later token attends to them: held
-    rows are not given to requests. Requests can find pages once all layers of the pages are written. If requests could
-    not progress because of held rows, or the engine starts over, all rows are released. Then `is_lost` is True, and
-    further pages are ignored. A request computes all pages that are missing.
+    A page row is the part of a page in one cache array: all KV heads, or one head if heads have different windows. Rows
+    are allocated as pages arrive. They are held until `close`, or until no later token attends to them: held rows are
+    not given to requests. The prefix cache contains a page once all its layers are written. If requests cannot progress
+    because of held rows, or the engine clears its caches after an exception, all rows are released. Then `is_lost` is
+    True, and further pages are ignored. A request computes all pages that are missing.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class IncomingPages:
         self._rows = [np.full((group.num_heads, num_pages), PAGE_NONE, np.int32) for group in groups]
         self._num_pages = 0
         self._chunk: _Chunk | None = None
+        self._last_step = -1  # newest step of which a layer arrived
         self._open, self._lost = True, False
 
     @property
@@ -95,26 +99,26 @@ class IncomingPages:
         Pages that have already arrived are skipped.
 
         Args:
-          step: number of the step.
+          step: number of the step; ascending.
           layer: number of the layer; layers come in order.
           first_page: index of the first page in the prompt.
           rows: index of each page in the rows of `contents`; PAGE_NONE for pages that were not sent.
           contents: [rows, ...] by array.
 
         Raises:
-          ValueError: pages outside the prompt or with a gap before them, a layer out of order, or rows of another
-            format. Nothing is written.
+          ValueError: pages outside the prompt or with a gap before them, a layer or a step out of order, or an argument
+            of another type or format. Nothing is written.
         """
+        self.check(step, layer, first_page, rows, contents)
         if not self._open:
             return
-        chunk = self._chunk_of(step, layer, first_page, rows)
-        self._check(chunk, layer, rows, contents)
+        chunk = self._chunk_of(step, first_page, rows)
         with self._changing():
             if not self._open:
                 return  # entering `_changing` made the engine start over, which released the rows
             if chunk is not self._chunk:
                 self._drop_chunk()
-                self._chunk = chunk
+                self._chunk, self._last_step = chunk, step
             own = self._take(chunk, layer, rows)
             if own is None:
                 self.lose()
@@ -143,37 +147,75 @@ class IncomingPages:
                 pool.drop(rows.T[rows.T != PAGE_NONE].tolist())
         self._open, self._lost, self._chunk = False, True, None
 
-    def _chunk_of(self, step: int, layer: int, first_page: int, rows: np.ndarray) -> _Chunk:
+    def _chunk_of(self, step: int, first_page: int, rows: np.ndarray) -> _Chunk:
         """Return the chunk of a layer: the current chunk, or a new one if a new step begins."""
         chunk = self._chunk
         if chunk is None or step != chunk.step:
-            chunk = _Chunk(step, first_page, first_page + rows.shape[-1], [None] * len(self._groups))
-        if layer != chunk.next_layer:
-            raise ValueError(f"layer: expected {chunk.next_layer} of step {step}, got {layer}")
-        if rows.ndim != 2 or (first_page, first_page + rows.shape[1]) != (chunk.first_page, chunk.end_page):
-            raise ValueError(f"rows: expected pages {chunk.first_page} to {chunk.end_page} in every layer of the step")
-        if not 0 <= first_page <= self._num_pages or chunk.end_page > self._rows[0].shape[1]:
-            wanted = f"at most {self._num_pages}, and pages up to {self._rows[0].shape[1]}"
-            raise ValueError(f"first_page: expected {wanted}, got pages {first_page} to {chunk.end_page}")
+            chunk = _Chunk(step, first_page, first_page + rows.shape[1], [None] * len(self._groups))
         return chunk
 
-    def _check(self, chunk: _Chunk, layer: int, rows: np.ndarray, contents: Mapping[str, np.ndarray]) -> None:
-        """Raise ValueError unless rows and contents have the format of a layer."""
+    def check(
+        self,
+        step: int,
+        layer: int,
+        first_page: int,
+        rows: Int32[np.ndarray, "heads pages"],
+        contents: Mapping[str, np.ndarray],
+    ) -> None:
+        """Raise the ValueError that `write` would raise. The order of steps and layers is checked while pages are
+        written, and not after `close`."""
+        check_field("step", step, Integer())
+        check_field("layer", layer, Integer(0, len(self._of_layer) - 1))
+        check_field("first_page", first_page, Integer(0, self._rows[0].shape[1]))
+        self._check_rows(layer, first_page, rows, contents)
+        if self._open:
+            self._check_order(step, layer, first_page, rows)
+
+    def _check_rows(self, layer: int, first_page: int, rows: np.ndarray, contents: Mapping[str, np.ndarray]) -> None:
+        """Check the format of rows and contents, and that no page is missing that later tokens attend to."""
+        if not isinstance(contents, Mapping) or not all(isinstance(array, np.ndarray) for array in contents.values()):
+            raise ValueError(f"contents: expected arrays by name, got a {type(contents).__name__}")
         if {name: (array.shape[1:], array.dtype) for name, array in contents.items()} != self._formats[layer]:
             raise ValueError(f"contents: layer {layer} has other shapes or dtypes than the cache's rows")
         counts = {len(array) for array in contents.values()}
-        heads, most = self._groups[self._of_layer[layer]].num_heads, min(counts)
-        if len(counts) != 1 or rows.dtype != np.int32 or len(rows) != heads:
-            raise ValueError(f"rows: expected int32 of {heads} heads, and the same number of rows in every array")
-        if rows.size and not PAGE_NONE <= rows.min() <= rows.max() < most:
+        if len(counts) != 1:
+            raise ValueError(f"contents: expected the same number of rows in every array, got {sorted(counts)}")
+        (most,) = counts
+        group = self._of_layer[layer]
+        check_field("rows", rows, Array("int32", (self._groups[group].num_heads, None)))
+        end_page, num_pages = first_page + rows.shape[1], self._rows[0].shape[1]
+        if not first_page < end_page <= num_pages:
+            raise ValueError(
+                f"rows: expected 1 to {num_pages - first_page} pages from {first_page}, got {rows.shape[1]}"
+            )
+        if not PAGE_NONE <= rows.min() <= rows.max() < most:
             raise ValueError(f"rows: expected numbers from {PAGE_NONE} to {most - 1}, got {rows.min()} to {rows.max()}")
+        # The prefix cache must not contain a page without rows that every longer sequence needs.
+        optional = self._pools.pools[group].is_unseen(first_page, end_page, self._pools.table_tokens)
+        if lacking := np.argwhere((rows == PAGE_NONE) & ~optional).tolist():
+            head, page = lacking[0]
+            raise ValueError(f"rows: expected a row for page {first_page + page} of head {head}, got {PAGE_NONE}")
+
+    def _check_order(self, step: int, layer: int, first_page: int, rows: np.ndarray) -> None:
+        """Check that a layer is the next one of the current chunk, or the first one of a new step."""
+        chunk = self._chunk
+        if chunk is None or step != chunk.step:
+            if step <= self._last_step:
+                raise ValueError(f"step: expected an integer of at least {self._last_step + 1}, got {step}")
+            if first_page > self._num_pages:
+                raise ValueError(f"first_page: expected at most {self._num_pages}, got {first_page}")
+            chunk = self._chunk_of(step, first_page, rows)
+        if layer != chunk.next_layer:
+            raise ValueError(f"layer: expected {chunk.next_layer} of step {step}, got {layer}")
+        if (first_page, first_page + rows.shape[1]) != (chunk.first_page, chunk.end_page):
+            raise ValueError(f"rows: expected pages {chunk.first_page} to {chunk.end_page} in every layer of the step")
         own = chunk.rows[self._of_layer[layer]]
         if own is not None and (own != PAGE_NONE)[rows == PAGE_NONE].any():
             raise ValueError(f"rows: layer {layer} lacks pages that other layers of its cache group have")
 
     def _take(self, chunk: _Chunk, layer: int, rows: np.ndarray) -> np.ndarray | None:
-        """Return the page rows of a chunk in the layer's group. They are allocated when the group's first layer
-        arrives; None if too few are free."""
+        """Return the row numbers of a chunk in the cache group of a layer; None if too few rows are free. They are
+        allocated when the first layer of the group arrives."""
         group = self._of_layer[layer]
         own = chunk.rows[group]
         if own is None:

@@ -2,21 +2,29 @@
 
 prefill process                                    decode process
 serve_prefill(engine, transport)                   RemotePrefill(engine, transport)
+                            <-> hello, proof, format   both must have the same secret and cache format
                              <- prompt                 add_request
   step: layer 0 written      -> layer                  poll: written to held page rows
         layer 1 written      -> layer                  poll: written; published after the last layer
   prompt computed            -> done                   poll: request added to the engine, finds its pages
                                                        step: tokens after the last full page, then decoding
+                             <- bye                    close
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import queue
+import functools
+import hmac
+import itertools
+import json
+import secrets
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,19 +32,64 @@ import numpy as np
 
 from models.engine.engine import Engine, OnToken
 from models.engine.kv_transfer.cached_pages import difference
+from models.engine.kv_transfer.fields import Array, Integer, Kind, ListOf, ObjectOf, OneOf, TextUpTo, check_field
 from models.engine.kv_transfer.incoming_pages import IncomingPages
 from models.engine.kv_transfer.transport import Transport, TransportError
-from models.engine.kv_transfer.written_pages import ConsumerError, WrittenLayer
+from models.engine.kv_transfer.written_pages import ConsumerError, WrittenFeed, WrittenLayer
 from models.engine.outputs import RequestId, RequestOutput
 from models.engine.request import Request, SamplingParams, as_integers
+from models.engine.tracked_request import TrackedRequest
 
-VERSION = 1
+VERSION = 2
 """Version of the message format."""
 
-_INBOX = 256
-"""Maximum number of received messages that wait for the engine. When the queue is full, the sender blocks."""
+MAX_PROMPTS = 256
+"""Maximum number of unfinished prompts in the prefill process. `RemotePrefill` sends further prompts later, and
+`serve_prefill` refuses them."""
+
+_MAX_MESSAGES = 256
+"""Maximum number of received messages that wait for the engine. Then the receiving thread pauses, and the sender
+blocks."""
+
+_INBOX_BYTES = 2**28
+"""Default size of received messages in bytes that may wait for the engine."""
+
+_MESSAGES_PER_CALL = 64
+"""Maximum number of messages handled between two steps of an engine."""
+
+_LEAST_SECRET = 16
+"""Minimum length of a shared secret in bytes."""
 
 _PREFILL = SamplingParams(max_tokens=1)
+
+_NUMBER = Integer()
+_SALT = TextUpTo(2**16)  # a character may need 12 bytes of JSON, and a header has at most 1 MiB
+_GREETING: dict[str, dict[str, Kind]] = {
+    "hello": {"version": Integer(VERSION, VERSION), "role": OneOf(("prefill", "decode")), "nonce": TextUpTo(64)},
+    "proof": {"code": TextUpTo(64)},
+    "format": {"made_for": ObjectOf()},
+}
+"""Fields of the first three messages, in this order, which both processes send."""
+
+_TO_PREFILL: dict[str, dict[str, Kind]] = _GREETING | {
+    "prompt": {"number": _NUMBER, "salt": _SALT},
+    "bye": {},
+}
+"""Fields of messages to the prefill process, by kind. A prompt has the array `tokens` (int32 [n])."""
+
+_TO_DECODE: dict[str, dict[str, Kind]] = _GREETING | {
+    "layer": {
+        "step": Integer(),
+        "layer": Integer(0, 2**16),
+        "chunks": ListOf((_NUMBER, Integer(0, 2**31 - 1)), most=MAX_PROMPTS, least=1),
+    },
+    "done": {"number": _NUMBER},
+    "refused": {"number": _NUMBER, "reason": TextUpTo(2**12)},
+}
+"""Fields of messages to the decode process, by kind. A layer has for each chunk (number of a prompt, first page) an
+array `rows.<index of the chunk>` (int32 [heads, pages]), and arrays `pages.<name>` with the contents of page rows."""
+
+type _Message = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 class TransferError(RuntimeError):
@@ -47,47 +100,171 @@ HandOverError = TransferError
 """Former name of `TransferError`."""
 
 
-class _Inbox:
-    """Messages of a transport, received on a separate thread, so that the sender does not wait for a step to end."""
+def _check_message(header: Any, arrays: Mapping[str, np.ndarray], kinds: Mapping[str, Mapping[str, Kind]]) -> None:
+    """Check that a message is of one of these kinds and has exactly the fields and arrays of its kind.
 
-    def __init__(self, transport: Transport):
-        self._transport = transport
-        self._messages: queue.Queue[tuple[dict[str, Any], dict[str, np.ndarray]] | TransportError] = queue.Queue(_INBOX)
+    Raises:
+      ValueError: it is not. The message names the field, the expectation and the value.
+    """
+    check_field("message", header, ObjectOf())
+    check_field("kind", header.get("kind"), OneOf(tuple(kinds)))
+    kind = header["kind"]
+    check_field(kind, {name: value for name, value in header.items() if name != "kind"}, kinds[kind])
+    expected: dict[str, Kind] = {}
+    if kind == "prompt":
+        expected = {"tokens": Array("int32", (None,))}
+    elif kind == "layer":
+        expected = {f"rows.{i}": Array("int32", (None, None)) for i in range(len(header["chunks"]))}
+        arrays = {name: array for name, array in arrays.items() if not name.startswith("pages.")}
+    check_field(f"{kind}.arrays", dict(arrays), expected)
+
+
+def _num_bytes(value: Any) -> int:
+    """Memory of a message's header or arrays in bytes."""
+    match value:
+        case dict():
+            return sys.getsizeof(value) + sum(_num_bytes(k) + _num_bytes(v) for k, v in value.items())
+        case list():
+            return sys.getsizeof(value) + sum(map(_num_bytes, value))
+        case np.ndarray():
+            return sys.getsizeof(value) + value.nbytes
+        case _:
+            return sys.getsizeof(value)
+
+
+class _Inbox:
+    """Messages of a transport, received on a separate thread, so that the sender does not wait for a step to end.
+
+    The thread checks each message with `_check_message`. It pauses while `_MAX_MESSAGES` messages or more than
+    `max_bytes` bytes wait in the inbox; an inbox without messages takes a message of any size.
+    """
+
+    def __init__(self, transport: Transport, kinds: Mapping[str, Mapping[str, Kind]], max_bytes: int):
+        self._transport, self._kinds, self._max_bytes = transport, kinds, max_bytes
+        self._changed = threading.Condition()
+        self._messages: deque[tuple[_Message, int]] = deque()  # messages and their sizes in bytes
+        self._num_bytes = 0
+        self._error: BaseException | None = None
+        self._closed = False
         threading.Thread(target=self._run, name="pages arriving", daemon=True).start()
 
-    def next(self, timeout_s: float) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    def next(self, timeout_s: float) -> _Message | None:
         """Return the next message; None if none arrives within `timeout_s`.
 
         Raises:
-          TransferError: the connection is closed and all messages have been read.
+          TransferError: the receiving thread ended, for any reason, and all earlier messages have been returned.
         """
-        try:
-            message = self._messages.get(timeout=timeout_s) if timeout_s > 0 else self._messages.get_nowait()
-        except queue.Empty:
-            return None
-        if isinstance(message, TransportError):
-            raise TransferError(f"transport: {message}") from message
-        return message
+        with self._changed:
+            if timeout_s > 0:
+                self._changed.wait_for(lambda: self._messages or self._error is not None, timeout_s)
+            if self._messages:
+                message, num_bytes = self._messages.popleft()
+                self._num_bytes -= num_bytes
+                self._changed.notify_all()
+                return message
+            if self._error is None:
+                return None
+            kind = "" if isinstance(self._error, TransportError | ValueError) else f"{type(self._error).__name__}: "
+            raise TransferError(f"transport: {kind}{self._error}") from self._error
+
+    def close(self) -> None:
+        """Drop all messages, and end the thread once the transport is closed."""
+        with self._changed:
+            self._closed = True
+            self._messages.clear()
+            self._num_bytes = 0
+            self._changed.notify_all()
 
     def _run(self) -> None:
         try:
-            while True:
-                self._messages.put(self._transport.receive())
-        except TransportError as error:
-            self._messages.put(error)
+            while self._add(self._transport.receive()):
+                pass
+        except BaseException as error:  # noqa: BLE001 - `next` raises it; otherwise the engine's thread would wait forever
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _add(self, message: _Message) -> bool:
+        """Add a message as soon as there is room. Return False if the inbox was closed."""
+        _check_message(*message, self._kinds)
+        num_bytes = sum(map(_num_bytes, message))
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_room(num_bytes))
+            if self._closed:
+                return False
+            self._messages.append((message, num_bytes))
+            self._num_bytes += num_bytes
+            self._changed.notify_all()
+        return True
+
+    def _has_room(self, num_bytes: int) -> bool:
+        fits = len(self._messages) < _MAX_MESSAGES and self._num_bytes + num_bytes <= self._max_bytes
+        return fits or not self._messages
 
 
-def _greet(engine: Engine, transport: Transport, inbox: _Inbox, timeout_s: float) -> None:
-    """Exchange cache formats with the other process, and check that they are equal."""
-    _send(transport, {"kind": "hello", "version": VERSION, "made_for": engine.cache_format})
-    message = inbox.next(timeout_s)
-    if message is None:
-        raise TransferError(f"transport: no message within {timeout_s:g} s")
-    header, _ = message
-    if (header.get("kind"), header.get("version")) != ("hello", VERSION):
-        raise TransferError(f"transport: expected a greeting of version {VERSION}, got {str(header)[:100]}")
-    if (unlike := difference(header.get("made_for") or {}, engine.cache_format)) is not None:
+# --- greeting
+
+
+def _check_secret(secret: bytes | None) -> None:
+    if secret is None:
+        return
+    if not isinstance(secret, bytes):
+        raise ValueError(f"secret: expected bytes or None, got a {type(secret).__name__}")
+    if len(secret) < _LEAST_SECRET:
+        raise ValueError(f"secret: expected at least {_LEAST_SECRET} bytes, got {len(secret)}")
+
+
+def _greet(
+    engine: Engine, transport: Transport, inbox: _Inbox, timeout_s: float, secret: bytes | None, role: str
+) -> None:
+    """Check that the other process has the other role, the same secret and the same cache format.
+
+    Each process sends a random nonce, and proves with an HMAC of both nonces and its role that it has the secret. The
+    role prevents that a process's own proof is sent back to it. A process sends its cache format only after the other
+    process's proof.
+
+    Raises:
+      TransferError: the other process ended, does not answer in time, or is not accepted.
+      ValueError: the cache formats differ.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    nonces = {role: secrets.token_hex(32)}
+    _send(transport, {"kind": "hello", "version": VERSION, "role": role, "nonce": nonces[role]})
+    hello = _greeting(inbox, "hello", deadline_s, timeout_s)
+    other: str = hello["role"]
+    if other == role:
+        raise TransferError(f"transport: expected a process of the other role, got another {role} process")
+    nonces[other] = hello["nonce"]
+    _send(transport, {"kind": "proof", "code": _proof(secret, role, nonces)})
+    code: str = _greeting(inbox, "proof", deadline_s, timeout_s)["code"]
+    if (secret is None) != (code == ""):
+        has = "has none, and this process has one" if code == "" else "has one, and this process has none"
+        raise TransferError(f"transport: secret: the other process {has}")
+    if not hmac.compare_digest(code.encode(), _proof(secret, other, nonces).encode()):
+        raise TransferError("transport: secret: the other process has another one")
+    _send(transport, {"kind": "format", "made_for": engine.cache_format})
+    made_for = _greeting(inbox, "format", deadline_s, timeout_s)["made_for"]
+    if (unlike := difference(made_for, engine.cache_format)) is not None:
         raise ValueError(f"engine: expected the cache format of the other process, which has {unlike}")
+
+
+def _greeting(inbox: _Inbox, kind: str, deadline_s: float, timeout_s: float) -> dict[str, Any]:
+    """Return the header of the next message, which must be of this kind."""
+    message = inbox.next(max(deadline_s - time.monotonic(), 1e-3))
+    if message is None:
+        raise TransferError(f"transport: no greeting within {timeout_s:g} s")
+    header, _ = message
+    if header["kind"] != kind:
+        raise TransferError(f"transport: kind: expected {kind}, got {header['kind']}")
+    return header
+
+
+def _proof(secret: bytes | None, role: str, nonces: Mapping[str, str]) -> str:
+    """Authentication code with which a process of a role proves that it has the secret; empty without a secret."""
+    if secret is None:
+        return ""
+    text = json.dumps(["pallas_attn KV-cache transfer", VERSION, role, nonces["prefill"], nonces["decode"]])
+    return hmac.digest(secret, text.encode(), "sha256").hex()
 
 
 _NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
@@ -100,28 +277,48 @@ def _send(transport: Transport, header: dict[str, Any], arrays: Mapping[str, np.
         raise TransferError(f"transport: {error}") from error
 
 
+def _remove(engine: Engine, requests: Sequence[TrackedRequest]) -> None:
+    """Abort unfinished requests, and delete the records of all."""
+    for tracked in requests:
+        request_id = tracked.request.request_id
+        if engine.knows(request_id):
+            engine.abort(request_id)
+        if engine.knows(request_id):  # an abort may delete the oldest records
+            engine.forget(request_id)
+
+
 # --- prefill process
 
 
-def serve_prefill(engine: Engine, transport: Transport, *, timeout_s: float = 60.0, max_bytes: int = 2**30) -> int:
+def serve_prefill(
+    engine: Engine,
+    transport: Transport,
+    *,
+    timeout_s: float = 60.0,
+    max_bytes: int = 2**30,
+    secret: bytes | None = None,
+) -> int:
     """Compute the prompts of a `RemotePrefill` and send their pages layer by layer, until the other process closes.
 
     Args:
       engine: engine with a prefix cache. Other threads must not use it during this call.
       transport: connection to the other process; closed at the end.
-      timeout_s: maximum time in seconds that pages may wait to be sent.
+      timeout_s: maximum time in seconds that pages may wait to be sent, and of the greeting.
       max_bytes: backlog of unsent pages in bytes above which no step is launched.
+      secret: at least 16 bytes. Only a process with the same secret is served. None serves every process that has no
+        secret.
 
     Returns:
       Number of computed prompts.
 
     Raises:
-      TransferError: the other process ended or does not receive. All its prompts have been aborted, so no page is held.
-        Computed pages stay in the prefix cache.
-      ValueError: the engines have different cache formats; or as `Engine.watch_written`.
+      TransferError: the other process ended, does not receive, sent an invalid message, or has another secret. All its
+        prompts have been aborted, so no page is held. Computed pages stay in the prefix cache.
+      ValueError: the engines have different cache formats; the secret is too short; or as `Engine.watch_written`.
       NotImplementedError: as `Engine.watch_written`.
     """
-    return _PrefillServer(engine, transport, timeout_s, max_bytes).serve()
+    _check_secret(secret)
+    return _PrefillServer(engine, transport, timeout_s, max_bytes).serve(secret)
 
 
 class _PrefillServer:
@@ -130,15 +327,17 @@ class _PrefillServer:
     def __init__(self, engine: Engine, transport: Transport, timeout_s: float, max_bytes: int):
         self._engine, self._transport = engine, transport
         self._timeout_s, self._max_bytes = timeout_s, max_bytes
-        self._numbers: dict[RequestId, int] = {}  # the other process's number of each unfinished prompt
-        self._names: dict[RequestId, int] = {}  # and of prompts with layers left to send; read by the feed's thread
+        self._prompts: list[TrackedRequest] = []  # unfinished prompts
+        # The other process's number of each prompt with layers left to send. The feed's thread reads it.
+        self._numbers: dict[RequestId, int] = {}
+        self._next = 0  # the least number that a new prompt may have
         self._ended = False
         self._served = 0
 
-    def serve(self) -> int:
-        engine, inbox = self._engine, _Inbox(self._transport)
+    def serve(self, secret: bytes | None) -> int:
+        engine, inbox = self._engine, _Inbox(self._transport, _TO_PREFILL, _INBOX_BYTES)
         try:
-            _greet(engine, self._transport, inbox, self._timeout_s)
+            _greet(engine, self._transport, inbox, self._timeout_s, secret, "prefill")
             feed = engine.watch_written(self._send_layer, max_bytes=2 * self._max_bytes)
             try:
                 while not self._ended:
@@ -147,66 +346,92 @@ class _PrefillServer:
                     if feed.error is not None:
                         raise feed.error
                     engine.step()
-                    for request_id in [r for r in self._numbers if engine.output(r).finish_reason is not None]:
-                        self._finish(request_id, feed)
+                    self._finish_prompts(feed)
                     self._take(inbox)
             except ConsumerError as error:
-                while not self._ended and (message := inbox.next(0)) is not None:
-                    self._ended = message[0].get("kind") == "bye"
-                if not self._ended:  # otherwise the other process closed regularly
+                if not self._said_bye(inbox):  # otherwise the other process closed regularly
                     raise TransferError(f"transport: {error}") from error
             finally:
                 feed.close()
-                for request_id in self._numbers:
-                    engine.abort(request_id)
+                _remove(engine, self._prompts)
         finally:
             self._transport.close()
+            inbox.close()
         return self._served
 
     def _take(self, inbox: _Inbox) -> None:
-        """Handle messages of the other process. Wait for messages while no prompt is unfinished."""
-        while not self._ended:
-            message = inbox.next(0 if self._numbers else 1.0)
+        """Handle messages of the other process. Wait up to 1 s for a message if the engine has nothing to compute."""
+        timeout_s = 0.0 if self._engine.has_unfinished else 1.0
+        for _ in range(_MESSAGES_PER_CALL):
+            message = inbox.next(timeout_s)
             if message is None:
-                if self._numbers:
-                    return
-                continue
-            header, _ = message
-            match header:
-                case {"kind": "prompt", "number": int(number), "tokens": list(tokens), "salt": str(salt)}:
-                    self._add(number, tokens, salt)
-                case {"kind": "bye"}:
+                return
+            timeout_s = 0.0
+            header, arrays = message
+            match header["kind"]:
+                case "prompt":
+                    if header["number"] < self._next:
+                        wanted = f"an integer of at least {self._next}"
+                        raise TransferError(f"transport: prompt.number: expected {wanted}, got {header['number']}")
+                    self._next = header["number"] + 1
+                    self._add(header["number"], arrays["tokens"].tolist(), header["salt"])
+                case "bye":
                     self._ended = True
-                case _:
-                    raise TransferError(f"transport: expected a prompt, got {str(header)[:100]}")
+                    return
+                case kind:
+                    raise TransferError(f"transport: kind: expected prompt or bye, got {kind}")
+
+    def _said_bye(self, inbox: _Inbox) -> bool:
+        """Whether one of the last messages of the other process, whose connection is lost, is `bye`."""
+        deadline_s = time.monotonic() + 1.0
+        with contextlib.suppress(TransferError):  # all messages have been read
+            while (message := inbox.next(max(deadline_s - time.monotonic(), 0))) is not None:
+                if message[0]["kind"] == "bye":
+                    return True
+                if time.monotonic() > deadline_s:
+                    break
+        return False
 
     def _add(self, number: int, tokens: list[int], salt: str) -> None:
+        """Queue a prompt, or refuse it."""
+        if len(self._numbers) >= MAX_PROMPTS:
+            self._refuse(number, f"expected at most {MAX_PROMPTS} unfinished prompts")
+            return
         try:
-            request_id = self._engine.add_request(tokens, _PREFILL, salt=salt)
+            tracked = self._engine._add(tokens, _PREFILL, salt=salt, own=self._prompts)
         except ValueError as error:
-            _send(self._transport, {"kind": "refused", "number": number, "reason": str(error)})
+            self._refuse(number, str(error))
             return
-        refusal = self._engine.output(request_id).refusal
-        if refusal is not None:
-            _send(self._transport, {"kind": "refused", "number": number, "reason": refusal})
+        if tracked.refusal is not None:
+            self._prompts.remove(tracked)
+            self._engine.forget(tracked.request.request_id)
+            self._refuse(number, tracked.refusal)
             return
-        self._numbers[request_id] = self._names[request_id] = number
+        self._numbers[tracked.request.request_id] = number
 
-    def _finish(self, request_id: RequestId, feed: Any) -> None:
+    def _refuse(self, number: int, reason: str) -> None:
+        _send(self._transport, {"kind": "refused", "number": number, "reason": reason[:1000]})
+
+    def _finish_prompts(self, feed: WrittenFeed) -> None:
+        """Report prompts that were computed, after their last layers."""
+        for tracked in [t for t in self._prompts if t.finish_reason is not None]:
+            self._prompts.remove(tracked)
+            self._engine.forget(tracked.request.request_id)
+            self._served += 1
+            feed.afterwards(functools.partial(self._done, tracked.request.request_id))
+
+    def _done(self, request_id: RequestId) -> None:
+        """Report that all layers of a prompt were sent. Runs on the feed's thread."""
         number = self._numbers.pop(request_id)
-        self._engine.forget(request_id)
-        self._served += 1
-
-        def done() -> None:
-            _send(self._transport, {"kind": "done", "number": number})
-            del self._names[request_id]
-
-        feed.afterwards(done)
+        _send(self._transport, {"kind": "done", "number": number})
 
     def _send_layer(self, written: WrittenLayer) -> None:
-        """Send a layer. Runs on the feed's thread."""
-        chunks = [[self._names[chunk.request_id], chunk.first_page] for chunk in written.chunks]
-        arrays = {f"rows.{i}": chunk.rows for i, chunk in enumerate(written.chunks)}
+        """Send a layer of the other process's prompts. The engine may have other requests. Called by the feed."""
+        of_prompts = [chunk for chunk in written.chunks if chunk.request_id in self._numbers]
+        if not of_prompts:
+            return
+        chunks = [[self._numbers[chunk.request_id], chunk.first_page] for chunk in of_prompts]
+        arrays = {f"rows.{i}": chunk.rows for i, chunk in enumerate(of_prompts)}
         arrays |= {f"pages.{name}": array for name, array in written.contents.items()}
         header = {"kind": "layer", "step": written.step, "layer": written.layer, "chunks": chunks}
         _send(self._transport, header, arrays)
@@ -217,7 +442,14 @@ class _PrefillServer:
 
 @dataclasses.dataclass(eq=False)
 class _Prompt:
-    """A prompt that the prefill process computes."""
+    """A prompt that the prefill process computes.
+
+    Attributes:
+      tokens, params, request_id, salt, on_token: arguments of `Engine.add_request`.
+      incoming: receiver of the pages.
+      own: list of the engine's records, for `generate`; None for other prompts.
+      progress: last page and layer that arrived so far.
+    """
 
     tokens: tuple[int, ...]
     params: SamplingParams
@@ -225,6 +457,8 @@ class _Prompt:
     salt: str
     on_token: OnToken | None
     incoming: IncomingPages
+    own: list[TrackedRequest] | None
+    progress: tuple[int, int] = (0, 0)
 
 
 class RemotePrefill:
@@ -242,33 +476,52 @@ class RemotePrefill:
       remote.close()
     """
 
-    def __init__(self, engine: Engine, transport: Transport, *, timeout_s: float = 60.0):
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        *,
+        timeout_s: float = 60.0,
+        max_bytes: int = _INBOX_BYTES,
+        secret: bytes | None = None,
+    ):
         """Wait until the prefill process answers.
 
         Args:
           engine: engine with a prefix cache, which continues the prompts.
           transport: connection to a process in `serve_prefill`.
-          timeout_s: time in seconds without a message after which the process counts as failed, if prompts are pending.
+          timeout_s: time in seconds after which the prefill process counts as failed, if prompts are pending and
+            neither a prompt nor a layer of its next pages is completed. Also the time limit of the greeting.
+          max_bytes: received messages in bytes that may wait for `poll`. Above it, the prefill process has to wait.
+          secret: the shared secret of both processes, at least 16 bytes; None if neither process has one.
 
         Raises:
-          TransferError: the prefill process ended or does not answer.
-          ValueError: the engines have different cache formats.
+          TransferError: the prefill process ended, does not answer, or has another secret.
+          ValueError: the engines have different cache formats, max_bytes is not positive, or the secret is too short.
         """
+        _check_secret(secret)
+        check_field("max_bytes", max_bytes, Integer(1))
         self._engine, self._transport, self._timeout_s = engine, transport, timeout_s
-        self._inbox = _Inbox(transport)
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts: dict[int, _Prompt] = {}  # all pending prompts by number
+        self._unsent: deque[int] = deque()  # numbers of prompts that were not sent yet
+        self._sent: dict[int, _Prompt] = {}  # prompts by number until the prefill process sends `done` or `refused`
+        self._ready: list[int] = []  # numbers of prompts whose pages have arrived
         self._next = 0
+        self._names = itertools.count()  # for requests of `generate`
+        self._last_layer = (-1, 0)  # step and layer of the last message with a layer
         self._error: TransferError | None = None
+        self._inbox = _Inbox(transport, _TO_DECODE, max_bytes)
         try:
-            _greet(engine, transport, self._inbox, timeout_s)
+            _greet(engine, transport, self._inbox, timeout_s, secret, "decode")
         except BaseException:
             transport.close()
+            self._inbox.close()
             raise
-        self._last_message_s = time.monotonic()
+        self._last_progress_s = time.monotonic()
 
     @property
     def pending(self) -> tuple[RequestId, ...]:
-        """Ids of prompts that the prefill process has not finished."""
+        """Ids of prompts that are not requests of the engine yet."""
         return tuple(prompt.request_id for prompt in self._prompts.values())
 
     def add_request(
@@ -284,26 +537,63 @@ class RemotePrefill:
 
         Raises:
           TransferError: the prefill process ended.
-          ValueError: ids outside the vocabulary, a prompt longer than the cache, or a request_id in use.
+          ValueError: ids outside the vocabulary, a prompt longer than the cache, a request_id in use, a salt of more
+            than 65536 characters, or an argument of the wrong type. Nothing is sent.
         """
         self._check()
+        self._send([self._checked(prompt_ids, params, request_id, salt, on_token)])
+
+    def _checked(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: RequestId,
+        salt: str = "",
+        on_token: OnToken | None = None,
+        own: list[TrackedRequest] | None = None,
+    ) -> _Prompt:
+        """Check the arguments of `add_request`, and prepare to receive the pages."""
+        if request_id is None or not isinstance(request_id, Hashable):
+            raise ValueError(f"request_id: expected an int or a str, got {request_id!r}")
         if request_id in self.pending or self._engine.knows(request_id):
             raise ValueError(f"request_id: expected a new one, got {request_id!r} again")
+        if on_token is not None and not callable(on_token):
+            raise ValueError(f"on_token: expected a function or None, got {on_token!r}")
+        check_field("salt", salt, _SALT)
         ids = Request(request_id, as_integers("prompt_ids", prompt_ids), params, salt).prompt_ids  # checks all of it
         incoming = self._engine.receive_pages(ids, self._engine.cache_format, salt=salt)
-        number, self._next = self._next, self._next + 1
-        if not self._prompts:
-            self._last_message_s = time.monotonic()
-        self._prompts[number] = _Prompt(ids, params, request_id, salt, on_token, incoming)
-        message = {"kind": "prompt", "number": number, "tokens": list(ids), "salt": salt}
+        return _Prompt(ids, params, request_id, salt, on_token, incoming, own)
+
+    def _send(self, prompts: Sequence[_Prompt]) -> None:
+        """Add prompts, and send them as far as the prefill process takes them.
+
+        Raises:
+          TransferError: the prefill process ended. The prompts are pending.
+        """
+        for prompt in prompts:
+            self._prompts[self._next] = prompt
+            self._unsent.append(self._next)
+            self._next += 1
         try:
-            _send(self._transport, message)
+            self._send_waiting()
         except TransferError as error:
             self._fail(error)
             raise
 
+    def _send_waiting(self) -> None:
+        """Send prompts until `MAX_PROMPTS` are unfinished in the prefill process."""
+        while self._unsent and len(self._sent) < MAX_PROMPTS:
+            number = self._unsent.popleft()
+            if (prompt := self._prompts.get(number)) is None:
+                continue  # it was computed here
+            if not self._sent:
+                self._last_progress_s = time.monotonic()
+            self._sent[number] = prompt
+            header = {"kind": "prompt", "number": number, "salt": prompt.salt}
+            _send(self._transport, header, {"tokens": np.array(prompt.tokens, np.int32)})
+
     def poll(self, timeout_s: float = 0.0) -> list[RequestId]:
-        """Process messages that have arrived.
+        """Process messages that have arrived. One call processes a limited number of messages.
 
         Args:
           timeout_s: maximum time to wait for the first message.
@@ -315,46 +605,75 @@ class RemotePrefill:
           TransferError: the prefill process ended, does not answer, or sent an invalid message. Complete pages stay in
             the prefix cache. `compute_here` adds the pending prompts to the engine; it and `close` release incomplete
             pages.
+          ValueError: the engine has another request with the id of a prompt whose pages have arrived. The prompt stays
+            pending until the engine forgets that request.
         """
         self._check()
-        given: list[RequestId] = []
+        failure: TransferError | None = None
         try:
-            message = self._inbox.next(timeout_s)
-            while message is not None:
-                self._last_message_s = time.monotonic()
-                self._take(*message, given)
-                message = self._inbox.next(0)
-            if self._prompts and time.monotonic() - self._last_message_s > self._timeout_s:
-                raise TransferError(f"transport: no message for {self._timeout_s:g} s")
+            for _ in range(_MESSAGES_PER_CALL):
+                if (message := self._inbox.next(timeout_s)) is None:
+                    break
+                timeout_s = 0.0
+                self._take(*message)
+            self._send_waiting()
+            if self._sent and time.monotonic() - self._last_progress_s > self._timeout_s:
+                raise TransferError(f"transport: no page was completed for {self._timeout_s:g} s")
         except TransferError as error:
             self._fail(error)
-            if given:
-                return given  # the next call raises
-            raise
-        return given
+            failure = error
+        added, in_use = self._add_to_engine(self._ready)
+        self._ready = [number for number in self._ready if number in self._prompts]
+        if added:
+            return added  # the next call raises
+        if failure is not None:
+            raise failure
+        if in_use:
+            raise ValueError(_in_use(in_use))
+        return added
 
     def compute_here(self) -> list[RequestId]:
-        """Add all pending prompts to the engine, with the pages that have arrived. Return their ids."""
-        return [self._add_to_engine(number) for number in [*self._prompts]]
+        """Add all pending prompts to the engine, with the pages that have arrived. Return their ids.
+
+        Raises:
+          ValueError: the engine has another request with the id of a pending prompt. Such prompts stay pending. All
+            other prompts have been added.
+        """
+        added, in_use = self._add_to_engine([*self._prompts])
+        if in_use:
+            raise ValueError(f"{_in_use(in_use)}; added: {added}")
+        return added
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams = SamplingParams()
     ) -> list[RequestOutput]:
-        """Run prompts to their ends, as `Engine.generate`.
+        """Run prompts to their ends and forget them, as `Engine.generate`.
 
         Raises:
-          TransferError: as `poll`. The requests remain in the engine.
+          TransferError: as `poll`.
+          ValueError: as `add_request`. If this or anything else is raised, none of the prompts stays queued. Pages that
+            arrived completely stay in the prefix cache.
         """
-        names = [f"remote {self._next + i}" for i in range(len(prompts))]
-        for name, prompt in zip(names, prompts, strict=True):
-            self.add_request(prompt, params, request_id=name)
-        while self.pending or self._engine.has_unfinished:
-            self.poll(0.0 if self._engine.has_unfinished else 0.05)
-            self._engine.step()
-        outputs = [self._engine.output(name) for name in names]
-        for name in names:
-            self._engine.forget(name)
-        return outputs
+        self._check()
+        own: list[TrackedRequest] = []
+        added: list[_Prompt] = []
+        try:
+            for prompt in prompts:
+                used = self.pending
+                names = (f"remote {i}" for i in self._names)
+                name = next(name for name in names if name not in used and not self._engine.knows(name))
+                added.append(self._checked(prompt, params, name, own=own))
+            self._send(added)
+            while self.pending or self._engine.has_unfinished:
+                self.poll(0.0 if self._engine.has_unfinished else 0.05)
+                self._engine.step()
+            outputs = {tracked.request.request_id: tracked.output() for tracked in own}
+            return [outputs[prompt.request_id] for prompt in added]
+        finally:
+            self._prompts = {number: prompt for number, prompt in self._prompts.items() if prompt not in added}
+            for prompt in added:
+                prompt.incoming.close()
+            _remove(self._engine, own)
 
     def close(self) -> None:
         """Notify the prefill process, close the connection, and release the pages of pending prompts."""
@@ -366,6 +685,7 @@ class RemotePrefill:
             prompt.incoming.close()
         self._prompts.clear()
         self._transport.close()
+        self._inbox.close()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -375,34 +695,88 @@ class RemotePrefill:
         """Record that the prefill process has failed. Pages are held until `compute_here` or `close`."""
         self._error = error
         self._transport.close()
+        self._inbox.close()
 
-    def _take(self, header: dict[str, Any], arrays: dict[str, np.ndarray], given: list[RequestId]) -> None:
+    def _take(self, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Process a message of the prefill process.
+
+        Raises:
+          TransferError: the message is invalid in the current state. Nothing was written.
+        """
         try:
-            match header:
-                case {"kind": "layer", "step": int(step), "layer": int(layer), "chunks": list(chunks)}:
-                    contents = {n.removeprefix("pages."): a for n, a in arrays.items() if n.startswith("pages.")}
-                    for i, (number, first_page) in enumerate(chunks):
-                        incoming = self._prompts[number].incoming
-                        incoming.write(step, layer, first_page, arrays[f"rows.{i}"], contents)
-                case {"kind": "done", "number": int(number)}:
-                    given.append(self._add_to_engine(number))
-                case {"kind": "refused", "number": int(number), "reason": str()}:
-                    given.append(self._add_to_engine(number))  # this engine accepts the prompt or reports a refusal
-                case _:
-                    raise ValueError(f"a message of another kind: {str(header)[:100]}")
-        except (ValueError, LookupError, TypeError) as error:
-            raise TransferError(f"transport: {type(error).__name__}: {error}") from error
+            match header["kind"]:
+                case "layer":
+                    self._take_layer(header, arrays)
+                case "done" | "refused":
+                    number = header["number"]
+                    self._unfinished("number", number)
+                    del self._sent[number]
+                    self._last_progress_s = time.monotonic()
+                    if number in self._prompts:
+                        self._ready.append(number)  # the engine computes a refused prompt, or refuses it, too
+                case kind:
+                    raise ValueError(f"kind: expected layer, done or refused, got {kind}")
+        except ValueError as error:
+            raise TransferError(f"transport: {error}") from error
 
-    def _add_to_engine(self, number: int) -> RequestId:
-        """Add a prompt to the engine, with its pages."""
-        prompt = self._prompts[number]
-        self._engine.add_request(
-            prompt.tokens,
-            prompt.params,
-            request_id=prompt.request_id,
-            salt=prompt.salt,
-            on_token=prompt.on_token,
-            incoming=prompt.incoming,
-        )
-        del self._prompts[number]
-        return prompt.request_id
+    def _take_layer(self, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Write a layer of pages. Pages of prompts whose `IncomingPages` are closed are ignored.
+
+        Raises:
+          ValueError: the layer is out of order, or invalid for one of its prompts. Nothing was written.
+        """
+        step, layer, chunks = header["step"], header["layer"], header["chunks"]
+        last_step, last_layer = self._last_layer
+        if (step, layer) != (last_step, last_layer + 1) and not (step > last_step and layer == 0):
+            later = f"layer 0 of step {last_step + 1} or later"
+            expected = later if last_step < 0 else f"layer {last_layer + 1} of step {last_step} or {later}"
+            raise ValueError(f"layer: expected {expected}, got layer {layer} of step {step}")
+        if len({number for number, _ in chunks}) != len(chunks):
+            raise ValueError(f"chunks: expected each prompt once, got {chunks}")
+        contents = {name.removeprefix("pages."): a for name, a in arrays.items() if name.startswith("pages.")}
+        written = []
+        for i, (number, first_page) in enumerate(chunks):
+            prompt, rows = self._unfinished(f"chunks[{i}]", number), arrays[f"rows.{i}"]
+            prompt.incoming.check(step, layer, first_page, rows, contents)
+            written.append((prompt, first_page, rows))
+        self._last_layer = step, layer
+        for prompt, first_page, rows in written:
+            prompt.incoming.write(step, layer, first_page, rows, contents)
+            # Only layers of new pages count as progress. Their number is limited, so no process can send layers of the
+            # same pages forever.
+            if (progress := (first_page + rows.shape[1], layer)) > prompt.progress:
+                prompt.progress = progress
+                self._last_progress_s = time.monotonic()
+
+    def _unfinished(self, name: str, number: int) -> _Prompt:
+        if number not in self._sent:
+            raise ValueError(f"{name}: expected the number of an unfinished prompt, got {number}")
+        return self._sent[number]
+
+    def _add_to_engine(self, numbers: Sequence[int]) -> tuple[list[RequestId], list[RequestId]]:
+        """Add prompts to the engine, with their pages. Return the ids of these prompts, and the ids of prompts that
+        were not added, because the engine has a request with this id."""
+        added, in_use = [], []
+        for number in numbers:
+            prompt = self._prompts.get(number)
+            if prompt is None:
+                continue
+            if self._engine.knows(prompt.request_id):
+                in_use.append(prompt.request_id)
+                continue
+            self._engine._add(
+                prompt.tokens,
+                prompt.params,
+                prompt.request_id,
+                prompt.salt,
+                prompt.on_token,
+                incoming=prompt.incoming,
+                own=prompt.own,
+            )
+            del self._prompts[number]
+            added.append(prompt.request_id)
+        return added, in_use
+
+
+def _in_use(ids: Sequence[RequestId]) -> str:
+    return f"request_id: expected ids that the engine does not know, got {', '.join(map(repr, ids))}"

@@ -1,5 +1,8 @@
 """Page rows of caches on a mesh, converted to and from the format of one device.
 
+A page row is one entry along the first axis of a cache array: a page of all KV heads, or of one head if heads have
+different windows.
+
  mesh axis          page row on a device                          page row on the host
  tensor             the device's KV heads of a page               all KV heads, each once
  context            the device's tokens of a page                 all tokens

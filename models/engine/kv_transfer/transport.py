@@ -8,20 +8,34 @@ import math
 import socket
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import jax.numpy as jnp
 import numpy as np
 
-MAX_HEADER = 2**26
-"""Maximum size of a header in bytes."""
+from models.config.json_files import parse_json
+from models.engine.kv_transfer.fields import DTYPES, Integer, ListOf, ObjectOf, OneOf, TextUpTo, check_field
+
+MAX_HEADER = 2**20
+"""Maximum size of a header in bytes. Parsed JSON may need 25 times the memory of its text."""
+
+LEAST_RATE = 2**20
+"""Lowest accepted transfer rate in bytes per second. The time limit of a message is the transport's timeout plus its
+size divided by this rate."""
 
 _FRAME = struct.Struct(">4sIQI")
 """Frame: magic number, header bytes, array bytes, CRC-32. A cryptographic digest would be slower than the socket."""
 
+_BYTES_PER_CALL = 2**17
+"""Maximum number of bytes per call of `send`. The operating system applies the timeout of a socket to each part of a
+call, so a call with a large message could last many times the timeout."""
+
 _MARK = b"pgs1"
+
+_ARRAYS = ListOf((TextUpTo(200), OneOf(tuple(DTYPES)), ListOf(Integer(0, 2**40), most=8)), most=4096)
+"""Field `arrays` of a header: name, dtype and shape of each array. Their bytes follow the header in this order."""
 
 
 class TransportError(RuntimeError):
@@ -57,14 +71,15 @@ class SocketTransport:
 
         Args:
           connection: the socket.
-          timeout_s: time in seconds after which a send that does not progress, or a message received in part, fails.
+          timeout_s: time in seconds after which a send that does not progress, or a message received in part, fails. A
+            message that progresses fails after this time plus 1 s per `LEAST_RATE` bytes.
           max_bytes: maximum size of a message's arrays in bytes.
 
         Raises:
-          ValueError: timeout_s or max_bytes is not positive.
+          ValueError: timeout_s is not from 0.001 to 1e8, or max_bytes is not positive.
         """
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s: expected more than 0, got {timeout_s}")
+        if not 1e-3 <= timeout_s <= 1e8:
+            raise ValueError(f"timeout_s: expected 0.001 to 1e8, got {timeout_s}")
         if max_bytes < 1:
             raise ValueError(f"max_bytes: expected at least 1, got {max_bytes}")
         self._socket, self._timeout_s, self._max_bytes = connection, timeout_s, max_bytes
@@ -80,35 +95,40 @@ class SocketTransport:
             [name, part.dtype.name, list(array.shape)]
             for (name, array), part in zip(arrays.items(), parts, strict=True)
         ]
+        check_field("arrays", listed, _ARRAYS)
         head = json.dumps({**header, "arrays": listed}).encode()
+        if len(head) > MAX_HEADER:
+            raise ValueError(f"header: expected at most {MAX_HEADER} bytes of JSON, got {len(head)}")
         body = [part.reshape(-1).view(np.uint8).data for part in parts if part.nbytes]
-        frame = _FRAME.pack(_MARK, len(head), sum(map(len, body)), _checksum(head, *body))
+        num_bytes = sum(map(len, body))
+        if num_bytes > self._max_bytes:
+            raise ValueError(f"arrays: expected at most {self._max_bytes} bytes, got {num_bytes}")
+        frame = _FRAME.pack(_MARK, len(head), num_bytes, _checksum(head, *body))
         with self._sending:
             if self._broken:
                 raise TransportError("an earlier message was sent incompletely")
             self._broken = True
-            try:
-                for part in (frame + head, *body):
-                    self._socket.sendall(part)
-            except BlockingIOError as error:
-                raise TransportError(f"the other process received nothing for {self._timeout_s:g} s") from error
-            except OSError as error:
-                raise TransportError(f"the other process closed the connection: {error}") from error
+            deadline_s = self._deadline_s(len(frame) + len(head) + num_bytes)
+            for part in (frame + head, *body):
+                self._write(memoryview(part), deadline_s)
             self._broken = False
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        frame = self._read(_FRAME.size, begun=False)
+        frame = self._read(1, math.inf).tobytes()  # no time limit before the first byte
+        frame += self._read(_FRAME.size - 1, self._deadline_s(0)).tobytes()
         mark, head_bytes, body_bytes, checksum = _FRAME.unpack(frame)
         if mark != _MARK or head_bytes > MAX_HEADER or body_bytes > self._max_bytes:
             sizes = f"{head_bytes} bytes with arrays of {body_bytes}"
             raise TransportError(f"not a message, or too large: {sizes}, magic number {mark!r}")
-        head, body = self._read(head_bytes), self._read(body_bytes)
+        deadline_s = self._deadline_s(head_bytes + body_bytes)
+        head, body = self._read(head_bytes, deadline_s), self._read(body_bytes, deadline_s)
         if checksum != _checksum(head, body):
             raise TransportError("a message is damaged: its checksum differs")
         try:
-            header = json.loads(head)
-            return header, _arrays(header.pop("arrays"), body)
-        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+            header = parse_json(head.tobytes())
+            check_field("header", header, ObjectOf())
+            return header, _arrays(header.pop("arrays", None), body)
+        except ValueError as error:
             raise TransportError(f"a message cannot be read: {str(error)[:200]}") from error
 
     def close(self) -> None:
@@ -116,21 +136,39 @@ class SocketTransport:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _read(self, count: int, *, begun: bool = True) -> bytearray:
-        """Read `count` bytes. The timeout applies only within a message: after its first byte, or if `begun`."""
-        data = bytearray(count)
+    def _deadline_s(self, num_bytes: int) -> float:
+        """Time on the monotonic clock until which `num_bytes` must have been transferred."""
+        return time.monotonic() + self._timeout_s + num_bytes / LEAST_RATE
+
+    def _write(self, data: memoryview, deadline_s: float) -> None:
+        """Send bytes. A single call waits up to the socket's timeout, and all calls together until the deadline."""
+        while data:
+            if time.monotonic() > deadline_s:
+                raise TransportError("the other process receives too slowly")
+            try:
+                data = data[self._socket.send(data[:_BYTES_PER_CALL]) :]
+            except BlockingIOError as error:
+                raise TransportError(f"the other process received nothing for {self._timeout_s:g} s") from error
+            except OSError as error:
+                raise TransportError(f"the other process closed the connection: {error}") from error
+
+    def _read(self, count: int, deadline_s: float) -> np.ndarray:
+        """Read bytes within a message, uint8 [count]."""
+        data = np.empty(count, np.uint8)  # memory is committed as bytes arrive, because nothing is written before
         view, read = memoryview(data), 0
         while read < count:
+            if time.monotonic() > deadline_s:
+                raise TransportError("the other process sends a message too slowly")
             try:
                 got = self._socket.recv_into(view[read:])
             except BlockingIOError as error:
-                if not begun and not read:
+                if deadline_s == math.inf:
                     continue
                 raise TransportError(f"the rest of a message did not arrive within {self._timeout_s:g} s") from error
             except OSError as error:
                 raise TransportError(f"the connection is lost: {error}") from error
             if not got:
-                where = "in the middle of a message" if begun or read else "between messages"
+                where = "between messages" if deadline_s == math.inf else "in the middle of a message"
                 raise TransportError(f"the other process closed the connection {where}")
             read += got
         return data
@@ -143,15 +181,24 @@ def _checksum(*parts: Any) -> int:
     return checksum
 
 
-def _arrays(listed: Any, body: bytearray) -> dict[str, np.ndarray]:
-    arrays, start = {}, 0
+def _arrays(listed: Any, body: np.ndarray) -> dict[str, np.ndarray]:
+    """Split the bytes after a header into its arrays.
+
+    Raises:
+      ValueError: the list of arrays is malformed, or needs another number of bytes.
+    """
+    check_field("header.arrays", listed, _ARRAYS)
+    arrays: dict[str, np.ndarray] = {}
+    start = 0
     for name, dtype_name, shape in listed:
-        dtype = jnp.dtype(dtype_name)
-        if dtype.hasobject or min(shape, default=0) < 0:
-            raise ValueError(f"array {name!r} of {dtype_name} {shape}")
+        dtype = DTYPES[dtype_name]
         end = start + math.prod(shape) * dtype.itemsize
-        arrays[str(name)] = np.frombuffer(memoryview(body)[start:end], dtype).reshape(shape)
+        if name in arrays:
+            raise ValueError(f"header.arrays: expected each name once, got {name!r} again")
+        if end > len(body):
+            raise ValueError(f"header.arrays: expected arrays of {len(body)} bytes, {name!r} ends at {end}")
+        arrays[name] = np.frombuffer(body.data[start:end], dtype).reshape(shape)
         start = end
     if start != len(body):
-        raise ValueError(f"arrays of {start} bytes, but the message has {len(body)}")
+        raise ValueError(f"header.arrays: expected arrays of {len(body)} bytes, got {start}")
     return arrays

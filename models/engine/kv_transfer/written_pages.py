@@ -174,8 +174,8 @@ class WrittenFeed:
     # --- the engine's side
 
     def plan(self, plan: StepPlan | None) -> WrittenStep | None:
-        """Find pages that a step completes, and earlier pages of the same requests that were not reported. None if
-        there are none or the feed has ended."""
+        """Return the pages that a step completes, together with earlier pages of the same requests that were not
+        reported. Return None if the step completes no page or the feed has ended."""
         if not self.is_open or plan is None:
             return None
         page_size = self._pools.page_size
@@ -218,7 +218,7 @@ class WrittenFeed:
         return WrittenStep(self._num_steps - 1, tuple(chunks), tuple(rows), ends)
 
     def add(self, step: WrittenStep, layer: int, copies: RowCopies) -> None:
-        """Queue the copies of a layer, which the device has not necessarily made yet."""
+        """Queue the copies of a layer. The device may not have made them yet; the feed's thread waits for them."""
         num_bytes = sum(copied.num_bytes for arrays in copies for copied in arrays.values())
         with self._changed:
             if self.is_open:
@@ -293,7 +293,7 @@ def _next_query(request: Request, end: int, page_size: int) -> int:
 
 
 def _joined(copies: RowCopies) -> dict[str, np.ndarray]:
-    """Wait for the copies of a layer and concatenate their chunks."""
+    """Wait for the copies of a layer, and return its page rows by name of the array."""
     if len(copies) == 1:
         return {name: copied.read() for name, copied in copies[0].items()}
     names = copies[0] if copies else {}

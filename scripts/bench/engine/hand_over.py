@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import socket
 import statistics
 import subprocess
@@ -42,6 +43,9 @@ from models.engine import (
 from scripts.bench.engine.random_model import random_model
 
 CONFIGS = PRESETS | GQA_PRESETS
+
+SECRET = "PALLAS_ATTN_TRANSFER_SECRET"
+"""Environment variable with the secret that both processes share."""
 
 PIECES = 4
 """Default number of chunks per step, like `Engine.watch_written` and `serve_prefill`."""
@@ -100,8 +104,9 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
     with _prefill_process(work, prefill_device) as connect:
         engine = make_engine(work)
         warm_up(engine, work.pieces, whole=True)
-        transport = _TimedTransport(connect())
-        remote = RemotePrefill(engine, transport, timeout_s=600)
+        connection, secret = connect()
+        transport = _TimedTransport(connection)
+        remote = RemotePrefill(engine, transport, timeout_s=600, secret=secret)
         for length in (*work.lengths, *work.lengths):  # the first round loads kernels
             _remote(engine, remote, prompt(length))
         for length in work.lengths:
@@ -236,20 +241,25 @@ def _share(bytes_at: Sequence[tuple[float, int]], end: float) -> float:
 
 
 @contextlib.contextmanager
-def _prefill_process(work: HandOver, device: str | None) -> Iterator[Callable[[], socket.socket]]:
-    """Start the process that computes prompts. Yield a function that waits for this process and connects to it."""
+def _prefill_process(work: HandOver, device: str | None) -> Iterator[Callable[[], tuple[socket.socket, bytes]]]:
+    """Start the process that computes prompts. Yield a function that waits for this process and returns a connection to
+    it and the shared secret.
+
+    The process gets the secret through an environment variable, because other users can read its arguments.
+    """
+    secret = secrets.token_hex(32)
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         address = str(Path(folder) / "pages")
         listener.bind(address)
         listener.listen()
         listener.settimeout(600)
-        environment = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
+        environment = os.environ | {SECRET: secret} | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
         command = [sys.executable, "-m", __name__, address, json.dumps(dataclasses.asdict(work))]
         process = subprocess.Popen(command, env=environment)
         connections = contextlib.ExitStack()
         try:
             with connections:
-                yield lambda: connections.enter_context(listener.accept()[0])
+                yield lambda: (connections.enter_context(listener.accept()[0]), secret.encode())
             process.wait(60)
         finally:
             process.kill()
@@ -257,7 +267,8 @@ def _prefill_process(work: HandOver, device: str | None) -> Iterator[Callable[[]
 
 
 def main(argv: list[str]) -> None:
-    """Compute prompts for the parent process. The arguments are an address and the work as JSON."""
+    """Compute prompts for the parent process. The arguments are an address and the work as JSON. The environment
+    variable `SECRET` has the shared secret."""
     address, text = argv
     given: dict[str, Any] = json.loads(text)
     given["lengths"] = tuple(given["lengths"])
@@ -266,7 +277,8 @@ def main(argv: list[str]) -> None:
     warm_up(engine, PIECES, whole=False)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    serve_prefill(engine, SocketTransport(connection, timeout_s=600), timeout_s=600)
+    secret = os.environ.pop(SECRET).encode()
+    serve_prefill(engine, SocketTransport(connection, timeout_s=600), timeout_s=600, secret=secret)
 
 
 if __name__ == "__main__":
