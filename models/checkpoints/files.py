@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,8 @@ from models.config.entries import is_integer, token_ids
 from models.config.gqa import MXFP4_GROUP
 from models.config.json_files import is_present, parse_json, read_json, shown
 
+_log = logging.getLogger(__name__)
+
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -36,6 +39,9 @@ _PACKABLE = (".experts.gate_up_proj", ".experts.down_proj")
 
 MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 """Suffixes of the names of tensors that a multi-token prediction layer shares with the model."""
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the input embedding and of the head."""
 
 _HEADER_LIMIT = 100_000_000
 """Maximum size of a header in the safetensors format, in bytes."""
@@ -91,7 +97,8 @@ class Checkpoint:
     """A checkpoint directory with parsed headers.
 
     Attributes:
-      config: configuration from config.json.
+      config: configuration from config.json. `tie_word_embeddings` is true only if the files have no head, or a head
+        with the bits of the embedding.
       tensors: location of each tensor by name.
     """
 
@@ -196,13 +203,13 @@ class Checkpoint:
             if not with_mtp:
                 return "belongs to a multi-token prediction layer"
             if name.endswith(MTP_COPIES):
-                return "is a copy of the model's own"
+                return "is a copy of the embedding or the head of the model"
         if self._is_of_unused_indexer(name):
-            return "belongs to an indexer in a layer that shares the choice of another"
+            return "belongs to an indexer of a layer that attends to the keys selected by an earlier layer"
         if name.endswith(".rotary_emb.inv_freq"):
             return "follows from the rope parameters"
-        if name == "lm_head.weight" and self.config.tie_word_embeddings:
-            return "is tied to the embeddings"
+        if name == HEAD and self.config.tie_word_embeddings:
+            return "is a copy of the embeddings"
         return None
 
 
@@ -261,9 +268,9 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     config = load_config(directory)
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if _is_present(single):
-        return Checkpoint(config, _read_header(single))
+        return _checkpoint(config, _read_header(single))
     if _is_present(index):
-        return Checkpoint(config, _read_sharded(directory, read_json_object(index)))
+        return _checkpoint(config, _read_sharded(directory, read_json_object(index)))
     if pickles := sorted(p.name for end in ("bin", "pt", "pth") for p in directory.glob(f"*.{end}")):
         raise CheckpointError(
             f"{directory}: {_some(pickles)} may run code when read; convert the checkpoint to safetensors"
@@ -271,8 +278,20 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     raise CheckpointError(f"{directory}: neither {single.name} nor {index.name} is there")
 
 
+def _checkpoint(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> Checkpoint:
+    """Return the checkpoint, with `tie_word_embeddings` false if the files have a head unlike the embedding.
+
+    transformers uses this head, too, whatever config.json says.
+    """
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    if config.tie_word_embeddings and head is not None and embedding is not None and not head.equals(embedding):
+        _log.warning("%s is used, although config.json ties it to %s: the files have different values", HEAD, EMBEDDING)
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    return Checkpoint(config, tensors)
+
+
 def load_config(directory: str | Path) -> ModelConfig:
-    """Read the configuration of a directory.
+    """Read the configuration of a directory. The tensors are not read, see `Checkpoint.config`.
 
     End-of-sequence ids of generation_config.json override the ids of config.json.
 

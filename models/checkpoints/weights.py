@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from models.checkpoints.files import MTP_COPIES, CheckpointError, Slices, open_checkpoint
+from models.checkpoints.files import EMBEDDING, HEAD, MTP_COPIES, CheckpointError, Slices, open_checkpoint
 from models.config import (
     INDEX_ROPE_INTERLEAVE,
     DeepSeekConfig,
@@ -99,7 +99,7 @@ def weight_sources(
     """
     embedding = (config.vocab_size, config.hidden_size)
     sources = {
-        "embed_tokens": Source({"model.embed_tokens.weight": embedding}),
+        "embed_tokens": Source({EMBEDDING: embedding}),
         "norm.weight": _norm("model.norm", config.hidden_size),
     }
     if not config.tie_word_embeddings:
@@ -345,7 +345,8 @@ def load_model(
     """Load a model from a Hugging Face directory: config.json, and model.safetensors or the shards of its index.
 
     All headers are compared with config.json before a weight is allocated. Then one parameter is made at a time. On a
-    mesh, one slice of a parameter is read at a time.
+    mesh, one slice of a parameter is read at a time. If the files have a head that differs from the embedding, the
+    model has this head, whatever `tie_word_embeddings` says.
 
     Args:
       directory: the directory.
@@ -383,7 +384,7 @@ def load_mtp(directory: str | Path, model: Decoder) -> MTP:
         raise ValueError(f"model: expected the one of {directory}, whose config.json differs from the model's")
     sources = mtp_sources(config)
     for name in checkpoint.inspect(checkpoint_shapes(config) | _shapes(sources)):
-        own = "model.embed_tokens.weight" if "embed_tokens" in name or config.tie_word_embeddings else "lm_head.weight"
+        own = EMBEDDING if "embed_tokens" in name or config.tie_word_embeddings else HEAD
         if name.endswith(MTP_COPIES) and not checkpoint.tensors[name].equals(checkpoint.tensors[own]):
             raise CheckpointError(f"{name}: expected a copy of {own}, which multi-token prediction shares")
     return _assemble_mtp(model, checkpoint.read)
@@ -443,9 +444,9 @@ def save_random_checkpoint(directory: str | Path, config: ModelConfig, seed: int
     if config.mtp_layers:
         shapes |= _shapes(mtp_sources(require_mtp(config)))
     tensors = {name: random_tensor(name, shape, seed) for name, shape in shapes.items()}
-    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    head = EMBEDDING if config.tie_word_embeddings else HEAD
     for i in config.mtp_layers:
-        for copy, own in zip(MTP_COPIES, ("model.embed_tokens.weight", head), strict=True):
+        for copy, own in zip(MTP_COPIES, (EMBEDDING, head), strict=True):
             tensors[f"model.layers.{i}{copy}"] = tensors[own]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
@@ -460,7 +461,7 @@ def random_tensor(name: str, shape: Shape, seed: int) -> np.ndarray:
         return 2 * values
     if len(shape) == 1 or name.endswith("_bias"):
         return 0.1 * values
-    if name == "model.embed_tokens.weight":
+    if name == EMBEDDING:
         return values
     return values * np.float32(1.5 * shape[1] ** -0.5)
 

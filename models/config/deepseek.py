@@ -17,6 +17,7 @@ from models.config.entries import (
     read_fields,
     refuse_unsupported,
     token_ids,
+    with_names,
 )
 from models.config.json_files import shown
 from models.config.rope import YarnConfig, read_rope, rope_entry
@@ -28,7 +29,7 @@ class DeepSeekConfig:
 
     V2 and V3 differ only in the fields for the selection of experts. V3.2 and GLM-5 are V3 models with an indexer in
     every layer, or in some layers that share their selected keys with others (arXiv:2603.12201). Layers before
-    `first_k_dense_replace` are dense. The others are mixtures of experts.
+    `first_k_dense_replace` are dense. Later layers are mixtures of experts.
 
     Attributes:
       q_lora_rank: rank of the query projection; None for a full-rank projection.
@@ -160,7 +161,7 @@ class DeepSeekConfig:
         return self.model_type in INDEX_ROPE_INTERLEAVE
 
     def has_indexer(self, layer: int) -> bool:
-        """Return whether a layer has an indexer. Multi-token prediction modules, past the last layer, have one."""
+        """Return whether a layer has an indexer. Layers of multi-token prediction, after the last layer, have one."""
         return self.is_sparse and not self.shares_choice(layer)
 
     def shares_choice(self, layer: int) -> bool:
@@ -231,7 +232,7 @@ _ARCHITECTURES = {
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
 }
 
-# Supported selections of experts of each family. The first value is the default of config.json.
+# Supported values of two entries of config.json, by model_type. If an entry is absent, the first value is used.
 ROUTING = {
     "deepseek_v2": {"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",)},
     "deepseek_v3": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
@@ -252,12 +253,19 @@ INDEXER_LETTERS = {"F": "full", "S": "shared"}
 """Letters of `index_topk_pattern`, and the corresponding entries of `indexer_types`."""
 
 # Entries without a default, because readers of config.json disagree about the defaults. Nullable entries must be
-# present, but may be null.
-_EXPLICIT = ("first_k_dense_replace", "max_position_embeddings", "routed_scaling_factor")
+# present and may be null.
+_EXPLICIT = ("first_k_dense_replace", "max_position_embeddings", "rms_norm_eps", "routed_scaling_factor")
 _NULLABLE = ("q_lora_rank", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _GROUPS = ("n_group", "topk_group")
 
-ONE_LATENT = "heads of latent attention share one latent, and none has a window of its own"
+# Other names of entries in transformers 5.
+_ALIASES = {
+    "num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
+
+ONE_LATENT = "all heads of latent attention share one latent, so they cannot have different windows"
 
 
 def _from_hf(config: Json) -> DeepSeekConfig:
@@ -266,17 +274,18 @@ def _from_hf(config: Json) -> DeepSeekConfig:
         raise ValueError("model_type is missing")
     if str(model_type) not in ROUTING:
         raise NotImplementedError(f"model_type {shown(model_type)}: expected one of {', '.join(ROUTING)}")
+    config = with_names(config, _ALIASES)
     routing: dict[str, Any] = {name: _routing(config, name) for name in ("topk_method", "scoring_func")}
     _require(config, routing["topk_method"])
     _refuse_unsupported(config)
     entries = read_fields(DeepSeekConfig, config)
     if model_type == "deepseek_v2":
-        # Older checkpoints of this family have these entries, but its models ignore them.
+        # Older config.json files have these entries. transformers ignores them in this family.
         entries |= {"norm_topk_prob": False, "rope_interleave": True}
     else:
         entries.setdefault("num_nextn_predict_layers", 1)
     if model_type in INDEX_ROPE_INTERLEAVE:
-        entries["rope_interleave"] = True  # the only order of these families; the entry is ignored
+        entries["rope_interleave"] = True  # transformers ignores the entry in these families
     else:
         entries |= dict.fromkeys(INDEXER, 0)
     theta, yarn = read_rope(config, ("default", "yarn"))
@@ -291,8 +300,7 @@ def _from_hf(config: Json) -> DeepSeekConfig:
     if model_type in INDEX_ROPE_INTERLEAVE:
         special["indexer_types"] = _indexer_types(config, entries["num_hidden_layers"])
     model = DeepSeekConfig(**{**entries, **routing, **special})
-    if model.is_sparse:
-        _check_layers(config, model)
+    _check_layers(config, model)
     return model
 
 
@@ -320,7 +328,10 @@ def _require(config: Json, topk_method: str) -> None:
 
 def _refuse_unsupported(config: Json) -> None:
     """Raise NotImplementedError for unsupported features that change the results of the model."""
-    refuse_unsupported(config)
+    of_family = {"sliding_window": None, "swiglu_limit": None, "use_qk_norm": False, "use_sliding_window": False}
+    if config["model_type"] in INDEX_ROPE_INTERLEAVE:
+        of_family["indexer_rope_interleave"] = INDEX_ROPE_INTERLEAVE[config["model_type"]]
+    refuse_unsupported(config, **of_family)
     if config.get("head_windows") is not None:
         raise NotImplementedError(f"head_windows: {ONE_LATENT}")
     if config.get("moe_layer_freq", 1) != 1:
@@ -328,8 +339,8 @@ def _refuse_unsupported(config: Json) -> None:
     heads = config["num_attention_heads"]
     if config.get("num_key_value_heads", heads) not in (None, heads):
         raise NotImplementedError(
-            f"num_key_value_heads {shown(config['num_key_value_heads'])}: latent attention expands to as many as"
-            f" num_attention_heads={heads}"
+            f"num_key_value_heads {shown(config['num_key_value_heads'])}: expected num_attention_heads={heads}, because"
+            " latent attention has a key and a value for each query head"
         )
 
 
@@ -341,8 +352,9 @@ def _check_layers(config: Json, model: DeepSeekConfig) -> None:
       NotImplementedError: an unsupported kind of layer.
     """
     dense = min(model.first_k_dense_replace, model.num_hidden_layers)
+    attention = ("indexed_attention", "deepseek_sparse_attention") if model.is_sparse else ("full_attention",)
     kinds = {
-        "layer_types": [("indexed_attention", "deepseek_sparse_attention")] * model.num_hidden_layers,
+        "layer_types": [attention] * model.num_hidden_layers,
         "mlp_layer_types": [("dense",)] * dense + [("sparse",)] * model.num_moe_layers,
     }
     for name, wanted in kinds.items():
@@ -387,13 +399,11 @@ def _check_indexer_types(name: str, types: tuple[str, ...], num_layers: int, mod
         if kind not in INDEXER_LETTERS.values():
             raise ValueError(f"{name} of layer {layer}: expected full or shared, got {shown(kind)}")
     if "shared" in types[:1]:
-        raise ValueError(
-            f"{name}: expected full for layer 0, which has none before it to share a choice of, got shared"
-        )
+        raise ValueError(f"{name}: expected full for layer 0, because no earlier layer selects keys for it, got shared")
     if "shared" in types and model_type not in SHARING:
         raise NotImplementedError(
-            f"{name}: layer {types.index('shared')} of a {model_type} shares a choice, as only those of"
-            f" {' and '.join(SHARING)} do"
+            f"{name}: layer {types.index('shared')} of a {model_type} shares a choice of keys, which is"
+            f" supported only in {' and '.join(SHARING)}"
         )
 
 

@@ -176,9 +176,61 @@ def quantization_entry(fp8_block: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def refuse_unsupported(config: Json) -> None:
-    """Raise NotImplementedError for unsupported features of any family that change the results of the model."""
+def refuse_unsupported(config: Json, **of_family: Any) -> None:
+    """Raise NotImplementedError for features of other models that would change the results.
+
+    Args:
+      config: contents of a config.json.
+      of_family: the only supported value of further entries; None if the entry must be absent.
+    """
     if config.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"hidden_act {shown(config['hidden_act'])}: expected 'silu'")
-    if config.get("mlp_bias"):
-        raise NotImplementedError("mlp_bias: biases in the feed-forward layers are not supported")
+    for name, supported in (_SUPPORTED | of_family).items():
+        value = config.get(name)
+        if value is not None and value != supported:
+            wanted = "no such entry" if supported is None else shown(supported)
+            raise NotImplementedError(
+                f"{name} {shown(value)}: expected {wanted}, this variant of a model is not supported"
+            )
+
+
+_SUPPORTED: dict[str, Any] = {
+    "alibi": False,
+    "attention_chunk_size": None,
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "attn_temperature_tuning": False,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "hidden_activation": "silu",
+    "is_causal": True,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "mlp_bias": False,
+    "no_rope_layer_interval": None,
+    "no_rope_layers": [],
+    "query_pre_attn_scalar": None,
+    "residual_multiplier": 1.0,
+    "rope_local_base_freq": None,
+    "use_bidirectional_attention": False,
+    "use_mla": True,
+    "use_parallel_residual": False,
+}
+"""The only supported value of entries that change the results in some families of transformers; None if the entry must
+be absent. An entry that is null counts as absent."""
+
+
+def with_names(config: Json, aliases: Mapping[str, str]) -> Json:
+    """Return a config.json with the entries of `aliases` (alias: name) under their names.
+
+    Raises:
+      ValueError: an alias contradicts the entry with the name.
+    """
+    for alias, name in aliases.items():
+        value, named = config.get(alias), config.get(name)
+        if value is None:
+            continue
+        if named is not None and named != value:
+            raise ValueError(f"{alias}: expected the value of {name}, {shown(named)}, got {shown(value)}")
+        config = {**config, name: value}
+    return config

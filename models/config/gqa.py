@@ -18,6 +18,7 @@ from models.config.entries import (
     read_fields,
     refuse_unsupported,
     token_ids,
+    with_names,
 )
 from models.config.json_files import shown
 from models.config.rope import RopeScaling, read_rope, rope_entry
@@ -47,6 +48,9 @@ _EXPLICIT = (
     "attention_bias",
     "rms_norm_eps",
 )
+
+# Other names of entries of gpt-oss.
+_ALIASES = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
 
 _OF_EXPERTS = ("num_local_experts", "num_experts_per_tok", "swiglu_alpha", "swiglu_limit")
 
@@ -178,8 +182,11 @@ class GQAConfig:
         model_type = config.get("model_type")
         if str(model_type) not in FAMILIES:
             raise NotImplementedError(f"model_type {shown(model_type)}: expected one of {', '.join(FAMILIES)}")
+        is_gpt_oss = model_type == "gpt_oss"
+        config = with_names(config, _ALIASES if is_gpt_oss else {})
         _require(config)
-        refuse_unsupported(config)
+        limits = {} if is_gpt_oss else {"swiglu_limit": None}
+        refuse_unsupported(config, rope_interleave=False, use_qk_norm=model_type == "qwen3", **limits)
         theta, scaling = read_rope(config, ("default", "yarn", "llama3"))
         fields, packed = read_fields(cls, config), _has_packed_experts(config)
         entries: dict[str, Any] = {
@@ -206,7 +213,7 @@ class GQAConfig:
         entries["torch_dtype"] = entries.pop("dtype")
         entries["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
         entries["rope_scaling"] = rope_entry(self.rope_scaling)
-        if self.model_type == "gpt_oss":  # whose defaults are windows and YaRN
+        if self.model_type == "gpt_oss":  # without these entries, transformers uses windows and YaRN
             if self.windows is None:
                 entries["layer_types"] = ["full_attention"] * self.num_hidden_layers
             entries["rope_scaling"] = entries["rope_scaling"] or {"rope_type": "default"}
@@ -260,8 +267,12 @@ def _read_windows(config: Json, num_layers: int) -> Windows | None:
     slides = config.get("use_sliding_window", False)
     if not isinstance(slides, bool):
         raise ValueError(f"use_sliding_window: expected true or false, got {shown(slides)}")
-    if config["model_type"] == "llama" and (slides or "sliding_attention" in (kinds or [])):
-        raise NotImplementedError("use_sliding_window, layer_types: a llama has full_attention throughout")
+    if config["model_type"] == "llama":
+        if slides or "sliding_attention" in (kinds or []):
+            raise NotImplementedError("use_sliding_window, layer_types: a llama has full_attention throughout")
+        if config.get("sliding_window") is not None and "use_sliding_window" not in config:
+            wanted = "null or use_sliding_window false, because a llama has full_attention throughout"
+            raise NotImplementedError(f"sliding_window {shown(config['sliding_window'])}: expected {wanted}")
     if config["model_type"] == "gpt_oss":
         alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
         return read_layer_types(config, kinds or alternating)

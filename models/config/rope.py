@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from models.config.entries import Json, json_object, number, read_fields
 from models.config.json_files import shown
 
-LENGTH = "original_max_position_embeddings"
+LENGTH, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 
 
 def _mscale(factor: float, mscale: float) -> float:
@@ -104,30 +105,78 @@ type RopeScaling = YarnConfig | Llama3RopeConfig
 
 
 def read_rope(config: Json, kinds: tuple[str, ...]) -> tuple[float, RopeScaling | None]:
-    """Read base and scaling from `rope_parameters` or the older `rope_scaling` and `rope_theta`.
+    """Read the base and the scaling of the rotary embedding, with the precedence of transformers 5.23.
+
+    - The type of the scaling and its parameters are entries of the object `rope_parameters`, or of the older object
+      `rope_scaling`. If config.json has both objects, their entries must be equal. An entry with the value null counts
+      as absent. An entry that the rope type does not use is an error.
+    - `rope_theta` is an entry of these objects or of config.json itself. All given values must be equal. The default is
+      10000.
+    - `original_max_position_embeddings` of config.json itself overrides the entry of these objects, for all rope types.
+      The default is `max_position_embeddings`.
+    - `partial_rotary_factor`, in any of these places, must be 1.
 
     Args:
       config: contents of a config.json.
       kinds: supported rope types of the family, including "default".
 
     Raises:
-      ValueError: an entry is missing, malformed or contradicts another entry.
-      NotImplementedError: unsupported rope type.
+      ValueError: an entry is missing, malformed or unknown, or contradicts another entry.
+      NotImplementedError: unsupported rope type, rotation of a part of the columns, or different parameters for
+        different kinds of layers.
     """
-    old, new = json_object(config, "rope_scaling"), json_object(config, "rope_parameters")
-    if clashes := [k for k in old.keys() & new.keys() if old[k] != new[k]]:
-        raise ValueError(f"rope_scaling and rope_parameters contradict each other in {', '.join(sorted(clashes))}")
-    rope = {**old, **new}
-    thetas = {number("rope_theta", r["rope_theta"]) for r in (config, rope) if r.get("rope_theta") is not None}
-    if len(thetas) > 1:
-        raise ValueError(f"rope_theta: config.json gives {' and '.join(map(str, sorted(thetas)))}")
-    found = {str(rope[key]) for key in ("type", "rope_type") if rope.get(key)} or {"default"}
-    if len(found) > 1:
-        raise ValueError(f"rope type and rope_type contradict each other: {', '.join(sorted(found))}")
-    kind = found.pop()
+    old, new = (_scaling_entries(config, name) for name in ("rope_scaling", "rope_parameters"))
+    theta = _theta(config, old, new)
+    if old and new and old != new:
+        names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+        values = "; ".join(f"{name}: {shown(old.get(name))} and {shown(new.get(name))}" for name in names)
+        raise ValueError(f"rope_scaling and rope_parameters: expected equal entries, got {values}")
+    rope = new or old
+    for entries in (config, rope):
+        if (partial := entries.get(PARTIAL)) is not None and number(PARTIAL, partial) != 1:
+            raise NotImplementedError(f"{PARTIAL} {shown(partial)}: expected 1, rotation of all rotary columns")
+    kind = rope.get("rope_type", "default")
     if kind not in kinds:
         raise NotImplementedError(f"rope type {shown(kind)}: expected {' or '.join(kinds)}")
-    return thetas.pop() if thetas else 10000.0, _SCALINGS[kind](config, rope)
+    return theta, _read_scaling(kind, config, rope)
+
+
+def _scaling_entries(config: Json, name: str) -> dict[str, Any]:
+    """Return the entries of `rope_scaling` or `rope_parameters` that are not null, with `rope_type` for `type`."""
+    rope = {key: value for key, value in json_object(config, name).items() if value is not None}
+    if nested := sorted(key for key, value in rope.items() if isinstance(value, Mapping)):
+        raise NotImplementedError(f"{name}: expected entries for all layers together, got entries for {shown(nested)}")
+    found = {str(rope.pop(key)) for key in ("type", "rope_type") if key in rope}
+    if len(found) > 1:
+        raise ValueError(f"{name}: type and rope_type contradict each other: {', '.join(sorted(found))}")
+    return rope | ({"rope_type": found.pop()} if found else {})
+
+
+def _theta(config: Json, *ropes: dict[str, Any]) -> float:
+    """Read rope_theta from config.json, and remove it from `rope_scaling` and `rope_parameters`."""
+    given = [config.get("rope_theta"), *(rope.pop("rope_theta", None) for rope in ropes)]
+    thetas = {number("rope_theta", value) for value in given if value is not None}
+    if len(thetas) > 1:
+        raise ValueError(f"rope_theta: config.json gives {' and '.join(map(str, sorted(thetas)))}, expected one value")
+    return thetas.pop() if thetas else 10000.0
+
+
+def _read_scaling(kind: str, config: Json, rope: Json) -> RopeScaling | None:
+    """Read the entries of a rope type, and raise ValueError for missing and unknown entries."""
+    scaling = _SCALINGS[kind]
+    known = [] if scaling is None else [field.name for field in dataclasses.fields(scaling)]
+    for name, value in rope.items():
+        if name not in (*known, "rope_type", PARTIAL):
+            wanted = f"one of {', '.join(known)}" if known else "no further entry"
+            raise ValueError(f"rope type {kind}: expected {wanted}, got {name}: {shown(value)}")
+    if scaling is None:
+        return None
+    lengths = (config.get(LENGTH), rope.get(LENGTH), config["max_position_embeddings"])
+    entries = {**rope, LENGTH: next(length for length in lengths if length is not None)}
+    required = [field.name for field in dataclasses.fields(scaling) if field.default is dataclasses.MISSING]
+    if missing := [name for name in required if name not in entries]:
+        raise ValueError(f"rope type {kind}: {', '.join(missing)} missing")
+    return scaling(**read_fields(scaling, entries))
 
 
 def rope_entry(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -138,22 +187,9 @@ def rope_entry(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return {"type": "yarn" if isinstance(scaling, YarnConfig) else "llama3", **given}
 
 
-def _plain(config: Json, rope: Json) -> None:
-    return None
-
-
-def _yarn(config: Json, rope: Json) -> YarnConfig:
-    if rope.get("factor") is None:
-        raise ValueError("rope type yarn: factor is missing")
-    original = config.get(LENGTH) or rope.get(LENGTH) or config["max_position_embeddings"]
-    return YarnConfig(**read_fields(YarnConfig, {**rope, LENGTH: original}))
-
-
-def _llama3(config: Json, rope: Json) -> Llama3RopeConfig:
-    entries = {LENGTH: config.get(LENGTH), **{name: value for name, value in rope.items() if value is not None}}
-    if missing := [f.name for f in dataclasses.fields(Llama3RopeConfig) if entries.get(f.name) is None]:
-        raise ValueError(f"rope type llama3: {', '.join(missing)} missing")
-    return Llama3RopeConfig(**read_fields(Llama3RopeConfig, entries))
-
-
-_SCALINGS = {"default": _plain, "yarn": _yarn, "llama3": _llama3}
+_SCALINGS: Mapping[str, type[YarnConfig | Llama3RopeConfig] | None] = {
+    "default": None,
+    "yarn": YarnConfig,
+    "llama3": Llama3RopeConfig,
+}
+"""Class of the scaling of each rope type; None without scaling."""

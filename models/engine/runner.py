@@ -136,18 +136,23 @@ class Runner:
         return allocate_state(speculate.proposer, self._proposer_sizes)
 
     def row_format(self, group: GroupSizes) -> RowFormat:
-        """Return shapes and dtypes of one row of a cache group."""
+        """Return shapes and dtypes of one page row of a cache group."""
         return self._rows.row_format(group)
 
     def cache_format(self) -> dict[str, Any]:
-        """Return facts by name that two engines must have in common to exchange pages."""
-        return self._rows.cache_format(self._weights)
+        """Return facts by name. Two engines can exchange pages only if these facts are equal."""
+        return self._rows.cache_format(self._model)
 
     def read_rows(self, group: GroupSizes, rows: Int32[np.ndarray, "n"], rank: int = 0) -> dict[str, np.ndarray]:
-        """Copy rows of a cache group of a data rank to the host, after all launched steps have written them.
+        """Copy page rows to the host. The copies include the writes of all steps that were launched before this call.
+
+        Args:
+          group: cache group of the rows.
+          rows: indices of the page rows in the pool of the data rank.
+          rank: data rank that owns the pool.
 
         Returns:
-          [n, ...] by layer and array, as in `row_format`.
+          Contents of the rows, [n, ...] by "layer.array". `row_format` describes one row.
         """
         self._allocate()
         return self._rows.read(self._caches, group, rows, rank)
@@ -155,9 +160,15 @@ class Runner:
     def write_rows(
         self, group: GroupSizes, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray], rank: int = 0
     ) -> None:
-        """Write rows of a cache group of a data rank before any later step runs; contents as returned by `read_rows`.
+        """Write page rows. Steps that are launched after this call read the new contents.
 
         If this raises, the caches may be invalid: call `reset`.
+
+        Args:
+          group: cache group of the rows.
+          rows: indices of the page rows in the pool of the data rank.
+          contents: contents of the rows as returned by `read_rows`.
+          rank: data rank that owns the pool.
         """
         self._allocate()
         self._caches = self._rows.write(self._caches, group, rows, contents, rank)
@@ -165,7 +176,7 @@ class Runner:
     def write_layer(
         self, group: GroupSizes, layer: int, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
     ) -> None:
-        """Write rows of one layer of a cache group, on one device; contents by array.
+        """Write page rows of one layer. The model must be on one device.
 
         If this raises, the caches may be invalid: call `reset`.
         """
@@ -218,8 +229,10 @@ class Runner:
         return self._long if bucket.prefill_tokens > CONCURRENT_TOKENS else None
 
     def _compile(self, new: Mapping[Bucket, LayeredStep | None]) -> dict[Bucket, Any]:
-        """Compile steps as single programs or as several programs. Either is called as
-        (weights, caches, last tokens, packed)."""
+        """Compile the step of each bucket: as one program, or as several programs if a `LayeredStep` is given.
+
+        A compiled step takes (weights, caches, last tokens, packed).
+        """
         last_tokens = self._allocate()
         on_gpu, on_mesh = _is_on_gpu(last_tokens), self._mesh is not None
         with ThreadPoolExecutor() as threads, compile_ahead(threads):

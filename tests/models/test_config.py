@@ -321,9 +321,9 @@ def test_greedy_routing_needs_no_groups():
         ({"torch_dtype": "int8"}, "dtype: expected float32, bfloat16 or float16, got 'int8'"),
         ({"dtype": "float32"}, "dtype and torch_dtype contradict each other"),
         ({"rope_parameters": {"rope_theta": 5000.0}}, "rope_theta: config.json gives 5000.0 and 10000.0"),
-        ({"rope_parameters": {"factor": 4}}, "rope_scaling and rope_parameters contradict each other in factor"),
+        ({"rope_parameters": {"factor": 4}}, "expected equal entries, got .*factor: 40 and 4;"),
         ({"rope_scaling": {"type": "yarn", "rope_type": "default"}}, "contradict each other: default, yarn"),
-        ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope type yarn: factor missing"),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "yarn factor: expected at least 1"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 1}}, "beta_fast > beta_slow"),
         (
@@ -369,6 +369,20 @@ def test_arbitrary_rope_entries_raise_only_value_errors(name: str):
         ({"topk_method": "greedy"}, "topk_method 'greedy' of a deepseek_v3"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0: expected no such entry"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar 256"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier 0.5: expected 1.0"),
+        ({"is_causal": False}, "is_causal False: expected True"),
+        ({"use_mla": False}, "use_mla False"),
+        ({"sliding_window": 128}, "sliding_window 128"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit 7.0"),
+        ({"use_qk_norm": True}, "use_qk_norm True: expected False"),
+        (
+            {"layer_types": ["sliding_attention"] * 61},
+            "layer_types 'sliding_attention' of layer 0: expected full_attention",
+        ),
+        ({"mlp_layer_types": ["dense"] * 61}, "mlp_layer_types 'dense' of layer 3: expected sparse"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quant_method fp8"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
     ],
@@ -376,6 +390,55 @@ def test_arbitrary_rope_entries_raise_only_value_errors(name: str):
 def test_unsupported_features_are_named(entries: dict, feature: str):
     with pytest.raises(NotImplementedError, match=feature):
         DeepSeekConfig.from_hf({**V3, **entries})
+
+
+NEUTRAL: dict[str, Any] = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "no_rope_layers": [],
+    "is_causal": True,
+    "logits_scaling": 1,
+    "sliding_window": None,
+    "partial_rotary_factor": 1.0,
+    "layer_types": ["full_attention"] * 61,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58,
+    "attention_dropout": 0.1,
+    "use_cache": False,
+}
+"""Entries that do not change the results of a V3."""
+
+
+def test_neutral_entries_change_nothing():
+    assert DeepSeekConfig.from_hf({**V3, **NEUTRAL}) == DeepSeekConfig.from_hf(V3)
+
+
+@pytest.mark.parametrize(("model_type", "interleaved"), [("deepseek_v32", False), ("glm_moe_dsa", True)])
+def test_order_of_index_columns_is_that_of_the_family(model_type: str, interleaved: bool):
+    base = {**V32, "model_type": model_type}
+    expected = DeepSeekConfig.from_hf(base)
+    assert DeepSeekConfig.from_hf({**base, "indexer_rope_interleave": interleaved}) == expected
+    with pytest.raises(NotImplementedError, match=f"indexer_rope_interleave {not interleaved}: expected {interleaved}"):
+        DeepSeekConfig.from_hf({**base, "indexer_rope_interleave": not interleaved})
+
+
+def test_other_names_of_entries():
+    """transformers 5.23 also accepts these names."""
+    names = {"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n_routed_experts"}
+    other = without(V3, *names.values()) | {"num_mtp_layers": 3, "num_local_experts": 128}
+    expected = dataclasses.replace(DeepSeekConfig.from_hf(V3), num_nextn_predict_layers=3, n_routed_experts=128)
+    assert DeepSeekConfig.from_hf(other) == expected
+    assert DeepSeekConfig.from_hf({**V3, "num_experts": 256}) == DeepSeekConfig.from_hf(V3)
+    with pytest.raises(ValueError, match="num_experts: expected the value of n_routed_experts, 256, got 64"):
+        DeepSeekConfig.from_hf({**V3, "num_experts": 64})
+    with pytest.raises(ValueError, match="num_mtp_layers: expected the value of num_nextn_predict_layers, 1, got 0"):
+        DeepSeekConfig.from_hf({**V3, "num_mtp_layers": 0})
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_epsilon_has_no_default(model_type: str):
+    """The default of transformers is 1e-6 for V3.2 and 1e-5 for GLM-5."""
+    with pytest.raises(ValueError, match="rms_norm_eps missing"):
+        DeepSeekConfig.from_hf({**without(V32, "rms_norm_eps"), "model_type": model_type})
 
 
 def test_v2_ignores_norm_topk_prob():

@@ -118,7 +118,7 @@ def test_rope_theta_outside_rope_scaling(name):
         ({"rope_scaling": None}, "rope_parameters missing"),
         ({"rope_theta": None}, "rope_theta missing"),
         ({"num_local_experts": 3}, "num_experts_per_tok: expected at most num_local_experts=3, got 4"),
-        ({"num_experts_per_tok": 0}, "num_experts_per_tok: expected at least 1, got 0"),
+        ({"num_experts_per_tok": 0, "experts_per_token": None}, "num_experts_per_tok: expected at least 1, got 0"),
         ({"swiglu_limit": 0.0}, "swiglu_limit: expected a positive number, got 0.0"),
         ({"sliding_window": None}, "sliding_window: expected the window of sliding_attention layers, got None"),
         ({"hidden_size": 2872}, "expected multiples of 32 for MXFP4, got 2872 and 2880"),

@@ -151,7 +151,7 @@ def test_json_round_trip(config: GQAConfig):
         ({"num_key_value_heads": 5}, "num_key_value_heads: expected a divisor of num_attention_heads=32, got 5"),
         ({"head_dim": 127}, "head_dim: expected an even number, got 127"),
         ({"num_attention_heads": 0}, "num_attention_heads: expected at least 1"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings, low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope type llama3: low_freq_factor, high_freq"),
         (
             {"rope_scaling": {**LLAMA["rope_scaling"], "low_freq_factor": 4.0}},
             "expected high_freq_factor > low_freq_factor > 0, got 4.0 and 4.0",
@@ -179,12 +179,40 @@ def test_indivisible_hidden_size_needs_head_dim():
         ({"model_type": "llama", "use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["chunked_attention"] * 36}, "layer_types"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope': expected default or yarn or llama3"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0: expected no such entry"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar 256"),
+        ({"attention_multiplier": 0.1}, "attention_multiplier 0.1"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier 12.0: expected 1.0"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size 8192"),
+        ({"rope_interleave": True}, "rope_interleave True: expected False"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit 7.0"),
+        ({"use_qk_norm": False}, "use_qk_norm False: expected True"),
+        ({"model_type": "llama", "use_qk_norm": True}, "use_qk_norm True: expected False"),
+        ({"is_causal": False}, "is_causal False: expected True"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method fp8"),
     ],
 )
 def test_unsupported_features_are_named(entries: dict, feature: str):
     with pytest.raises(NotImplementedError, match=feature):
         GQAConfig.from_hf({**QWEN3, **entries})
+
+
+def test_window_of_a_llama():
+    config = read_config(LLAMA)
+    assert read_config({**LLAMA, "sliding_window": None}) == config
+    assert read_config({**LLAMA, "sliding_window": 4096, "use_sliding_window": False}) == config
+    with pytest.raises(NotImplementedError, match="sliding_window 4096: expected null or use_sliding_window false"):
+        read_config({**LLAMA, "sliding_window": 4096})
+
+
+def test_other_names_of_entries_of_gpt_oss():
+    written = GQA_PRESETS["gpt-oss-tiny"].to_hf()
+    other = without(written, "num_local_experts") | {"num_experts": 8, "experts_per_token": 3}
+    assert read_config(other) == GQA_PRESETS["gpt-oss-tiny"]
+    with pytest.raises(ValueError, match="experts_per_token: expected the value of num_experts_per_tok, 3, got 2"):
+        read_config({**written, "experts_per_token": 2})
 
 
 JUNK = (None, "x", "", -1, 0, 1.5, True, [], [1], {}, {"type": []}, {"x": {}})

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config import GQA_PRESETS, PRESETS, Llama3RopeConfig, YarnConfig
+from models.config import GQA_PRESETS, PRESETS, Llama3RopeConfig, YarnConfig, read_config
 from models.decoder import rope
 from tests.models import oracle
 
 PLAIN = dataclasses.replace(PRESETS["v3-tiny"], yarn=None)
 V2_LITE = PRESETS["v2-lite"]
+GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "rope.json").read_text())
+"""Entries of a config.json and the results of transformers 5.23, written by scripts/tools/rope_goldens.py."""
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,121 @@ V2_LITE = PRESETS["v2-lite"]
 )
 def test_frequencies(config):
     np.testing.assert_allclose(rope.inverse_frequencies(config), oracle.frequencies(config), rtol=1e-6)
+
+
+SUPPORTED = {"default": {*GOLDEN["families"]}, "yarn": {*GOLDEN["families"]}, "llama3": {"llama", "qwen3", "gpt_oss"}}
+"""Families by supported rope type."""
+
+
+@pytest.mark.parametrize(("family", "base"), GOLDEN["families"].items(), ids=[*GOLDEN["families"]])
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=[case["case"] for case in GOLDEN["cases"]])
+def test_entries_give_the_numbers_of_transformers(case, family: str, base):
+    """Frequencies, factor of cos and sin, and factor of scores follow from the same entries as in transformers 5.23."""
+    entries = {**base, **case["entries"]}
+    kind = case["case"].partition(",")[0]
+    if family not in SUPPORTED.get(kind, ()):
+        with pytest.raises(NotImplementedError, match=f"rope type '{kind}': expected default or yarn"):
+            read_config(entries)
+        return
+    [wanted] = (result for result in case["results"] if family in result["families"])
+    config = read_config(entries)
+    np.testing.assert_allclose(rope.inverse_frequencies(config), wanted["inv_freq"], rtol=1e-5)
+    factor = 1.0 if config.rope_scaling is None else config.rope_scaling.rotary_scale
+    assert (factor, config.sm_scale) == pytest.approx((wanted["attention_factor"], wanted["scale"]), rel=1e-6)
+    assert read_config(config.to_hf()) == config
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"rope_theta": 500.0, "rope_parameters": {"rope_theta": 100.0}},
+            "rope_theta: config.json gives 100.0 and 500",
+        ),
+        (
+            {"rope_scaling": {"rope_theta": 500.0}, "rope_parameters": {"rope_theta": 100.0}},
+            "rope_theta: config.json gives",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 8.0}},
+            "rope_scaling and rope_parameters: expected equal entries, got factor: 4.0 and 8.0",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {**YARN, "beta_fast": 8.0}},
+            "rope_scaling and rope_parameters: expected equal entries, got beta_fast: None and 8.0",
+        ),
+        (
+            {"rope_scaling": {**YARN, "type": "default"}},
+            "rope_scaling: type and rope_type contradict each other: default",
+        ),
+        ({"rope_scaling": {**YARN, "beta_quick": 8}}, "rope type yarn: expected one of factor, .*, got beta_quick: 8"),
+        (
+            {"rope_scaling": {**YARN, "low_freq_factor": 1.0}},
+            "rope type yarn: expected one of .*, got low_freq_factor: 1",
+        ),
+        ({"rope_scaling": {"factor": 4.0}}, "rope type default: expected no further entry, got factor: 4.0"),
+        (
+            {"rope_parameters": {"mrope_section": [4, 2, 2]}, "rope_scaling": None},
+            "rope type default: .*, got mrope_section",
+        ),
+        (
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings: expected at",
+        ),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings: expected at least",
+        ),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": "64"},
+            "original_max_position_embeddings: expected an int",
+        ),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor: expected a finite number, got 'half'"),
+    ],
+)
+@pytest.mark.parametrize("family", GOLDEN["families"])
+def test_contradicting_and_unknown_entries_raise(family: str, entries, message: str):
+    base = {**GOLDEN["families"][family], "rope_theta": 500.0, "rope_scaling": {"type": "default"}}
+    with pytest.raises(ValueError, match=message):
+        read_config({**base, **entries})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"rope_scaling": YARN, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5: expected 1, rotation of all",
+        ),
+        (
+            {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5: expected 1, rotation of all",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor 0.25: expected 1",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            r"rope_parameters: expected entries for all layers together, got entries for \['full_attention', 's",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {**YARN, "rope_theta": 1e6}, "sliding_attention": None}},
+            "rope_parameters: ",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 1}},
+            "rope type 'proportional': expected",
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", GOLDEN["families"])
+def test_unsupported_entries_raise(family: str, entries, message: str):
+    with pytest.raises(NotImplementedError, match=message):
+        read_config({**GOLDEN["families"][family], "rope_theta": 500.0, **entries})
 
 
 def test_yarn_divides_only_low_frequencies():

@@ -16,9 +16,10 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models.checkpoints import CheckpointError, load_config, weights
-from models.checkpoints.files import StoredTensor, dequantise, open_checkpoint, scale_name
+from models.checkpoints.files import EMBEDDING, HEAD, StoredTensor, dequantise, open_checkpoint, scale_name
 from models.config import GQA_PRESETS, PRESETS, ModelConfig
 from models.decoder import AttentionSettings, Decoder, MTPModule
+from models.decoder.mesh import make_mesh
 from models.moe.layer import MoE
 from tests.kit.slow_cases import slow_cases
 
@@ -225,12 +226,57 @@ def test_unused_tensors_are_logged(directory: Path, caplog):
     extra = {
         "model.layers.2.eh_proj.weight": "belongs to a multi-token prediction layer",
         "model.layers.0.self_attn.rotary_emb.inv_freq": "follows from the rope parameters",
-        "lm_head.weight": "is tied to the embeddings",
+        HEAD: "is a copy of the embeddings",
     }
-    rewrite(directory, **{name: np.ones(3, np.float64) for name in extra})
+    embedding = load_file(directory / "model.safetensors")[EMBEDDING]
+    rewrite(directory, **{**dict.fromkeys(extra, np.ones(3, np.float64)), HEAD: embedding})
     with caplog.at_level("INFO"):
         weights.load_model(directory)
     assert sorted(caplog.messages) == sorted(f"{name} is not loaded: it {why}" for name, why in extra.items())
+
+
+def test_head_that_differs_from_the_embedding_is_used(directory: Path, caplog):
+    """The head of the files is used although config.json ties it, as in transformers 5.23.
+
+    If the head has the rows of the embedding in reverse order, the logits are in reverse order, too.
+    """
+    reconfigure(directory, tie_word_embeddings=True)
+    embedding = load_file(directory / "model.safetensors")[EMBEDDING]
+    rewrite(directory, **{HEAD: None})
+    tied = weights.load_model(directory)
+    rewrite(directory, **{HEAD: embedding[::-1].copy()})
+    untied = weights.load_model(directory)
+    assert caplog.messages == [
+        f"{HEAD} is used, although config.json ties it to {EMBEDDING}: the files have different values"
+    ]
+    assert (tied.config.tie_word_embeddings, untied.config.tie_word_embeddings) == (True, False)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, V3.hidden_size)), jnp.float32)
+    np.testing.assert_allclose(untied.logits(x), tied.logits(x)[:, ::-1], rtol=1e-6)
+    assert weights.load_model(directory, mesh=make_mesh({"tensor": 2})).lm_head is not None
+
+
+@pytest.mark.parametrize(
+    ("tied", "changes", "message"),
+    [
+        (True, {HEAD: np.ones((48, 31), np.float32)}, r"misshaped: lm_head.weight \[48, 31\] for \[48, 32\]"),
+        (True, {HEAD: np.ones((48, 32), np.float64)}, "of an unsupported dtype: lm_head.weight F64"),
+        (True, {EMBEDDING: None}, "1 missing: model.embed_tokens.weight"),
+        (False, {HEAD: None}, "1 missing: lm_head.weight"),
+        (True, {"lm_head.bias": np.ones(48, np.float32)}, "1 not part of the model: lm_head.bias"),
+        (False, {"score.weight": np.ones((2, 32), np.float32)}, "1 not part of the model: score.weight"),
+        (
+            False,
+            {"model.layers.0.self_attn.o_proj.bias": np.ones(32, np.float32)},
+            "1 not part of the model: .*o_proj.bias",
+        ),
+        (False, {"model.layers.1.mlp.gate.bias": np.ones(16, np.float32)}, "1 not part of the model: .*gate.bias"),
+    ],
+)
+def test_heads_and_biases_that_do_not_fit_raise(directory: Path, tied: bool, changes: dict[str, Any], message: str):
+    reconfigure(directory, tie_word_embeddings=tied)
+    rewrite(directory, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        weights.load_model(directory)
 
 
 def test_undeclared_mtp_layers_raise(directory: Path):

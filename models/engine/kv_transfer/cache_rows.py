@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Int32
 
 from models.decoder import Caches, Decoder
 from models.decoder.caches import cache_spec
@@ -23,6 +22,7 @@ from models.engine.config import RunnerConfig
 from models.engine.group_sizes import GroupSizes
 from models.engine.kv_transfer.cached_pages import RowFormat, digest_of, read_rows, write_layer, write_rows
 from models.engine.kv_transfer.split_rows import SplitRows
+from models.engine.kv_transfer.weight_digest import weight_digest
 from pallas_attn import CacheSpec
 
 
@@ -103,11 +103,11 @@ class CacheRows:
         cache = write_layer(caches[layer], group.head_wise, rows, contents)
         return (*caches[:layer], cache, *caches[layer + 1 :])
 
-    def cache_format(self, weights: Sequence[Array]) -> dict[str, Any]:
+    def cache_format(self, model: Decoder) -> dict[str, Any]:
         """Return values by name that must be equal in two engines that exchange pages.
 
         These are the page size, the model's configuration, shapes and dtypes of its pages, static scales, `index_topk`,
-        and a digest of the extreme values of every weight. The mesh does not affect them.
+        and a digest of all bits of all weights. The mesh does not affect them.
         """
         scales = self._config.kv_scales
         pages = functools.partial(cache_spec, self._model_config, 1, self._config.page_size, self._dtype, scales)
@@ -115,17 +115,11 @@ class CacheRows:
             str(layer): {name: [list(a.shape[1:]), a.dtype.name] for name, a in pages(layer=layer).arrays.items()}
             for layer in range(len(self._specs))
         }
-        extremes = jax.jit(lambda weights: [_extremes(weight) for weight in weights])(weights)
         return {
             "page_size": self._config.page_size,
             **{f"config.{name}": value for name, value in dataclasses.asdict(self._model_config).items()},
             "arrays": arrays,
             "index_topk": self._index_topk,
             "kv_scales": None if scales is None else digest_of([scales.k, scales.v]),
-            "weights": digest_of(jax.device_get(extremes)),
+            "weights": weight_digest(model),
         }
-
-
-def _extremes(weight: Array) -> Array:
-    """Return the minimum and maximum of a weight and 0. Zero is included because a shard may be padded with zeros."""
-    return jnp.stack([jnp.min(weight, initial=0), jnp.max(weight, initial=0)])
