@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax import lax
 
 from pallas_attn.types import DecodePlan
@@ -23,9 +24,9 @@ OLDER_BIT is set if the query row sees all keys older than the draft keys. NEVER
 bit per key; for keys that no query row sees, it tests NEVER_BIT.
 """
 
-INITIAL_MAX = -1e30
-"""Initial running maximum of the scores. It is smaller than any score. It is finite, so that the difference of two
-maxima is never NaN.
+INITIAL_MAX = float(np.finfo(np.float32).min)
+"""Initial running maximum of the scores. No finite score is smaller. It is finite, so that the difference of two maxima
+is never NaN.
 """
 
 FULL, PARTIAL, DEAD = 2, 1, 0

@@ -44,7 +44,7 @@ def seen_keys(
 ) -> Bool[Array, "*rows K"]:
     """Return whether tokens at these positions see keys.
 
-    A token sees keys up to its own position. Among the newest M keys it sees only those that the mask shows.
+    A token sees keys up to its own position. The mask can hide any of the newest M keys.
     """
     ahead = key - position[..., None]
     if draft_mask is None:

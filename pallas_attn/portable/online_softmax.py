@@ -56,7 +56,7 @@ def decode_heuristic(rows: int, elements_per_token: int) -> XlaConfig:
 def tile_queries(num_tokens: int, num_sequences: int) -> int:
     """Return the number of queries per tile: about twice the average per sequence.
 
-    Short sequences then waste little of a tile, and long sequences have few tiles, each of which reads all keys again.
+    Every tile reads all keys of its sequence, so large tiles read keys less often. Small tiles have less padding.
     """
     average = -(-2 * num_tokens // num_sequences)
     return min(64, 1 << (average - 1).bit_length())

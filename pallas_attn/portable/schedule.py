@@ -64,9 +64,7 @@ class Groups(NamedTuple):
 
     @staticmethod
     def of(rows: Int32[Array, ""], num_programs: int) -> Groups:
-        """Return groups of one CTA each if there are more rows than CTAs; else the fewest groups of about two rows
-        each.
-        """
+        """Return one group per CTA if there are more rows than CTAs. Otherwise return groups of about two rows each."""
         rows_per_program = jnp.maximum(ratio(rows + (num_programs - 1), num_programs), 1)
         of_each = jnp.where(rows_per_program > 1, rows_per_program, 2)
         number = jnp.maximum(ratio(rows + of_each - 1, of_each), 1)
@@ -170,7 +168,7 @@ class Sharing:
         return ratio(num_pages + (part - 1), part), part
 
     def is_part_uneven(self, part: Int32[Array, "n"], share: Int32[Array, ""]) -> Bool[Array, "n"]:
-        """Return whether parts of this size exceed an equal share so much that equal shares are better.
+        """Return whether parts of this size exceed an equal share by so many pages that equal shares are better.
 
         A CTA starts once in both schedules, so overheads are left out.
         """
@@ -179,11 +177,11 @@ class Sharing:
     def is_group_uneven(
         self, taken: Int32[Array, "n"], programs: Int32[Array, ""], share: Int32[Array, ""]
     ) -> Bool[Array, "n"]:
-        """Return whether the share of a group's CTAs exceeds an equal share so much that equal shares are better.
+        """Return whether CTAs of a group have so many more pages than an equal share that equal shares are better.
 
-        A group of one CTA cuts no row: it may exceed an equal share as in `is_part_uneven`, plus a row's overhead. A
-        group of several CTAs cuts about half as many rows as equal shares: it may exceed them by twice the fraction,
-        but by half the pages.
+        A group of one CTA cuts no row. Its share may exceed an equal share by the limit of `is_part_uneven` plus the
+        overhead of a row. A group of several CTAs cuts about half as many rows as equal shares do. Its share may exceed
+        an equal share by twice the fraction, but at most half the pages, of the limit of `is_part_uneven`.
         """
         alone = self.overhead + jnp.minimum(ratio(share, UNEVENNESS), self.cut)
         several = jnp.minimum(ratio(2 * share, UNEVENNESS), self.cut // 2)

@@ -93,7 +93,8 @@ def page_walk(
     """Return the pages with a key that a query from position `first_query` to position `end` - 1 sees.
 
     Args:
-      first_query, end: positions of the first query and one past the last query; equal if there are no queries.
+      first_query: position of the first query.
+      end: position of the last query plus 1; equal to `first_query` if there are no queries.
       window, sink_tokens: window of the row's head.
       page_size: tokens per page.
     """

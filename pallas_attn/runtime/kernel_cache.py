@@ -3,11 +3,17 @@
 Tracing and lowering a Mosaic kernel takes seconds of Python time, much longer than its compilation by XLA, and JAX's
 compilation cache does not avoid it. The first call of a kernel is exported (`jax.export`), and later calls run the
 exported function. The cache key contains all inputs of lowering: operation and module, shapes and dtypes of the arrays,
-static arguments, the device, versions of JAX and its plugins, JAX settings, and the source of this package.
+static arguments, the device, versions of JAX and its plugins, JAX settings, and the source files of the kernel and of
+this package.
 
-A file is written under a temporary name and renamed, so a reader sees a complete file or none. It begins with a digest
-of the rest; a truncated or damaged file is written again. Writing a file also removes files that no process has read
-for `UNUSED_DAYS`, such as files of old versions.
+Python runs the text that it imported, and the key contains the text on disk. The two are equal as long as no source
+file changed after the process started. If one did, kernels are neither read from disk nor written.
+
+The process executes the kernels in the folder. The folder and its files must therefore belong to this user or to root,
+without write permission for other users; otherwise they are not used. A file is written under a temporary name and
+renamed, so a reader sees a complete file or none. It begins with a digest of the key and the kernel. Truncated and
+damaged files, links and FIFOs are replaced. Writing a file also removes files that no process has read for
+`UNUSED_DAYS`, such as files of old versions.
 
 Files are stored in a subfolder of JAX's compilation cache (`jax_compilation_cache_dir`) if that is set. The environment
 variable `PALLAS_ATTN_KERNEL_CACHE` names another folder; 0 disables the cache on disk and in memory.
@@ -18,6 +24,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import enum
+import errno
 import functools
 import gc
 import hashlib
@@ -26,17 +34,19 @@ import inspect
 import os
 import platform
 import re
+import secrets
+import stat
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 from jax.sharding import AxisType
 
@@ -59,10 +69,22 @@ DISTRIBUTIONS = (
     "jax-cuda13-pjrt",
     "triton",
 )
-SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-"""JAX settings that a traced function may depend on."""
+SETTINGS = (
+    *("jax_enable_x64", "jax_explicit_x64_dtypes", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion"),
+    *("jax_default_matmul_precision", "jax_allow_f16_reductions", "jax_use_hlo_logistic_lowering"),
+    *("jax_default_prng_impl", "jax_legacy_prng_key", "jax_random_seed_offset", "jax_threefry_partitionable"),
+    *("jax_threefry_gpu_kernel_lowering", "jax_high_dynamic_range_gumbel", "jax_softmax_custom_jvp"),
+    *("jax_use_simplified_jaxpr_constants", "jax_embedded_constants_max_bytes", "eager_constant_folding"),
+    *("jax_scan3", "jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_disable_jit", "jax_use_shardy_partitioner"),
+    *("jax_ragged_dot_use_gpu_pallas_triton_lowering", "jax_use_emit_pipeline_primitive"),
+    *("jax_pallas_enable_debug_checks", "jax_check_static_indices", "jax_mutable_array_checks", "jax_debug_key_reuse"),
+    *(f"jax_error_checking_behavior_{kind}" for kind in ("nan", "divide", "oob")),
+)
+"""JAX settings that change what a function is traced or lowered to. A JAX version need not have all of them."""
 UNUSED_DAYS = 30
-MAGIC = b"pallas_attn kernel 1\n"
+MAGIC = b"pallas_attn kernel 2\n"
+MAX_BYTES = 64 * 2**20
+"""Maximum size of a file. Kernels take up to a few megabytes."""
 
 
 def call_cached(function: Callable[[Any], Any], call: Any) -> Any:
@@ -77,8 +99,10 @@ def call_cached(function: Callable[[Any], Any], call: Any) -> Any:
 
     Args:
       function: a function that a module defines by name. The key contains this name and the text of the module's file.
-        It contains no other files that the function depends on, except files of this package and of JAX.
-      call: a pytree of arrays and static values. Different static values must have different `repr`s.
+        It contains no other files that the function depends on, except files of this package and of JAX. A function
+        without a file, such as one from `python -c`, is cached in memory only.
+      call: a pytree of arrays and static values. The kernel is cached in memory only if a static value has a `repr`
+        that does not determine the value, such as `<object at 0x7f...>`.
 
     Raises:
       ValueError: the function has no such name.
@@ -101,7 +125,7 @@ def call_split(function: Callable[[Any], Any], arrays: list[Any], rest: argument
     if here.platform != "gpu" or here.interpreted or tuning.is_deciding() or not _enabled() or _has_typed_mesh():
         return function(rest.join(arrays))
     avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
-    return _lowered(_Key(function, rest, avals, here, _settings()))(*arrays)
+    return _lowered(_Key(function, rest, _described_rest(rest), avals, here, _settings()))(*arrays)
 
 
 _ahead: contextvars.ContextVar[Executor | None] = contextvars.ContextVar("_ahead", default=None)
@@ -179,6 +203,8 @@ class _Key:
 
     function: Callable[[Any], Any]
     rest: arguments.Rest
+    statics: str | None
+    """Description of `rest` that tells 2, 2.0 and True apart, which are equal; None if it cannot be described."""
     avals: tuple[jax.ShapeDtypeStruct, ...]
     here: device.Device
     settings: tuple[tuple[str, Any], ...]
@@ -186,10 +212,13 @@ class _Key:
     """Size and array axes of each `jax.vmap` around the call, innermost first."""
 
     @property
-    def digest(self) -> str:
-        """Digest that is equal in all processes that would lower the same kernel."""
-        fields = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "function"]
-        return hashlib.sha256("\n".join(map(repr, (_named(self.function), *fields, *_process()))).encode()).hexdigest()
+    def digest(self) -> str | None:
+        """Digest that is equal in all processes that would lower the same kernel; None without a cache on disk."""
+        name = _named(self.function)
+        if name is None or self.statics is None:
+            return None
+        fields = [self.statics, self.avals, self.here, self.settings, self.vmaps]
+        return hashlib.sha256("\n".join(map(repr, (name, *fields, *_process()))).encode()).hexdigest()
 
     def batched(self, size: int, axes: tuple[int | None, ...]) -> _Key:
         """Return the key of the same call under one more `jax.vmap`."""
@@ -221,23 +250,79 @@ def _process() -> tuple[str, ...]:
     return (*versions, platform.python_version(), _sources(), *(f"{name}={os.environ[name]}" for name in names))
 
 
-def _named(function: Callable[[Any], Any]) -> str:
-    """Return the name of a function, with a digest of its file unless the function belongs to this package."""
+def _described_rest(rest: arguments.Rest) -> str | None:
+    """Return a text that determines the static part of a call; None if a value has no such text."""
+
+    def nodes(tree: Any) -> tuple[Any, ...]:
+        return tree.node_data(), *map(nodes, tree.children())
+
+    try:
+        return _described((nodes(rest.tree), rest.static, rest.is_array))
+    except TypeError:
+        return None
+
+
+def _described(value: Any) -> str:
+    """Return a text that determines a static value and its type. Raise TypeError if the value has no such text."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, enum.Enum):
+        return f"{kind}.{value.name}"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return f"{kind}({value!r})"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, tuple | list):
+        return f"{kind}({', '.join(map(_described, value))})"
+    if isinstance(value, set | frozenset):
+        return f"{kind}({', '.join(sorted(map(_described, value)))})"
+    if isinstance(value, dict):
+        return f"{kind}({', '.join(f'{_described(k)}: {_described(v)}' for k, v in value.items())})"
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return f"{kind}({value.dtype}, {value.shape}, {hashlib.sha256(value.tobytes()).hexdigest()})"
+    if dataclasses.is_dataclass(value):
+        fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare]
+        return f"{kind}({_described(fields)})"
+    if isinstance(value, functools.partial):
+        return f"{kind}({_described((value.func, value.args, value.keywords))})"
+    if isinstance(value, FunctionType) and "<" not in value.__qualname__ and (name := _named(value)) is not None:
+        return f"{kind}({name})"
+    text = repr(value)
+    if type(value).__repr__ is object.__repr__ or " at 0x" in text or "..." in text:
+        raise TypeError(f"static value: expected a repr that determines the value, got {text}")
+    return f"{kind}({text})"
+
+
+def _named(function: Callable[[Any], Any]) -> str | None:
+    """Return the name of a function, with a digest of its file unless the function belongs to this package.
+
+    None if the function has no file.
+    """
     if isinstance(function, NamedFunction):
         return f"{function.module}.{function.name}"
-    return f"{function.__module__}.{function.__qualname__} {_source(function)}"
+    source = _source(function)
+    return None if source is None else f"{function.__module__}.{function.__qualname__} {source}"
 
 
 @functools.cache
-def _source(function: Callable[[Any], Any]) -> str:
-    """Return a digest of the file that defines a function, and of the modules of its package that the file uses."""
-    file = inspect.getsourcefile(inspect.unwrap(function))
-    if file is None:
-        raise ValueError(f"function: expected one that a module defines by name, got {function!r} without a file")
-    digest = hashlib.sha256(Path(file).read_bytes())
-    for other in sorted(_used_files(sys.modules.get(inspect.unwrap(function).__module__), {file})):
-        digest.update(hashlib.sha256(Path(other).read_bytes()).digest())
-    return digest.hexdigest()
+def _source(function: Callable[[Any], Any]) -> str | None:
+    """Return a digest of `_files(function)`, or None for a function without a file."""
+    files = _files(function)
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(Path(file).read_bytes()).digest())
+    return digest.hexdigest() if files else None
+
+
+def _files(function: Callable[[Any], Any]) -> list[str]:
+    """Return the file that defines a function, then the files of the modules of its package that the file uses.
+
+    The list is empty if the function has no file: functions of `python -c`, of standard input and of notebooks.
+    """
+    function = inspect.unwrap(function)
+    file = inspect.getsourcefile(function)
+    if file is None or not os.path.isfile(file):
+        return []
+    return [file, *sorted(_used_files(sys.modules.get(function.__module__), {file}) - {file})]
 
 
 def _used_files(module: ModuleType | None, found: set[str]) -> set[str]:
@@ -257,12 +342,48 @@ def _used_files(module: ModuleType | None, found: set[str]) -> set[str]:
 def _sources() -> str:
     """Return a digest of this package. Any change of a kernel, a heuristic or a tuned configuration changes it."""
     digest = hashlib.sha256()
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(ROOT) for name in names]
-    for file in sorted(file for file in files if file.endswith((".py", ".json"))):  # os.walk is faster than pathlib
+    for file in _package_files():
         digest.update(os.path.relpath(file, ROOT).encode())
         with open(file, "rb") as content:
             digest.update(hashlib.sha256(content.read()).digest())
     return digest.hexdigest()
+
+
+def _package_files() -> list[str]:
+    """Return the Python and JSON files of this package, sorted."""
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(ROOT) for name in names]
+    return sorted(file for file in files if file.endswith((".py", ".json")))  # os.walk is faster than pathlib
+
+
+def _start_of_process() -> float:
+    """Return the Unix time at which this process started, at most 10 ms late; the current time where /proc is missing.
+
+    This module is imported before most kernels. Forked processes inherit the result, like the modules.
+    """
+    now = time.time()
+    try:
+        started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now
+
+
+_STARTED = _start_of_process()
+
+
+def _has_loaded_sources(key: _Key) -> bool:
+    """Return whether the source files of a key have the text that this process imported, or will import."""
+    function = key.function
+    files = _package_files() + ([] if isinstance(function, NamedFunction) else _files(function))
+    for file in files:
+        try:
+            changed = os.stat(file).st_ctime > _STARTED  # unlike mtime, programs cannot set it
+        except OSError:
+            changed = True
+        if changed:
+            _warn_once(f"kernels are not cached on disk, because {file} changed after this process started")
+            return False
+    return True
 
 
 def _lowered(key: _Key) -> Callable[..., Any]:
@@ -286,7 +407,7 @@ def _cached(key: _Key) -> Callable[..., Any] | LoweringError:
         exported = _export(key)
         if isinstance(exported, LoweringError):
             return exported
-        if file is not None:
+        if file is not None and _has_loaded_sources(key):  # lowering imports modules
             _write(file, exported)
     if (threads := _ahead.get()) is not None:
         threads.submit(_compile_alone, exported, key.avals)
@@ -346,60 +467,125 @@ def _no_collection() -> Iterator[None]:
 
 
 def _file(key: _Key) -> Path | None:
-    """Return the file of a key's kernel; None if kernels are not stored in files."""
-    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    """Return the file of a key's kernel; None if the kernel is not stored in a file."""
+    named, cache = os.environ.get(ENVIRONMENT_VARIABLE), jax.config.jax_compilation_cache_dir
     if named:
-        return Path(named) / key.digest
-    cache = jax.config.jax_compilation_cache_dir
-    if not cache or not jax.config.jax_enable_compilation_cache or "://" in str(cache):
+        folder = Path(named)
+    elif not cache or not jax.config.jax_enable_compilation_cache or "://" in str(cache):
         return None
-    return Path(cache) / "pallas_attn_kernels" / key.digest
+    else:
+        folder = Path(cache) / "pallas_attn_kernels"
+    digest = key.digest
+    return None if digest is None or not _has_loaded_sources(key) else folder / digest
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int | None]:
+    """Yield a descriptor of a folder that only this user or root can write; None, after a warning, for other folders.
+
+    Raises OSError if the folder cannot be opened.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if is_trusted := _is_ours(os.fstat(descriptor)):
+            yield descriptor
+    finally:
+        os.close(descriptor)
+    if not is_trusted:
+        _warn_once(
+            f"kernels are not cached in {folder}, because other users own it or can write it; expected a folder of "
+            f"this user without write permission for others (chmod go-w {folder})"
+        )
+        yield None
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Return whether a file or folder belongs to this user or root, and other users have no write permission."""
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _read(file: Path) -> export.Exported | None:
-    """Return the exported function in a file; None if the file is missing or damaged."""
+    """Return the exported function in a file; None if the file is missing, damaged or not to be trusted."""
     try:
-        content = file.read_bytes()
-        with contextlib.suppress(OSError):  # the folder may be read-only
-            os.utime(file)
+        with _opened(file.parent) as folder:
+            content = None if folder is None else _content(file.name, folder)
     except FileNotFoundError:
         return None
     except OSError as error:
-        _warn_once(f"cannot read cached kernels in {file.parent}: {error.strerror or error}")
+        if error.errno != errno.ELOOP:  # a link is replaced
+            _warn_once(f"cannot read cached kernels in {file.parent}: {error.strerror or error}")
+        return None
+    if content is None or content[: len(MAGIC)] != MAGIC:
         return None
     header = len(MAGIC) + hashlib.sha256().digest_size
-    if not content.startswith(MAGIC) or hashlib.sha256(content[header:]).digest() != content[len(MAGIC) : header]:
+    if _digest_of(file.name, content[header:]) != content[len(MAGIC) : header]:
         return None
     mosaic_tools.find()
-    return export.deserialize(bytearray(content[header:]))
+    try:
+        return export.deserialize(bytearray(content[header:]))
+    except Exception:  # noqa: BLE001 - flatbuffers raises many types
+        return None
+
+
+def _content(name: str, folder: int) -> bytes | None:
+    """Return the content of a file in an open folder; None if it is no regular file of this user or too large.
+
+    Opening waits for no writer of a FIFO and follows no link.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(name, flags, dir_fd=folder)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not _is_ours(status) or status.st_size > MAX_BYTES:
+            return None
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            os.utime(descriptor)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(MAX_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _digest_of(name: str, body: bytes) -> bytes:
+    """Return the digest of a file's body and name, so that a file is not found under another key."""
+    return hashlib.sha256(name.encode() + body).digest()
 
 
 def _write(file: Path, exported: export.Exported) -> None:
     """Write a complete file or none."""
     body = bytes(exported.serialize())
+    if len(body) >= MAX_BYTES - 1024:
+        return
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix="tmp-", delete=False) as partial:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(file.parent) as folder:
+            if folder is None:
+                return
+            partial = f"tmp-{secrets.token_hex(8)}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             try:
-                partial.write(MAGIC + hashlib.sha256(body).digest() + body)
-                partial.close()
-                os.replace(partial.name, file)
+                with open(os.open(partial, flags, mode=0o600, dir_fd=folder), "wb") as content:
+                    content.write(MAGIC + _digest_of(file.name, body) + body)
+                os.replace(partial, file.name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
-                os.unlink(partial.name)
+                with contextlib.suppress(OSError):
+                    os.unlink(partial, dir_fd=folder)
                 raise
-        _remove_unused(file.parent)
+            _remove_unused(folder)
     except OSError as error:
         _warn_once(f"cannot write cached kernels to {file.parent}: {error.strerror or error}")
 
 
-def _remove_unused(folder: Path) -> None:
+def _remove_unused(folder: int) -> None:
     """Remove files that were neither written nor read recently. Another process may remove them at the same time."""
     oldest = time.time() - UNUSED_DAYS * 24 * 3600
-    for file in folder.iterdir():
-        is_ours = re.fullmatch(r"[0-9a-f]{64}|tmp-\w+", file.name) is not None
+    for name in os.listdir(folder):
         with contextlib.suppress(OSError):
-            if is_ours and file.is_file() and file.stat().st_mtime < oldest:
-                file.unlink()
+            if re.fullmatch(r"[0-9a-f]{64}|tmp-\w+", name) is None:
+                continue
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode) and status.st_mtime < oldest:
+                os.unlink(name, dir_fd=folder)
 
 
 @functools.cache

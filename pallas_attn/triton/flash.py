@@ -35,7 +35,7 @@ from pallas_attn.triton import tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.page_access import load_columns, pool_rows, token_scales
 from pallas_attn.triton.quantise import tensor_core_operand
-from pallas_attn.triton.softmax import LOG2E, SMALLEST_UNIT, bfloat16_parts, soft_capped, softmax_step, weights_in_units
+from pallas_attn.triton.softmax import SMALLEST_UNIT, bfloat16_parts, soft_capped, softmax_step, weights_in_units
 from pallas_attn.triton.split_states import store_result
 from pallas_attn.triton.tiles import FlashTile
 from pallas_attn.triton.visibility import in_window
@@ -185,7 +185,7 @@ def _attend(
 ):
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    BASE: tl.constexpr = LOG2E if CAP is not None else SCALE * LOG2E
+    SCORE_SCALE: tl.constexpr = tl.constexpr(1.0) if CAP is not None else SCALE  # soft-capped scores are scaled already
     IS_PAGED: tl.constexpr = tl.constexpr(tables_ptr is not None)
     IN_ONE_PAGE: tl.constexpr = IS_PAGED and PAGE % TOKENS == 0
     head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
@@ -322,7 +322,7 @@ def _attend(
                     scores = tl.where(visible, scores, float("-inf"))  # pyrefly: ignore[unbound-name]
                 elif IS_PAGED:  # a page can be absent
                     scores = tl.where(seen[None, :], scores, float("-inf"))
-                top, total, keep, weights = softmax_step(scores, top, total, BASE)
+                top, total, keep, weights = softmax_step(scores, top, total, SCORE_SCALE)
                 if BY_TOKEN:
                     weights = weights * token_scales(v_scale_ptr, row, token, seen, GROUPS, PAGE)[None, :]
                     weights, keep, unit = weights_in_units(weights, keep, unit)
@@ -338,7 +338,10 @@ def _attend(
         if GROUPS == "channel":
             acc = acc * tl.load(v_scale_ptr + head * DV + d, mask=d < DV, other=0.0)[None, :]
         held = real_row[:, None] & (d < DV)[None, :]
-        store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, DV)
+        store_result(
+            *(acc, top, total, out_row, q_head, held, real_row),
+            *(sinks_ptr, out_ptr, lse_ptr, d, DV, SCORE_SCALE),
+        )
 
 
 @kernel

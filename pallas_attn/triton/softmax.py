@@ -2,12 +2,14 @@
 
 The state of a query row consists of:
 
-    top      float32, the largest scaled score so far, times log2(e); -inf before the first visible key
-    total    float32, sum over keys of 2**(score - top), with scores in base 2
-    acc      float32 [columns], sum over keys of 2**(score - top) * value
+    top      float32, the largest score so far, before multiplication by SCALE; -inf before the first visible key
+    total    float32, sum over keys of 2**((score - top) * SCALE * log2(e))
+    acc      float32 [columns], sum over keys of 2**((score - top) * SCALE * log2(e)) * value
 
-Weights are 2**(score * BASE - top), with BASE = log2(e) * scale: one multiply-add and one exp2 per score. Only `top` is
-the rounded product score * BASE. All weights of a row and `total` contain the same `top`, so its rounding cancels.
+SCALE is the softmax scale, or 1 if the scores are scaled already. The maximum is subtracted before the multiplication,
+so the key with the largest score has weight 1 at any magnitude. 2**(score * c - top * c) would save one instruction per
+score. But a multiply-add rounds only once, and `top * c` is rounded separately. From 2**31 on, half a unit in the last
+place of `top * c` is 128 or more, and the weight of every key would be 0 or infinite.
 """
 
 from __future__ import annotations
@@ -25,23 +27,22 @@ def finite_or_zero(top):
 
 
 @triton.jit
-def softmax_step(scores, top, total, BASE: tl.constexpr):
+def softmax_step(scores, top, total, SCALE: tl.constexpr):
     """Update a softmax state with scores [rows, tokens].
 
     Args:
       scores: -inf where the key is not visible.
-      top: [rows], largest score so far, times BASE.
-      total: [rows], sum of 2**(score * BASE - top).
-      BASE: log2(e), times the scale if `scores` are not scaled yet; positive.
+      top: [rows], largest score so far.
+      total: [rows], sum of weights.
+      SCALE: softmax scale if `scores` are not scaled yet, else 1; positive.
 
     Returns:
       The new top and total, the factor [rows] for the previous accumulator, and the weights [rows, tokens].
     """
-    new_top = tl.maximum(top, tl.max(scores, 1) * BASE)
+    new_top = tl.maximum(top, tl.max(scores, 1))
     shift = finite_or_zero(new_top)
-    keep = tl.exp2(top - shift)
-    # The fma rounds once. A separate product near 5e5 would have an error of up to 0.03, different for each token.
-    weights = tl.exp2(tl.fma(scores, BASE, -shift[:, None]))
+    keep = tl.exp2((top - shift) * (SCALE * LOG2E))
+    weights = tl.exp2((scores - shift[:, None]) * (SCALE * LOG2E))
     return new_top, total * keep + tl.sum(weights, 1), keep, weights
 
 
@@ -74,31 +75,35 @@ def bfloat16_parts(x):
 
 
 @triton.jit
-def merge_step(other_top, other_total, top, total):
+def merge_step(other_top, other_total, top, total, SCALE: tl.constexpr):
     """Merge two states; return the new top and total, and the factors for both accumulators, all [rows].
 
     The factor for (top, total) is the third result, the factor for the other state the fourth.
+
+    Args:
+      SCALE: as in `softmax_step`.
     """
     new_top = tl.maximum(top, other_top)
     shift = finite_or_zero(new_top)
-    keep, others = tl.exp2(top - shift), tl.exp2(other_top - shift)
+    keep, others = tl.exp2((top - shift) * (SCALE * LOG2E)), tl.exp2((other_top - shift) * (SCALE * LOG2E))
     return new_top, total * keep + other_total * others, keep, others
 
 
 @triton.jit
-def softmax_result(top, total, sink):
-    """Return the factor [rows] that normalises the accumulator, and the LSE [rows].
+def softmax_result(top, total, sink, SCALE: tl.constexpr):
+    """Return the factor [rows] that normalises the accumulator, and the natural-log LSE [rows].
 
     Rows without visible keys have factor 0 and LSE -inf.
 
     Args:
-      top, total: [rows] of a state, in base 2.
+      top, total: [rows] of a state.
       sink: learned sink logits [rows], which enter only the denominator of the output; -inf for none.
+      SCALE: as in `softmax_step`.
     """
     seen = total != 0  # true for NaN
-    shift = finite_or_zero(top)
-    inverse = 1.0 / tl.where(seen, total + tl.exp2(sink * LOG2E - shift), 1.0)
-    lse = tl.where(seen, (shift + tl.log2(tl.where(seen, total, 1.0))) / LOG2E, float("-inf"))
+    shift = finite_or_zero(top) * SCALE
+    inverse = 1.0 / tl.where(seen, total + tl.exp2((sink - shift) * LOG2E), 1.0)
+    lse = tl.where(seen, shift + tl.log2(tl.where(seen, total, 1.0)) / LOG2E, float("-inf"))
     return tl.where(seen, inverse, 0.0), lse
 
 

@@ -83,12 +83,16 @@ def merge_splits(
     partial: Sequence[Array],
     plan: Splits,
     sinks: Float[Array, "Hq"] | None = None,
+    *,
+    scale: float,
 ) -> tuple[Float[Array, "B Q Hq D"] | Float[Array, "T Hq D"], Float[Array, "B Q Hq"]]:
     """Write the output rows that have several splits or no visible keys, in place.
 
     Args:
       out: output. May have more tokens than the B·Q tokens of this call.
       partial: acc, top and total of all splits.
+      sinks: learned sink logits, or None.
+      scale: factor that makes `top` a natural-log score: the softmax scale, or 1 for soft-capped scores.
     """
     (batch, num_queries, q_heads), width = lse.shape, out.shape[-1]
     num_rows = plan.row_order.shape[0]
@@ -106,6 +110,7 @@ def merge_splits(
             "D": width,
             "ROWS": rows,
             "WIDTH": columns,
+            "SCALE": scale,
         },
         # On Hopper the assembler may spill a few registers so that one more program fits, which was faster.
         max_registers=None if device.triton_card().capability == (9, 0) else 255,
@@ -134,6 +139,7 @@ def _merge(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     place = tl.load(merged_rows_ptr + tl.program_id(0))
@@ -153,10 +159,10 @@ def _merge(
             other_top = tl.load(part_top_ptr + state, mask=real_row, other=float("-inf"))
             other_total = tl.load(part_total_ptr + state, mask=real_row, other=0.0)
             part = tl.load(part_ptr + state[:, None] * D + d[None, :], mask=held, other=0.0)
-            top, total, keep, others = merge_step(other_top, other_total, top, total)
+            top, total, keep, others = merge_step(other_top, other_total, top, total, SCALE)
             part = tl.where((other_total != 0)[:, None], part, 0.0)  # a split without visible keys may contain 0 · inf
             acc = acc * keep[:, None] + part * others[:, None]
-        store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D)
+        store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D, SCALE)
 
 
 @kernel
@@ -174,7 +180,21 @@ def store_values(at, acc, inverse, total, held):
 
 
 @kernel
-def store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, d, D: tl.constexpr):
+def store_result(
+    acc,
+    top,
+    total,
+    out_row,
+    q_head,
+    held,
+    real_row,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    d,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+):
     """Normalise a state over all keys of its rows, and store output and LSE.
 
     Args:
@@ -182,12 +202,14 @@ def store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, ou
       out_row: [rows], rows of the output [..., D] and of the LSE.
       q_head: [rows], query heads, which index the sink logits.
       held: [rows, columns], mask of the values that exist.
+      real_row: [rows], mask of the rows that exist.
       d: [columns], column numbers.
+      SCALE: as in `softmax_step`.
     """
     sink = tl.full(top.shape, float("-inf"), tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + q_head, mask=real_row, other=float("-inf"))
-    inverse, lse = softmax_result(top, total, sink)
+    inverse, lse = softmax_result(top, total, sink, SCALE)
     store_values(out_ptr + out_row[:, None] * D + d[None, :], acc, inverse, total, held)
     tl.store(lse_ptr + out_row, lse, mask=real_row)
 
@@ -210,14 +232,20 @@ def store_chunked_state(
     L: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
-    """Write a state whose accumulator is a tuple of CHUNKS chunks [rows, CHUNK]: as output, or as a partial state.
+    """Store the state of query rows: as normalised output and LSE if it covers all their keys, else as a partial state.
 
     Args:
-      row: [rows], index of each row in the output from `first_row` on, and in the partial states from `first_state` on.
-      is_whole: whether the state covers all keys of its rows.
+      acc: tuple of CHUNKS accumulators [rows, CHUNK], which together hold the L columns of a value.
+      top, total: [rows].
+      row: [rows], numbers of the query rows. Row r is stored at row `first_row` + r of the output [..., L] and of the
+        LSE, or at row `first_state` + r of the partial states.
+      real_row: [rows], mask of the rows that exist.
+      is_whole: scalar, whether the state covers all keys.
+      SCALE: as in `softmax_step`.
     """
-    inverse, lse = softmax_result(top, total, tl.full(top.shape, float("-inf"), tl.float32))
+    inverse, lse = softmax_result(top, total, tl.full(top.shape, float("-inf"), tl.float32), SCALE)
     for chunk in tl.static_range(CHUNKS):
         at, held = column_offsets(row * L, real_row, chunk * CHUNK, L, CHUNK)
         if is_whole:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import config
 
 import pallas_attn
 from pallas_attn.jax_patches import faster_lowering
@@ -179,7 +180,7 @@ def test_compile_ahead(cache_folder: Path) -> None:
     assert compiled.call_count == 3
 
 
-@pytest.mark.parametrize("what", ["card", "setting", "sources", "file"])
+@pytest.mark.parametrize("what", ["card", "setting", "threefry", "sources", "file"])
 def test_key_depends_on_the_environment(cache_folder: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Call(X, Y))
     if what == "card":
@@ -188,12 +189,101 @@ def test_key_depends_on_the_environment(cache_folder: Path, what: str, monkeypat
     elif what == "setting":
         with jax.default_matmul_precision("highest"):
             run(Call(X, Y))
+    elif what == "threefry":
+        with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+            run(Call(X, Y))
     else:
         forget()
         changed = {"sources": ("_process", lambda: ("others",)), "file": ("_source", lambda function: "another")}
         monkeypatch.setattr(kernel_cache, *changed[what])
         run(Call(X, Y))
     assert len(list(cache_folder.iterdir())) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    number: Any
+    values: Any = None
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tuned) and self.number == other.number and np.array_equal(self.values, other.values)
+
+
+class Opaque:
+    """A static value without a `repr` that determines it."""
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (2, 2.0),
+        (1, True),
+        (0, False),
+        (0.0, -0.0),
+        ((1, 2), (1, 2.0)),
+        (Tuned(2), Tuned(2.0)),
+        (Tuned(1, np.zeros(5000)), Tuned(1, np.arange(5000.0) * (np.arange(5000) == 2500))),
+        (jnp.float32, jnp.float16),
+        (functools.partial(max, 1), functools.partial(max, 1.0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("field", ["window", "scale"])
+def test_equal_statics_of_different_types_have_different_keys(
+    cache_folder: Path, one: Any, other: Any, field: str
+) -> None:
+    """Static leaves (`window`) and static fields of pytree nodes (`scale`) are described with their types."""
+    seen: list[Any] = []
+
+    def record(call: Call) -> Any:
+        seen.append(getattr(call, field))
+        return call.x
+
+    module: Any = SimpleNamespace(record=record)
+    implementation = kernel_cache.NamedFunction("module", "record", lambda: module)
+    for value in (one, other, one, other):
+        kernel_cache.call_cached(implementation, dataclasses.replace(Call(X, Y, scale=1.0), **{field: value}))
+    assert [type(value) for value in seen] == [type(one), type(other)]
+    assert len(list(cache_folder.iterdir())) == 2
+    forget()
+    for value in (one, other):
+        kernel_cache.call_cached(implementation, dataclasses.replace(Call(X, Y, scale=1.0), **{field: value}))
+    assert len(seen) == 2
+
+
+def test_static_without_description_is_cached_in_memory_only(cache_folder: Path) -> None:
+    opaque = Opaque()
+    for _ in range(2):
+        kernel_cache.call_cached(scaled_window, Call(X, Y, window=opaque))  # pyrefly: ignore[bad-argument-type]
+    assert TRACED == ["scaled_window"]
+    assert not list(cache_folder.iterdir())
+
+
+def scaled_window(call: Call) -> Any:
+    TRACED.append("scaled_window")
+    return call.x
+
+
+def test_key_contains_every_boolean_setting_that_jax_traces_with() -> None:
+    """A setting that is missing makes a kernel lowered with it run without it."""
+    without_effect = {
+        *("check_vma", "jax_auto_pcast", "jax_remove_size_one_mesh_axis_from_type"),  # types within shard_map
+        *("jax_enable_pgle", "jax_no_execution"),  # execution
+        *("jax_use_direct_linearize", "jax_remat_barrier_no_cotangents"),  # gradients
+        "jax_raise_on_ppermute_sort_diff",  # an error
+    }
+    missing = set()
+    for name, setting in config.config_states.items():
+        if isinstance(setting.value, bool):
+            before = config.trace_context()
+            with setting(not setting.value):
+                if config.trace_context() != before:
+                    missing.add(name)
+    assert missing - set(kernel_cache.SETTINGS) == without_effect & missing
+    assert {"jax_enable_x64", "jax_threefry_partitionable"} <= missing
 
 
 def test_root_is_the_package() -> None:
@@ -428,6 +518,113 @@ def test_concurrent_processes(cache_folder: Path) -> None:
     forget()
     assert [run(Call(X, Y, scale=scale)).sum() for scale in (1.0, 2.0, 3.0)] == [21.0, 36.0, 51.0]
     assert {file.read_bytes()[: len(kernel_cache.MAGIC)] for file in cache_folder.iterdir()} == {kernel_cache.MAGIC}
+
+
+SETUP = """
+import sys
+from pathlib import Path
+import jax.numpy as jnp
+from pallas_attn import call_cached
+from pallas_attn.runtime import device, kernel_cache
+card = device.Device(platform="gpu", name="a CPU in place of a card", capability=(9, 0), multiprocessors=2)
+device.current, kernel_cache.PLATFORM = lambda: card, "cpu"
+x = jnp.arange(6.0)
+"""
+EDITED = f"""{SETUP}
+sys.path.insert(0, sys.argv[1])
+import edited_kernel
+file = Path(edited_kernel.__file__)
+if len(sys.argv) > 2:
+    file.write_text(file.read_text().replace(*sys.argv[2:]))
+print(call_cached(edited_kernel.kernel, x).sum())
+"""
+
+
+def run_program(program: str, *arguments: str) -> tuple[float, str]:
+    """Run a program in a new process; return the number that it prints, and its warnings."""
+    folder = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd=folder, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout), done.stderr
+
+
+def test_file_edited_between_import_and_first_call(cache_folder: Path, tmp_path: Path) -> None:
+    """The kernel of the imported text is not stored under a key of the new text."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "edited_kernel.py").write_text("SCALE = 2.0\ndef kernel(x):\n    return x * SCALE\n")
+    time.sleep(0.05)  # the file is older than the process
+    number, warning = run_program(EDITED, str(source), "2.0", "3.0")
+    assert number == 30.0
+    assert "changed after this process started" in warning
+    assert run_program(EDITED, str(source)) == (45.0, "")
+    assert len([file for file in cache_folder.iterdir() if file.is_file()]) == 1
+
+
+@pytest.mark.parametrize("edited_while", ["before the call", "while it is lowered"])
+def test_package_edited_after_start(
+    cache_folder: Path, tmp_path: Path, edited_while: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "module.py").write_text("x = 1")
+    monkeypatch.setattr(kernel_cache, "ROOT", package)
+    monkeypatch.setattr(kernel_cache, "_STARTED", time.time() + 10)
+
+    def edit() -> None:
+        monkeypatch.setattr(kernel_cache, "_STARTED", time.time() - 10)  # the files are newer
+
+    def traced(call: Call) -> Any:
+        edit()
+        return call.x
+
+    module: Any = SimpleNamespace(edit=traced)
+    implementation = kernel_cache.NamedFunction("module", "edit", lambda: module)
+
+    if edited_while == "before the call":
+        edit()
+    with pytest.warns(UserWarning, match=f"{package / 'module.py'} changed after this process started"):
+        kernel_cache.call_cached(implementation, Call(X, Y))
+    assert [file.name for file in cache_folder.iterdir()] == ["package"]
+
+
+def test_start_of_process() -> None:
+    """The start is before the import of this module and not before its parent's exec."""
+    printed = [time.time()]
+    number, _ = run_program("from pallas_attn.runtime import kernel_cache; print(kernel_cache._STARTED)")
+    printed += [number, time.time()]
+    assert printed[0] - 0.02 < printed[1] < printed[2] - 0.1
+
+
+STDIN = f"""{SETUP}
+traced = []
+def kernel(x):
+    traced.append(x)
+    return x * 2
+for _ in range(2):
+    out = call_cached(kernel, x).sum()
+assert len(traced) == 1
+print(out)
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "-"])
+def test_function_without_a_file(cache_folder: Path, how: str) -> None:
+    """Functions of `python -c` and of standard input are cached in memory only."""
+    arguments = [how, STDIN] if how == "-c" else [how]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=STDIN,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONPATH": "."},
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "30.0\n", "")
+    assert not list(cache_folder.iterdir())
 
 
 def test_former_public_name_warns() -> None:

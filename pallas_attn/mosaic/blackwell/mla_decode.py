@@ -106,6 +106,7 @@ from pallas_attn.mosaic.latent_tiles import (
 from pallas_attn.mosaic.merge import StateForm
 from pallas_attn.mosaic.primitives import basics, register_tiles, shared_memory
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.exponents import exponent_factor, in_log2_units
 from pallas_attn.mosaic.primitives.tile_scheduler import ABSENT, WorkTile, for_each_work_tile
 from pallas_attn.portable.schedule import most_splits
 
@@ -758,7 +759,7 @@ class TcgenSoftmax(TcgenRole):
             num_tiles = split.num_tiles(self.static)
             m, l = lax.fori_loop(0, num_tiles, functools.partial(self.step, split), empty)  # noqa: E741
             plgpu.barrier_wait(self.mem.o_done)
-            self.write(results, split, m, l)
+            self.write(results, split, in_log2_units(m, self.static.sm_scale * LOG2E), l)
 
         self.for_each_split(attend)
 
@@ -783,11 +784,13 @@ class TcgenSoftmax(TcgenRole):
             return self.mask_scores(split, stage, s)
 
         s = lax.cond(self.tile_meta(stage)[0] == FULL, lambda s: s, mask_tile, s)
-        scale = static.sm_scale * LOG2E
-        highest = s.max(axis=1) * scale  # [query_rows]
+        highest = s.max(axis=1)  # [query_rows]
+        factor = exponent_factor(highest, static.sm_scale * LOG2E)
+        highest = highest * factor
         m_new = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
         rescale = jnp.exp2(m - m_new)
-        p = jnp.exp2(s * scale - register_tiles.over_tokens(m_new, s.shape))  # [query_rows, tokens]
+        factor = factor if isinstance(factor, float) else register_tiles.over_tokens(factor, s.shape)
+        p = jnp.exp2(s * factor - register_tiles.over_tokens(m_new, s.shape))  # [query_rows, tokens]
         l = l * rescale + p.sum(axis=1)  # noqa: E741
 
         @pl.when(i > 0)

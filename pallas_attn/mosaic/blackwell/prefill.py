@@ -89,6 +89,7 @@ from pallas_attn.mosaic.prefill.schedule import FlashWorkTile, WorkList, WorkTil
 from pallas_attn.mosaic.prefill.split import KvSplits, OutputRows, RowState
 from pallas_attn.mosaic.primitives import basics
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref, interpreted
+from pallas_attn.mosaic.primitives.exponents import exponent_factor, in_log2_units
 from pallas_attn.mosaic.primitives.masks import Limits
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 
@@ -410,7 +411,7 @@ class SoftmaxConsumer:
 
             state = lax.fori_loop(0, pl.cdiv(kv_tiles, 2), both, state)
         plgpu.barrier_wait(self.scratch.o_done.at[self.index])
-        return state
+        return state._replace(m=in_log2_units(state.m, self._scale(transform)))
 
     def _step(self, transform: ScoreTransform, buffer: int, i: Any, state: RowStats) -> RowStats:
         """Compute the probabilities of the i-th tile of the work tile. Rescale O if a maximum has grown by more than
@@ -423,11 +424,14 @@ class SoftmaxConsumer:
         plgpu.barrier_wait(scratch.s_full.at[buffer])
         s = [plgpu.async_load_tmem(s_ref.at[:, columns], layout=TILE) for columns in self._chunks()]
         plgpu.wait_load_tmem()
-        s, scale = self._scores(transform, i, s)  # s: list of [query_rows, CHUNK]
-        highest = functools.reduce(jnp.maximum, (part.max(axis=1) for part in s)) * scale
+        s = self._scores(transform, i, s)  # list of [query_rows, CHUNK]
+        highest = functools.reduce(jnp.maximum, (part.max(axis=1) for part in s))
+        scale = exponent_factor(highest, self._scale(transform))
+        highest = highest * scale
         m = jnp.where(highest > state.m + RESCALE_THRESHOLD_LOG2, highest, state.m)  # [query_rows]
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         factor = jnp.where(m == state.m, 1.0, jnp.exp2(state.m - m))
+        scale = scale if isinstance(scale, float) else over_rows(scale, s[0].shape)
         l = state.l * factor  # noqa: E741
         for columns, part in zip(self._chunks(), s, strict=True):
             p = jnp.exp2(part * scale - over_rows(shift, part.shape))  # [query_rows, CHUNK]
@@ -459,7 +463,13 @@ class SoftmaxConsumer:
         """Slices of `CHUNK` columns that cover a tile of scores."""
         return [pl.ds(first, CHUNK) for first in range(0, self.static.tile_keys, CHUNK)]
 
-    def _scores(self, transform: ScoreTransform, i: Any, s: list[Any]) -> tuple[list[Any], float]:
+    def _scale(self, transform: ScoreTransform) -> float:
+        """Return the factor that turns the scores of `_scores` into exponents of 2."""
+        if transform.token_scales is not None:
+            return 1.0
+        return self.static.score_scale * LOG2E if self.static.soft_cap is None else LOG2E
+
+    def _scores(self, transform: ScoreTransform, i: Any, s: list[Any]) -> list[Any]:
         """Scale, cap and mask the product q kᵀ of the i-th tile.
 
         If values have a scale per token, log2 of these scales is added to the scores, so the probabilities include the
@@ -470,7 +480,7 @@ class SoftmaxConsumer:
           s: the product, a list of chunks [128, CHUNK].
 
         Returns:
-          The scores as a list of chunks, and a factor: the probabilities are 2**(scores · factor - m).
+          The scores as a list of chunks. The probabilities are 2**(scores · factor - m); `_scale` gives the factor.
         """
         static, token_scales = self.static, transform.token_scales
         if transform.key_scale is not None:
@@ -480,11 +490,11 @@ class SoftmaxConsumer:
         s = s if static.soft_cap is None else [capped(part, static.score_scale, static.soft_cap) for part in s]
         sees_all, limits = transform.limits(i)
         s = lax.cond(sees_all, lambda s: s, lambda s: hide(s, limits()), s)
-        scale = static.score_scale * LOG2E if static.soft_cap is None else LOG2E
         if token_scales is None:
-            return s, scale
+            return s
+        scale = static.score_scale * LOG2E if static.soft_cap is None else LOG2E
         log2 = token_scales(i).at[1]
-        return [part * scale + self._of_columns(log2, columns, part) for columns, part in self._with(s)], 1.0
+        return [part * scale + self._of_columns(log2, columns, part) for columns, part in self._with(s)]
 
     def _with(self, s: list[Any]) -> zip[tuple[Any, Any]]:
         """Pair the slice of columns of each chunk with the chunk."""

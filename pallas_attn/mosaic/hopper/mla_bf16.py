@@ -88,12 +88,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic.hopper import mla_rows, wgmma
-from pallas_attn.mosaic.hopper.mla_rows import INITIAL_MAX, PER_ROW, ROWS, TOKENS
+from pallas_attn.mosaic.hopper.mla_rows import PER_ROW, ROWS, TOKENS
 from pallas_attn.mosaic.hopper.tiles import TILE
 from pallas_attn.mosaic.hopper.wgmma import RESCALE_THRESHOLD_LOG2, UNPAIRED, partial_sums, rescale_accumulator
+from pallas_attn.mosaic.latent_tiles import INITIAL_MAX
 from pallas_attn.mosaic.partial_states import num_fragments, store_fragments
 from pallas_attn.mosaic.primitives import basics, register_tiles
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.exponents import exponent_factor, in_log2_units
 from pallas_attn.mosaic.primitives.register_tiles import BY_64, over_tokens, store_tile
 
 PARTS = 3
@@ -262,6 +264,7 @@ def attend(
       first, count: index of the first pair, and number of pairs, at least 1.
     """
     row_bytes, layouts = config.row_bytes, (UNPAIRED, TILE)  # layouts of acc and l
+    scale = config.sm_scale * LOG2E
 
     def slots(pair: Any) -> tuple[Any, Any]:
         zero = basics.opaque_zero()
@@ -292,10 +295,12 @@ def attend(
           full: result of `Bf16TileAccess.is_full`.
         """
         s = lax.cond(full, lambda s: s, lambda s: tiles.mask(pair, slot, s), s)
-        scale = config.sm_scale * LOG2E
-        highest = s.max(axis=1) * scale  # [ROWS]
+        highest = s.max(axis=1)  # [ROWS]
+        factor = exponent_factor(highest, scale)
+        highest = highest * factor
         m = jnp.where(highest > m + RESCALE_THRESHOLD_LOG2, highest, m)
-        p = jnp.exp2(s * scale - over_tokens(m, s.shape))
+        factor = factor if isinstance(factor, float) else over_tokens(factor, s.shape)
+        p = jnp.exp2(s * factor - over_tokens(m, s.shape))
         return m, p, p.astype(mem.k.left.dtype)
 
     def first_scores(pair: Any) -> tuple[Any, Any]:
@@ -367,7 +372,7 @@ def attend(
             0, count - 1, lambda i, carry: warpgroup_0(first + i, *carry, more=True), (state, s, full)
         )
         state, *_ = warpgroup_0(first + (count - 1), state, s, full, more=False)
-    return state._replace(acc=wgmma.as_tile(state.acc))
+    return state._replace(m=in_log2_units(state.m, scale), acc=wgmma.as_tile(state.acc))
 
 
 # --- consumers' barriers and results

@@ -87,8 +87,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.mosaic.hopper import mla_fp8_products, mla_fp8_softmax, mla_rows, wgmma
-from pallas_attn.mosaic.hopper.mla_rows import INITIAL_MAX, ROWS, TOKENS
+from pallas_attn.mosaic.hopper.mla_rows import ROWS, TOKENS
 from pallas_attn.mosaic.hopper.wgmma import RESCALE_THRESHOLD_LOG2
+from pallas_attn.mosaic.latent_tiles import INITIAL_MAX
 from pallas_attn.mosaic.partial_states import num_fragments
 from pallas_attn.mosaic.primitives import basics, dequantize, register_tiles
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref

@@ -30,9 +30,6 @@ TOKENS = 64
 PER_ROW = PER_TOKEN
 """Register layout of one value per query row, where query rows are the rows of a tile."""
 
-INITIAL_MAX = -1e30
-"""Initial running maximum: smaller than any score, and finite, so that no difference of maxima is NaN."""
-
 LOG2_ROW_STATES = StateForm(query_axis=0, log2=True)
 """Form of states in the registers of the bf16 attention kernels: acc [ROWS, latent columns], m in units of log2."""
 

@@ -93,6 +93,7 @@ from pallas_attn.mosaic.prefill.schedule import WorkList, WorkTiles, ring_slot
 from pallas_attn.mosaic.prefill.split import KvSplits, OutputRows, RowState
 from pallas_attn.mosaic.primitives import basics, register_tiles
 from pallas_attn.mosaic.primitives.basics import LOG2E, Ref
+from pallas_attn.mosaic.primitives.exponents import exponent_factor, in_log2_units
 from pallas_attn.mosaic.primitives.register_tiles import PER_COLUMN, over_columns, over_tokens
 from pallas_attn.mosaic.primitives.row_io import RowLayout, store_results
 
@@ -228,7 +229,8 @@ class Consumer:
         state = self._first(begin, kv_tiles > 1, functools.partial(self._scores, transform, jnp.int32(0)))
         state = lax.fori_loop(1, multiplied, step, state)
         lax.fori_loop(multiplied, kv_tiles, lambda i, _: self._skip(begin + i, i + 1 < kv_tiles), None)
-        return RowState(self._last(begin + kv_tiles - 1, state), state.m, state.l.sum(axis=1))
+        m = in_log2_units(state.m, self._scale(transform))
+        return RowState(self._last(begin + kv_tiles - 1, state), m, state.l.sum(axis=1))
 
     def _first(self, kv_tile: Any, more: Any, scores_of: Callable[[Any], Scores]) -> SoftmaxState:
         """Compute the probabilities of the first tile, then wait for the keys of the next tile."""
@@ -238,8 +240,8 @@ class Consumer:
         s = wgmma.multiply(self._query_parts(), rings.k.at[slot], self._signal_next)  # [64, tile_keys]
         self._release_keys(slot, more)
         scores = scores_of(s)
-        m = scores.update_max(register_tiles.filled(-jnp.inf, (QUERIES,), PER_TOKEN))
-        p, l = scores.probabilities(m)  # noqa: E741
+        m, factor = scores.update_max(register_tiles.filled(-jnp.inf, (QUERIES,), PER_TOKEN))
+        p, l = scores.probabilities(m, factor)  # noqa: E741
         self._await_keys(kv_tile + 1, more)
         o = register_tiles.filled(0.0, (QUERIES, self.static.value_dim), TILE)
         return SoftmaxState(o, m, l, p.astype(rings.q.dtype))
@@ -259,12 +261,12 @@ class Consumer:
         s = wgmma.finish(s, TILE, TILE, under_way=1)  # P V is still in flight
         self._release_keys(slot, more)
         scores = scores_of(s)
-        m = scores.update_max(state.m)  # [64]
+        m, factor = scores.update_max(state.m)  # [64] each
         # This function waits until P V has finished, because `finished` is False.
         o, l = wgmma.rescale_accumulator((o, state.l), (TILE, TILE), state.m, m, finished=False)  # noqa: E741
         plgpu.barrier_arrive(rings.v_empty.at[previous])
         # P V is finished: `p` may take the registers of `state.p`.
-        p, more_l = scores.probabilities(m)  # [64, tile_keys], [64, 8]
+        p, more_l = scores.probabilities(m, factor)  # [64, tile_keys], [64, 8]
         p, l = lax.optimization_barrier((p.astype(rings.q.dtype), l + more_l))  # noqa: E741
         self._await_keys(kv_tile + 1, more)
         return SoftmaxState(o, m, l, p)
@@ -359,6 +361,12 @@ class Consumer:
 
     # Scores
 
+    def _scale(self, transform: ScoreTransform) -> float:
+        """Return the factor that makes the scores of `Scores` exponents of 2."""
+        if transform.token_scales is not None:
+            return 1.0
+        return self.static.score_scale * LOG2E if self.static.soft_cap is None else LOG2E
+
     def _scores(self, transform: ScoreTransform, i: Any, s: Any) -> Scores:
         """Scale, cap and mask the product q kᵀ of the i-th tile of the work tile.
 
@@ -373,9 +381,9 @@ class Consumer:
         s = s if static.soft_cap is None else wgmma.capped(s, static.score_scale, static.soft_cap)
         sees_all, limits = transform.limits(i)
         s = lax.cond(sees_all, lambda s: s, lambda s: wgmma.hide(s, limits()), s)
-        scale = static.score_scale * LOG2E if static.soft_cap is None else LOG2E
         if token_scales is None:
-            return Scores(s, scale)
+            return Scores(s, self._scale(transform))
+        scale = static.score_scale * LOG2E if static.soft_cap is None else LOG2E
         log2, inverse = (basics.load(token_scales(i).at[n], PER_COLUMN) for n in (1, 2))
         return Scores(s * scale + over_columns(log2, s.shape), 1.0, inverse)
 
@@ -397,19 +405,25 @@ class Scores(NamedTuple):
     scale: float
     inverse: Any = None
 
-    def update_max(self, m: Any) -> Any:
-        """Return `SoftmaxState.m` for this tile, given its value after the previous tile."""
-        highest = self.s.max(axis=1) * self.scale
-        return jnp.where(highest > m + wgmma.RESCALE_THRESHOLD_LOG2, highest, m)
+    def update_max(self, m: Any) -> tuple[Any, Any]:
+        """Return `SoftmaxState.m` for this tile, given its value after the previous tile.
 
-    def probabilities(self, m: Any) -> tuple[Any, Any]:
-        """Compute P = 2**(s · scale - m) and the partial row sums [64, 8].
+        The second result is the factor of this tile's scores: `scale`, or [64] from `exponent_factor`.
+        """
+        highest = self.s.max(axis=1)
+        factor = exponent_factor(highest, self.scale)
+        highest = highest * factor
+        return jnp.where(highest > m + wgmma.RESCALE_THRESHOLD_LOG2, highest, m), factor
 
-        `m` is a rounded product s · scale, but the compiler computes s · scale - m as one fused multiply-add, with one
+    def probabilities(self, m: Any, factor: Any) -> tuple[Any, Any]:
+        """Compute P = 2**(s · factor - m) and the partial row sums [64, 8].
+
+        `m` is a rounded product s · factor, but the compiler computes s · factor - m as one fused multiply-add, with one
         rounding. The exponent of the largest score is therefore not exactly 0. This does not change the output, because
         P, row sums, partial states and LSE all use the same `m`.
         """
         shift = jnp.where(m == -jnp.inf, 0.0, m)
-        p = jnp.exp2(self.s * self.scale - over_tokens(shift, self.s.shape))
+        factor = factor if isinstance(factor, float) else over_tokens(factor, self.s.shape)
+        p = jnp.exp2(self.s * factor - over_tokens(shift, self.s.shape))
         unscaled = p if self.inverse is None else p * over_columns(self.inverse, p.shape)
         return p, wgmma.partial_sums(unscaled)

@@ -35,7 +35,7 @@ from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.page_access import load_columns
 from pallas_attn.triton.plans import split_end
 from pallas_attn.triton.quantise import tensor_core_operand
-from pallas_attn.triton.softmax import LOG2E, bfloat16_parts, soft_capped, softmax_step
+from pallas_attn.triton.softmax import bfloat16_parts, soft_capped, softmax_step
 from pallas_attn.triton.split_states import merge_splits, partial_states, store_chunked_state
 from pallas_attn.triton.tiles import TritonTile, power_of_two
 from pallas_attn.triton.visibility import draft_visible, in_window
@@ -82,7 +82,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
         num_stages=tile.stages,
         max_registers=tile.max_registers,
     )
-    return merge_splits(out, lse, partial, plan)
+    return merge_splits(out, lse, partial, plan, scale=call.sm_scale if call.soft_cap is None else 1.0)
 
 
 def num_programs(call: MlaDecodeCall) -> int:
@@ -145,7 +145,7 @@ def _attend(
     NATIVE: tl.constexpr,
 ):
     q_dtype: tl.constexpr = q_latent_ptr.dtype.element_ty
-    BASE: tl.constexpr = LOG2E if CAP is not None else SCALE * LOG2E
+    SCORE_SCALE: tl.constexpr = tl.constexpr(1.0) if CAP is not None else SCALE  # soft-capped scores are scaled already
     HAS_DRAFTS: tl.constexpr = tl.constexpr(QUERIES > 1 or q_lens_ptr is not None or draft_ptr is not None)
     IN_ONE_PAGE: tl.constexpr = PAGE % TOKENS == 0
     program = tl.program_id(0)
@@ -247,7 +247,7 @@ def _attend(
                 scores = tl.where(
                     visible, scores, float("-inf")
                 )  # a select, not an addition: a hidden score can be NaN
-                top, total, keep, weights = softmax_step(scores, top, total, BASE)
+                top, total, keep, weights = softmax_step(scores, top, total, SCORE_SCALE)
                 new_acc = ()
                 for chunk in tl.static_range(CHUNKS):
                     kept = acc[chunk] * keep[:, None]
@@ -268,7 +268,7 @@ def _attend(
         first_state = split.to(tl.int64) * (QUERIES * HEADS)
         store_chunked_state(
             *(acc, top, total, query_row, real_row, is_whole_row, first_row, out_ptr, lse_ptr),
-            *(first_state, part_ptr, part_top_ptr, part_total_ptr, L, CHUNK, CHUNKS),
+            *(first_state, part_ptr, part_top_ptr, part_total_ptr, L, CHUNK, CHUNKS, SCORE_SCALE),
         )
         split += 1
         row_ends = stop >= tl.load(num_pages_ptr + place)

@@ -31,7 +31,7 @@ from pallas_attn.triton import caches, tiles
 from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.page_access import load_columns
 from pallas_attn.triton.quantise import tensor_core_operand
-from pallas_attn.triton.softmax import LOG2E, softmax_step
+from pallas_attn.triton.softmax import softmax_step
 from pallas_attn.triton.split_states import EvenSplits, merge_splits, state_shapes, store_chunked_state
 from pallas_attn.triton.tiles import power_of_two
 from pallas_attn.types import LATENT_GROUP
@@ -83,7 +83,9 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
         flops=2 * num_tokens * num_heads * top_k * (2 * latent_dim + rope_dim),
     )
     if splits > 1:
-        out, lse = merge_splits(out[:, None], lse[:, None], partial, EvenSplits.of(num_tokens, splits))
+        out, lse = merge_splits(
+            *(out[:, None], lse[:, None], partial, EvenSplits.of(num_tokens, splits)), scale=call.sm_scale
+        )
         out, lse = out[:, 0], lse[:, 0]
     return out, lse
 
@@ -166,7 +168,7 @@ def _attend(
                 scales += (scale,)
                 scores += tl.dot(q_latent[chunk], k) * scale[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))  # a select, not an addition: a hidden score can be NaN
-        top, total, keep, weights = softmax_step(scores, top, total, SCALE * LOG2E)
+        top, total, keep, weights = softmax_step(scores, top, total, SCALE)
         new_acc = ()
         for chunk in tl.static_range(CHUNKS):
             kept = acc[chunk] * keep[:, None]
@@ -180,7 +182,7 @@ def _attend(
 
     store_chunked_state(
         *(acc, top, total, head, real_row, SPLITS == 1, first_row, out_ptr, lse_ptr),
-        *((token * SPLITS + split) * HEADS, part_ptr, part_top_ptr, part_total_ptr, L, CHUNK, CHUNKS),
+        *((token * SPLITS + split) * HEADS, part_ptr, part_top_ptr, part_total_ptr, L, CHUNK, CHUNKS, SCALE),
     )
 
 

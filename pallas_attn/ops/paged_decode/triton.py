@@ -35,7 +35,7 @@ from pallas_attn.triton.launch import kernel, launch
 from pallas_attn.triton.page_access import nth_visible_token, pool_rows, token_scales
 from pallas_attn.triton.plans import split_end
 from pallas_attn.triton.quantise import tensor_core_operand
-from pallas_attn.triton.softmax import LOG2E, bfloat16_parts, soft_capped, softmax_step
+from pallas_attn.triton.softmax import bfloat16_parts, soft_capped, softmax_step
 from pallas_attn.triton.split_states import merge_splits, partial_states, sequence_and_head, store_result
 from pallas_attn.triton.tiles import TritonTile
 from pallas_attn.triton.visibility import draft_visible, in_window
@@ -95,7 +95,8 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
         max_registers=tile.max_registers,
         aliases={} if call.out is None else {0: 0},
     )
-    return merge_splits(out, lse, partial, plan, call.sinks)
+    scale = call.scale if call.soft_cap is None else 1.0
+    return merge_splits(out, lse, partial, plan, call.sinks, scale=scale)
 
 
 def num_programs(call: PagedDecodeCall) -> int:
@@ -168,7 +169,7 @@ def _attend(
     NATIVE: tl.constexpr,
 ):
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    BASE: tl.constexpr = LOG2E if CAP is not None else SCALE * LOG2E
+    SCORE_SCALE: tl.constexpr = tl.constexpr(1.0) if CAP is not None else SCALE  # soft-capped scores are scaled already
     program = tl.program_id(0)
     row_in_group = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query-major: the heads of a query are neighbours
     query, head_in_group = row_in_group // GROUP, row_in_group % GROUP
@@ -251,7 +252,7 @@ def _attend(
             if CAP is not None:
                 scores = soft_capped(scores * SCALE, CAP)
             scores = tl.where(visible, scores, float("-inf"))
-            top, total, keep, weights = softmax_step(scores, top, total, BASE)
+            top, total, keep, weights = softmax_step(scores, top, total, SCORE_SCALE)
             if BY_TOKEN:
                 weights = weights * token_scales(v_scale_ptr, row, n, seen, GROUPS, PAGE)[None, :]
             at = v_ptr + (cell * V_STRIDE + V_FIRST)[:, None] + dv[None, :]
@@ -268,7 +269,10 @@ def _attend(
         if GROUPS == "channel":
             acc = acc * tl.load(v_scale_ptr + head * DV + dv, mask=real_dv, other=0.0)[None, :]
         if (page == 0) & (stop >= num_pages):
-            store_result(acc, top, total, out_row, q_head, held, real_row, sinks_ptr, out_ptr, lse_ptr, dv, DV)
+            store_result(
+                *(acc, top, total, out_row, q_head, held, real_row),
+                *(sinks_ptr, out_ptr, lse_ptr, dv, DV, SCORE_SCALE),
+            )
         else:
             state = split.to(tl.int64) * (QUERIES * GROUP) + row_in_group
             tl.store(part_ptr + state[:, None] * DV + dv[None, :], acc, mask=held)

@@ -28,11 +28,6 @@ from pallas_attn.portable.mixed_step import MixedStep
 from pallas_attn.runtime import dispatch, sharded_calls
 from pallas_attn.types import QMAX, HeadWindow, Implementation, PagedKV
 
-type StaticScale = Float[Array, ""] | Float[Array, "Hkv"] | Float[Array, "Hkv D"] | float | None
-"""Scales of a quantised cache: one number for all heads, [Hkv] one per head, [Hkv, D] one per head and column, or None
-for the scales in the `PagedKV`.
-"""
-
 
 @sharded_calls.over_devices
 def ragged_paged_attention(
@@ -52,8 +47,8 @@ def ragged_paged_attention(
     attention_sink: Float[Array, "Hq"] | None = None,
     update_kv_cache: bool = True,
     q_scale: float | None = None,
-    k_scale: StaticScale = None,
-    v_scale: StaticScale = None,
+    k_scale: Float[Array, ""] | Float[Array, "Hkv"] | Float[Array, "Hkv D"] | float | None = None,
+    v_scale: Float[Array, ""] | Float[Array, "Hkv"] | Float[Array, "Hkv Dv"] | float | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T Hq Dv"], PagedKV]:
@@ -184,7 +179,7 @@ def _attend_apart(q: Any, kv: PagedKV, step: MixedStep, *, causal: bool, **optio
     return out.at[place].set(of_singles[:, 0], mode="drop", unique_indices=True)
 
 
-def _with_scales(kv: PagedKV, k_scale: StaticScale, v_scale: StaticScale) -> PagedKV:
+def _with_scales(kv: PagedKV, k_scale: Any, v_scale: Any) -> PagedKV:
     """Return the cache with the given scales. A scale of None keeps the scale of the cache."""
     checks.check_class("kv", kv, PagedKV)
     checks.check_array("kv.k", kv.k)

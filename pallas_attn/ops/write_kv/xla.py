@@ -163,7 +163,7 @@ def _requantise_earlier(
 
     def visit(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         grouped, new_scale = carry
-        place = i * block + jnp.arange(block, dtype=jnp.int32)
+        place = jnp.asarray(i, jnp.int32) * block + jnp.arange(block, dtype=jnp.int32)  # i is int64 with jax_enable_x64
         entry = queue[place]
         page = page_or_none(at.page[entry], place < num_waiting, pages.shape[0])
         index = (page, at.head[entry], groups.index[entry])
@@ -171,7 +171,7 @@ def _requantise_earlier(
         # pool in place.
         read = grouped.at[(*index, slice(None), columns)].get(mode="clip"), scale.at[index].get(mode="clip")
         stored, old_scale = lax.optimization_barrier(read)
-        earlier = jnp.arange(groups.size)[None, :, None] < groups.earlier[entry][:, None, None]
+        earlier = jnp.arange(groups.size, dtype=jnp.int32)[None, :, None] < groups.earlier[entry][:, None, None]
         stored_amax = jnp.max(jnp.where(earlier, jnp.abs(stored.astype(jnp.float32)), 0.0), axis=(1, 2))
         scales = amax_scale(amax[entry], pages.dtype, at_least=held_scale(stored_amax, old_scale, pages.dtype))
         values = quantise(dequantise(stored, old_scale[:, None, None]), scales[:, None, None], pages.dtype)
