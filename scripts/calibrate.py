@@ -26,6 +26,7 @@ from scripts.cli.command_line import (
     as_usage_error,
     check_outputs,
     exit_status,
+    integer,
     writing,
 )
 from scripts.cli.model import load, name_of, read_config
@@ -103,7 +104,9 @@ def _parser() -> Parser:
     add_model(parser.add_mutually_exclusive_group(required=True))
     prompts = parser.add_mutually_exclusive_group()
     add_prompts(prompts)
-    prompts.add_argument("--tokens", type=int, default=512, metavar="N", help="number of random tokens (default: 512)")
+    prompts.add_argument(
+        "--tokens", type=integer, default=512, metavar="N", help="number of random tokens (default: 512)"
+    )
     add_computation(parser)
     parser.add_argument(
         "--kv-dtype", choices=("int8", "fp8"), default="int8", help="dtype of the cache (default: int8)"

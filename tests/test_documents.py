@@ -39,7 +39,10 @@ NAME = re.compile(r"(?<![\w/.])(?:pallas_attn|pa)\.([A-Za-z]\w*)(?![\w/]*\.(?:py
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)\b")
 FOREIGN_FLAGS = ("--xla", "--help")
-FOREIGN_FILES = ("config.json", "tokenizer.json", "ids.json", "out.json", "run.png", "sample.json", "<device>.json")
+FOREIGN_FILES = (
+    *("config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+    *("ids.json", "out.json", "run.png", "sample.json", "<device>.json"),
+)
 """Endings of names of files that users have or that commands write."""
 
 

@@ -2,8 +2,9 @@
 
 The package imports `models.config` and `models.decoder`. Modules in reading order: `files` (reads config.json and
 headers of safetensors files), `weights` (converts tensors to parameters, makes random models), `mxfp4` (unpacks experts
-of gpt-oss), `tokenizer` (converts between texts and token ids; `text_process` runs it in a separate process),
-`kv_scales` (files with static scales of quantised caches) and `calibration` (computes these scales).
+of gpt-oss), `tokenizer_files` (reads special tokens, settings and chat templates), `tokenizer` (converts between texts
+and token ids; `text_process` runs it in a separate process), `kv_scales` (files with static scales of quantised caches)
+and `calibration` (computes these scales).
 """
 
 from models.checkpoints.files import CheckpointError as CheckpointError
@@ -12,8 +13,8 @@ from models.checkpoints.kv_scales import kv_scales_content as kv_scales_content
 from models.checkpoints.kv_scales import load_kv_scales as load_kv_scales
 from models.checkpoints.kv_scales import save_kv_scales as save_kv_scales
 from models.checkpoints.tokenizer import Tokenizer as Tokenizer
-from models.checkpoints.tokenizer import TokenizerError as TokenizerError
 from models.checkpoints.tokenizer import load_tokenizer as load_tokenizer
+from models.checkpoints.tokenizer_files import TokenizerError as TokenizerError
 from models.checkpoints.weights import count_parameters as count_parameters
 from models.checkpoints.weights import load_model as load_model
 from models.checkpoints.weights import load_mtp as load_mtp

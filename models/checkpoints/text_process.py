@@ -9,10 +9,12 @@ result] or [false, reason]. This module must not import jax or the project, beca
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import resource
 import sys
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 import jinja2
@@ -21,9 +23,15 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import tokenizers
+from tokenizers import decoders, pre_tokenizers
 
 LARGEST_TEXT = 2**26
 """Maximum number of characters that a template may render."""
+
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Words that Qwen2Tokenizer encodes separately."""
 
 
 class Text:
@@ -31,31 +39,151 @@ class Text:
 
     core: tokenizers.Tokenizer
     template: jinja2.Template
+    special_tokens: dict[str, str]
+    clean_up: bool
 
-    def load_core(self, path: str) -> None:
-        self.core = tokenizers.Tokenizer.from_file(path)
-        self.core.no_truncation()  # settings from training would change prompts
-        self.core.no_padding()
+    def load_core(self, path: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Load tokenizer.json and add the special tokens of other files, in the order of transformers.
+
+        Args:
+          path: path of tokenizer.json.
+          settings: `TokenizerSettings` as JSON.
+
+        Returns:
+          `special_tokens`: texts of the special tokens by name. `contradictions`: [file, token, id in the file, id in
+          the tokenizer, token with the id in the file] for declared ids that the tokens do not have, at most one.
+        """
+        core = tokenizers.Tokenizer.from_file(path)
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        named, extra, kind = settings["named"], settings["extra"], settings["kind"]
+        if core.padding is not None and settings["takes_pad_token"]:
+            named["pad_token"] = core.padding["pad_token"]
+        texts = {name: text_of(token) for name, token in named.items() if token is not None}
+        if kind != "TokenizersBackend":
+            core = rebuilt(core, kind, content["model"], settings)
+
+        stored = [(path, token.pop("id"), token) for token in content.get("added_tokens") or []]
+        declared = [(entry["file"], entry["token_id"], entry["token"]) for entry in settings["declared"]]
+        loaded = [*declared, *stored] if kind == "TokenizersBackend" else declared  # others do not load `stored`
+        if settings["declares_stored"]:
+            declared = loaded = [*declared, *stored]
+        tokens = new_tokens(core, declared, [*named.values(), *extra])
+        core.add_tokens([as_special(token, texts.values()) for token in tokens])
+        if kind == "Qwen2Tokenizer":
+            every = dict.fromkeys([*texts.values(), *map(text_of, extra)])
+            core.add_tokens([tokenizers.AddedToken(text, special=True) for text in every])
+
+        core.no_truncation()  # settings from training would change prompts
+        core.no_padding()
+        core.encode_special_tokens = settings["split_special_tokens"]
+        is_bpe = type(core.model).__name__ == "BPE"
+        self.clean_up = not is_bpe if settings["clean_up"] is None else settings["clean_up"]
+        self.core, self.special_tokens = core, texts
+        contradictions = (
+            [file, token["content"], token_id, core.token_to_id(token["content"]), core.id_to_token(token_id)]
+            for file, token_id, token in loaded
+            if core.token_to_id(token["content"]) != token_id
+        )
+        return {"special_tokens": texts, "contradictions": list(itertools.islice(contradictions, 1))}
 
     def load_template(self, source: str) -> None:
         self.template = environment().from_string(source)
 
-    def render(self, messages: list[dict[str, str]], special_tokens: dict[str, str]) -> str:
+    def render(self, messages: list[dict[str, str]]) -> str:
         # Templates may test tools and documents with `is none`, which is false for undefined variables.
         assumed = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-        text = self.template.render(assumed, **special_tokens)
+        text = self.template.render(assumed, **self.special_tokens)
         if len(text) > LARGEST_TEXT:
             raise ValueError(f"it makes {len(text):,} characters of one message, more than {LARGEST_TEXT:,}")
         return text
 
-    def token_to_id(self, token: str) -> int | None:
-        return self.core.token_to_id(token)
-
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.core.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, token_ids: list[int]) -> str:
-        return self.core.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        text = self.core.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return cleaned_up(text) if self.clean_up else text
+
+
+def new_tokens(
+    core: tokenizers.Tokenizer,
+    declared: list[tuple[str, int, dict[str, Any]]],
+    special: list[str | dict[str, Any] | None],
+) -> list[str | tokenizers.AddedToken]:
+    """Return the tokens that transformers adds: declared tokens by id, then special tokens that are not yet added.
+
+    Declared tokens that the tokenizer has are included, because their flags override the flags in the tokenizer.
+    """
+    by_id = {token_id: tokenizers.AddedToken(**token) for _, token_id, token in declared}
+    tokens: list[str | tokenizers.AddedToken] = [by_id[token_id] for token_id in sorted(by_id)]
+    present = {token.content for token in [*core.get_added_tokens_decoder().values(), *by_id.values()]}
+    for token in special:
+        if token is not None and text_of(token) not in present:
+            added = tokenizers.AddedToken(**token) if isinstance(token, dict) else token
+            if added not in tokens:
+                tokens.append(added)
+    return tokens
+
+
+def rebuilt(
+    stored: tokenizers.Tokenizer, kind: str, model: dict[str, Any], settings: dict[str, Any]
+) -> tokenizers.Tokenizer:
+    """Return the tokenizer that a class of transformers builds from vocabulary, merges and post-processor.
+
+    These classes ignore normalizer, pre-tokenizer, decoder and added tokens of tokenizer.json.
+    """
+    if model.get("type", "BPE") != "BPE":
+        raise ValueError(
+            f"expected a BPE model for {kind}, got {model['type']}; the tokenizer_class TokenizersBackend uses the file"
+            " unchanged"
+        )
+    merges: Any = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+    of_llama, with_prefix = kind == "LlamaTokenizer", settings["add_prefix_space"]
+    core = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=model["vocab"], merges=merges, fuse_unk=of_llama, byte_fallback=of_llama)
+    )
+    if of_llama:
+        with_prefix = with_prefix is not False
+        scheme = "never" if not with_prefix else "always" if settings["legacy"] else "first"
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        core.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", left=1)] if with_prefix else [])])
+    elif kind == "Qwen2Tokenizer":
+        split = pre_tokenizers.Split(tokenizers.Regex(QWEN2_WORDS), behavior="isolated")
+        symbols = pre_tokenizers.ByteLevel(add_prefix_space=bool(with_prefix), use_regex=False)
+        core.normalizer = tokenizers.normalizers.NFC()
+        core.pre_tokenizer = pre_tokenizers.Sequence([split, symbols])
+        core.decoder = decoders.ByteLevel()
+    else:  # GPT2Tokenizer
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(with_prefix))
+        core.decoder = decoders.ByteLevel()
+    if stored.post_processor is not None:
+        core.post_processor = stored.post_processor
+    return core
+
+
+def text_of(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def as_special(token: str | tokenizers.AddedToken, named: Collection[str]) -> tokenizers.AddedToken:
+    """Return a token as transformers adds it: texts and named tokens are special."""
+    if isinstance(token, str):
+        return tokenizers.AddedToken(token, special=True)
+    if token.content in named:
+        token.special = True
+    return token
+
+
+def cleaned_up(text: str) -> str:
+    """Remove spaces before punctuation and English contractions."""
+    for end in (".", "?", "!", ","):
+        text = text.replace(f" {end}", end)
+    text = text.replace(" ' ", "'")
+    for end in ("n't", "'m", "'s", "'ve", "'re"):
+        text = text.replace(f" {end}", end)
+    return text
 
 
 def environment() -> jinja2.Environment:

@@ -5,6 +5,7 @@ Both are untrusted input. They run in a separate process (`text_process`) with l
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -17,9 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from models.checkpoints.files import read_json_object
-from models.config.json_files import is_present, read_bounded, shown
-
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+from models.checkpoints.tokenizer_files import (
+    ChatTemplate,
+    TokenizerError,
+    TokenizerSettings,
+    is_file,
+    read_settings,
+    read_template,
+)
+from models.config.json_files import shown
 
 SECONDS = 30
 """Maximum processor time of a request. Loading the largest tokenizer or encoding a book takes far less."""
@@ -31,59 +38,54 @@ MEMORY = 2**32
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "2", "RUST_BACKTRACE": "0"}
 
 
-class TokenizerError(ValueError):
-    """Error of a tokenizer or chat template. The message is one line."""
-
-
 class Tokenizer:
     """Tokenizer, special tokens and chat template of a model.
 
     Attributes:
-      special_tokens: text of the special tokens that chat templates may use, by name: bos_token, eos_token, ...
-      add_bos: whether plain text starts with the bos_token even if tokenizer.json does not add it.
+      special_tokens: text of each named special token: bos_token, eos_token, ... Chat templates use them as variables.
       chat_template: source of the template; None for a model that takes plain text.
 
     Args:
       path: path of tokenizer.json.
-      template_path: path of the file that contains the chat template.
+      settings: contents of the other files of the directory.
+      template: the chat template.
 
     Raises:
-      TokenizerError: the file or the template is malformed.
+      TokenizerError: a file is malformed, or declares a token with another id than the tokenizer.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        special_tokens: Mapping[str, str],
-        *,
-        add_bos: bool,
-        chat_template: str | None,
-        template_path: Path,
-    ):
-        self.special_tokens = special_tokens
-        self.add_bos = add_bos
-        self.chat_template = chat_template
-        self._path, self._template_path = path, template_path
+    def __init__(self, path: Path, settings: TokenizerSettings, template: ChatTemplate):
+        self.chat_template = template.source
+        self._path, self._template = path, template
         self._process = _Process()
         weakref.finalize(self, self._process.end)
-        self._process.ask(str(path), "load_core", str(path))
-        if chat_template is not None:
-            self._process.ask(f"{template_path}: the chat template is malformed", "load_template", chat_template)
+        loaded = self._process.ask(str(path), "load_core", str(path), dataclasses.asdict(settings))
+        for file, token, declared, actual, other in loaded["contradictions"]:
+            has = f"the token has id {actual}" if actual is not None else f"id {declared} belongs to {shown(other)}"
+            raise TokenizerError(f"{file}: declares {shown(token)} with id {declared}, but in the tokenizer {has}")
+        self.special_tokens: Mapping[str, str] = loaded["special_tokens"]
+        if template.source is not None:
+            self._process.ask(f"{template.path}: the chat template is malformed", "load_template", template.source)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a user's text as a prompt.
 
-        With a chat template, the text is the only message of a chat. Otherwise the prompt is the text, after special
-        tokens that start a sequence.
+        With a chat template, the text is the only message of a chat. Otherwise the prompt is the text with the tokens
+        that the post-processor of tokenizer.json adds.
 
         Raises:
-          TokenizerError: as `encode`, or the template raises an error.
+          TokenizerError: as `encode`; or the template raises an error or renders nothing; or the directory has several
+            templates, but no default.
         """
-        if self.chat_template is not None:
-            return self.encode(self._render([{"role": "user", "content": text}]), add_special_tokens=False)
-        ids = self.encode(text)
-        bos = self._ask("token_to_id", self.special_tokens.get("bos_token", "")) if self.add_bos else None
-        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+        if self._template.named is not None:
+            names = shown(self._template.named)
+            raise TokenizerError(f"{self._template.path}: expected a chat template named 'default', got {names}")
+        if self.chat_template is None:
+            return self.encode(text)
+        rendered = self._render([{"role": "user", "content": text}])
+        if not rendered:
+            raise TokenizerError(f"{self._template.path}: the chat template renders an empty prompt")
+        return self.encode(rendered, add_special_tokens=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encode a text. Special tokens in the text are recognised.
@@ -98,17 +100,17 @@ class Tokenizer:
             raise TokenizerError(f"{self._path}: {error}") from error
         return self._ask("encode", text, add_special_tokens)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode ids to text. Special tokens and unknown ids are skipped.
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Decode ids to text. Unknown ids are skipped.
 
         Raises:
           TokenizerError: the tokenizer fails.
         """
-        return self._ask("decode", list(token_ids))
+        return self._ask("decode", list(token_ids), skip_special_tokens)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        what = f"{self._template_path}: the chat template cannot render a user's message"
-        return self._process.ask(what, "render", messages, dict(self.special_tokens))
+        what = f"{self._template.path}: the chat template cannot render a user's message"
+        return self._process.ask(what, "render", messages)
 
     def _ask(self, function: str, *arguments: Any) -> Any:
         return self._process.ask(str(self._path), function, *arguments)
@@ -173,56 +175,14 @@ def _why_ended(status: int) -> str:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer | None:
-    """Load the tokenizer of a Hugging Face directory; None if it has no tokenizer.json.
-
-    The chat template is chat_template.jinja if present, else the template in tokenizer_config.json. Of several
-    templates, the template named "default" is used.
+    """Load the tokenizer of a Hugging Face directory as transformers 5 does; None if it has no tokenizer.json.
 
     Raises:
-      TokenizerError: a file is malformed.
+      TokenizerError: a file is malformed, an entry is not supported, or files contradict each other.
     """
     directory = Path(directory)
     path, config_path = directory / "tokenizer.json", directory / "tokenizer_config.json"
-    if not _is_present(path):
+    if not is_file(path):
         return None
-    config = read_json_object(config_path, TokenizerError) if _is_present(config_path) else {}
-    template, template_path = _read_template(directory / "chat_template.jinja", config_path, config)
-    return Tokenizer(
-        path,
-        _special_tokens(config, config_path),
-        add_bos=config.get("add_bos_token") is True,
-        chat_template=template,
-        template_path=template_path,
-    )
-
-
-def _is_present(path: Path) -> bool:
-    try:
-        return is_present(path)
-    except ValueError as error:
-        raise TokenizerError(str(error)) from error
-
-
-def _special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Read special tokens. Each is a string, or an object with the string as its `content`."""
-    given = {name: config.get(name) for name in _SPECIAL_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
-    if wrong := [name for name, text in texts.items() if not isinstance(text, str | None)]:
-        raise TokenizerError(f"{path}: expected {wrong[0]} to be a text, got {shown(given[wrong[0]])}")
-    return {name: text for name, text in texts.items() if text is not None}
-
-
-def _read_template(path: Path, config_path: Path, config: Mapping[str, Any]) -> tuple[str | None, Path]:
-    """Return the chat template, or None, and the path of its file."""
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
-        source = named[-1].get("template") if named else None
-    if not isinstance(source, str | None):
-        raise TokenizerError(f"{config_path}: expected chat_template to be a text, got {type(source).__name__}")
-    if not _is_present(path):
-        return source, config_path
-    try:
-        return read_bounded(path).decode("utf-8"), path
-    except ValueError as error:
-        raise TokenizerError(f"{path}: the chat template is malformed: {error}") from error
+    config = read_json_object(config_path, TokenizerError) if is_file(config_path) else {}
+    return Tokenizer(path, read_settings(directory, config), read_template(directory, config))

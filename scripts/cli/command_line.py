@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from rich.console import Console
 
+from models.config.json_files import shown
 from scripts.cli.output_files import check_output, is_replaced, output_file
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 3, 130
@@ -52,6 +53,26 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
+
+
+def integer(text: str) -> int:
+    """Parse an integer of less than 2**31, for argparse, which adds the flag to the error."""
+    try:
+        return bounded(int(text))
+    except ValueError as error:  # also for more than 4300 digits
+        raise argparse.ArgumentTypeError(f"invalid int value: {shown(text)}") from error
+
+
+def bounded(value: int, limit: int = 2**31) -> int:
+    """Return an integer. Raise argparse.ArgumentTypeError if its magnitude is not less than `limit`."""
+    if abs(value) >= limit:
+        raise argparse.ArgumentTypeError(f"expected an integer of less than {limit}, got {shown(value)}")
+    return value
+
+
+def decimal(text: str) -> int | None:
+    """Return the number of up to nine ASCII digits; None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else None
 
 
 class StandardOutput(Console):

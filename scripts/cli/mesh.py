@@ -6,8 +6,9 @@ import argparse
 
 from jax.sharding import Mesh
 
+from models.config.json_files import shown
 from models.decoder import make_mesh
-from scripts.cli.command_line import UsageError
+from scripts.cli.command_line import UsageError, decimal
 
 
 def add_mesh(group: argparse._ActionsContainer) -> None:
@@ -37,11 +38,11 @@ def parse_mesh(given: str | None) -> dict[str, int] | None:
         axis, equals, size = (part.strip() for part in entry.partition("="))
         if not equals:
             raise UsageError(f"--mesh: expected AXIS=N, separated by commas, got {entry!r}")
-        if not (size.isascii() and size.isdecimal() and len(size) <= 9 and int(size)):
-            raise UsageError(f"--mesh: expected a positive number of devices along {axis}, got {size!r}")
+        if not (count := decimal(size)):
+            raise UsageError(f"--mesh: expected a positive number of devices along {axis}, got {shown(size)}")
         if axis in sizes:
             raise UsageError(f"--mesh: expected each axis once, got {axis} again")
-        sizes[axis] = int(size)
+        sizes[axis] = count
     return sizes
 
 

@@ -10,12 +10,16 @@ import os
 import sys
 from collections.abc import Iterator
 
+from models.config.json_files import shown
 from models.engine import ProcessError, Processes
 from models.engine.distributed.secret import SecretError
-from scripts.cli.command_line import FAILED, Failure, UsageError, as_failure
+from scripts.cli.command_line import FAILED, Failure, UsageError, as_failure, decimal, integer
 
 FLAGS = ("coordinator", "num_processes", "process_id")
 """Names of the options that must be given together."""
+
+LONGEST_TIMEOUT = 1e6
+"""Maximum of --process-timeout in seconds. `time.sleep` fails with numbers such as 1e30."""
 
 
 def add_processes(group: argparse._ActionsContainer) -> None:
@@ -26,8 +30,8 @@ def add_processes(group: argparse._ActionsContainer) -> None:
         help="address where process 0 listens for the others; the mesh then has the devices of all processes."
         " On several hosts, set PALLAS_ATTN_SECRET to the same secret for all processes",
     )
-    group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
-    group.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
+    group.add_argument("--num-processes", type=integer, metavar="N", help="number of processes")
+    group.add_argument("--process-id", type=integer, metavar="I", help="number of this process, from 0")
     group.add_argument(
         "--process-timeout",
         type=float,
@@ -46,8 +50,8 @@ def check_processes(options: argparse.Namespace) -> None:
     if len(given) < len(FLAGS) or options.mesh is None:
         raise UsageError("--coordinator, --num-processes and --process-id: expected all three and --mesh, or none")
     host, _, port = options.coordinator.rpartition(":")
-    if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
-        raise UsageError(f"--coordinator: expected HOST:PORT, got {options.coordinator!r}")
+    if not (host and 0 < (decimal(port) or 0) < 2**16):
+        raise UsageError(f"--coordinator: expected HOST:PORT, got {shown(options.coordinator)}")
     if options.num_processes < 1:
         raise UsageError(f"--num-processes: expected at least 1, got {options.num_processes}")
     if not 0 <= options.process_id < options.num_processes:
@@ -55,8 +59,10 @@ def check_processes(options: argparse.Namespace) -> None:
             f"--process-id: expected 0 to {options.num_processes - 1}, since there are {options.num_processes}"
             f" processes; got {options.process_id}"
         )
-    if not 1 <= options.process_timeout < float("inf"):
-        raise UsageError(f"--process-timeout: expected at least 1, got {options.process_timeout:g}")
+    if not 1 <= options.process_timeout <= LONGEST_TIMEOUT:
+        raise UsageError(
+            f"--process-timeout: expected at least 1 and at most {LONGEST_TIMEOUT:g}, got {options.process_timeout:g}"
+        )
 
 
 @dataclasses.dataclass

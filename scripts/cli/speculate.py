@@ -9,9 +9,10 @@ from pathlib import Path
 
 from models.checkpoints import load_model, load_mtp, random_mtp
 from models.config import DeepSeekConfig, ModelConfig
+from models.config.json_files import shown
 from models.decoder import AttentionSettings, Decoder
 from models.engine import DraftModelProposer, MTPProposer, NGramProposer, Proposer, Speculation
-from scripts.cli.command_line import UsageError, as_usage_error
+from scripts.cli.command_line import UsageError, as_usage_error, decimal
 from scripts.cli.model import dtype_of
 
 NUM_DRAFTS = 4
@@ -84,22 +85,24 @@ def parse_speculate(given: str) -> SpeculateOption | None:
         return None
     kind, _, rest = given.partition(":")
     if kind not in KINDS:
-        raise UsageError(f"--speculate: expected none, {', '.join(KINDS)}, got {given!r}")
+        raise UsageError(f"--speculate: expected none, {', '.join(KINDS)}, got {shown(given)}")
     has_source, _ = KINDS[kind]
-    alternatives = "1"
+    alternatives = 1
     if kind == "mtp" and ":" in rest:
-        rest, _, alternatives = rest.partition(":")
-        if not (alternatives.isdecimal() and 1 <= int(alternatives) <= 8):
-            raise UsageError(f"--speculate: expected mtp:N:M with 1 to 8 alternatives, got {given!r}")
+        rest, _, last = rest.partition(":")
+        alternatives = decimal(last) or 0
+        if not 1 <= alternatives <= 8:
+            raise UsageError(f"--speculate: expected mtp:N:M with 1 to 8 alternatives, got {shown(given)}")
     source, _, number = rest.rpartition(":")
     if has_source and not number.isdecimal():  # a folder name may contain colons, and the number is optional
         source, number = rest, ""
     if has_source != bool(source):
         wanted = f"{kind}:DIR or {kind}:DIR:N" if has_source else f"{kind} or {kind}:N"
-        raise UsageError(f"--speculate: expected {wanted}, got {given!r}")
-    if number and not (number.isdecimal() and 1 <= int(number) <= 64):
-        raise UsageError(f"--speculate: expected 1 to 64 drafts, got {number!r}")
-    return SpeculateOption(kind, source, int(number or NUM_DRAFTS), int(alternatives))
+        raise UsageError(f"--speculate: expected {wanted}, got {shown(given)}")
+    num_drafts = decimal(number) or 0 if number else NUM_DRAFTS
+    if not 1 <= num_drafts <= 64:
+        raise UsageError(f"--speculate: expected 1 to 64 drafts, got {shown(number)}")
+    return SpeculateOption(kind, source, num_drafts, alternatives)
 
 
 def announce_module(options: argparse.Namespace, config: ModelConfig) -> ModelConfig:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.engine import SamplingParams
-from scripts.cli.command_line import Parser, UsageError, check_outputs
+from scripts.cli.command_line import Parser, UsageError, bounded, check_outputs, integer
 from scripts.cli.mesh import add_mesh, parse_mesh
 from scripts.cli.model_options import (
     KV_DTYPES,
@@ -121,7 +121,7 @@ def _parser() -> Parser:
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-tokens",
-        type=int,
+        type=integer,
         default=32,
         metavar="N",
         help="maximum tokens generated per request (default: 32)",
@@ -134,7 +134,11 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         help="0 selects the most likely token (default: %(default)s)",
     )
     group.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens; 0 for all (default: 0)"
+        "--top-k",
+        type=integer,
+        default=0,
+        metavar="K",
+        help="sample from the K most likely tokens; 0 for all (default: 0)",
     )
     group.add_argument(
         "--top-p",
@@ -158,16 +162,16 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-batched-tokens",
-        type=int,
+        type=integer,
         metavar="N",
         help="maximum new tokens of a step, decode and prefill together (default: 64, more without chunked prefill)",
     )
     group.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="maximum running requests; others wait (default: 4)"
+        "--max-num-seqs", type=integer, metavar="N", help="maximum running requests; others wait (default: 4)"
     )
     group.add_argument(
         "--max-prefill-seqs",
-        type=int,
+        type=integer,
         metavar="N",
         help="maximum requests with prompt tokens in one step (default: --max-num-seqs, but at most 8)",
     )
@@ -280,7 +284,7 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
 
 def sizes(given: str) -> tuple[int, ...]:
     """Parse comma-separated integers. The function is named for argparse, whose errors say "invalid sizes value"."""
-    return tuple(int(size) for size in given.split(","))
+    return tuple(bounded(int(size)) for size in given.split(","))
 
 
 def _implementation(given: str) -> tuple[str, ...] | None:

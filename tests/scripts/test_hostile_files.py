@@ -79,6 +79,7 @@ def tensor(**entry: Any) -> Spoil:
 
 
 ENTRY = "not a safetensors file: 'a': expected a dtype, a shape and two data_offsets"
+FOLDER_TEMPLATE = "additional_chat_templates/default.jinja"
 RENDER = "chat_template.jinja: the chat template cannot render a user's message: "
 MALFORMED = "chat_template.jinja: the chat template is malformed: "
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
@@ -191,12 +192,20 @@ OF_DEEPSEEK: list[tuple[str, Spoil, str]] = [
     (
         "token of lists",
         written("tokenizer_config.json", '{"bos_token": [1]}'),
-        "tokenizer_config.json: expected bos_token to be a text, got [1]",
+        "tokenizer_config.json: expected bos_token to be a text or a token, got [1]",
     ),
     (
         "template with a list for a name",
         written("tokenizer_config.json", '{"chat_template": [{"name": [1]}, {"name": "default", "template": 1}]}'),
-        "tokenizer_config.json: expected chat_template to be a text, got int",
+        "tokenizer_config.json: expected each chat_template to have a name, got {'name': [1]}",
+    ),
+    ("special tokens that are a pipe", pipe("special_tokens_map.json"), "special_tokens_map.json: not a regular file"),
+    ("deep added tokens", written("added_tokens.json", "[" * DEEP), "added_tokens.json: not JSON: maximum recursion"),
+    ("vast id", written("added_tokens.json", '{"w": ' + "9" * 4000 + "}"), "added_tokens.json: expected ids by token"),
+    (
+        "template folder with a pipe",
+        lambda directory: ((directory / "additional_chat_templates").mkdir(), pipe(FOLDER_TEMPLATE)(directory)),
+        "additional_chat_templates/default.jinja: not a regular file",
     ),
     # chat templates
     ("break outside a loop", template("{% break %}"), MALFORMED + "'break' outside loop"),

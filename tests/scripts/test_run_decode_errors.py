@@ -13,8 +13,34 @@ from scripts.cli import model as cli_model
 from tests.kit.slow_cases import slow_cases
 from tests.scripts.command_lines import GOLDEN, MAX_POSITIONS, SIZES, VOCAB_SIZE
 
+JOIN = ["--mesh", "data=2", "--num-processes", "2", "--process-id", "0"]
 QUANTISED = ["--random", "qwen3-tiny", "--kv-dtype", "fp8"]
 LONG = "x" * 300
+DIGITS = "9" * 5000  # Python's int() rejects more than 4300 digits
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            (["--max-tokens", DIGITS], "--max-tokens: invalid int value: '999"),
+            (["--top-k", str(2**31)], "--top-k: expected an integer of less than 2147483648, got 2147483648"),
+            (["--max-prefill-seqs", "9" * 30], "--max-prefill-seqs: expected an integer of less than 2147483648"),
+            (["--decode-buckets", "9" * 30], "--decode-buckets: expected an integer of less than 2147483648, got 99"),
+            (["--decode-buckets", DIGITS], "--decode-buckets: invalid sizes value: '999"),
+            (["--speculate", f"ngram:{DIGITS}"], "--speculate: expected 1 to 64 drafts, got '999"),
+            (["--speculate", "ngram:\u0663"], "--speculate: expected 1 to 64 drafts, got '\u0663'"),
+            (["--speculate", f"mtp:{DIGITS}"], "--speculate: expected 1 to 64 drafts, got '999"),
+            (["--speculate", f"mtp:2:{DIGITS}"], "--speculate: expected mtp:N:M with 1 to 8 alternatives, got 'mtp"),
+            (["--speculate", f"draft:x:{DIGITS}"], "--speculate: expected 1 to 64 drafts, got '999"),
+            (["--mesh", f"tensor={DIGITS}"], "--mesh: expected a positive number of devices along tensor, got '999"),
+            ([*JOIN, "--coordinator", f"host:{DIGITS}"], "--coordinator: expected HOST:PORT, got 'host:999"),
+            ([*JOIN, "--coordinator", "host:\u0663"], "--coordinator: expected HOST:PORT, got 'host:\u0663'"),
+            ([*JOIN, "--coordinator=a:1", "--process-timeout=1e30"], "--process-timeout: expected at least 1 and at "),
+        ],
+    )
+    def test_number_out_of_range(self, usage_error, args, message):
+        assert message in usage_error(*args)
 
 
 class TestRefusals:

@@ -418,9 +418,9 @@ class Scores(NamedTuple):
     def probabilities(self, m: Any, factor: Any) -> tuple[Any, Any]:
         """Compute P = 2**(s · factor - m) and the partial row sums [64, 8].
 
-        `m` is a rounded product s · factor, but the compiler computes s · factor - m as one fused multiply-add, with one
-        rounding. The exponent of the largest score is therefore not exactly 0. This does not change the output, because
-        P, row sums, partial states and LSE all use the same `m`.
+        `m` is a rounded product s · factor, but the compiler computes s · factor - m as one fused multiply-add, with
+        one rounding. The exponent of the largest score is therefore not exactly 0. This does not change the output,
+        because P, row sums, partial states and LSE all use the same `m`.
         """
         shift = jnp.where(m == -jnp.inf, 0.0, m)
         factor = factor if isinstance(factor, float) else over_tokens(factor, self.s.shape)
