@@ -1,21 +1,22 @@
-"""Measure the engine end to end: prefill and decode speed by batch size, and the savings of prefix cache and windows.
+"""Measure the engine: prefill and decode speed by batch size, and the savings of prefix cache and head windows.
 
     python scripts/bench_engine.py [--config v3-tiny mla-25m] [--batch 1 8 32] [--transformers PYTHON]
     python scripts/bench_engine.py --config v2-lite [--batch 1 8 64] [--contexts 1024 8192 32768] [--step-tokens 16384]
         [--limit-seconds 300]
     python scripts/bench_engine.py --head-windows [--windowed 1 7] [--plot OUT.png] [--limit-seconds 300]
 
-Each number is the median of several runs of a warm engine; compilation time is reported separately. Prefill speed is
-batch x prompt tokens divided by the time of a run with one new token. Decode speed is batch x (new tokens - 1) divided
-by the additional time of the whole run. `--transformers PYTHON` names a Python that has torch and transformers:
-transformers' `generate` then runs the same weights, interleaved with our runs
+The first form measures small models (scripts/bench/engine/small_models.py). Each number is the median of several runs
+after all steps are compiled; compilation time is reported separately. Prefill speed is batch x prompt tokens divided by
+the time of a run with one new token per request. Decode speed is batch x (new tokens - 1) divided by the difference
+between the times of a run with all new tokens and of a run with one. `--transformers PYTHON` names a Python that has
+torch and transformers. Hugging Face transformers' `generate` then runs the same weights after our runs
 (scripts/bench/peers/transformers_generate.py).
 
-`v2-lite` has a real size and a different measurement (scripts/bench/engine/serving.py): the device makes random
-bfloat16 weights, and times are compared with a roofline.
+The second form measures a model of real size, DeepSeek-V2-Lite with random bfloat16 weights, and compares times with
+the roofline (scripts/bench/engine/serving.py).
 
-`--head-windows` measures the savings of windows for some KV heads (scripts/bench/engine/head_windows.py): contexts per
-pool, their throughput, and waiting times.
+The third form measures windows of some KV heads (scripts/bench/engine/head_windows.py): contexts per pool, throughput
+and latencies.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from scripts.cli.command_line import UsageError, as_usage_error, check_outputs, 
 from scripts.cli.model import implementations
 
 LARGE = "v2-lite"
-"""A configuration too large to be written to disk."""
+"""Configuration of real size. Its random weights are made on the device and not written to disk."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "small models": {
@@ -71,7 +72,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "--head-windows": {"windowed": [1, 7], "plot": None, "limit_seconds": math.inf},
 }
-"""Options and their defaults by kind of measurement. All kinds also take the common options."""
+"""Options and defaults of each kind of measurement. Options that are not listed are common to all kinds."""
 
 
 def settings_of(args: argparse.Namespace) -> AttentionSettings:
@@ -91,13 +92,15 @@ def serving_of(args: argparse.Namespace) -> Serving:
 
 
 def head_wise() -> tuple[GQAConfig, HeadWindowSizes]:
-    """Return the model whose heads get windows, and its sizes."""
+    """Return the configuration of the model whose KV heads get windows, and the sizes of the measurement."""
     backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
     return head_windows.MODELS[backend], head_windows.SIZES[backend]
 
 
 def bench_large(args: argparse.Namespace, console: Console, out: Path) -> None:
-    """Measure the large configuration. Write the report after each case, so an interrupted run keeps its results."""
+    """Measure the configuration of real size. Write the report after each case, so an interrupted run keeps its
+    results.
+    """
     work = serving_of(args)
     report = description() | {"dtype": args.dtype, "workload": dataclasses.asdict(work)}
     for result in serving.run(PRESETS[LARGE], work, settings_of(args), args.dtype):
@@ -126,7 +129,7 @@ def machine() -> str:
 
 
 def bench_small(args: argparse.Namespace, console: Console, out: Path) -> None:
-    """Measure the configurations that are written to disk first. Write the report after each configuration."""
+    """Measure the small configurations. Write the report after each result."""
     work, results = workload_of(args), []
     report = description() | {"machine": machine(), "dtype": args.dtype}
     report |= {"workload": dataclasses.asdict(work), "results": results}
@@ -243,7 +246,8 @@ def check_transformers(python: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
-        # A large model needs most of the device memory. Set the fraction before parsing, which initializes the device.
+        # A large model needs most of the device memory. JAX reads the fraction when it initializes the device, which
+        # `parse_args` does.
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
     args = parse_args(argv)
     return exit_status("bench_engine", lambda: run(args))

@@ -1,7 +1,7 @@
-"""Measure a KV-cache transfer layer by layer: `python scripts/bench_hand_over.py [--config v2-lite]`.
+"""Measure a KV-cache transfer between two processes: `python scripts/bench_hand_over.py [--config v2-lite]`.
 
-scripts/bench/engine/hand_over.py describes the measurement. On one GPU, both processes share it, each with less than
-half of its memory. `--prefill-device 1` gives the second process another GPU.
+scripts/bench/engine/hand_over.py describes the measurement. By default, both processes use the same GPU, each with 45%
+of its memory. `--prefill-device 1` gives the process that computes prompts another GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     check_outputs({"--json": args.json})
     if args.prefill_device is None:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # per process; jax reads it on first use
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # per process; read when jax initializes
     console, results = Console(), []
     work = HandOver(
         args.config,

@@ -1,7 +1,8 @@
 """Compare the engine on several devices with one device: `python scripts/bench_mesh.py --mesh none data=2 tensor=2`.
 
 scripts/bench/engine/several_devices.py describes the measurement. With --coordinator, --num-processes and --process-id,
-several processes with separate devices run one model, as in run_decode.py; process 0 reports.
+the model runs in several processes with separate devices, as with scripts/run_decode.py. Process 0 prints and writes
+the results.
 """
 
 from __future__ import annotations

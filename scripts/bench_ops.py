@@ -1,11 +1,16 @@
-"""Measure operations on this device: our implementations and other projects', compared with the roofline.
+"""Measure one operation on this device: our implementations and baselines, compared with the roofline.
 
     python scripts/bench_ops.py paged_decode --grid gqa-quick [--limit-seconds 90] [--contenders mosaic xla ...]
 
-The run measures copy bandwidth and matrix rate first. The floor of a case is the longer of the times to move its bytes
-and to do its arithmetic at these rates. The fraction of a result is floor / time. scripts/bench/harness/timing.py
-describes the timing. If a case fails or a baseline is not available, the report has the reason and the run continues.
-The report is written after each case, so an interrupted run keeps its results.
+A contender is one of our implementations or a baseline, which is a kernel of another project. A grid is a list of
+cases.
+
+The run first measures the copy bandwidth and the matrix rate of the device. The floor of a case is the longer of the
+times to move its bytes and to do its arithmetic at these rates. The fraction of a result is floor / time.
+scripts/bench/harness/timing.py describes the timing.
+
+If a case fails or a baseline is not installed, the report has the reason and the run continues. The report is written
+after each case, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # baselines need memory of the same card
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory for the baselines, which use torch
 
 from rich.console import Console
 

@@ -2,7 +2,7 @@
 
     python scripts/bench_sparse.py [--cases 16x32768 16x131072] [--caches bfloat16 fp8]
 
-scripts/bench/engine/filled.py describes the measurement. No prompt is computed, and weights are random.
+scripts/bench/engine/filled.py describes the measurement. Weights and cache contents are random; no prompt is computed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run(argv: list[str] | None) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     if not os.environ.keys() & {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"}:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"  # jax reads it on first use
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"  # read when jax initializes the device
     return exit_status(PROG, lambda: run(argv))
 
 

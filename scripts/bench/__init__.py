@@ -4,6 +4,6 @@
 - `cases`: cases that several benchmarks share: bytes, operations and arguments.
 - `peers`: kernels of other projects, run with the same cases.
 - `harness`: shared by all benchmarks: timing, page pools, device and rates, sessions, reports and plots.
-- `engine`: the engine with small models, with a model of real size, and with windows of some KV heads.
-- `shapes`: argument shapes of real models. Tests on real sizes also use them.
+- `engine`: measurements of whole engines with random models: throughput, latency, speculation, several devices.
+- `shapes`: argument shapes of real models, which tests/ops/test_real_sizes.py also uses.
 """

@@ -1,6 +1,5 @@
-"""Argument shapes of real models, for the tests on real sizes and for the benchmarks.
-
-This module imports no test framework, so that benchmarks can import it.
+"""Argument shapes of the layers of real models, for benchmarks and for the tests on real sizes
+(tests/kit/real_sizes.py).
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ DEEPSEEK_V3 = dataclasses.replace(
     topk_group=4,
     dtype="bfloat16",
 )
-"""Two layers of DeepSeek-V3's widths: a dense layer and an expert layer."""
+"""Configuration of a model with DeepSeek-V3's widths and two layers: one dense layer and one expert layer."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Decode:
     Attributes:
       batch: B sequences of at most `context` tokens.
       queries: Q tokens per sequence, including drafts.
-      window: number of newest keys that are visible; None for all.
+      window: number of newest keys that a query sees; None for all.
       learned_sinks: whether the model has a sink logit per query head.
     """
 
@@ -75,7 +74,7 @@ DECODE = {
     "gpt-oss-120b, full": Decode(64, 8192, 64, 8, 64, learned_sinks=True),
     "long context": Decode(1, 131072, 32, 8, 128),
 }
-"""Decode steps by model and feature of the step."""
+"""Decode steps by model, and feature that distinguishes the step."""
 
 PREFILL = {
     "llama-3-8b, first chunk": Prefill(4, 2048, 0, 32, 8, 128),
@@ -84,12 +83,14 @@ PREFILL = {
     "gpt-oss-120b, local": Prefill(1, 4096, 4096, 64, 8, 64, window=128, learned_sinks=True),
     "gemma-2-27b, local": Prefill(1, 4096, 4096, 32, 16, 128, window=4096, soft_cap=50.0),
 }
-"""Prefill chunks by model and feature of the chunk."""
+"""Prefill chunks by model, and feature that distinguishes the chunk."""
 
 
 @dataclass(frozen=True)
 class MlaDecode:
-    """Shape of one layer's absorbed decode step: `batch` sequences of at most `context` tokens."""
+    """Shape of one MLA layer's decode step: `batch` sequences of at most `context` tokens, with `queries` new tokens
+    each.
+    """
 
     batch: int
     context: int
@@ -102,7 +103,7 @@ class MlaDecode:
 
 @dataclass(frozen=True)
 class MlaPrefill:
-    """Shape of one layer's expanded prefill chunk: `sequences` sequences of `new_tokens` after `cached_tokens`."""
+    """Shape of one MLA layer's prefill chunk: `sequences` sequences of `new_tokens` after `cached_tokens`."""
 
     sequences: int
     new_tokens: int
@@ -122,11 +123,11 @@ MLA_DECODE = {
     "deepseek-v3, an eighth of its heads": MlaDecode(64, 8192, 16, queries=2),
     "long context": MlaDecode(1, 131072, 128),
 }
-"""Absorbed decode steps by model and feature of the step."""
+"""MLA decode steps by model, and feature that distinguishes the step."""
 
 MLA_PREFILL = {
     "deepseek-v2-lite, first chunk": MlaPrefill(2, 2048, 0, 16),
     "deepseek-v2-lite, many short": MlaPrefill(32, 64, 1024, 16),
     "deepseek-v3, later chunk": MlaPrefill(1, 2048, 14336, 128),
 }
-"""Expanded prefill chunks by model and feature of the chunk."""
+"""MLA prefill chunks by model, and feature that distinguishes the chunk."""

@@ -1,1 +1,1 @@
-"""Tools for contributors: goldens, tables of the documents, disassembly, the README's example."""
+"""Tools for contributors. Each module describes what it does and how to run it."""

@@ -1,10 +1,12 @@
-"""Compare the logits of the golden models over caches of several dtypes.
+"""Measure how much a cache dtype changes the logits of the golden models.
 
     python -m scripts.tools.cache_costs [NAME ...] [--weights float32 bfloat16] [--goldens DIR] [--json OUT]
 
-A sequence is a prompt of a golden and its greedy continuation. One forward pass over a separate cache computes it, and
-all positions count. The cache with the dtype of the weights is the baseline. Goldens of DeepSeek are widened so that
-their latents can have scales (`wide_latents`). Except for rounding, results do not depend on the device.
+A golden is a small checkpoint in tests/goldens with prompts and the outputs of Hugging Face transformers. A sequence is
+a prompt of a golden followed by its greedy continuation. One forward pass computes the logits at all positions of a
+sequence. The baseline is the same pass with a cache of the dtype of the weights. Goldens of DeepSeek are widened first,
+because their latents are too narrow for scales (`wide_latents`). Except for rounding, results do not depend on the
+device.
 """
 
 from __future__ import annotations
@@ -34,17 +36,18 @@ from scripts.tools.wide_latents import save_wide
 ROOT = Path(__file__).parents[2]
 LATENT_CACHES = ("bfloat16", "float8_e4m3fn")
 KV_CACHES = (*LATENT_CACHES, "int8")
-"""Compared cache dtypes, for latents and for keys and values."""
+"""Cache dtypes that are compared with the baseline: `LATENT_CACHES` for latents, `KV_CACHES` for keys and values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Differences from the baseline logits, over all positions.
+    """Differences between logits and baseline logits.
 
     Attributes:
-      largest, rms: of all logits.
-      kl_mean, kl_largest: Kullback-Leibler divergence per position from the baseline distribution (nats).
-      equal_tokens: share of positions with equal greedy tokens.
+      largest, rms: maximum and root mean square of the differences, over all logits of all positions.
+      kl_mean, kl_largest: mean and maximum over positions of the Kullback-Leibler divergence KL(baseline || compared),
+      in nats.
+      equal_tokens: share of positions with the same greedy token.
     """
 
     largest: float
@@ -55,7 +58,7 @@ class Cost:
 
 
 def cost(logits: Float[np.ndarray, "n V"], wanted: Float[np.ndarray, "n V"]) -> Cost:
-    """Compare logits with the logits over an unrounded cache.
+    """Compare `logits` with the baseline `wanted`.
 
     >>> cost(np.array([[0.0, 0.0], [1.0, 3.0]]), np.array([[0.0, 0.0], [3.0, 1.0]])).equal_tokens
     0.5
@@ -85,7 +88,9 @@ def sequences_of(golden: Path) -> list[list[int]]:
 
 
 def all_logits(model: Decoder, sequences: Sequence[Sequence[int]], cache_dtype: str) -> Float[np.ndarray, "n V"]:
-    """Logits at all positions of all sequences, over caches of this dtype."""
+    """Return the logits at all positions of all sequences, concatenated, computed with caches of dtype
+    `cache_dtype`.
+    """
     step, weights = split_model(model)
     allocate = functools.partial(model.allocate_caches, dtype=cache_dtype)
 
@@ -102,7 +107,7 @@ def all_logits(model: Decoder, sequences: Sequence[Sequence[int]], cache_dtype: 
 
 
 def compare(golden: Path, weights: str) -> Iterator[dict[str, Any]]:
-    """Yield the cost of each cache dtype that the golden's model supports, compared with the dtype of the weights."""
+    """Yield the cost of each cache dtype for the model of a golden. The baseline has a cache of the dtype `weights`."""
     sequences, settings = sequences_of(golden), AttentionSettings(implementation="xla")
     config = json.loads((golden / "config.json").read_text())
     with tempfile.TemporaryDirectory() as directory:
@@ -127,7 +132,7 @@ def compare(golden: Path, weights: str) -> Iterator[dict[str, Any]]:
 
 
 def report(goldens: Path, names: Sequence[str], weights: Sequence[str]) -> dict[str, Any]:
-    """Compare and print all cases."""
+    """Compare and print all cases. Return the report."""
     here, cases = device.description(), []
     for name in names:
         for dtype in weights:
@@ -148,7 +153,7 @@ def main() -> int:
 
 
 def run() -> int:
-    """Compare, print and write; return the exit status."""
+    """Parse the command line, compare, print and write the report. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="goldens; all by default")
     parser.add_argument("--weights", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])

@@ -1,6 +1,6 @@
-"""Bar and line charts as SVG text. Equal numbers give equal bytes on every machine.
+"""Bar and line charts as SVG text. Every value is a percentage of a roofline.
 
-Every value is a percentage of a roofline.
+The text is the same on every machine, so that a test can compare charts with the committed files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 COLORS = ("#1f6feb", "#8c959f", "#d29922", "#2da44e", "#a371f7", "#cf6679")
-"""Colors by the order of the series; pallas_attn comes first."""
+"""Colors of the series, in order. The first series is pallas_attn."""
 
 FONT = "font-family='DejaVu Sans, Arial, sans-serif'"
 LABEL_WIDTH, BAR_WIDTH, BAR_HEIGHT, CASE_GAP = 250, 360, 12, 8
@@ -17,7 +17,7 @@ LABEL_WIDTH, BAR_WIDTH, BAR_HEIGHT, CASE_GAP = 250, 360, 12, 8
 
 @dataclass(frozen=True)
 class Panel:
-    """A titled group of cases; `cases` holds (label, {series: percent})."""
+    """A titled group of bars. `cases` has a label and the percentage of each series for each case."""
 
     title: str
     cases: list[tuple[str, dict[str, float]]]
@@ -25,7 +25,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Line:
-    """One series over a common x axis of labels; None where a case was not measured."""
+    """One series of a line chart: a percentage per label of the x axis, None for a label that was not measured."""
 
     series: str
     percents: list[float | None]
@@ -64,7 +64,7 @@ def legend(names: list[str], x: float, y: float) -> list[str]:
 
 
 def bars(title: str, panels: list[Panel], *, columns: int = 1) -> str:
-    """Horizontal bars; panels are stacked in `columns` columns. The dashed line is the roofline."""
+    """Return a chart of horizontal bars with its panels in `columns` columns. A dashed line marks the roofline."""
     names = list(dict.fromkeys(name for panel in panels for _, values in panel.cases for name in values))
     panel_width = LABEL_WIDTH + BAR_WIDTH + 50
     shapes = [text(16, 26, title, size=15, weight="bold"), *legend(names, 16, 48)]
@@ -77,7 +77,7 @@ def bars(title: str, panels: list[Panel], *, columns: int = 1) -> str:
 
 
 def panel_bars(panel: Panel, colors: dict[str, str], left: float, top: float) -> tuple[list[str], float]:
-    """Shapes of a panel, and its lower edge. The full width is 110% of the roofline."""
+    """Return the SVG shapes of a panel, and the y coordinate of its lower edge. `BAR_WIDTH` is 110% of the roofline."""
     zero, scale = left + LABEL_WIDTH, BAR_WIDTH / 110
     shapes = [text(left + 16, top + 18, panel.title, size=13, weight="bold")]
     y = first = top + 28.0
@@ -96,7 +96,9 @@ def panel_bars(panel: Panel, colors: dict[str, str], left: float, top: float) ->
 
 
 def lines(title: str, charts: list[tuple[str, list[Line]]], labels: list[str]) -> str:
-    """Small line charts next to each other, 0 to 110% of the roofline over the same labels."""
+    """Return small line charts next to each other. Their y axes go from 0 to 110% of the roofline, and their x axes
+    have the same labels.
+    """
     names = list(dict.fromkeys(line.series for _, series in charts for line in series))
     width, height, left, top = 300, 220, 50, 96
     shapes = [text(16, 26, title, size=15, weight="bold"), *legend(names, 16, 48)]

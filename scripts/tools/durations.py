@@ -2,8 +2,9 @@
 
     python -m scripts.tools.durations .pytest_cache/test.xml .pytest_cache/test-slow*.xml
 
-Replaces the modules that occur in the files and keeps the others. Files named `test-slow*.xml` have slow tests.
-`pytest --shard` distributes modules by this table.
+The tables have the number of tests and the seconds of each test module. Modules that occur in the JUnit files are
+replaced, other modules stay. Files with "slow" in their names count as runs of `make test-slow`. `pytest --shard` uses
+durations.json to distribute modules evenly.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ KINDS = {"every_run": "make test", "slow": "make test-slow"}
 
 
 def module_of(classname: str) -> str:
-    """Return the path of a module, given a class name in JUnit: "tests.ops.test_a.TestB" -> "tests/ops/test_a.py"."""
+    """Return the path of the module of a JUnit class name: "tests.ops.test_a.TestB" -> "tests/ops/test_a.py"."""
     words = classname.split(".")
     last = next(index for index, word in enumerate(words) if word.startswith("test_"))
     return "/".join(words[: last + 1]) + ".py"
 
 
 def read(file: Path) -> dict[str, tuple[int, float]]:
-    """Return tests and seconds of each module in a JUnit file. Skipped tests count as tests."""
+    """Return the number of tests, including skipped tests, and the seconds of each module in a JUnit file."""
     found: dict[str, tuple[int, float]] = collections.defaultdict(lambda: (0, 0.0))
     for case in ElementTree.parse(file).getroot().iter("testcase"):
         module = module_of(case.attrib["classname"])
@@ -41,7 +42,7 @@ def read(file: Path) -> dict[str, tuple[int, float]]:
 
 
 def updated(table: dict[str, dict[str, dict[str, float]]], files: list[Path]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the table with the modules of the files replaced."""
+    """Return the table with the modules of the JUnit files replaced or added."""
     modules = {module: dict(entry) for module, entry in table.get("modules", {}).items()}
     for file in files:
         kind = "slow" if "slow" in file.name else "every_run"
@@ -52,7 +53,7 @@ def updated(table: dict[str, dict[str, dict[str, float]]], files: list[Path]) ->
 
 
 def page(table: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return the Markdown page with the modules, longest first."""
+    """Return a Markdown page with a table of the modules, in falling order of their seconds in `make test`."""
     modules = table["modules"]
     total = {kind: sum(entry.get(kind, 0.0) for entry in modules.values()) for kind in KINDS}
     lines = [

@@ -1,15 +1,16 @@
-"""Test the kernels on a new kind of GPU: which calls run, whether results are correct, and their speed.
+"""Test the Mosaic kernels on a new kind of GPU: whether they run, whether results are correct, and their speed.
 
     python -m scripts.tools.first_run [--out out/first_run] [--parts smoke contract benchmarks] [--case-seconds 240]
 
-1. smoke: the smallest call of each operation, compared with the reference, each in a separate process.
-2. contract: the contract suites on compiled kernels, one file at a time. A test that hung is skipped when its file runs
-   again.
-3. benchmarks: copy bandwidth and matrix rate, and a quick grid of each operation, as JSON.
+1. smoke: a very small call of each operation, compared with the operation's reference implementation. Each call runs in
+a separate process.
+2. contract: the test suites of tests/contract on compiled kernels, one file at a time. If a test hangs, its file runs
+again without this test.
+3. benchmarks: copy bandwidth, matrix rate, and a grid of cases of each operation, as JSON.
 
-Every case has a time limit. A case that exceeds it is killed and reported as hung, and the run continues. summary.json
-is written after each case. Exit status: 0 if all results are correct, 1 if not, 3 without a GPU with kernels (compute
-capability 9.0 or 10.0).
+A case is a smoke call, a test file or a benchmark. Every case has a time limit. A case that exceeds it is killed and
+reported as hung, and the run continues. summary.json is written after each case. The exit status is 0 if all results
+are correct, 1 if not, and 3 if the device is not a GPU of compute capability 9.0 or 10.0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from scripts.cli.output_files import output_file
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("smoke", "contract", "benchmarks")
 CAPABILITIES = ("9.0", "10.0")
-"""Compute capabilities with Mosaic kernels."""
+"""Compute capabilities that have Mosaic kernels."""
 GRIDS = {
     "paged_decode": "gqa-quick",
     "mla_decode": "mla-quick",
@@ -42,22 +43,24 @@ GRIDS = {
     "ragged_attention": "prefill-quick",
     "write_kv": "writes",
 }
-"""Measured grid per operation."""
+"""Grid of benchmark cases (`scripts/bench_ops.py --grid`) by operation."""
 MOST_HANGS = 3
-"""Number of hanging tests after which the rest of a file is skipped."""
+"""Number of hanging tests of a file after which the file is not run again."""
 TOLERANCE = 0.02
-"""Maximum error relative to the largest value of a result. The rounding error of bfloat16 is 0.004."""
+"""Maximum difference from the reference, relative to the largest value of the reference. The rounding error of bfloat16
+is 0.004.
+"""
 
 
-# --- smoke: smallest calls, each in a separate process
+# --- smoke: very small calls, each in a separate process
 
 
 @dataclasses.dataclass(frozen=True)
 class SmokeCall:
-    """Inputs of small calls: two sequences of 1 and 40 tokens in pages of 16.
+    """Caller of operations with very small inputs: two sequences of 1 and 40 tokens in pages of 16 tokens.
 
     Attributes:
-      implementation: the tested implementation.
+      implementation: name of the implementation that runs, "reference" for the expected results.
     """
 
     implementation: str
@@ -86,7 +89,7 @@ class SmokeCall:
         return self.ints(1, 40)
 
     def kv(self, *, quantised: bool = False) -> Any:
-        """A cache of 8 pages, two heads of head dimension 64."""
+        """Return a KV cache of 8 pages with two KV heads of head dimension 64, in bfloat16 or quantised to fp8."""
         from pallas_attn import PagedKV
 
         pages = self.normal(8, 2, 16, 64), self.normal(8, 2, 16, 64) * 0.5
@@ -97,18 +100,18 @@ class SmokeCall:
         return PagedKV(k, v, scale, scale)
 
     def latents(self) -> Any:
-        """A cache of 8 pages of latents with 128 + 64 columns."""
+        """Return a bfloat16 cache of 8 pages of latents with 128 + 64 columns."""
         from pallas_attn import PagedLatent
 
         return PagedLatent(self.normal(8, 16, 192))
 
     def decode(self, heads: int = 4, *, quantised: bool = False, **options: Any) -> Any:
-        """Result of `paged_decode` with one query per sequence."""
+        """Call `paged_decode` with one query per sequence."""
         q = self.normal(2, 1, heads, 64)
         return self("paged_decode", q, self.kv(quantised=quantised), self.tables, self.lens, **options)
 
     def planned(self) -> Any:
-        """Result of `paged_decode` with a plan; the reference needs no plan."""
+        """Call `paged_decode` with a plan of `plan_decode`. The reference implementation needs no plan."""
         q, kv = self.normal(2, 1, 4, 64), self.kv()
         plan = None
         if self.implementation != "reference":
@@ -160,11 +163,11 @@ SMOKE: dict[str, Callable[[SmokeCall], Any]] = {
     "mla_decode of 128 heads": lambda call: call.latent_decode(128),
     "mla_prefill": SmokeCall.latent_prefill,
 }
-"""Functions of the smallest calls. Calls without GEMMs come first."""
+"""Smoke calls by name. Calls without GEMMs come first, because they test fewer features of the GPU."""
 
 
 def error_of(name: str, implementation: str) -> float:
-    """Maximum difference between a smoke case's result and the reference, relative to the largest reference value."""
+    """Run a smoke call. Return the maximum difference from the reference, relative to the reference's largest value."""
     import jax
     import numpy as np
 
@@ -200,7 +203,8 @@ class Ended:
 def run_process(arguments: list[str], seconds: float, log: Path | None = None) -> Ended:
     """Run Python with these arguments. At the time limit, kill it and all processes that it started.
 
-    A process with a hanging kernel may not end until the driver releases it; do not wait for it.
+    After the kill, wait at most 10 s for the output: a process with a hanging kernel may not end until the driver
+    releases it. `log` receives the output.
     """
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path[1:]])
@@ -235,12 +239,12 @@ def run_process(arguments: list[str], seconds: float, log: Path | None = None) -
 
 
 def _text(output: str | bytes | None) -> str:
-    """Output of a killed process as text; `subprocess` returns it as bytes."""
+    """Return the output of a killed process as text. `subprocess.TimeoutExpired` has it as bytes."""
     return output.decode(errors="backslashreplace") if isinstance(output, bytes) else output or ""
 
 
 def this(*arguments: str) -> list[str]:
-    """Python arguments that run this command."""
+    """Return the arguments with which Python runs this module."""
     return ["-m", "scripts.tools.first_run", *arguments]
 
 
@@ -248,7 +252,7 @@ def this(*arguments: str) -> list[str]:
 
 
 def smoke(name: str, seconds: float, implementation: str = "mosaic") -> dict[str, Any]:
-    """Run a smoke case. The outcome is "right", "wrong", "failed" or "hung", with an explanation."""
+    """Run a smoke call. Return its outcome ("right", "wrong", "failed" or "hung") with an explanation ("words")."""
     ended = run_process(this("--case", name, "--implementation", implementation), seconds)
     entry: dict[str, Any] = {"case": name, "seconds": round(ended.seconds, 1)}
     if ended.status is None:
@@ -256,19 +260,21 @@ def smoke(name: str, seconds: float, implementation: str = "mosaic") -> dict[str
     if ended.status:
         return entry | {"outcome": "failed", "words": ended.last_line, "output": ended.output[-4000:]}
     error = json.loads(ended.last_line)["error"]
-    right = error <= TOLERANCE  # false for NaN
+    right = error <= TOLERANCE  # NaN counts as wrong
     return entry | {"outcome": "right" if right else "wrong", "words": f"error {error:.1g}", "error": error}
 
 
 def contract(file: Path, out: Path, seconds: float) -> dict[str, Any]:
-    """Run a file of the contract suites. Run it again without each test that hung, up to `MOST_HANGS` tests."""
+    """Run a test file of tests/contract. After a test that hangs, run the file again without it, until `MOST_HANGS`
+    tests have hung.
+    """
     hung: list[str] = []
     began = time.monotonic()
     while True:
         skipped = [f"--deselect={test}" for test in hung]
         arguments = ["-m", "pytest", str(file.relative_to(ROOT)), "-v", "--color=no", "-p", "no:cacheprovider"]
         arguments += ["-m", "not slow and not gpu", "-k", "mosaic", "--tb=short", *skipped]
-        arguments += [f"--timeout={seconds:g}", "--timeout-method=thread"]  # kills the process in any state
+        arguments += [f"--timeout={seconds:g}", "--timeout-method=thread"]  # ends pytest also inside a C++ call
         ended = run_process(arguments, 3600, out / f"contract_{file.stem}.log")
         if ended.status is not None and "+ Timeout +" not in ended.output:
             break
@@ -277,7 +283,7 @@ def contract(file: Path, out: Path, seconds: float) -> dict[str, Any]:
         if test is None or len(hung) == MOST_HANGS:
             break
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|errors?)\b", ended.last_line)}
-    right = not hung and ended.status in (0, 5)  # 5: no test of the file is for this card
+    right = not hung and ended.status in (0, 5)  # 5: no test of the file is selected
     words = ended.last_line.strip("= ") if not hung else f"hung: {', '.join(hung)}"
     return {
         "case": file.name,
@@ -290,7 +296,7 @@ def contract(file: Path, out: Path, seconds: float) -> dict[str, Any]:
 
 
 def running_test(output: str) -> str | None:
-    """Return the last test that pytest (`-v`) started without an outcome."""
+    """Return the test that was running when `pytest -v` wrote this output; None if the newest test has ended."""
     lines = [line.rstrip() for line in output.splitlines() if re.match(r"tests/\S+?::", line)]
     if not lines or re.search(r" [A-Z]+( \(.*\))? +\[ *\d+%\]$", lines[-1]):
         return None
@@ -298,7 +304,7 @@ def running_test(output: str) -> str | None:
 
 
 def benchmark(operation: str, out: Path, seconds: float) -> dict[str, Any]:
-    """Measure a quick grid of an operation. The result file has the rates of this card and run."""
+    """Measure the grid `GRIDS[operation]`. The result file also has the rates of the card, measured in the same run."""
     target = out / f"{operation}.json"
     target.unlink(missing_ok=True)
     limits = ["--limit-seconds", f"{seconds:g}", "--json", str(target), "--contenders", "mosaic", "xla"]
@@ -320,7 +326,7 @@ def benchmark(operation: str, out: Path, seconds: float) -> dict[str, Any]:
 
 
 def this_card() -> dict[str, Any]:
-    """Device, software versions, and compute capability or None."""
+    """Return the device, software versions, and compute capability (None without a GPU)."""
     import jax
 
     from scripts.bench.harness.device import description
@@ -330,10 +336,10 @@ def this_card() -> dict[str, Any]:
 
 
 def described(seconds: float) -> dict[str, Any]:
-    """Run `this_card` in a separate process, because a process that initializes a GPU holds its memory.
+    """Run `this_card` in a separate process, because a process that has initialized a GPU occupies its memory.
 
     Raises:
-      Failure: no GPU with kernels, or the GPU does not respond.
+      Failure: the GPU does not respond, or there is no GPU with Mosaic kernels.
     """
     ended = run_process(this("--describe"), seconds)
     if ended.status is None:

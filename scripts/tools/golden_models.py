@@ -1,5 +1,7 @@
-"""Models of the goldens (see make_goldens.py). They are small, and weights are drawn so that every part changes the
-output.
+"""Configurations of the golden models.
+
+A golden is a small checkpoint with the outputs that Hugging Face transformers computes with it (make_goldens.py). Tests
+compare our models with these outputs. Sizes are chosen so that a mistake in any part of a model changes its output.
 """
 
 from dataclasses import dataclass
@@ -18,14 +20,17 @@ from transformers import (  # pyrefly: ignore[missing-import]
 
 @dataclass(frozen=True)
 class Golden:
-    """One golden: the model's configuration, the seed of its weights and prompts, and the form of its files."""
+    """One golden: configuration of its model, seed of its weights and prompts, and format of its checkpoint.
+
+    With `fp8` or `mxfp4`, the checkpoint is quantised, and the expected outputs are computed from a dequantised copy.
+    """
 
     config: PreTrainedConfig
     seed: int
     max_shard_size: str = "5GB"
-    published_config: bool = False  # adds config_published.json, with the keys of DeepSeek's config.json
-    fp8: bool = False  # fp8 checkpoint like V3 or V3.2; the golden is its dequantized twin
-    mxfp4: bool = False  # MXFP4 checkpoint like gpt-oss; the golden is its dequantized twin
+    published_config: bool = False  # adds config_published.json, with the keys of the published model's config.json
+    fp8: bool = False  # fp8 blocks of weights, like the published DeepSeek-V3 and V3.2
+    mxfp4: bool = False  # experts in MXFP4, like the published gpt-oss
 
 
 def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
@@ -41,7 +46,8 @@ def yarn(mscale: float, mscale_all_dim: float) -> dict[str, object]:
     }
 
 
-# The epsilon is large: an error is visible if the norms inside latent attention do not use their own 1e-6.
+# rms_norm_eps is large, so that the outputs change if a model also uses it for the norms inside latent attention, whose
+# epsilon is 1e-6.
 COMMON = {
     "vocab_size": 256,
     "max_position_embeddings": 1280,
@@ -51,10 +57,10 @@ COMMON = {
     "initializer_range": 0.15,
 }
 
-# The nope, rope, value and latent widths all differ, because equal widths would hide a mix-up.
+# All four widths differ, because code that confuses two equal widths would pass.
 LATENT = COMMON | {"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20}
 
-# A dense layer before two mixture-of-experts layers.
+# One dense layer, followed by two mixture-of-experts layers.
 DENSE_FIRST = LATENT | {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -63,10 +69,10 @@ DENSE_FIRST = LATENT | {
     "first_k_dense_replace": 1,
 }
 
-# Index keys are wider than their rotated part, and fewer keys are selected than prompts have.
+# Index keys have more columns (28) than are rotated (16). Tokens select 20 keys, fewer than the longer prompts have.
 INDEXER = {"index_topk": 20, "index_head_dim": 28, "index_n_heads": 8}
 
-# Form of gpt-oss. Gates reach the low limit, and the window is shorter than most prompts.
+# Structure of gpt-oss. swiglu_limit is so low that gates are clamped, and the window is shorter than most prompts.
 GPT_OSS = COMMON | {
     "max_position_embeddings": 256,
     "hidden_size": 64,
@@ -92,10 +98,10 @@ GPT_OSS = COMMON | {
 }
 
 NORM_SPREAD = 0.3
-"""Standard deviation of the norm weights. Their mean is one."""
+"""Standard deviation of the weights of norms. Their mean is 1."""
 
 GOLDENS = {
-    # Form of V2-Lite: uncompressed queries, one expert group
+    # Structure of DeepSeek-V2-Lite: queries without LoRA compression, one group of experts
     "v2-greedy": Golden(
         DeepseekV2Config(
             **DENSE_FIRST,
@@ -113,7 +119,7 @@ GOLDENS = {
         seed=3,
         published_config=True,
     ),
-    # Form of V2, with plain rope, three heads and no dense layer
+    # Structure of DeepSeek-V2, but RoPE without YaRN, three heads and no dense layer
     "v2-group": Golden(
         DeepseekV2Config(
             **LATENT,
@@ -135,7 +141,7 @@ GOLDENS = {
         ),
         seed=21,
     ),
-    # Form of V3, in several files
+    # Structure of DeepSeek-V3. The checkpoint has several files.
     "v3": Golden(
         DeepseekV3Config(
             **DENSE_FIRST,
@@ -155,7 +161,8 @@ GOLDENS = {
         max_shard_size="300KB",
         published_config=True,
     ),
-    # V3 as published: fp8 blocks (most of these widths leave a remainder), and a layer that predicts further tokens
+    # DeepSeek-V3 as published: fp8 weights with a scale per block of 128 x 128, and a multi-token prediction layer.
+    # Most widths are not multiples of 128, so the last blocks are smaller.
     "v3-fp8": Golden(
         DeepseekV3Config(
             **(LATENT | {"initializer_range": 0.1}),
@@ -179,7 +186,8 @@ GOLDENS = {
         seed=13,
         fp8=True,
     ),
-    # Form of V3.2: tokens select fewer keys than the longer prompts have, and more than the shorter prompts have
+    # Structure of DeepSeek-V3.2. Tokens select 20 keys: fewer than the longer prompts have, more than the shorter ones
+    # have.
     "v32": Golden(
         DeepseekV32Config(
             **DENSE_FIRST,
@@ -198,7 +206,8 @@ GOLDENS = {
         seed=99,
         published_config=True,
     ),
-    # V3.2 as published: fp8 blocks with powers of two as scales, also for index queries and keys, and no mscale
+    # DeepSeek-V3.2 as published: fp8 weights, also of the indexer's projections, with powers of two as scales. The
+    # mscale of YaRN has no effect.
     "v32-fp8": Golden(
         DeepseekV32Config(
             **(LATENT | {"initializer_range": 0.1}),
@@ -222,7 +231,7 @@ GOLDENS = {
         seed=111,
         fp8=True,
     ),
-    # Form of GLM-5: index queries and keys are rotated in pairs, one expert group, plain rope
+    # Structure of GLM-5: RoPE of index queries and keys rotates columns 2i and 2i + 1; one group of experts; no YaRN
     "glm-dsa": Golden(
         GlmMoeDsaConfig(
             **(DENSE_FIRST | {"num_hidden_layers": 2}),
@@ -240,7 +249,7 @@ GOLDENS = {
         ),
         seed=624,
     ),
-    # Form of GLM-5.2: layers 2 and 3 share the selected keys of layer 1, and the last layer those of layer 4
+    # Structure of GLM-5.2: layers 2 and 3 attend to the keys that layer 1 selected, layer 5 to the keys of layer 4
     "glm-shared": Golden(
         GlmMoeDsaConfig(
             **(DENSE_FIRST | {"num_hidden_layers": 5, "first_k_dense_replace": 3, "moe_intermediate_size": 24}),
@@ -259,7 +268,7 @@ GOLDENS = {
         ),
         seed=304,
     ),
-    # Form of Qwen3: normed queries and keys, heads wider than their share of the hidden size, plain rope
+    # Structure of Qwen3: norms of queries and keys, num_attention_heads * head_dim > hidden_size, no YaRN
     "qwen3": Golden(
         Qwen3Config(
             **COMMON,
@@ -274,7 +283,8 @@ GOLDENS = {
         ),
         seed=8,
     ),
-    # Qwen3 with YaRN as its model cards recommend, with tied embeddings and biases, one query head per KV head
+    # Qwen3 with YaRN, which its model cards recommend for long contexts; tied embeddings, biases, one query head per KV
+    # head
     "qwen3-yarn": Golden(
         Qwen3Config(
             **(COMMON | {"max_position_embeddings": 128}),
@@ -295,7 +305,7 @@ GOLDENS = {
         ),
         seed=1,
     ),
-    # Form of Llama 3: its rope, no norms of queries and keys, in several files
+    # Structure of Llama 3: RoPE of type llama3, no norms of queries and keys. The checkpoint has several files.
     "llama": Golden(
         LlamaConfig(
             **COMMON,
@@ -319,7 +329,7 @@ GOLDENS = {
         max_shard_size="300KB",
         published_config=True,
     ),
-    # Qwen3 with a window in all layers but the first
+    # Qwen3 with a sliding window in all layers except the first
     "qwen3-window": Golden(
         Qwen3Config(
             **COMMON,

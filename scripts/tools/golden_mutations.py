@@ -1,4 +1,8 @@
-"""Mistakes that a golden must detect, each as a change to a copy of the correct model (see make_goldens.py)."""
+"""Mutations of golden models: typical mistakes in an implementation, as changes to a transformers model.
+
+make_goldens.py applies each mutation to a copy of the correct model and checks that the logits change. A test that
+compares logits with the golden then detects the mistake.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,17 +19,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # pyrefly: ign
 
 
 def gates(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Yield the routers of DeepSeek models."""
+    """Yield the router of each mixture-of-experts layer of a DeepSeek or GLM model."""
     return (layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate"))
 
 
 def routers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Yield the routers of gpt-oss."""
+    """Yield the router of each layer of a gpt-oss model."""
     return (layer.mlp.router for layer in model.model.layers if hasattr(layer.mlp, "router"))
 
 
 def expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Yield the experts of each gpt-oss layer."""
+    """Yield the experts of each layer of a gpt-oss model."""
     return (layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts"))
 
 
@@ -34,17 +38,19 @@ def attentions(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def is_latent(config: PreTrainedConfig) -> bool:
-    """Whether the model has latent attention."""
+    """Return whether the model has latent attention (MLA)."""
     return config.model_type.startswith("deepseek") or is_sparse(config)
 
 
 def is_sparse(config: PreTrainedConfig) -> bool:
-    """Whether the model has sparse attention."""
+    """Return whether the model has sparse attention, in which an indexer selects the keys of each token."""
     return hasattr(config, "index_topk")
 
 
 def indexers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Yield the indexers of sparse attention; None for a layer that shares the selected keys of an earlier layer."""
+    """Yield the indexer of each layer that has one. Other layers have no sparse attention or use an earlier layer's
+    keys.
+    """
     return (attention.indexer for attention in attentions(model) if getattr(attention, "indexer", None) is not None)
 
 
@@ -52,15 +58,15 @@ def is_v3(gate: nn.Module) -> bool:
     return hasattr(gate, "e_score_correction_bias")
 
 
-# --- routing, reimplemented: transformers' routers have no options for mistakes
+# --- routing: a copy of transformers' code, with a rule that mutations change
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Rule by which a router selects experts; `routing` returns the rule of transformers."""
+    """Rule by which a router selects experts. `routing` returns the correct rule."""
 
-    best_in_group: int  # number of best scores of a group that are added to the group's score
-    masked_score: float  # score of experts outside the selected groups
+    best_in_group: int  # the score of a group is the sum of its `best_in_group` best expert scores
+    masked_score: float  # score given to the experts outside the selected groups
     biased_weights: bool = False
     normalise: bool = False
 
@@ -72,7 +78,13 @@ def routing(gate: nn.Module) -> Routing:
 
 
 def choose(gate: nn.Module, hidden: torch.Tensor, rule: Routing) -> tuple[torch.Tensor, ...]:
-    """Compute router logits, scores, scores + bias, group scores, and the masked scores + bias for the top-k."""
+    """Compute the scores of a router by a rule.
+
+    Returns:
+      Router logits; scores; scores + bias; scores of the groups; and scores + bias in which experts outside the
+      selected groups have `rule.masked_score`. The top-k experts of the last one are selected.
+
+    """
     logits = F.linear(hidden.view(-1, gate.hidden_dim), gate.weight)
     scores = logits.sigmoid() if is_v3(gate) else logits.softmax(-1)
     biased = scores + gate.e_score_correction_bias if is_v3(gate) else scores
@@ -83,7 +95,7 @@ def choose(gate: nn.Module, hidden: torch.Tensor, rule: Routing) -> tuple[torch.
 
 
 def route(gate: nn.Module, rule: Routing, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run a router's forward pass with a rule. Returns router logits, weights and experts."""
+    """Run the forward pass of a router with a rule. Return router logits, weights and selected experts."""
     logits, scores, biased, _, masked = choose(gate, hidden, rule)
     experts = masked.topk(gate.top_k).indices
     weights = (biased if rule.biased_weights else scores).gather(1, experts)
@@ -93,9 +105,10 @@ def route(gate: nn.Module, rule: Routing, hidden: torch.Tensor) -> tuple[torch.T
 
 
 def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
-    """Smallest margin of any token's decision, for experts and for groups.
+    """Return the smallest margin of a router's decisions over all tokens.
 
-    Softmax scores are compared by their logarithms, whose rounding errors do not depend on the magnitude of the scores.
+    The margin is the gap between the worst selected and the best unselected expert, or group of experts. For softmax
+    scores it is the gap between their logarithms, whose rounding error does not depend on the magnitude of the scores.
     """
     if not hasattr(gate, "num_group"):
         return cut_margin(F.linear(hidden.view(-1, gate.hidden_dim), gate.weight, gate.bias), gate.top_k)
@@ -106,20 +119,20 @@ def routing_margin(gate: nn.Module, hidden: torch.Tensor) -> float:
     return margin if gate.topk_group == gate.num_group else min(margin, cut_margin(group_scores, gate.topk_group))
 
 
-# --- the indexer, reimplemented: a mistake is a different rule
+# --- the indexer: a copy of transformers' code, with a rule that mutations change
 
 
 @dataclass(frozen=True)
 class Indexing:
-    """Rule by which keys are scored and selected; `indexing` returns the rule of transformers."""
+    """Rule by which an indexer scores and selects keys. `indexing` returns the correct rule."""
 
-    paired: bool  # rotates columns 2i and 2i + 1 instead of i and i + R/2
-    first_rotated: int | None = 0  # first rotated column; None for no rotation
+    paired: bool  # RoPE rotates columns 2i and 2i + 1 together, otherwise columns i and i + R/2
+    first_rotated: int | None = 0  # first of the R rotated columns; None for no rotation
     relu: bool = True
     weighted: bool = True
-    centred: bool = True  # keys use layer norm (mean and deviation) instead of RMS norm
+    centred: bool = True  # keys are normalised by a layer norm, otherwise by an RMS norm
     sign: int = 1
-    extra: int = 0  # number of selected keys beyond the configuration
+    extra: int = 0  # number of keys that are selected in addition to the configured number
 
 
 def indexing(indexer: nn.Module) -> Indexing:
@@ -127,7 +140,9 @@ def indexing(indexer: nn.Module) -> Indexing:
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, rule: Indexing) -> torch.Tensor:
-    """Rotate the columns [..., D] of x that the rule selects by the angles [T, width]."""
+    """Apply RoPE to `width` columns of x [..., D], beginning with column `rule.first_rotated`. `cos` and `sin` have
+    `width` columns, of which the first half is used.
+    """
     if rule.first_rotated is None:
         return x
     start = rule.first_rotated % x.shape[-1]
@@ -138,7 +153,7 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int, rule
 
 
 def index_scores(indexer: nn.Module, rule: Indexing, hidden, residual, angles, mask, cache) -> torch.Tensor:
-    """Compute scores [B, S, T]; -inf where a key is invisible."""
+    """Compute the scores [B, S, T] of T keys for S tokens by a rule. Keys that the mask hides have the score -inf."""
     cos, sin = angles
     q = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k = indexer.wk(hidden)
@@ -159,19 +174,22 @@ def index_scores(indexer: nn.Module, rule: Indexing, hidden, residual, angles, m
 
 
 def choose_keys(indexer: nn.Module, rule: Indexing, hidden, residual, angles, mask, *_, past_key_values=None):
-    """Run an indexer's forward pass with a rule. Returns the positions of the selected keys."""
+    """Run the forward pass of an indexer with a rule. Return the positions of the selected keys."""
     scores = index_scores(indexer, rule, hidden, residual, angles, mask, past_key_values)
     return scores.topk(min(indexer.index_topk + rule.extra, scores.shape[-1]), dim=-1).indices.int()
 
 
 def change_indexing(model: PreTrainedModel, **changes: Any) -> None:
-    """Apply no change; the model must stay the same."""
+    """Replace the forward pass of all indexers by `choose_keys` with a changed rule. Without `changes`, the model
+    computes the same logits as before.
+
+    """
     for indexer in indexers(model):
         indexer.forward = partial(choose_keys, indexer, replace(indexing(indexer), **changes))
 
 
 def share_first_choice(model: PreTrainedModel) -> None:
-    """Make all layers attend to the keys that the first layer selected."""
+    """Make all layers attend to the keys that the first layer's indexer selected."""
     first, *others = indexers(model)
     choose, chosen = first.forward, {}
 
@@ -185,7 +203,7 @@ def share_first_choice(model: PreTrainedModel) -> None:
 
 
 def share_last_choice(model: PreTrainedModel) -> None:
-    """Make all tokens of a prompt attend to the keys that its last token selected."""
+    """Make all tokens of a prompt attend to the keys that were selected for its last token."""
 
     def choose(forward, hidden, residual, angles, mask, *args, **kwargs):
         return forward(hidden, residual, angles, mask[:, -1:].expand_as(mask), *args, **kwargs)[:, -1:].expand(
@@ -197,8 +215,8 @@ def share_last_choice(model: PreTrainedModel) -> None:
 
 
 def shared_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the attention of each layer that shares an earlier layer's selected keys, with the indexer of the earlier
-    layer.
+    """Return (attention, indexer) for each shared layer. A shared layer has no indexer and attends to the keys that the
+    indexer of the nearest earlier layer selected.
     """
     found, last = [], None
     for attention in attentions(model):
@@ -209,7 +227,7 @@ def shared_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def choose_anew(model: PreTrainedModel) -> None:
-    """Make shared layers select keys themselves, with the weights of the indexer whose selection they should share."""
+    """Make shared layers select keys themselves, with a copy of the indexer whose selection they should use."""
     for attention, indexer in shared_layers(model):
         own = deepcopy(indexer)
         own.layer_idx = attention.layer_idx
@@ -217,7 +235,7 @@ def choose_anew(model: PreTrainedModel) -> None:
 
 
 def give_shared_layers(model: PreTrainedModel, choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Make shared layers attend to other keys. `choose` computes them from the correct keys and the mask."""
+    """Make shared layers attend to the keys choose(correct keys, attention mask)."""
 
     def attend(forward, *args, **kwargs):
         kwargs["prev_topk_indices"] = choose(kwargs["prev_topk_indices"], kwargs["attention_mask"])
@@ -232,8 +250,8 @@ def every_key(chosen: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def share_the_first_choice(model: PreTrainedModel) -> None:
-    """Make all shared layers attend to the keys of the first layer, instead of the keys of the full layer before
-    them.
+    """Make all shared layers attend to the keys that the first layer selected, instead of the nearest earlier layer
+    with an indexer.
     """
     first, chosen = next(indexers(model)), {}
     choose = first.forward
@@ -247,8 +265,9 @@ def share_the_first_choice(model: PreTrainedModel) -> None:
 
 
 def selection_margin(indexer: nn.Module, hidden, residual, angles, mask) -> float:
-    """Smallest gap between the worst selected and the best unselected key of any token that sees more keys than it
-    selects, divided by the deviation of its scores.
+    """Return the smallest margin of an indexer's decisions: the gap between the scores of the worst selected and the
+    best unselected key, divided by the standard deviation of the token's scores. Tokens that see at most `index_topk`
+    keys are left out, because they select all keys.
     """
     scores = index_scores(indexer, indexing(indexer), hidden, residual, angles, mask, None)[0]
     margins = []
@@ -260,7 +279,7 @@ def selection_margin(indexer: nn.Module, hidden, residual, angles, mask) -> floa
 
 
 def closest_selection(model: PreTrainedModel, sequences: list[list[int]]) -> float | None:
-    """Smallest selection margin of any token in any layer; None without indexers."""
+    """Return the smallest `selection_margin` of all layers and sequences; None for a model without indexers."""
     margins = []
 
     def measure(indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -275,13 +294,15 @@ def closest_selection(model: PreTrainedModel, sequences: list[list[int]]) -> flo
 
 
 def cut_margin(scores: torch.Tensor, chosen: int) -> float:
-    """Smallest gap over rows between the worst selected and the best unselected score."""
+    """Return the smallest gap, over the rows of `scores`, between the worst of the `chosen` best scores and the next
+    score.
+    """
     best = scores.topk(chosen + 1).values
     return (best[:, -2] - best[:, -1]).min().item()
 
 
 def closest_routing(model: PreTrainedModel, sequences: list[list[int]]) -> float | None:
-    """Smallest routing margin of any token in any layer; None without routers."""
+    """Return the smallest `routing_margin` of all layers and sequences; None for a model without routers."""
     margins = []
 
     def measure(gate: nn.Module, args: tuple[torch.Tensor]) -> None:
@@ -295,7 +316,7 @@ def closest_routing(model: PreTrainedModel, sequences: list[list[int]]) -> float
     return min(margins, default=None)
 
 
-# --- mistakes that a golden must detect
+# --- mutations, each of which a golden must detect
 
 
 def drop_softmax_mscale(model: PreTrainedModel) -> None:
@@ -324,8 +345,8 @@ def truncate_yarn_ramp(model: PreTrainedModel) -> None:
 
 
 def rotate_halves(model: PreTrainedModel) -> None:
-    """Pair column i with i + R/2 instead of 2i with 2i + 1. This equals a permutation of the weights that produce the
-    columns.
+    """Make RoPE rotate columns i and i + R/2 together instead of 2i and 2i + 1. This is done by permuting the rows of
+    the weights that produce these columns.
     """
     width = model.config.qk_rope_head_dim
     order = torch.arange(width).view(2, -1).T.flatten()
@@ -338,8 +359,8 @@ def rotate_halves(model: PreTrainedModel) -> None:
 
 
 def rotate_pairs(model: PreTrainedModel) -> None:
-    """Pair column 2i with 2i + 1 instead of i with i + D/2. This equals a permutation of the weights that produce the
-    columns.
+    """Make RoPE rotate columns 2i and 2i + 1 together instead of i and i + D/2. This is done by permuting the rows of
+    the weights that produce these columns.
     """
     width = model.config.head_dim
     order = torch.arange(width).view(-1, 2).T.flatten()
@@ -357,7 +378,7 @@ def drop_qk_norms(model: PreTrainedModel) -> None:
 
 
 def deal_kv_heads_round(model: PreTrainedModel) -> None:
-    """Assign KV head h mod Hkv instead of h // G to query head h. This equals another order of the query heads."""
+    """Make query head h use KV head h mod Hkv instead of h // G. This is done by permuting the query heads."""
     heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     order = torch.arange(heads).view(-1, kv_heads).T.flatten()
     for attention in attentions(model):
@@ -409,7 +430,7 @@ def drop_router_biases(model: PreTrainedModel) -> None:
 
 
 def weigh_among_all_experts(model: PreTrainedModel) -> None:
-    """Use the selected experts' shares of the softmax over all experts as weights, which do not sum to one."""
+    """Weight the selected experts by the softmax over all experts, instead of the softmax over the selected experts."""
 
     def route_wrongly(router: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = F.linear(hidden, router.weight, router.bias)
@@ -427,7 +448,9 @@ def drop_expert_biases(model: PreTrainedModel) -> None:
 
 
 def take_gates_from_the_first_half(model: PreTrainedModel) -> None:
-    """Split gate and up columns in the middle instead of alternately. This equals a permutation of the columns."""
+    """Take gates from the first half of the columns of gate_up_proj instead of the even columns. This is done by
+    permuting the columns.
+    """
     for experts in expert_layers(model):
         for parameter in (experts.gate_up_proj, experts.gate_up_proj_bias):
             parameter.data = parameter.data.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
@@ -468,15 +491,16 @@ def drop_shared_experts(model: PreTrainedModel) -> None:
 
 
 def change_routing(model: PreTrainedModel, **changes: Any) -> None:
-    """Apply no change; the model must stay the same."""
+    """Replace the forward pass of DeepSeek and GLM routers by `route` with a changed rule. Without `changes`, the model
+    computes the same logits as before.
+
+    """
     for gate in gates(model):
         gate.forward = partial(route, gate, replace(routing(gate), **changes))
 
 
 def mutations(config: PreTrainedConfig) -> dict[str, Callable[[PreTrainedModel], None]]:
-    """Return the mistakes that a model of this configuration can make, each as a change to a copy of the correct
-    model.
-    """
+    """Return the mutations that have an effect for this configuration, by name. A mutation changes a model in place."""
     return latent_mutations(config) if is_latent(config) else gqa_mutations(config)
 
 

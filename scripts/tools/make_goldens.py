@@ -1,17 +1,17 @@
-"""Write tests/goldens: small checkpoints, and the outputs that Hugging Face transformers computes with them.
+"""Write the goldens in tests/goldens: small checkpoints with the outputs of Hugging Face transformers.
 
     pip install torch==2.13.0 transformers==5.23.0
     python -m scripts.tools.make_goldens [--out tests/goldens] [NAME ...]
 
-Each golden is a folder with a checkpoint, prompts, their logits, greedy tokens and cache, and a table of mutations.
-tests/goldens/README.md describes the files. Everything is computed in float32 with eager attention on one thread, from
-fixed seeds.
+Each golden is a folder with a checkpoint, prompts, their logits, greedy tokens and cache contents, and a table of
+mutations. tests/goldens/README.md describes the files. Everything is computed in float32 with eager attention on one
+thread, from fixed seeds.
 
-A golden is useful only if a wrong model fails it. With the usual initialization (std 0.02, norms of one), dropping all
-of YaRN's mscale changes the logits by only 1e-3. Therefore the weights are drawn with a large spread, and each golden
-is checked against every mistake of golden_mutations.py that its configuration can show. A golden is not written if a
-mistake changes its logits by less than MIN_MUTATION, if its output repeats itself, or if rounding could change its
-tokens.
+A golden is useful only if a wrong model fails the comparison with it. With the usual initialization (standard deviation
+0.02, norm weights of 1), a model that ignores YaRN's mscale changes the logits by only 1e-3. The weights are therefore
+drawn with a large standard deviation, and each golden is checked against mutations: the typical mistakes of
+golden_mutations.py, each made in a copy of the model. The tool stops with an error if a mutation changes the logits by
+no more than MIN_MUTATION, if the greedy tokens repeat in a loop, or if rounding could change a token.
 """
 
 import argparse
@@ -53,16 +53,16 @@ from scripts.tools.golden_mutations import (
 
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (1, 9, 40, 75)
-SHARED_PREFIX = 32  # common tokens of the two longest prompts, for prefix caching
+SHARED_PREFIX = 32  # number of common first tokens of the two longest prompts, for tests of prefix caching
 
-SINK_SPREAD = 2.0  # learned sinks have the same magnitude as scores
+SINK_SPREAD = 2.0  # standard deviation of learned sinks, about the magnitude of scores
 
-GATE_GAIN = 2.0  # spreads scores, so that a selected group has experts below another group's best
+GATE_GAIN = 2.0  # factor of router weights: some experts of a selected group score less than experts of other groups
 
-MIN_MUTATION = 1e-2  # 100 times the tolerance of the parity tests
-MIN_TOKEN_MARGIN = 1e-3  # tests compare tokens with a larger margin; here all tokens
-MIN_ROUTING_MARGIN = 5e-4  # minimum gap between the worst selected and best unselected expert or group
-MIN_SELECTION_MARGIN = 2e-4  # the same for keys, divided by the deviation of a token's scores
+MIN_MUTATION = 1e-2  # minimum change of the logits by a mutation: 100 times the tolerance of the parity tests
+MIN_TOKEN_MARGIN = 1e-3  # minimum gap between the best and the second-best logit of each generated token
+MIN_ROUTING_MARGIN = 5e-4  # minimum gap between the worst selected and the best unselected expert or group
+MIN_SELECTION_MARGIN = 2e-4  # the same for selected keys, divided by the deviation of their scores
 MIN_DISTINCT_TOKENS = 12
 MAX_ROUNDING = 2e-5
 
@@ -87,7 +87,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def random_model(golden: Golden) -> PreTrainedModel:
-    """Make the golden's model, with weights so large that every part matters."""
+    """Make the model of a golden, with weights so large that every part of the model affects the logits."""
     model = AutoModelForCausalLM.from_config(golden.config, **EAGER).eval()
     generator = torch.Generator().manual_seed(golden.seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -109,7 +109,7 @@ def load(directory: Path) -> PreTrainedModel:
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> PreTrainedModel:
-    """Make the model from tensors with the names of checkpoint files."""
+    """Load a model from tensors with the names that they have in a checkpoint."""
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         save_file(tensors, Path(directory, "model.safetensors"), metadata={"format": "pt"})
@@ -117,7 +117,9 @@ def load_tensors(tensors: dict[str, torch.Tensor], config: PreTrainedConfig) -> 
 
 
 def published_config(model: PreTrainedModel) -> dict[str, object]:
-    """Return the configuration with the keys of published config.json files, which are older than transformers 5."""
+    """Return the configuration with the keys of the published config.json, which transformers before version 5
+    wrote.
+    """
     keys = model.config.to_diff_dict()
     newer_keys = ("dtype", "qk_head_dim", "output_router_logits", "rope_interleave", "layer_types", "mlp_layer_types")
     for newer in newer_keys if is_latent(model.config) else newer_keys[:4]:
@@ -151,7 +153,9 @@ def published_config(model: PreTrainedModel) -> dict[str, object]:
 
 
 def write_checkpoint(golden: Golden, prompts: list[list[int]], directory: Path) -> PreTrainedModel:
-    """Write the checkpoint and return the model loaded from it, so that the golden belongs to the written files."""
+    """Write the checkpoint. Return the model that is loaded from it, so that the outputs belong to the written
+    files.
+    """
     model = random_model(golden)
     model.save_pretrained(directory, max_shard_size=golden.max_shard_size)
     reloaded = load(directory)
@@ -169,15 +173,17 @@ def write_checkpoint(golden: Golden, prompts: list[list[int]], directory: Path) 
 
 
 def expand_blocks(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Expand [ceil(rows / 128), ceil(columns / 128)] to [rows, columns]. The last block of a row or column may
-    be smaller.
+    """Expand scales [ceil(rows / 128), ceil(columns / 128)] of blocks to the shape [rows, columns] of the weight. The
+    last block of a row or column may be smaller than 128.
     """
     rows, columns = shape
     return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
 
 
 def quantise(weight: torch.Tensor, powers_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a weight [rows, columns] to float8_e4m3fn and its `weight_scale_inv`, the factor for dequantization."""
+    """Quantise a weight [rows, columns]. Return it in float8_e4m3fn, and `weight_scale_inv`, the factors per block with
+    which it is dequantised.
+    """
     scale_inv = F.max_pool2d(weight.abs()[None], FP8_BLOCK, ceil_mode=True)[0] / FP8_MAX
     if powers_of_two:
         scale_inv = scale_inv.log2().ceil().exp2()
@@ -185,14 +191,16 @@ def quantise(weight: torch.Tensor, powers_of_two: bool) -> tuple[torch.Tensor, t
 
 
 def quantise_checkpoint(tensors: dict[str, torch.Tensor], seed: int, powers_of_two: bool) -> dict[str, torch.Tensor]:
-    """Quantize like the published V3 and V3.2: projections as fp8 and scales, also index queries and keys; router bias
-    in float32; everything else in bfloat16.
+    """Quantise like the published DeepSeek-V3 and V3.2.
+
+    Projections, including the indexer's projections of queries and keys, become fp8 with scales. The router's bias
+    stays float32. Everything else becomes bfloat16.
     """
     generator = torch.Generator().manual_seed(seed)
     quantised = {}
     for name, tensor in sorted(tensors.items()):
         if re.search(r"\.(self_attn|mlp)\.(?!indexer).*_proj\w*\.weight$|\.indexer\.w(q_b|k)\.weight$", name):
-            # Blocks must differ in magnitude, else a scale from the wrong block is not visible.
+            # Blocks must differ in magnitude, otherwise a test would not detect the scale of a wrong block.
             blocks = [math.ceil(size / FP8_BLOCK) for size in tensor.shape]
             gains = (0.5 * torch.randn(blocks, generator=generator)).exp()
             wide = tensor * expand_blocks(gains, tensor.shape)
@@ -205,7 +213,9 @@ def quantise_checkpoint(tensors: dict[str, torch.Tensor], seed: int, powers_of_t
 def dequantise_checkpoint(
     tensors: dict[str, torch.Tensor], expand: Callable[[torch.Tensor, torch.Size], torch.Tensor] = expand_blocks
 ) -> dict[str, torch.Tensor]:
-    """Make the dequantized twin: every tensor in float32, multiplied by its scales."""
+    """Return all tensors dequantised to float32. `expand` expands scales to the shape of their tensor; mutations
+    replace it.
+    """
     twin = {name: tensor.float() for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
     for name, tensor in twin.items():
         if f"{name}_scale_inv" in tensors:
@@ -214,8 +224,9 @@ def dequantise_checkpoint(
 
 
 def prediction_layer(tensors: dict[str, torch.Tensor], golden: Golden) -> dict[str, torch.Tensor]:
-    """Draw the multi-token prediction layer that V3 files have after the last layer. A decoder does not read it.
-    Embedding and head are copies of the model's; everything else is separate.
+    """Draw the multi-token prediction layer that checkpoints of DeepSeek-V3 have after the last layer.
+
+    Plain decoding does not use this layer. Its embedding and LM head are copies of the model's tensors.
     """
     config, generator = golden.config, torch.Generator().manual_seed(golden.seed + 1)
     last, extra = (f"model.layers.{config.num_hidden_layers + offset}." for offset in (-1, 0))
@@ -236,7 +247,7 @@ def prediction_layer(tensors: dict[str, torch.Tensor], golden: Golden) -> dict[s
 
 
 def write_fp8_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
-    """Write the quantized checkpoint with a published configuration. Return the model of its dequantized twin."""
+    """Write an fp8 checkpoint with a published configuration. Return the model of the dequantised tensors."""
     model = random_model(golden)
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
@@ -257,11 +268,13 @@ def write_fp8_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
     return load_tensors(dequantise_checkpoint(tensors), golden.config)
 
 
-# --- checkpoints with experts packed as MXFP4
+# --- checkpoints with experts in MXFP4
 
 
 def pack_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack experts [E, in, out] as blocks uint8 [E, out, in / 32, 16] and scales uint8 [E, out, in / 32]."""
+    """Quantise experts [E, in, out] to MXFP4: blocks uint8 [E, out, in / 32, 16], with two values per byte, and
+    exponents uint8 [E, out, in / 32].
+    """
     groups = weight.transpose(1, 2).unflatten(-1, (-1, MXFP4_GROUP))
     exponents = (groups.abs().amax(-1, keepdim=True) / max(FP4_VALUES)).log2().ceil()
     distances = (groups * 2.0**-exponents)[..., None] - torch.tensor(FP4_VALUES)
@@ -272,8 +285,8 @@ def pack_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def unpack_checkpoint(
     tensors: dict[str, torch.Tensor], change: Callable[..., tuple[torch.Tensor, ...]] = lambda *packed: packed
 ) -> dict[str, torch.Tensor]:
-    """Make the dequantized twin: every tensor in float32, experts unpacked by transformers. `change` modifies blocks
-    and scales before.
+    """Return all tensors dequantised to float32. transformers unpacks the experts. Mutations use `change`, which
+    modifies blocks and scales before they are unpacked.
     """
     twin = {name: tensor.float() for name, tensor in tensors.items() if tensor.dtype != torch.uint8}
     for name in tensors:
@@ -285,7 +298,7 @@ def unpack_checkpoint(
 
 
 def write_mxfp4_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
-    """Write the packed checkpoint with a published configuration. Return the model of its unpacked twin."""
+    """Write an MXFP4 checkpoint with a published configuration. Return the model of the dequantised tensors."""
     model = random_model(golden)
     model.save_pretrained(directory)
     tensors = {}
@@ -305,7 +318,7 @@ def write_mxfp4_checkpoint(golden: Golden, directory: Path) -> PreTrainedModel:
 
 
 def mxfp4_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """Measure how much mistakes in unpacking change the logits."""
+    """Return the largest change of a logit by each mistake in unpacking MXFP4."""
     mistakes = {
         "mxfp4_scales_dropped": lambda blocks, scales: (blocks, torch.full_like(scales, 127)),
         "mxfp4_halves_of_bytes_swapped": lambda blocks, scales: (blocks >> 4 | blocks << 4, scales),
@@ -329,13 +342,15 @@ def draw_prompts(golden: Golden) -> list[list[int]]:
 
 
 def largest_change(model: PreTrainedModel, other: PreTrainedModel, prompts: list[list[int]]) -> float:
-    """Largest difference between two models in any logit of any prompt."""
+    """Return the largest difference between the logits of two models, over all prompts."""
     batches = [torch.tensor([prompt]) for prompt in prompts]
     return max((model(batch).logits - other(batch).logits).abs().max().item() for batch in batches)
 
 
 def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
-    """Compute the logits and cache of the prompt, then NEW_TOKENS greedy tokens with their margins."""
+    """Compute the logits and cache contents of a prompt, and NEW_TOKENS greedy tokens. The margin of a token is its
+    logit minus the second-best logit.
+    """
     # With a configuration, DynamicCache drops tokens outside the window; without one, it has no index keys.
     cache = DynamicCache(config=model.config) if is_sparse(model.config) else DynamicCache()
     logits = model(torch.tensor([prompt]), past_key_values=cache).logits[0]
@@ -353,11 +368,11 @@ def decode(model: PreTrainedModel, prompt: list[int]) -> dict[str, np.ndarray]:
 
 
 def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np.ndarray]:
-    """Return the prompt's part of the cache: latents [layers, T, L + R] and index keys [layers with an indexer, T, Di],
-    or keys and values [layers, Hkv, T, D].
+    """Return the cache contents of a prompt of T tokens: latents [layers, T, L + R] and index keys [layers with an
+    indexer, T, Di], or keys and values [layers, Hkv, T, D].
     """
     if is_latent(config):
-        # transformers caches the normed latent as a layer's keys, the rotated key as its values, both [1, 1, T, width]
+        # transformers stores the normed latent as keys and the rotated key as values, both with shape [1, 1, T, width].
         rows = [torch.cat((layer.keys, layer.values), -1)[0, 0] for layer in cache.layers]
         indexed = [layer for layer in cache.layers if getattr(layer, "indexer_keys", None) is not None]
         index = [layer.indexer_keys[0] for layer in indexed]
@@ -368,7 +383,7 @@ def cached_arrays(config: PreTrainedConfig, cache: DynamicCache) -> dict[str, np
 
 
 def mutation_table(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """Measure how much each mistake changes the logits of this model."""
+    """Return the largest change of a logit by each mutation of this model."""
     control = deepcopy(model)
     change_routing(control)
     require(largest_change(model, control, prompts) < MAX_ROUNDING, "this routing differs from transformers")
@@ -383,7 +398,7 @@ def mutation_table(model: PreTrainedModel, prompts: list[list[int]]) -> dict[str
 
 
 def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """Measure how much mistakes in reading the scales of a quantized checkpoint change the logits."""
+    """Return the largest change of a logit by each mistake in applying the scales of an fp8 checkpoint."""
     mistakes = {
         "fp8_scales_dropped": lambda scales, shape: torch.ones(shape),
         "fp8_scales_divide": lambda scales, shape: 1 / expand_blocks(scales, shape),
@@ -402,8 +417,8 @@ def fp8_mutation_table(directory: Path, model: PreTrainedModel, prompts: list[li
 def check_decoding(
     model: PreTrainedModel, prompts: list[list[int]], runs: list[dict[str, np.ndarray]]
 ) -> dict[str, float]:
-    """Raise an error if a golden is degenerate or decided by rounding. Return the closest decisions of its routers and
-    indexers, if any.
+    """Exit with an error if tokens repeat in a loop or if rounding could change a decision. Return the smallest margins
+    of the decisions of routers and indexers, if the model has any.
     """
     for prompt, run in zip(prompts, runs, strict=True):
         tokens = run["tokens"].tolist()
@@ -423,9 +438,9 @@ def check_decoding(
 
 
 def mistakes_of(golden: Golden, directory: Path, model: PreTrainedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """Measure how much each mistake that the golden must detect changes the logits."""
+    """Return the largest change of a logit by each mistake that the golden must detect."""
     if golden.mxfp4:
-        return mxfp4_mutation_table(directory, model, prompts)  # the unpacked golden detects the other mistakes
+        return mxfp4_mutation_table(directory, model, prompts)  # the golden "gpt-oss" detects the other mistakes
     quantised = fp8_mutation_table(directory, model, prompts) if golden.fp8 else {}
     return mutation_table(model, prompts) | quantised
 

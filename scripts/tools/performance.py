@@ -1,8 +1,10 @@
-"""Write the tables and charts of the documents from benchmarks/results.
+"""Write the performance tables and charts of the documents from the JSON files of benchmarks/results.
 
 python -m scripts.tools.performance
 
-A table is between `<!-- table NAME -->` and `<!-- end -->` in a document. Charts are files in docs/figures.
+The tool replaces the text between `<!-- table NAME -->` and `<!-- end -->` in `DOCUMENTS` by `TABLES[NAME]`. Charts are
+files in docs/figures. Each function below returns a writer of a table: a function of the document's path, for links. A
+contender is one of our implementations or a baseline; `stem` is the name of a result file without ".json".
 """
 
 from __future__ import annotations
@@ -44,23 +46,23 @@ NAMES = {
     "split": "split by the caller",
     "prefill_alone": "paged_prefill for all",
 }
-"""Contender names in JSON files and in documents."""
+"""Name in documents by name of the contender in JSON files."""
 
 BUILDS = {"flash-mla": "FlashMLA 9241ae3", "flash-attention-3": "FlashAttention-3 0251105a"}
-"""Versions of baselines built from source; no package manager reports them."""
+"""Name and commit of baselines that are built from source and have no package version, by contender."""
 
 BUILDS_OF = {"mla_sparse": BUILDS | {"flash-mla": "FlashMLA of vLLM 0.26.0"}}
-"""Other builds of these baselines, by operation."""
+"""Exceptions from `BUILDS` by operation."""
 
 DTYPES = {"float8_e4m3fn": "fp8"}
-"""Cache dtypes with a different name in documents."""
+"""Names of cache dtypes that documents shorten."""
 
 PACKAGES = {
     "flashinfer-python": ("FlashInfer", "flashinfer"),
     "torch": ("torch", "flash$"),
     "nvidia-cudnn-cu13": ("cuDNN", "cudnn"),
 }
-"""Name of a package in documents, and the contenders that run it."""
+"""By package: its name in documents, and a pattern of the contenders that use it."""
 
 
 @cache
@@ -70,7 +72,7 @@ def read(stem: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cases:
-    """Cases of one result file; all cases, or the cases that `match`."""
+    """Cases of one result file that have results and whose names match the regular expression `match`."""
 
     stem: str
     match: str = ""
@@ -95,7 +97,7 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def provenance(stem: str, contenders: Iterable[str], document: str) -> str:
-    """Format card, versions, rates, commit and file of a result as one line."""
+    """Format GPU, versions, rates, commit and link of a result file as one line of Markdown."""
     report = read(stem)
     rates = report.get("rates") or next(iter(report.get("results", [{}]))).get("rates")
     versions = [f"jax {report['versions']['jax']}"]
@@ -124,7 +126,7 @@ def microseconds(value: float) -> str:
 
 
 def operation(*sources: Cases) -> Callable[[str], str]:
-    """Roofline of each case, and microseconds and per cent of the roofline of each contender."""
+    """Table of an operation. Columns: roofline of the case, and time and per cent of the roofline of each contender."""
 
     def write(document: str) -> str:
         contenders = list(dict.fromkeys(name for source in sources for name in source.contenders()))
@@ -141,7 +143,9 @@ def operation(*sources: Cases) -> Callable[[str], str]:
 
 
 def kernels(stem: str) -> Callable[[str], str]:
-    """Kernel times, for calls of a few microseconds. The host cannot queue such calls fast enough."""
+    """Table of kernel times of the Mosaic implementation, for calls of a few microseconds. Wall time would measure the
+    host, which cannot queue calls of this length fast enough.
+    """
 
     def write(document: str) -> str:
         rows = []
@@ -172,7 +176,9 @@ MLA_CONTENDERS = ("mosaic", "flash-mla", "flash-attention-3")
 
 
 def mla_by_context(*sources: Cases) -> Callable[[str], str]:
-    """Microseconds of pallas_attn, FlashMLA and FlashAttention-3. Rows: heads x queries; columns: context lengths."""
+    """Table of MLA decode times of pallas_attn, FlashMLA and FlashAttention-3 in microseconds. Rows: heads x queries;
+    columns: context lengths.
+    """
 
     def write(document: str) -> str:
         found = {key: case for source in sources for case in source if (key := mla_key(case)) is not None}
@@ -198,7 +204,7 @@ def mla_key(case: dict[str, Any]) -> tuple[int, int, int] | None:
 
 
 def engine(*stems: str) -> Callable[[str], str]:
-    """Tokens per second and latencies of the engine, by sequences and context."""
+    """Table of the engine's tokens per second and latencies, by number of sequences and context."""
 
     def write(document: str) -> str:
         rows = [
@@ -228,7 +234,7 @@ def engine(*stems: str) -> Callable[[str], str]:
 
 
 def engine_and_vllm(stem: str) -> Callable[[str], str]:
-    """Tokens per second of the engine and of vLLM, by sequences and context."""
+    """Table of the tokens per second of the engine and of vLLM, by number of sequences and context."""
 
     def write(document: str) -> str:
         vllm = read(stem)["vllm"]
@@ -250,7 +256,7 @@ def engine_and_vllm(stem: str) -> Callable[[str], str]:
 
 
 def arrivals(stem: str) -> Callable[[str], str]:
-    """Latencies with random arrivals."""
+    """Table of the engine's latencies with random arrivals, by rate and maximum tokens per step."""
 
     def write(document: str) -> str:
         rows = []
@@ -268,7 +274,9 @@ def arrivals(stem: str) -> Callable[[str], str]:
 
 
 def first_calls(stem: str) -> Callable[[str], str]:
-    """Seconds of tracing and lowering first calls in new processes: medians, and the medians of an earlier commit."""
+    """Table of the time to trace and lower the first call of each operation in a new process: medians with empty
+    caches, with cached kernels, and with empty caches at an earlier commit.
+    """
 
     def write(document: str) -> str:
         report = read(stem)
@@ -312,7 +320,9 @@ def engine_on_cpu(stem: str) -> Callable[[str], str]:
 
 
 def head_windows(*stems: str) -> Callable[[str], str]:
-    """Savings by windows of KV heads in the engine. Each cell is without and with recycling or windows."""
+    """Table of the engine's savings by windows of some KV heads. Cells "A to B" compare without and with recycling of
+    pages, or, for latencies, without and with windows.
+    """
 
     def write(document: str) -> str:
         rows = []
@@ -342,7 +352,7 @@ def head_windows(*stems: str) -> Callable[[str], str]:
 
 
 def sparse_layer(*sources: Cases) -> Callable[[str], str]:
-    """Microseconds of a layer's sparse and dense attention, and their ratio, by cache."""
+    """Table of the microseconds of sparse and of dense attention of a layer, and their ratio, by cache dtype."""
 
     def write(document: str) -> str:
         rows = [
@@ -365,8 +375,8 @@ def sparse_layer(*sources: Cases) -> Callable[[str], str]:
 
 
 def sparse_choice(stem: str) -> Callable[[str], str]:
-    """Microseconds of the parts of a layer's sparse attention, and the share of the selection, before and after
-    a change.
+    """Table of the microseconds of a layer's sparse attention: index scores, selection of keys ("choice") and
+    attention. Selection and total are also shown before a change of the selection.
     """
 
     def write(document: str) -> str:
@@ -395,7 +405,9 @@ def sparse_choice(stem: str) -> Callable[[str], str]:
 
 
 def sparse_engine(*stems: str) -> Callable[[str], str]:
-    """Decode tokens per second of the engine with sparse and dense attention, by sequences, context and cache."""
+    """Table of the engine's decode tokens per second with sparse and dense attention, by number of sequences, context
+    and cache dtype.
+    """
 
     def write(document: str) -> str:
         results = [result for stem in stems for result in read(stem)["results"]]
@@ -416,9 +428,9 @@ def sparse_engine(*stems: str) -> Callable[[str], str]:
 
 
 def speculation(*stems: str) -> Callable[[str], str]:
-    """Tokens per second relative to plain decoding, and as a share of the bound; one row per acceptance rate.
-
-    Later files replace cases of earlier files.
+    """Table of tokens per second with speculation, relative to decoding without drafts and as a share of the bound of
+    scripts/bench/engine/drafting.py. One row per acceptance rate. Cases of later files replace equal cases of earlier
+    files.
     """
 
     def write(document: str) -> str:
@@ -448,7 +460,9 @@ def multiple(result: dict[str, Any] | None) -> str:
 
 
 def hand_over(*stems: str) -> Callable[[str], str]:
-    """Milliseconds to the first token, of whole steps and of steps whose pages are exported, in one process and two."""
+    """Table of the times to the first token with KV-cache transfers: whole steps, steps launched layer by layer whose
+    pages are exported, and prompts computed by a second process (scripts/bench/engine/hand_over.py).
+    """
 
     def write(document: str) -> str:
         rows = []
@@ -469,7 +483,9 @@ def hand_over(*stems: str) -> Callable[[str], str]:
 
 
 def resources(stem: str) -> Callable[[str], str]:
-    """Registers per thread and shared memory per block of each case's largest kernel, by card."""
+    """Table of registers per thread and KiB of shared memory per block, by GPU. Of the kernels of a case, the table has
+    the kernel with the most registers, preferably one that uses tensor cores.
+    """
 
     def write(document: str) -> str:
         cards = list(read(stem)["cards"])
@@ -493,7 +509,9 @@ def resources(stem: str) -> Callable[[str], str]:
 
 
 def cache_costs(stem: str, cached: str) -> Callable[[str], str]:
-    """Differences of logits by rounding a cache. Rows: model and weight dtype; columns: cache dtypes."""
+    """Table of the differences of logits with a rounded cache (scripts/tools/cache_costs.py). Rows: model and dtype of
+    the weights; columns: dtype of the cache.
+    """
 
     def write(document: str) -> str:
         cases = [case for case in read(stem)["cases"] if case["cached"] == cached]
@@ -587,7 +605,9 @@ TABLES: dict[str, Callable[[str], str]] = {
 
 
 def panel(title: str, picked: list[tuple[str, str, str]], contenders: dict[str, list[str]]) -> Panel:
-    """A panel of cases selected as (label, result file, case). `contenders` lists the shown contenders of each file."""
+    """Return a panel of bars. `picked` has (label, result file, name of the case) of the shown cases, `contenders` the
+    shown contenders by result file.
+    """
     cases: dict[str, dict[str, float]] = {}
     for label, stem, name in picked:
         case = next(case for case in read(stem)["cases"] if case["case"] == name)
@@ -659,7 +679,9 @@ def roofline() -> str:
 
 
 def mla_lines() -> str:
-    """The whole grid: heads x queries, each contender over the context length."""
+    """Return line charts of MLA decode: one chart per heads x queries, one line per contender, over the context
+    length.
+    """
     found = {mla_key(case): case for case in GRID}
     contexts = [1024 * 2**i for i in range(6)]
     charts = []
@@ -694,7 +716,7 @@ CHARTS: dict[str, Callable[[], str]] = {
 
 
 def with_tables(document: str, markdown: str) -> str:
-    """Return the document with each marked table replaced by the current one."""
+    """Return the document's Markdown with the marked tables replaced."""
 
     def replace(found: re.Match[str]) -> str:
         if found[2] not in TABLES:
@@ -705,7 +727,7 @@ def with_tables(document: str, markdown: str) -> str:
 
 
 def generated() -> dict[str, str]:
-    """All generated text by path."""
+    """Return the text of all generated documents and charts by path."""
     documents = {name: with_tables(name, (ROOT / name).read_text()) for name in DOCUMENTS}
     return documents | {name: draw() for name, draw in CHARTS.items()}
 

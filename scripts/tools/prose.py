@@ -26,7 +26,9 @@ LIMIT = 2.0
 """Maximum number of hits per 1,000 words in a folder."""
 
 FEWEST_WORDS = 500
-"""Folders with fewer words are counted together with their parent folder: one hit says little there."""
+"""Folders with fewer words are counted together with their parent folder, because one hit would change their rate too
+much.
+"""
 
 WORDINGS = {
     "pronoun instead of a noun": (
@@ -56,11 +58,11 @@ WORDINGS = {
 PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in WORDINGS.items()}
 
 SKIPPED_MARKDOWN = re.compile(r"^\s*(\||    |<|!\[)")
-"""Lines of tables, indented code, HTML and images."""
+"""Pattern of Markdown lines that are not read: tables, indented code, HTML and images."""
 
 
 class ProseLine(NamedTuple):
-    """One line of prose and its place."""
+    """One line of prose, with its file and line number."""
 
     file: Path
     number: int
@@ -83,7 +85,9 @@ class Rate(NamedTuple):
 
 
 def python_prose(file: Path, source: str) -> Iterator[ProseLine]:
-    """Docstrings, strings below constants, and comments; not the examples in docstrings."""
+    """Yield the lines of docstrings, of strings that document constants, and of comments, without examples in
+    docstrings.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             for offset, text in enumerate(node.value.value.splitlines()):
@@ -95,7 +99,7 @@ def python_prose(file: Path, source: str) -> Iterator[ProseLine]:
 
 
 def markdown_prose(file: Path, text: str) -> Iterator[ProseLine]:
-    """Running text, without the targets of links."""
+    """Yield the lines of running text, without the targets of links."""
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -105,12 +109,14 @@ def markdown_prose(file: Path, text: str) -> Iterator[ProseLine]:
 
 
 def prose(file: Path) -> Iterator[ProseLine]:
-    """All prose of a Python or Markdown file."""
+    """Yield the lines of prose of a Python or Markdown file."""
     return (python_prose if file.suffix == ".py" else markdown_prose)(file, file.read_text())
 
 
 def rates(lines: Iterable[ProseLine], fewest_words: int = FEWEST_WORDS) -> dict[Path, Rate]:
-    """Rate of each folder that has files of its own; small folders are added to their parents."""
+    """Return the rate of each folder that directly contains files. Folders with fewer than `fewest_words` words are
+    added to their parents.
+    """
     words: collections.Counter[Path] = collections.Counter()
     hits: collections.Counter[Path] = collections.Counter()
     for line in lines:
@@ -124,7 +130,7 @@ def rates(lines: Iterable[ProseLine], fewest_words: int = FEWEST_WORDS) -> dict[
 
 
 def tracked_files(paths: list[str]) -> list[Path]:
-    """Python and Markdown files that git tracks below the paths."""
+    """Return the Python and Markdown files below the paths that git tracks."""
     listed = subprocess.run(["git", "ls-files", "--", *paths], capture_output=True, text=True, check=True).stdout
     files = [Path(name) for name in listed.splitlines()]
     return [file for file in files if file.suffix in (".py", ".md") and file.is_file()]

@@ -1,4 +1,4 @@
-"""Parser of kernel listings of nvdisasm or cuobjdump: instructions, and the loops that they form."""
+"""Parser of SASS listings of nvdisasm or cuobjdump: the instructions of a kernel, and its loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = {
     "float": r"[FHD][A-Z]\w*",
     "other": r"\w*",
 }
-"""Instruction groups by opcode; the first matching pattern decides."""
+"""Pattern of the opcodes of each instruction group. An opcode belongs to the first group that matches."""
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;/\n]*)")
 JUMP = re.compile(r"BRA|BRXU?|JMP|JMXU?")
@@ -36,7 +36,7 @@ class Instruction:
 
     @property
     def head(self) -> str:
-        """Opcode without modifiers."""
+        """Opcode without modifiers: HGMMA for HGMMA.64x128x16.F32.BF16."""
         return self.opcode.partition(".")[0]
 
     @property
@@ -45,7 +45,7 @@ class Instruction:
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of a warpgroup's tensor-core instruction, such as HGMMA.64x128x16.F32.BF16; 0 for other
+        """Multiply-adds of a wgmma instruction, 64 * 128 * 16 for HGMMA.64x128x16.F32.BF16; 0 for other
         instructions.
         """
         shape = re.match(r"[HQI]GMMA\.(\d+)x(\d+)x(\d+)", self.opcode)
@@ -53,12 +53,14 @@ class Instruction:
 
     @property
     def operand_bits(self) -> int:
-        """Bits of the operands of a tensor-core instruction."""
+        """Bits of an operand element of a wgmma instruction."""
         return 8 if self.head in ("QGMMA", "IGMMA") else 32 if "TF32" in self.opcode else 16
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that each thread reads or writes; 0 for other instructions."""
+        """Bytes of shared memory that each thread reads or writes in an LDS, STS, LDSM or STSM instruction; 0 for
+        others.
+        """
         if self.head in ("LDSM", "STSM"):
             return 4 * int(self.opcode[-1]) if self.opcode[-2:] in (".2", ".4") else 4
         if self.head in ("LDS", "STS"):
@@ -69,7 +71,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Instructions of a kernel, and the possible successors of each."""
+    """Instructions of a kernel. `successors[n]` has the indices of the instructions that may follow instruction n."""
 
     instructions: Sequence[Instruction]
     successors: Sequence[frozenset[int]]
@@ -79,7 +81,7 @@ def parse(listing: str) -> Kernel:
     """Parse the listing of one kernel.
 
     Raises:
-      ValueError: no kernel, or a jump to a target outside the listing.
+      ValueError: the listing has no instruction, or a jump has no target in the listing.
     """
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -111,8 +113,8 @@ def _successors(instructions: Sequence[Instruction], places: dict[str, int], n: 
 
 
 def loops(kernel: Kernel) -> list[frozenset[int]]:
-    """Return the instructions of each natural loop: its header, and the instructions that lead back to it without
-    passing it.
+    """Return the natural loops as sets of instruction indices. A natural loop is a header and all instructions that can
+    reach a jump back to the header without passing through the header.
     """
     dominators = _dominators(kernel)
     bodies: dict[int, set[int]] = {}
@@ -133,7 +135,9 @@ def loops(kernel: Kernel) -> list[frozenset[int]]:
 
 
 def _dominators(kernel: Kernel) -> dict[int, int]:
-    """Return, for each reachable instruction, the instructions on every path to it, as a bit set."""
+    """Return the dominators of each reachable instruction: the instructions on every path from the start to it. They
+    are a bit set, with bit n for instruction n.
+    """
     dominators = {0: 1}
     waiting = [0]
     while waiting:
@@ -149,7 +153,9 @@ def _dominators(kernel: Kernel) -> dict[int, int]:
 
 
 def main_loops(kernel: Kernel) -> list[list[Instruction]]:
-    """Return the innermost loops that use tensor cores, each without the loops inside it."""
+    """Return the innermost loops that have a tensor-core instruction, each without the instructions of loops inside
+    it.
+    """
     found = loops(kernel)
     innermost = set()
     for n, instruction in enumerate(kernel.instructions):

@@ -1,4 +1,4 @@
-"""Estimate of a decode step's communication on many GPUs, from latencies and bandwidths.
+"""Estimate the communication of a decode step on many GPUs from latencies and bandwidths.
 
 `python -m scripts.tools.scaling` prints the table of docs/scaling.md; its options set the latencies and bandwidths.
 """
@@ -10,16 +10,16 @@ import dataclasses
 from collections.abc import Sequence
 
 HOST = 8
-"""GPUs of a host, all linked to each other."""
+"""Number of GPUs of a host. NVLink connects each pair."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Latencies and bandwidths of exchanges between GPUs.
+    """Latencies and bandwidths of collective operations between GPUs.
 
     Attributes:
-      host_us, network_us: latency of a collective operation without data, within a host and over several hosts.
-      host_gb_s, network_gb_s: bandwidth of a GPU in each direction, to its own host and to other hosts.
+      host_us, network_us: microseconds of a collective operation without data, within a host and over several hosts.
+      host_gb_s, network_gb_s: GB/s of a GPU in each direction, to GPUs of its host and to other hosts.
     """
 
     host_us: float = 24
@@ -31,7 +31,9 @@ class Links:
         return self.host_us if gpus <= HOST else self.network_us
 
     def all_reduce(self, num_bytes: float, gpus: int) -> tuple[float, float]:
-        """Bytes that a GPU sends in an all-reduce (first within each host), and its microseconds."""
+        """Return the bytes that a GPU sends in an all-reduce of `num_bytes`, and its microseconds. The data is reduced
+        within each host first, then between hosts.
+        """
         inside, hosts = min(gpus, HOST), -(-gpus // HOST)
         near = 2 * (inside - 1) / inside * num_bytes
         far = 2 * (hosts - 1) / hosts * num_bytes / inside
@@ -39,18 +41,18 @@ class Links:
         return near + far, us
 
     def all_to_all(self, num_bytes: float, gpus: int) -> tuple[float, float]:
-        """Bytes that a GPU sends if its data is divided evenly among all GPUs, and the microseconds. Host and network
-        links work at the same time.
+        """Return the bytes that a GPU sends in an all-to-all, and its microseconds. Each GPU sends an equal share of
+        its `num_bytes` to each GPU. Links within the host and to other hosts work at the same time.
         """
         near, far = (num_bytes * count / gpus for count in (min(gpus, HOST) - 1, max(gpus - HOST, 0)))
         us = max(near / self.host_gb_s, far / self.network_gb_s) / 1e3
         return near + far, self.latency_us(gpus) + us
 
     def gather(self, num_bytes: float, gpus: int) -> tuple[float, float]:
-        """Bytes that a GPU receives in an all-gather of `num_bytes` per GPU, and its microseconds.
+        """Return the bytes that a GPU receives in an all-gather of `num_bytes` per GPU, and its microseconds.
 
-        A GPU first receives the data of its peers on other hosts, and then shares it within the host. A reduce-scatter
-        takes the same time.
+        Each GPU first receives the data of the GPUs at its place on the other hosts. The GPUs of a host then exchange
+        all received data. A reduce-scatter takes the same time.
         """
         inside, hosts = min(gpus, HOST), -(-gpus // HOST)
         near, far = (inside - 1) * hosts * num_bytes, (hosts - 1) * num_bytes
@@ -58,21 +60,23 @@ class Links:
         return near + far, us
 
     def among_hosts(self, num_bytes: float, hosts: int) -> tuple[float, float]:
-        """Bytes that a GPU sends if its data is divided evenly among one GPU on each host, and the microseconds."""
+        """Return the bytes that a GPU sends in an all-to-all among one GPU of each host, and its microseconds. Each GPU
+        sends an equal share of its `num_bytes` to each of these GPUs.
+        """
         sent = num_bytes * (hosts - 1) / hosts
         return sent, self.network_us + sent / self.network_gb_s / 1e3
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Model sizes that determine communication and memory, in bfloat16.
+    """Sizes of a bfloat16 model that determine communication and memory.
 
     Attributes:
       hidden: hidden size.
-      heads: query heads.
-      layers, moe_layers: all layers, and layers with experts.
-      top_k: experts per token.
-      expert_gb, other_gb: gigabytes of experts, and of all other weights.
+      heads: number of query heads.
+      layers, moe_layers: number of all layers, and of mixture-of-experts layers.
+      top_k: number of routed experts per token.
+      expert_gb, other_gb: gigabytes of routed experts, and of all other weights.
     """
 
     hidden: int
@@ -92,11 +96,11 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class StepTraffic:
-    """Communication of a decode step.
+    """Communication of a decode step, and memory of the weights.
 
     Attributes:
       sent_mb: megabytes that each GPU sends.
-      ms: milliseconds without overlap.
+      ms: milliseconds of communication, without overlap with computation.
       weights_gb: gigabytes of weights per GPU.
     """
 
@@ -106,16 +110,19 @@ class StepTraffic:
 
 
 def tensor_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
-    """`tensor=N` or `expert=N`: every GPU has all rows, and each layer has two all-reduces over all GPUs."""
+    """Return the traffic of the layouts `tensor=N` and `expert=N`. Every GPU has the tokens of all `rows` * N requests,
+    and each layer has two all-reduces over all GPUs.
+    """
     sent, us = links.all_reduce(2 * model.hidden * rows * gpus, gpus)
     sums = 2 * model.layers
     return StepTraffic(sums * sent / 1e6, sums * us / 1e3, (model.expert_gb + model.other_gb) / gpus)
 
 
 def data_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
-    """`data=N`: an all-gather of all rows and a reduce-scatter in each layer with experts.
+    """Return the traffic of the layout `data=N`. A row is the token of one request; every GPU has `rows` of them.
 
-    If N exceeds twice the number of experts per row, the layer exchanges row counts, rows to experts, and results.
+    Each mixture-of-experts layer has an all-gather of all rows and a reduce-scatter of the results. If N exceeds twice
+    `top_k`, it has three all-to-alls instead: of row counts, of rows to the GPUs of their experts, and of results.
     """
     if gpus <= 2 * model.top_k:
         sent, us = links.gather(2 * model.hidden * rows, gpus)
@@ -128,8 +135,9 @@ def data_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
 
 
 def host_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
-    """`data=N/8,expert=N`: all-reduces within each host, whose GPUs share its rows, and all-gathers or exchanges among
-    hosts.
+    """Return the traffic of the layout `data=N/8,expert=N`. All GPUs of a host have the same rows. Each layer has
+    all-reduces within the host, as in `tensor_step`. Each mixture-of-experts layer also has the exchange of `data_step`
+    between hosts.
     """
     hosts = gpus // HOST
     of_sums, layers = tensor_step(model, rows, HOST, links), model.moe_layers
@@ -144,8 +152,8 @@ def host_step(model: Shape, rows: int, gpus: int, links: Links) -> StepTraffic:
 
 
 def table(links: Links = Links(), rows: int = 64) -> str:
-    """Markdown table for 8, 16 and 64 GPUs with `rows` rows per GPU. Layouts that the number of heads does not allow
-    are left out.
+    """Return a Markdown table for 8, 16 and 64 GPUs, with `rows` decoding requests per GPU. Layouts that would split
+    the heads unevenly are left out.
     """
     lines = [
         "| model | GPUs | layout | sent by each, MB | time, ms | weights on each, GB |",

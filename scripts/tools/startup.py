@@ -1,10 +1,11 @@
-"""Measure the first call of each operation in a new process, without and with cached kernels and executables.
+"""Measure the startup time of each operation: the time to trace, lower and compile its first call in a new process.
 
     python -m scripts.tools.startup [--ops paged_decode mla_decode_16 ...] [--json OUT]
 
-Each operation runs in separate processes at a serving size: first with empty cache folders (`cold`), then with the
-filled folders (`warm`), and, for comparison, without the kernel cache and the JAX patches (`plain`). The report has the
-seconds of tracing and lowering, which is Python time, and of compiling or loading the executable.
+Shapes are typical of serving. Each operation is measured in up to three new processes: `plain` without the kernel
+cache, the compilation cache and the JAX patches; `cold` with empty cache folders; and `warm` with the folders that
+`cold` filled. The report has the seconds of tracing and lowering, which is Python time, and of compiling the executable
+or loading it from the cache. Calls are not executed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MODES = ("plain", "cold", "warm")
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Functions and the shapes of their arguments, by name."""
+    """Return a function and the shapes of its arguments for each name of `OPS`."""
     import jax
     import jax.numpy as jnp
 
@@ -77,11 +78,11 @@ OPS = (
 
 
 def first_call(op: str) -> dict[str, float]:
-    """Seconds of the first call of an operation before it runs."""
+    """Lower and compile the call of an operation. Return the seconds of both."""
     import jax
 
     function, arguments = calls()[op]
-    jax.devices()  # exclude the start of the driver
+    jax.devices()  # initialize the driver before the measurement
     began = time.perf_counter()
     lowered = jax.jit(function).lower(*arguments)
     traced = time.perf_counter()
@@ -90,7 +91,9 @@ def first_call(op: str) -> dict[str, float]:
 
 
 def in_a_process(op: str, mode: str, folder: Path) -> dict[str, float]:
-    """Run `first_call` in a new process."""
+    """Run `first_call` in a new process in a mode of `MODES`. `folder` has the caches of the modes `cold` and
+    `warm`.
+    """
     cached = {"PALLAS_ATTN_KERNEL_CACHE": str(folder / "kernels"), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
     plain = {"PALLAS_ATTN_KERNEL_CACHE": "0", "PALLAS_ATTN_PATCH_JAX": "0"}
     more = {

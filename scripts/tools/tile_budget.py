@@ -1,22 +1,27 @@
-"""Compare the instructions of a kernel's main loop for one tile of the cache with the time of the tile's memory
-accesses.
+"""Forecast whether instructions or memory accesses limit a kernel, from the SASS listing of its main loop.
+
+A tile is the part of the KV cache that the main loop processes at a time.
 
     make tile-budget
     python scripts/tools/tile_budget.py LISTING ... [--bandwidth 4.3e12] [--multiprocessors 132] [--clock 1.98e9]
                                         [--results benchmarks/results]
 
-This is a static forecast. If the instructions of a tile take more cycles than its bytes, no schedule lets the kernel
-reach the memory bandwidth. Counts are instructions per warpgroup. A warpgroup has one warp on each of the four
-schedulers of a multiprocessor, so each instruction takes one issue cycle. `pipe_cycles` has the cycles of its pipe.
-Both sides of a branch are counted, so a path that few tiles take, such as masking, makes the forecast too pessimistic.
+The tool compares the cycles of the instructions for one tile with the cycles in which the tile's bytes arrive from
+memory. If the instructions take longer, the kernel cannot reach the memory bandwidth with any schedule.
 
-A listing is nvdisasm's output for one kernel after a line such as `// tile: 32768 bytes, 2097152 multiply-adds`. Its
-main loops are the innermost loops with tensor-core instructions. Their multiply-adds give the number of tiles per
-iteration, also if the compiler unrolled the loop or if several warpgroups share a tile. Instructions of tcgen05
-(UTCHMMA), which one thread issues for its CTA, do not show their shape: an iteration with them counts as one tile.
+Instructions are counted per warpgroup. A warpgroup has one warp on each of the four schedulers of a multiprocessor, so
+an instruction of a warpgroup takes one issue cycle. It also occupies an execution pipe for the cycles of `pipe_cycles`.
+Both sides of a branch are counted. A path that few tiles take, such as masking, therefore makes the forecast too
+pessimistic.
+
+A listing is the output of nvdisasm for one kernel after a line such as `// tile: 32768 bytes, 2097152 multiply-adds`.
+Its main loops are the innermost loops with tensor-core instructions. The number of tiles per iteration is the
+multiply-adds of these instructions divided by the multiply-adds of a tile. It is also right if the compiler unrolled
+the loop or if several warpgroups share a tile. Instructions of tcgen05 (UTCHMMA), which one thread issues for its CTA,
+do not show their shape, so an iteration with them counts as one tile.
 
 With --results, forecasts of whole calls are compared with times measured on an H200 (`MEASURED`). The forecast is the
-longer of two times for all tiles: bytes, and busiest pipe. The ratio is the error of the forecast.
+longer of two times: the time to read the bytes of the call, and the time of the busiest pipe for all tiles.
 """
 
 from __future__ import annotations
@@ -40,21 +45,21 @@ from scripts.tools.sass import GROUPS, Instruction, main_loops, parse
 
 ISSUE = "issue"
 PIPES = {"float": ("fma", 128), "integer": ("alu", 64), "convert": ("convert", 64), "exp2": ("exp2", 16)}
-"""Pipe of each instruction group, and its results per clock on a multiprocessor of compute capability 9.0, from the
-throughput table of the CUDA C++ programming guide.
+"""Execution pipe of each instruction group, and its throughput: results (threads) per clock on a multiprocessor of
+compute capability 9.0, from the throughput table of the CUDA C++ programming guide.
 """
 PIPES_OF_OPCODES = {
     "IMAD": ("fma", 64),
     "SHFL": ("shuffle", 32),
     **dict.fromkeys(("FMNMX", "FSEL", "FSETP", "HMNMX2", "HSETP2"), ("alu", 64)),
 }
-"""Pipes of opcodes that differ from the pipe of their group."""
+"""Pipe and throughput of opcodes whose pipe is not the pipe of their group."""
 SHARED_BYTES = 128
 """Bytes per clock of a multiprocessor's shared memory."""
 TENSOR_BITS = 2048 * 16
-"""Multiply-adds per clock of a multiprocessor's tensor cores, times the operand bits."""
+"""Throughput of a multiprocessor's tensor cores: multiply-adds per clock times bits of an operand."""
 WARPGROUP = 128
-"""Threads of a warpgroup."""
+"""Number of threads of a warpgroup."""
 MEASURED = {
     **{
         f"paged-decode-{cache}-d128-n8": ("paged_decode_caches", f"32/8x128 B64 8192 p64 {cache}")
@@ -66,7 +71,7 @@ MEASURED = {
     "ragged-128-128": ("ragged_attention", "32/8x128/128 S1 8192 on 0 bf16"),
     "paged-prefill-d128": ("paged_prefill", "32/8x128 S1 8192 on 0 p64 bf16"),
 }
-"""Operation and case with times on an H200 in benchmarks/results, by listing."""
+"""Operation and name of the measured case in benchmarks/results, by the name of the listing (without suffix)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +79,8 @@ class Budget:
     """Cost of one tile on a multiprocessor.
 
     Attributes:
-      counts: instructions by group (`sass.GROUPS`).
-      cycles: cycles by pipe, including ISSUE. Pipes work in parallel.
+      counts: instructions by group of `sass.GROUPS`.
+      cycles: cycles by execution pipe, and issue cycles under `ISSUE`. Pipes work in parallel.
       num_bytes: bytes of the tile.
       multiply_adds: multiply-adds of the tile.
     """
@@ -87,35 +92,39 @@ class Budget:
 
     @property
     def busiest(self) -> str:
-        """The pipe with the most cycles."""
+        """Pipe with the most cycles, or `ISSUE`."""
         return max(self.cycles, key=lambda pipe: self.cycles[pipe])
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Copy bandwidth (bytes per second) and clock (hertz). The defaults are an H200's."""
+    """Copy bandwidth (bytes per second), number of multiprocessors and clock (hertz) of a GPU. The defaults are an
+    H200's.
+    """
 
     bandwidth: float = 4.3e12
     multiprocessors: int = 132
     clock: float = 1.98e9
 
     def arrival_cycles(self, num_bytes: int) -> float:
-        """Cycles in which a multiprocessor receives `num_bytes` bytes if all multiprocessors receive the same
-        number.
+        """Return the cycles in which a multiprocessor receives `num_bytes`, while every other multiprocessor receives
+        the same number of bytes.
         """
         return num_bytes * self.multiprocessors / self.bandwidth * self.clock
 
     def seconds_of(self, budget: Budget, num_bytes: int, flops: int) -> tuple[float, float]:
-        """Seconds for the bytes of a call, and seconds of the busiest pipe for all of its tiles.
+        """Return the seconds to read the bytes of a call, and the seconds of the busiest pipe for all tiles of the
+        call.
 
-        The number of tiles follows from the bytes or the multiply-adds, whichever gives more tiles.
+        The number of tiles is computed from the bytes and from the multiply-adds of the call. The larger number is
+        used.
         """
         tiles = max(num_bytes / budget.num_bytes, flops / 2 / budget.multiply_adds)
         return num_bytes / self.bandwidth, tiles * budget.cycles[budget.busiest] / self.multiprocessors / self.clock
 
 
 def pipe_cycles(instruction: Instruction) -> dict[str, float]:
-    """Cycles of a multiprocessor for one instruction of a warpgroup, by pipe."""
+    """Return the cycles, by pipe, for which one instruction of a warpgroup occupies a multiprocessor."""
     cycles = {ISSUE: 1.0}
     if found := PIPES_OF_OPCODES.get(instruction.head) or PIPES.get(instruction.group):
         pipe, lanes = found
@@ -128,10 +137,10 @@ def pipe_cycles(instruction: Instruction) -> dict[str, float]:
 
 
 def tile_budget(listing: str) -> Budget:
-    """Compute the budget of a kernel.
+    """Compute the budget of the kernel of a listing.
 
     Raises:
-      ValueError: no line defines a tile, or no loop uses the tensor cores.
+      ValueError: the listing has no line `// tile: ...`, or none of its loops uses tensor cores.
     """
     tile = re.search(r"// tile: (\d+) bytes, (\d+) multiply-adds", listing)
     if tile is None:
@@ -155,7 +164,7 @@ def _divided(numbers: Mapping[str, float], divisor: float) -> dict[str, float]:
 
 
 def table(budgets: Mapping[str, Budget], card: Card) -> Table:
-    """Return a table with one row per kernel."""
+    """Return a table of instructions, cycles and arrival times of a tile, with one row per kernel."""
     result = Table(title="Instructions and cycles per tile", caption="of a warpgroup, on one multiprocessor")
     for heading in ("kernel", *GROUPS, "issue", "busiest pipe", "bytes", "arrive in", "busy"):
         result.add_column(heading, justify="left" if heading in ("kernel", "busiest pipe") else "right")
@@ -174,7 +183,7 @@ def table(budgets: Mapping[str, Budget], card: Card) -> Table:
 
 
 def errors_table(budgets: Mapping[str, Budget], card: Card, results: Path) -> Table:
-    """Return a table with one row per kernel with a measured time."""
+    """Return a table of forecast and measured times of calls, with one row per kernel in `MEASURED`."""
     result = Table(title="Forecasts and measured times of calls", caption="microseconds")
     for heading in ("kernel", "case", "bytes", "busiest pipe", "forecast", "measured", "measured / forecast"):
         result.add_column(heading, justify="left" if heading in ("kernel", "case") else "right")

@@ -1,7 +1,9 @@
-"""Goldens of DeepSeek as models whose latents are wide enough to have scales.
+"""Widen the latents of DeepSeek goldens (tests/goldens) to 128 columns.
 
-Zero columns are added to the latent. W_UK and W_UV have zeros for them, and the norm weight compensates for the smaller
-mean of squares. The only remaining effect is the norm's epsilon, which counts four times as much: 1e-6 of logits.
+A quantised latent cache has a scale per 128 columns, and the latents of the goldens have only 32. This module adds zero
+columns to the latent, and zeros for them to W_UK and W_UV. The norm of the latent then divides by a smaller root mean
+square; its weight is reduced to compensate. The only remaining effect is that the norm's epsilon has four times the
+weight, which changes logits by about 1e-6.
 """
 
 from __future__ import annotations
@@ -18,9 +20,7 @@ LATENT_DIM = 128
 
 
 def save_wide(golden: Path, directory: Path) -> None:
-    """Write the checkpoint of a golden with kv_lora_rank = 128 in float32. FP8 blocks are multiplied by their
-    scales.
-    """
+    """Write the checkpoint of a golden with kv_lora_rank = 128, dequantised to float32."""
     directory.mkdir(exist_ok=True)
     config = json.loads((golden / "config.json").read_text())
     rank = config.pop("kv_lora_rank")

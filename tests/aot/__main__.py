@@ -1,7 +1,9 @@
-"""Compile cases of the gate.
+"""Compile cases of the compile gate and print their reports.
 
 python -m tests.aot [PATTERN ...] [--plugin cuda13] [--listings DIR]
 python -m tests.aot --record          # compile the cases of `make test` and write tests/aot/recorded.json
+
+A case is a call that must compile without a GPU. A report has the resources of its kernels (`report.py`).
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ from tests.aot.report import Report, complaints
 
 
 def listing(report: Report, tile: Tile) -> str:
-    """Return the input of `scripts/tools/tile_budget.py`: tile size and disassembly of the tensor-core kernel."""
+    """Return a listing for `scripts/tools/tile_budget.py`: size of the tile, and disassembly of the case's only kernel
+    that uses tensor cores.
+    """
     (kernel,) = (kernel for kernel in report.kernels if kernel.tensor_cores)
     return f"// tile: {tile.num_bytes} bytes, {tile.multiply_adds} multiply-adds\n{kernel.sass}"
 
 
 def compile_and_print(compiler: Compiler, name: str, listings: Path | None) -> bool:
-    """Compile a case, print its report, and return whether it passes."""
+    """Compile a case, print its report, and return whether it meets its requirements. Write its listing to the folder
+    `listings` if it is given.
+    """
     case, began = CASES[name], time.perf_counter()
     report = compiler.report(name)
     print(
@@ -45,7 +51,9 @@ def compile_and_print(compiler: Compiler, name: str, listings: Path | None) -> b
 
 
 def record_reports() -> int:
-    """Compile the cases of `make test` whose sources changed, and write all reports if every case passes."""
+    """Compile the cases of `make test` whose code changed. Write recorded.json if all cases of `make test` pass. Return
+    the exit status.
+    """
     reports: dict[str, dict[str, Report]] = {}
     wrong = 0
     for plugin, names in {"cuda13": IN_EVERY_RUN, "cuda12": ON_BOTH_PLUGINS}.items():

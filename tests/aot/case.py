@@ -1,4 +1,7 @@
-"""Cases of the compile gate: a function, the shapes of its arguments, and requirements on the compiled result."""
+"""Cases of the compile gate: a function, the shapes of its arguments, and requirements on the compiled program.
+
+The compile gate compiles calls for GPUs on a machine without a GPU, and checks the compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from pallas_attn import PagedIndexKeys, PagedKV, PagedLatent
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Work of one iteration of a kernel's main loop, summed over the warpgroups of a CTA.
+    """Size of the part of the cache that a kernel's main loop processes per iteration (before loop unrolling).
 
     Attributes:
-      num_bytes: bytes read from the cache.
-      multiply_adds: multiply-adds on the tensor cores.
+      num_bytes: bytes that a CTA reads from the cache.
+      multiply_adds: multiply-adds of the CTA's tensor-core instructions.
     """
 
     num_bytes: int
@@ -29,22 +32,23 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Call that must compile, and the requirements on its report.
+    """A call that must compile, and the requirements on its report (`report.Report`).
 
     Attributes:
-      function: the compiled function. It takes `arguments` by keyword.
-      arguments: pytrees of shapes, by argument name.
-      cache: name of the cache argument. The compiled module must not copy it.
+      function: the function to compile. It takes `arguments` by keyword.
+      arguments: pytrees of shapes and dtypes, by argument name.
+      cache: name of the argument that is the cache. The compiled program must not copy it. None without a cache.
       donated: whether the cache is donated. A donated cache must be updated in place.
-      kernels: whether the compiled module must contain a Mosaic GPU kernel.
+      kernels: whether the compiled program must contain a Mosaic GPU kernel.
       tensor_cores: whether at least one kernel must use the tensor cores.
       temporaries: maximum bytes of temporary memory, in addition to arguments and results.
-      scratch_bytes: shared memory of one kernel, computed from its scratch types. 0: not compared.
-      tile: tile of the main loop, for `make tile-budget`. None if the kernel has no tile of a cache.
-      blocks: minimum number of thread blocks that fit a multiprocessor.
-      one_graph: whether XLA must record the whole module as one CUDA graph.
-      card: card to compile for, a key of `device.CARDS`.
-      output: shape of a step's attention output. XLA must not concatenate or copy it. (): not checked.
+      scratch_bytes: expected shared memory of a kernel, computed from its scratch types; 0 to skip the comparison.
+      tile: tile of the main loop, for `make tile-budget`; None if the kernel has no loop over a cache.
+        blocks: minimum number of thread blocks that must fit on a multiprocessor at the same time.
+        one_graph: whether XLA must run the whole program as one CUDA graph.
+        card: GPU to compile for, a key of `device.CARDS`.
+        output: shape of an engine step's attention output, which XLA must not concatenate or copy; () to skip the
+        check.
       options: XLA compiler options.
     """
 
@@ -65,7 +69,7 @@ class Case:
 
     @property
     def donated_bytes(self) -> int:
-        """Bytes of donated arguments. Results must reuse all of them."""
+        """Bytes of the donated cache, all of which results must reuse; 0 if the cache is not donated."""
         leaves = jax.tree.leaves(self.arguments[self.cache]) if self.donated and self.cache else []
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves)
 
@@ -77,7 +81,7 @@ class Case:
 
 
 class DeferredCase:
-    """Case that is built on first access. There are thousands of cases, and a process compiles few of them."""
+    """Case that is built when it is first needed. There are thousands of cases, and a process compiles few of them."""
 
     def __init__(self, make: Callable[[], Case | DeferredCase]):
         self._make = make
@@ -94,7 +98,9 @@ class DeferredCase:
 
 
 def deferred[**P](make: Callable[P, Case | DeferredCase]) -> Callable[P, DeferredCase]:
-    """Decorate a function that builds a case: a call returns a `DeferredCase`, and first access runs the function."""
+    """Decorate a function that builds a case. A call then returns a `DeferredCase`, which runs the function when it is
+    first needed.
+    """
 
     @functools.wraps(make)
     def call(*args: P.args, **kwargs: P.kwargs) -> DeferredCase:
@@ -104,7 +110,7 @@ def deferred[**P](make: Callable[P, Case | DeferredCase]) -> Callable[P, Deferre
 
 
 class Cases(Mapping[str, Case]):
-    """Mapping of names to cases. A lookup builds the case."""
+    """Mapping of names to cases. A lookup builds a deferred case."""
 
     def __init__(self, cases: Mapping[str, Case | DeferredCase]):
         self._cases = cases
@@ -121,7 +127,7 @@ class Cases(Mapping[str, Case]):
 
 
 def on_b200(cases: Mapping[str, DeferredCase]) -> dict[str, DeferredCase]:
-    """Return the same cases compiled for a B200. Their names start with "sm100-"."""
+    """Return copies of the cases that are compiled for a B200, with names that start with "sm100-"."""
     return {f"sm100-{name}": case.replace(card="B200") for name, case in cases.items()}
 
 
@@ -129,7 +135,7 @@ _ALLOCATED: dict[tuple[type, str], Any] = {}
 
 
 def allocated(cache: type[PagedKV] | type[PagedLatent] | type[PagedIndexKeys], spec: Any) -> Any:
-    """Return the shapes of a cache. Equal specs are traced once."""
+    """Return the shapes and dtypes of a cache for a spec. Equal specs are traced once."""
     key = cache, repr(spec)
     if key not in _ALLOCATED:
         _ALLOCATED[key] = jax.eval_shape(lambda: cache.allocate(spec))

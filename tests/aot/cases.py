@@ -1,4 +1,4 @@
-"""Registry of the compile gate: all cases by name, and the cases that `make test` compiles."""
+"""All cases of the compile gate by name, and the names of the cases that `make test` compiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.aot.triton_xla import TRITON
 from tests.aot.writes import WRITES, WRITES_MORE
 
 MLA_ON_HOPPER_ONLY = "mla-prefill"
-"""Prefix of the names of latent cases that have no B200 kernel."""
+"""Prefix of the names of cases of latent.py whose Mosaic kernels exist for Hopper only."""
 
 FAMILIES: tuple[tuple[str, Mapping[str, Case | DeferredCase]], ...] = (
     ("portable", PORTABLE),
@@ -51,7 +51,9 @@ FAMILIES: tuple[tuple[str, Mapping[str, Case | DeferredCase]], ...] = (
     ("triton_xla", TRITON),
     ("engine", TRITON_ENGINE),
 )
-"""Pairs of a module of this package and its cases by name. A new case belongs in a table of its module."""
+"""Pairs of a module of this package and a table of cases, which the module defines or which are its cases for a
+B200.
+"""
 
 ALL: dict[str, Case | DeferredCase] = {name: case for _, cases in FAMILIES for name, case in cases.items()}
 CASES = Cases(ALL)
@@ -60,13 +62,13 @@ MODULES = {name: module for module, cases in FAMILIES for name in cases}
 
 IN_EVERY_RUN = frozenset(
     {
-        # Portable implementations. The quantised cases run all code of the unquantised cases.
+        # XLA implementations. Cases with quantised caches also run the code of unquantised caches.
         "xla-paged-decode-fp8", "xla-write-kv-fp8-groups-decode", "xla-mla-decode-fp8", "xla-write-latent-fp8",
         "xla-gather-latent-fp8", "xla-ragged-attention",
         "experts-21-tokens", "experts-576-tokens", "experts-1024-tokens",
         "plan-decode-64-windows",
-        # Hopper and Triton kernels. Decode: the plain kernel, one case per kind of scales, the widest heads, and all
-        # options at once. Other operations: at least one case per kernel.
+        # Hopper and Triton kernels. paged_decode: the kernel without options, one case with the widest heads, and one
+        # with all options together. Other operations: at least one case per kernel.
         "paged-decode-bf16-d128-n8", "paged-decode-int8-head-d256-n16",
         "paged-decode-fp8-token-d128-n32-p16-all-features",
         "write-kv-bf16-neox-partial-norm-after", "write-kv-bf16-no-norm", "write-kv-int8-channel",
@@ -86,9 +88,8 @@ IN_EVERY_RUN = frozenset(
         "sm100-paged-decode-bf16-d64-n32-p16-all-features", "sm100-paged-decode-fp8-token-d256-n32-p16-all-features",
     }
 )  # fmt: skip
-"""Cases of `make test`: for each kernel, the cases with the most registers and shared memory.
-
-`make test-slow` compiles all cases.
+"""Names of the cases of `make test`: for each kernel, a case that needs the most registers or shared memory. `make
+test-slow` compiles all cases.
 """
 
 ON_BOTH_PLUGINS = frozenset(
@@ -98,4 +99,6 @@ ON_BOTH_PLUGINS = frozenset(
         "ragged-128-128",
     }
 )
-"""Cases that `make test` also compiles with the CUDA 12 plugin: one case for each kind of instruction."""
+"""Names of the cases that `make test` also compiles with jax's CUDA 12 plugin: two kernels that copy, and one that uses
+tensor cores.
+"""

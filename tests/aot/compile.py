@@ -1,7 +1,7 @@
-"""Worker process of `gate.Compiler`. It has the CUDA plugin; the parent process does not.
+"""Worker process of `gate.Compiler`, which compiles cases. Only this process has jax's CUDA plugin on its path.
 
-The process reads case names from standard input, one per line, compiles each case for the card named by its argument,
-and writes each report to standard output as one line of JSON.
+The process reads names of cases from standard input, one per line. It compiles each case for the GPU that its
+command-line argument names (`device.CARDS`), and writes the report to standard output as one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tests.aot.samples import SAMPLES
 
 
 class Printed:
-    """Captures the standard output of this process, including output of C++ libraries. Mosaic GPU prints its dumps
-    there.
+    """Capture of the standard output of this process, including output of C++ libraries. Mosaic GPU prints the dumps of
+    its kernels there.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), dict(case.arguments))
     jitted = jax.jit(case.function, donate_argnames=case.cache if case.donated else None)
     printed.take()
-    # The lowering of a kernel takes its target architecture from the default device.
+    # Mosaic GPU lowers a kernel for the architecture of the default device.
     with jax.default_device(card), tempfile.TemporaryDirectory() as dumps:
         dumping = {"xla_dump_to": dumps, "xla_dump_hlo_as_text": True} if case.one_graph else {}
         compiled = jitted.lower(**arguments).compile((case.options or {}) | dumping)
@@ -80,17 +80,20 @@ def compile_case(case: Case, card: jax.Device, printed: Printed) -> Report:
 
 
 def launched(dumps: Path) -> tuple[str, ...]:
-    """Return the kinds of thunks that the host launches for the compiled module, in order.
+    """Return the kinds of thunks that the host launches to run the compiled program, in order.
 
-    XLA dumps the thunk sequence after several passes. The last dump is later than the pass that builds CUDA graphs. A
-    graph is one thunk.
+    A thunk is one operation of XLA's executable, such as a kernel launch; a CUDA graph is one thunk ("CommandBuffer").
+    XLA dumps the thunks after several passes. The last dump is read, because it is after the pass that builds CUDA
+    graphs.
     """
     *_, sequence = sorted(dumps.glob("*.thunk_sequence*.txt"))
     return tuple(re.findall(r"(?m)^\d+: k(\w+)", sequence.read_text()))
 
 
 def kernels_on_slices(module: str) -> tuple[str, ...]:
-    """Return the names of computations of a compiled module in which a kernel is fused with slices of its arrays."""
+    """Return the names of the computations of a compiled program in which XLA fused a kernel with slices of its
+    operands.
+    """
     found = []
     for computation in re.split(r"(?m)^}\n", module):
         name = re.match(r"\s*%?([\w.-]*slice-fusion[\w.-]*) ", computation)
@@ -100,7 +103,7 @@ def kernels_on_slices(module: str) -> tuple[str, ...]:
 
 
 def large_copies(module: str, elements: int) -> tuple[str, ...]:
-    """Return the copy and transpose instructions of a compiled module whose result has at least `elements` elements."""
+    """Return the copies and transposes of a compiled program whose result has at least `elements` elements."""
     found = re.findall(r"(?m) = \(?(\w+\[([\d,]+)\])\S*(?: [^=]*\))? (copy|copy-start|transpose)\(", module)
     return tuple(
         f"{operation} of {result}"
@@ -110,22 +113,24 @@ def large_copies(module: str, elements: int) -> tuple[str, ...]:
 
 
 def joins(module: str, output: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the instructions of a compiled module, fused or not, that concatenate or copy an array of this shape."""
+    """Return the instructions of a compiled program, also inside fusions, whose result has the shape `output` and that
+    concatenate or copy.
+    """
     dims = ",".join(map(str, output))
     found = re.findall(rf"(?m) = \(?(\w+\[{dims}\])\S*(?: [^=]*\))? (concatenate|copy|copy-start)\(", module)
     return tuple(f"{operation} of {result}" for result, operation in found)
 
 
 def main(requests: IO[str], card_name: str) -> None:
-    gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py: most objects stay alive
+    gc.set_threshold(50_000, 20, 20)  # fewer collections, which would find little, because most objects stay alive
     with faster_lowering():
-        signs.check()  # wraps lowering rules, so the replacements must be in effect
+        signs.check()  # after `faster_lowering`, because it wraps the lowering rules that are in effect
         answers = os.fdopen(os.dup(1), "w")
         printed, card, cases = Printed(), device.described(card_name), Cases(SAMPLES | ALL)
         for line in requests:
             report = compile_case(cases[line.strip()], card, printed)
             answer = json.dumps(dataclasses.asdict(report))
-            print(f"\n{answer}", file=answers, flush=True)  # starts a new line after other output
+            print(f"\n{answer}", file=answers, flush=True)  # begins a new line, in case other output did not end one
 
 
 if __name__ == "__main__":

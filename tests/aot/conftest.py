@@ -1,4 +1,4 @@
-"""Fixture with one `Compiler` per plugin. The tests of a pytest worker share it; the first use starts it."""
+"""Fixture for the tests of the compile gate: one `Compiler` per CUDA plugin, shared by all tests of a pytest worker."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,7 +10,7 @@ from tests.aot.gate import Compiler
 
 @pytest.fixture(scope="session")
 def compilers() -> Iterator[Callable[[str], Compiler]]:
-    """Function that returns the compiler of a plugin, and skips the test if the plugin is not installed."""
+    """Return a function of the name of a CUDA plugin. It returns the compiler, or skips the test without the plugin."""
     started: dict[str, Compiler] = {}
 
     def compiler(plugin: str) -> Compiler:

@@ -1,5 +1,8 @@
-"""Compile-gate cases of `paged_decode`: every configuration of config.py and of packaged tunings, features,
-and calls.
+"""Compile-gate cases of `paged_decode`, for Hopper and Blackwell.
+
+A configuration is a set of parameters that the kernel is compiled for: cache dtype, head dimension, query rows per CTA,
+output dtype, page size. There are cases for every configuration that the settings in config.py or the packaged tunings
+can choose, for each option of the call, and for calls in `vmap`, `scan` and `jax.export`.
 """
 
 from __future__ import annotations
@@ -46,13 +49,13 @@ CACHES: dict[str, tuple[Any, Any]] = {
 }
 HEAD_DIMS = (64, 128, 256)
 OPERATION = "paged_decode/mosaic"
-"""Operation name of packaged tunings."""
+"""Key of the operation in the files of packaged tunings (pallas_attn/runtime/tuned)."""
 
 paged_decode = functools.partial(pallas_attn.paged_decode, return_lse=True, implementation="mosaic")
 
 
 def scratch_bytes(tile: DecodeTile, stages: int) -> int:
-    """Shared memory of the decode kernel."""
+    """Return the bytes of shared memory of the decode kernel."""
     return shared_memory.block_bytes(DecodeScratch.types(tile, stages), reduction_bytes=tile.reduction_bytes)
 
 
@@ -62,13 +65,15 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Parameters that the kernel is compiled for and that determine its sizes.
+    """Parameters that the kernel is compiled for.
 
     Attributes:
-      cache: name in `CACHES`.
-      columns: query rows of a KV head per CTA.
+      cache: dtype and scales of the cache, a key of `CACHES`.
+      head_dim: head dimension.
+      columns: query rows of a KV head per CTA. They are the columns of the kernel's score tile [tokens, query rows].
       out: dtype of the output.
-      card: target card.
+      page_size: tokens per page.
+      card: GPU to compile for, a key of `device.CARDS`.
     """
 
     cache: str
@@ -90,18 +95,18 @@ class Configuration:
 
     @property
     def scales(self) -> Any:
-        """Layout of the cache's scales."""
+        """Argument `scales` of `kv_cache_spec`."""
         scales = CACHES[self.cache][1]
         return {"group": 4, "token": self.page_size}.get(scales, scales)
 
     @property
     def terms(self) -> int:
-        """Number of 16-bit parts whose sum is a query."""
+        """Number of 16-bit values whose sum is an element of q; 2 if scales per channel are multiplied into q."""
         return 2 if self.cache.endswith("-channel") else 1
 
     @property
     def key(self) -> PagedDecodeKey:
-        """Key of the configuration's sizes."""
+        """Key by which config.py and the tunings choose the sizes of the kernel."""
         token_scales = self.cache.endswith(("-group", "-token"))
         out_bytes = jnp.dtype(self.out).itemsize
         sizes = self.head_dim, self.cache_bytes, token_scales, self.columns, self.terms, out_bytes
@@ -126,12 +131,14 @@ class Configuration:
         return allocated(PagedKV, spec)
 
     def plan(self, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH) -> Any:
-        """Shapes of a plan of `plan_decode` for a batch; they are the same for any window."""
+        """Return the shapes of a plan of `plan_decode`. They do not depend on the window."""
         implementation = "mosaic_sm100" if self.card == "B200" else "mosaic_sm90"
         return plan_shapes(self.page_size, KV_HEADS, 264, mode, batch, implementation)
 
     def arguments(self, queries: int = 1, num_pages: int = BATCH * PAGES, batch: int = BATCH) -> dict[str, Any]:
-        """Shapes of a call with `queries` queries, and the number of heads that fills the columns."""
+        """Return the shapes of the arguments of a call with `queries` queries per sequence. The number of query heads
+        is chosen so that a KV head has `columns` query rows.
+        """
         q_dtype = jnp.float16 if self.cache == "f16" else jnp.bfloat16
         return {
             "q": shape(batch, queries, self.columns // queries * KV_HEADS, self.head_dim, dtype=q_dtype),
@@ -143,18 +150,25 @@ class Configuration:
 
     @property
     def tile(self) -> Tile:
-        """Tile of `TOKENS` tokens, or on a B200 of the kernel's number of tokens."""
+        """Work on one tile of the cache: `TOKENS` tokens on Hopper, the kernel's tokens per tile on a B200."""
         elements = (self.config.tile_tokens if self.card == "B200" else TOKENS) * self.head_dim
         return Tile(2 * elements * self.cache_bytes, (self.terms + 1) * elements * self.columns)
 
     def scratch_bytes(self, sizes: DecodeConfig) -> int:
-        """Shared memory of the kernel for `arguments`, which does not pack queries."""
+        """Return the bytes of shared memory of the kernel for `arguments`, whose query rows need no packing."""
         tile = replace(self.decode_tile(sizes.tile_tokens), packs_queries=False, scales=self.scales)
         return scratch_bytes(tile, sizes.stages)
 
     @deferred
     def case(self, arguments: Mapping[str, Any] | None = None, *, device: str = "untuned", **static: Any) -> Case:
-        """Call with the sizes that are packaged for a device, or with heuristic sizes."""
+        """Return the case of a call.
+
+        Args:
+          arguments: shapes of the arguments; None for `self.arguments()`.
+          device: name of the device whose packaged tunings are used; "untuned" has none and uses the heuristic sizes.
+          static: static arguments of the call.
+
+        """
 
         on_device = mock.patch.object(tuning, "device_name", return_value=device)
 
@@ -180,7 +194,7 @@ class Configuration:
 
 
 def widths(cache: str, head_dim: int) -> range:
-    """Possible numbers of columns of a CTA."""
+    """Return the numbers of query rows per CTA that the Hopper kernel supports."""
     return range(8, max_columns(head_dim, jnp.dtype(CACHES[cache][0]).itemsize) + 1, 8)
 
 
@@ -189,7 +203,7 @@ def widest(cache: str, head_dim: int) -> int:
 
 
 def configurations() -> list[Configuration]:
-    """One configuration for each possible key and each of its caches; then other page sizes."""
+    """Return the configurations for Hopper: pages of 64 tokens with all other parameters, then other page sizes."""
     every = [
         Configuration(cache, head_dim, columns, out)
         for cache, head_dim in itertools.product(CACHES, HEAD_DIMS)
@@ -205,7 +219,7 @@ CONFIGURATIONS = configurations()
 
 
 def sm100_configurations() -> list[Configuration]:
-    """Like `configurations`, for a B200."""
+    """Return the configurations for a B200: pages of 64 tokens with all other parameters, then other page sizes."""
     every = [
         Configuration(cache, head_dim, columns, out, card="B200")
         for cache, head_dim, out in itertools.product(CACHES, HEAD_DIMS, (jnp.bfloat16, jnp.float32))
@@ -220,7 +234,7 @@ SM100_CONFIGURATIONS = sm100_configurations()
 
 
 def tunings() -> dict[str, list[PagedDecodeKey]]:
-    """Keys with packaged tunings, by device."""
+    """Return the keys that have packaged tunings, by device name."""
     folder = resources.files(pallas_attn) / "runtime" / "tuned"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
     entries = {file.name.removesuffix(".json"): json.loads(file.read_text()).get(OPERATION, ()) for file in files}
@@ -228,7 +242,9 @@ def tunings() -> dict[str, list[PagedDecodeKey]]:
 
 
 def tuned() -> Iterator[tuple[str, Configuration]]:
-    """Configurations with packaged tunings, and their devices. A key may apply to several caches."""
+    """Yield (device name, configuration) for each packaged tuning. A key belongs to several caches if they have the
+    same sizes, such as int8 and fp8.
+    """
     for device, keys in tunings().items():
         for key, cache in itertools.product(keys, CACHES):
             out = jnp.float32 if key.out_bytes == 4 else jnp.bfloat16
@@ -253,21 +269,23 @@ def sinks(columns: int) -> dict[str, Any]:
 
 
 def q_scales(configuration: Configuration, queries: int = 1) -> dict[str, Any]:
-    """Scales of 8-bit queries, for float8 caches; otherwise empty."""
+    """Return the argument `q_scale` of fp8 queries if the cache is fp8; otherwise no argument."""
     scales = shape(BATCH, queries, configuration.columns // queries * KV_HEADS, dtype=jnp.float32)
     return {"q_scale": scales} if CACHES[configuration.cache][0] == jnp.float8_e4m3fn else {}
 
 
 @deferred
 def fp8_queries(**changes: Any) -> DeferredCase:
-    """Call with 8-bit queries. The kernel differs only in the scales."""
+    """Return a case with fp8 queries. On Hopper, only the scales of the kernel differ from 16-bit queries."""
     fp8 = Configuration("fp8-head", **changes)
     return fp8.case(fp8.arguments() | q_scales(fp8))
 
 
 @deferred
 def sm100_fp8_products(c: Configuration) -> DeferredCase:
-    """Call in which fp8 queries are multiplied with keys as cached. It has other sizes."""
+    """Return a case in which a B200 multiplies fp8 queries with fp8 keys, without converting keys to 16 bits. The
+    kernel has other sizes.
+    """
     sizes = mosaic_sm100_config(c.key, fp8_products=True)
     tile = replace(c.decode_tile(sizes.tile_tokens), q_dtype=jnp.float8_e4m3fn, scales=c.scales)
     return c.case(c.arguments() | q_scales(c)).replace(
@@ -279,14 +297,14 @@ def sm100_fp8_products(c: Configuration) -> DeferredCase:
 
 @deferred
 def blocks() -> DeferredCase:
-    """Call with 12 heads and 8 queries, which takes two blocks of columns."""
+    """Return a case with 12 heads and 8 queries per KV head. The 96 query rows are divided between two CTAs."""
     columns = QueryPacking(group=12, queries=8, limit=max_columns(128, 2))
     q = shape(BATCH, columns.queries, columns.group * KV_HEADS, 128)
     return replace(BF16, columns=columns.width).case(BF16.arguments() | {"q": q})
 
 
 def features() -> dict[str, DeferredCase]:
-    """Calls with one feature each."""
+    """Return cases with one optional argument each."""
     plain, speculative = BF16.arguments(), replace(BF16, columns=32)
     eight = speculative.arguments(queries=8)
     return {
@@ -301,7 +319,7 @@ def features() -> dict[str, DeferredCase]:
 
 @deferred
 def group_of_4(head_dim: int) -> DeferredCase:
-    """Call in which half of the columns are padding, and the kernel packs the queries."""
+    """Return a case with 4 query rows, half of the kernel's 8 columns. The kernel packs the queries itself."""
     few = replace(BF16, head_dim=head_dim)
     case = few.case(few.arguments() | {"q": shape(BATCH, 1, 4 * KV_HEADS, head_dim)})
     return case.replace(scratch_bytes=scratch_bytes(few.decode_tile(few.config.tile_tokens), few.config.stages))
@@ -309,13 +327,13 @@ def group_of_4(head_dim: int) -> DeferredCase:
 
 @deferred
 def one_sequence() -> DeferredCase:
-    """Call whose partial states are merged in blocks of fewer columns."""
+    """Return a case with one sequence, for which the merge kernel uses blocks of fewer query rows."""
     wide = replace(BF16, columns=32)
     return wide.case(wide.arguments(batch=1) | sinks(32))
 
 
 def unlike() -> dict[str, DeferredCase]:
-    """Calls that no configuration covers."""
+    """Return cases of calls whose arguments differ from `Configuration.arguments`."""
     plain = BF16.arguments()
     return {
         **{f"bf16-d{head_dim}-group-of-4": group_of_4(head_dim) for head_dim in HEAD_DIMS},
@@ -331,7 +349,9 @@ def unlike() -> dict[str, DeferredCase]:
 
 @deferred
 def one_scale_per_page() -> DeferredCase:
-    """Call whose pages have fewer scales than one TMA copy, so that the kernel looks up the index of the first one."""
+    """Return a case with one scale per page, fewer than a TMA copy transfers. The kernel computes where in the copied
+    scales the page's scale is.
+    """
     fp8 = Configuration("fp8-group")
     spec = kv_cache_spec(
         num_pages=BATCH * PAGES,
@@ -346,20 +366,20 @@ def one_scale_per_page() -> DeferredCase:
 
 @deferred
 def all_features(configuration: Configuration) -> DeferredCase:
-    """Call with the most registers: all features together, over the smallest pages."""
+    """Return the case that needs the most registers: all optional arguments together, with pages of 16 tokens."""
     wide = replace(configuration, page_size=16, out=jnp.float32)
     arguments = wide.arguments(queries=4) | drafts(4) | sinks(wide.columns // 4) | HEAD_WINDOWS | HEAD_TABLES
     arguments |= q_scales(wide, queries=4)
     return wide.case(arguments, soft_cap=50.0).replace(
         blocks=1
-    )  # heuristics do not consider the registers of these features
+    )  # the heuristic number of CTAs per multiprocessor does not consider the registers of these options
 
 
 # --- calls
 
 
 def mapped(q: Any, block_tables: Any, kv_lens: Any, kv: PagedKV) -> Any:
-    """Several batches over one pool."""
+    """Decode several batches that share a pool, with `jax.vmap`."""
 
     def call(q: Any, block_tables: Any, kv_lens: Any) -> Any:
         return paged_decode(q, kv, block_tables, kv_lens)
@@ -371,7 +391,7 @@ LAYERS = 4
 
 
 def layers(q: Any, kv: PagedKV, block_tables: Any, kv_lens: Any, plan: Any) -> Any:
-    """A step of a model whose layers share one pool, each with separate pages."""
+    """Compute a decode step of `LAYERS` layers in a scan. All layers share one pool and have separate pages in it."""
     pages = kv.k.shape[0] // LAYERS
     slots = pallas_attn.slot_mapping(
         block_tables, jnp.arange(BATCH + 1, dtype=jnp.int32), kv_lens, page_size=kv.k.shape[2], length=BATCH
@@ -388,14 +408,14 @@ def layers(q: Any, kv: PagedKV, block_tables: Any, kv_lens: Any, plan: Any) -> A
 
 
 def exported(**arguments: Any) -> Any:
-    """A call after a round trip through jax.export."""
+    """Call `paged_decode` after it was exported, serialised and deserialised."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     serialised = export.export(jax.jit(paged_decode), platforms=("cuda",))(**shapes).serialize()
     return export.deserialize(serialised).call(**arguments)
 
 
 LARGE = 2**17
-"""Pages of a pool of 2**33 elements each of keys and values."""
+"""Number of pages of a pool whose keys, and whose values, have 2**33 elements."""
 
 
 def calls() -> dict[str, DeferredCase]:
@@ -414,11 +434,13 @@ def calls() -> dict[str, DeferredCase]:
 # --- all cases
 
 CONTRASTS = ("bf16", "int8-head", "fp8-token")
-"""Caches that differ most from each other."""
+"""Kinds of caches whose kernels differ most: no scales, static scales per head, scales per token."""
 
 
 def is_typical(c: Configuration) -> bool:
-    """Whether the configuration represents similar ones."""
+    """Return whether a configuration is in `DECODE`: it has the default output dtype and page size, and 8 columns or
+    the maximum.
+    """
     if c != Configuration(c.cache, c.head_dim, c.columns):
         return False
     if c.cache in CONTRASTS:
@@ -436,7 +458,7 @@ DECODE: dict[str, DeferredCase] = {
     **{f"{c}@{device}": c.case(device=device) for device, c in tuned() if is_typical(c)},
     **{f"paged-decode-{name}": case for name, case in (unlike() | calls()).items()},
 }
-"""Typical configurations and calls."""
+"""Cases with typical configurations, and calls whose arguments differ from `Configuration.arguments`."""
 
 DECODE_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in CONFIGURATIONS},
@@ -444,11 +466,13 @@ DECODE_MORE: dict[str, DeferredCase] = {
     **{f"{c}@{device}": c.case(device=device) for device, c in tuned()},
     **{f"paged-decode-{name}": case for name, case in features().items()},
 }
-"""All configurations and calls, and each feature separately."""
+"""Cases with all configurations, and with one optional argument each."""
 
 
 def sm100() -> dict[str, DeferredCase]:
-    """All configurations for a B200, the widest with all features together, and calls that no configuration covers."""
+    """Return the cases for a B200: all configurations, configurations with all optional arguments together, and calls
+    whose arguments differ from `Configuration.arguments`.
+    """
     plain = Configuration("bf16", columns=16, card="B200")
     arguments = plain.arguments()
     wide = [c for c in SM100_CONFIGURATIONS if c.page_size == 16]

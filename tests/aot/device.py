@@ -1,12 +1,12 @@
-"""Descriptions of cards, which the gate compiles for without having them."""
+"""Descriptions of GPUs, with which XLA and Mosaic GPU compile on a machine without a GPU."""
 
 from __future__ import annotations
 
 import jax
 from jax.experimental import topologies
 
-# Properties of an H200 as its driver reports them, for XLA and Mosaic GPU. Without the version fields, XLA records no
-# custom call, loop or conditional into a CUDA graph.
+# Properties of the GPUs in the text format of XLA's GpuTargetConfigProto, as their drivers report them. The version
+# fields are necessary: without them, XLA records no custom call, loop or conditional into a CUDA graph.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -97,20 +97,21 @@ device_description_str: "NVIDIA L4"
 CARDS = {"H200": H200, "B200": B200, "L4": L4}
 
 MAX_SHARED_MEMORY = 232448
-"""Maximum shared memory of a thread block on an H200 or B200 [bytes], 227 KiB."""
+"""Maximum bytes of shared memory of a thread block on an H200 or B200 (227 KiB)."""
 
 MULTIPROCESSOR_SHARED_MEMORY, BLOCK_SHARED_MEMORY = 233472, 1024
-"""Shared memory of a multiprocessor, and the part that the system reserves for each thread block [bytes]."""
+"""Bytes of shared memory of a multiprocessor, and bytes that CUDA reserves for each thread block."""
 
 MULTIPROCESSOR_REGISTERS = 65536
 
 TMEM_COLUMNS = 512
-"""Number of tensor memory columns of a B200 multiprocessor."""
+"""Number of columns of the tensor memory of a B200 multiprocessor."""
 
 
 def described(card: str) -> jax.Device:
-    """Return a device for compilation only, described by the entry of `CARDS`.
+    """Return a jax device that can only be compiled for, with the properties of `CARDS[card]`.
 
-    A process can compile for one architecture only, because the first kernel fixes the target of the assembler.
+    A process can compile for one architecture only, because Mosaic GPU sets the target of the assembler once, for the
+    first kernel.
     """
     return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=CARDS[card]).devices[0]

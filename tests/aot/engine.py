@@ -1,7 +1,10 @@
-"""Compile-gate cases of whole engine steps. Models: layers of DeepSeek-V2-Lite's widths (one dense, two with experts),
-and of gpt-oss-20b's, with its own windows or with windows per head. For a B200 also layers of DeepSeek-V3's and of
-Qwen3-8B's widths. Triton kernels are compiled for an H200, and for an L4 if nothing else has kernels there. Every step
-must be one CUDA graph."""
+"""Compile-gate cases of whole engine steps. Every step must be one CUDA graph.
+
+A bucket is the size of a step: number of decode rows, prompt tokens and drafts per row. The models have the widths of
+published models and few layers: DeepSeek-V2-Lite (one dense layer, two with experts), gpt-oss-20b (with its sliding
+windows or with windows per KV head) and Qwen3-8B; for a B200 also DeepSeek-V3. Steps with Triton kernels are compiled
+for an H200 and an L4.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ QWEN3 = dataclasses.replace(
 HEADS = HeadWindows((FULL,) * 2 + (4096,) * 6, (0,) * 2 + (64,) * 6)
 
 UNTIMED: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
-"""Options for compilation without a card, where XLA cannot time candidates to choose the tile sizes of its kernels."""
+"""XLA options for compilation without a GPU. XLA's Triton GEMMs are off, because XLA must time their tile sizes on a
+GPU.
+"""
 
 SIZES = RunnerConfig(
     num_pages=32768,
@@ -62,8 +67,11 @@ def step(
     speculate: Speculation | None = None,
     temporaries: int = 512 * 2**20,
 ) -> Case:
-    """Case of a bucket's step. Apart from its caches it may allocate only activations, at most the activations of all
-    experts of all rows."""
+    """Return the case of the step of a bucket.
+
+    `temporaries` limits its temporary memory in bytes. The default allows activations, up to the activations of all
+    experts for all rows, but no copy of a cache.
+    """
     model = nnx.eval_shape(lambda: Decoder(config, settings, jnp.bfloat16))
     sizes = _sizes(config, speculate)
     arguments = _arguments(model, sizes, bucket)
@@ -88,8 +96,11 @@ def step(
 
 @deferred
 def first_layers(config: ModelConfig, bucket: Bucket, num_programs: int) -> Case:
-    """The first layers of a step that is split into programs, together with the inputs of all layers, as one program. A
-    program of layers alone takes plans, whose shapes depend on the card."""
+    """Return the case of the first of `num_programs` programs into which `LayeredStep` splits the layers of a step.
+
+    The program also includes `LayeredStep.begin`, which computes the inputs that all layers share, such as plans. A
+    program without it would have plans as arguments, whose shapes depend on the GPU.
+    """
     model, sizes = nnx.eval_shape(lambda: Decoder(config, AttentionSettings(), jnp.bfloat16)), _sizes(config)
     layered = LayeredStep(model, sizes, num_programs)
     layers, arguments = layered.layers[: layered.layer_ranges[0].stop], _arguments(model, sizes, bucket)
@@ -136,8 +147,12 @@ def _arguments(model: Decoder, sizes: RunnerConfig, bucket: Bucket) -> dict[str,
 
 
 def _packed_output(config: ModelConfig, bucket: Bucket) -> tuple[int, ...]:
-    """Shape of the array to which decode rows and chunks of a mixed step are written. With latents, XLA fuses the
-    concatenation with its products with W_UV and the merges of prefixes, which follow the kernels."""
+    """Return the shape of the attention output of a step with decode rows and prompt chunks; () if it need not be
+    checked.
+
+    The kernels of decode rows and of chunks write parts of one array, so XLA has nothing to concatenate. Models with
+    latents are not checked: XLA fuses their concatenation with the GEMMs and merges that follow the kernels.
+    """
     if not isinstance(config, GQAConfig) or not (bucket.decode_rows and bucket.prefill_tokens):
         return ()
     tokens = bucket.decode_rows * (1 + bucket.num_drafts) + bucket.prefill_tokens
@@ -152,7 +167,9 @@ def _last_tokens(config: ModelConfig, sizes: RunnerConfig) -> Any:
 
 
 class Forking(Proposer):
-    """Proposes the newest token at every position, twice at the first."""
+    """Proposer of draft trees for compilation. Every draft is the newest token. The first two drafts are roots; draft i
+    has the parent i - 2.
+    """
 
     makes_trees = True
 
@@ -177,7 +194,7 @@ ENGINE = {
     "engine-drafts": step(V2_LITE, DRAFTS, speculate=NGRAM),
     "engine-tree": step(V2_LITE, DRAFTS, speculate=TREE),
     "engine-qwen3-tree": step(QWEN3, DRAFTS, speculate=TREE, temporaries=1280 * 2**20),
-    # Verifying drafts holds four arrays of logits: 320 rows in float32 are 257 MB each.
+    # Verifying drafts takes four arrays of logits, each with 320 rows in float32 (257 MB).
     "engine-gpt-oss-drafts": step(GPT_OSS, DRAFTS, speculate=NGRAM, temporaries=1280 * 2**20),
     "engine-batch-invariant": step(V2_LITE, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
     "engine-gpt-oss-batch-invariant": step(GPT_OSS, Bucket(64, 448), AttentionSettings(batch_invariant=True)),
@@ -210,4 +227,4 @@ SM100_ENGINE = on_b200(
         for bucket in BUCKETS.buckets()
     }
 )
-"""Every bucket of an engine on a B200: (decode rows, prefill tokens)."""
+"""Steps for a B200, including every bucket of an engine with default buckets for each of `MODELS`."""

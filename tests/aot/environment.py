@@ -1,8 +1,8 @@
-"""Location and environment variables of the packages that compile for an NVIDIA GPU on a machine without one.
+"""Folder and environment variables of the packages that compile for NVIDIA GPUs on a machine without a GPU.
 
-`make aot-cuda13` and `make aot-cuda12` install the packages into `.aot/cuda13` and `.aot/cuda12`. Only processes of
-the compile gate use these folders: in the environment of the other tests, jax would warn at every start that the CUDA
-plugin finds no driver.
+The packages are jax's CUDA plugin and NVIDIA's compilers. `make aot-cuda13` and `make aot-cuda12` install them into
+`.aot/cuda13` and `.aot/cuda12`. They are not installed in the environment of the tests, because jax would then warn at
+every start that the CUDA plugin finds no driver. Only worker processes of the compile gate use them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def packages(plugin: str) -> Path:
 
 
 def missing(plugin: str) -> str | None:
-    """Return the reason why this machine cannot compile with a plugin, or None if it can."""
+    """Return the reason why this machine cannot compile with a plugin; None if it can."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return f"the compile gate runs on Linux on x86-64, this is {sys.platform} on {platform.machine()}"
     if not packages(plugin).is_dir():
@@ -33,7 +33,7 @@ def missing(plugin: str) -> str | None:
 def variables(plugin: str) -> dict[str, str]:
     """Return the environment variables of a process that compiles with a plugin.
 
-    jax takes the first assembler on PATH, so the tools of the plugin's packages come before the tools of the machine.
+    jax uses the first ptxas on PATH, so the folders of the plugin's tools come first.
     """
     folder = packages(plugin)
     tools = sorted(str(path) for path in folder.glob("nvidia/*/bin"))
@@ -44,12 +44,12 @@ def variables(plugin: str) -> dict[str, str]:
         "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
         "CUDA_ROOT": str(assembler.parents[1]),
         "JAX_PLATFORMS": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",  # hides attached cards: XLA would reserve most of their memory
+        "CUDA_VISIBLE_DEVICES": "",  # hide attached GPUs, of which XLA would reserve most of the memory
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_TRACEBACK_FILTERING": "off",
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # no autotuning, because there is no card to time variants on
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # autotuning would need a GPU
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_DUMP_RESOURCES": "1",
         "MOSAIC_GPU_DUMP_SASS": "1",
-        "PALLAS_ATTN_KERNEL_CACHE": "0",  # compile every kernel, also if another case has the same kernel
+        "PALLAS_ATTN_KERNEL_CACHE": "0",  # compile each kernel, because a cached kernel prints no resources
     }

@@ -1,9 +1,9 @@
-"""Compile gate: sends cases to a process that has the CUDA plugin, and caches the reports.
+"""Compiler of the compile gate: it sends cases to worker processes with a CUDA plugin, and caches their reports.
 
-A report is valid as long as the code and the pins on which its case depends do not change (`sources.key`). There are
-two caches. `.aot/reports` has the reports of this checkout. `recorded.json`, next to this file, has the reports of
-the cases of `make test`; `python -m tests.aot --record` writes it. So `make test` on a clean clone compiles only
-kernels that changed since then.
+A cached report is valid until the code that its case can reach or the pinned compiler versions change (`sources.key`).
+There are two caches. `.aot/reports` has the reports of this checkout. `recorded.json` in this folder is committed and
+has the reports of the cases of `make test`; `python -m tests.aot --record` writes it. Therefore, `make test` in a new
+clone compiles only the cases whose code changed after the last recording.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tests.aot.report import Report
 from tests.aot.samples import SAMPLES
 
 ANSWER = '{"error":'
-"""Prefix of a line that contains a report. No compiler message starts with it."""
+"""First characters of an output line that is a report. No message of a compiler starts with them."""
 
 
 class Compiler:
-    """Compiles cases one at a time in worker processes, one process per card.
+    """Compiler of cases, one at a time, in one worker process per GPU type.
 
-    If a case crashes its process, the report has the error, and the next case starts a new process.
+    If a case crashes its process, its report has the error, and the next case starts a new process.
 
     Args:
-      plugin: "cuda13" or "cuda12".
-      cached: whether to use cached reports of earlier runs. Cached reports have no disassembly.
+      plugin: CUDA plugin, "cuda13" or "cuda12".
+      cached: whether to return cached reports of earlier runs. They have no disassembly.
     """
 
     def __init__(self, plugin: str, cached: bool = True):
@@ -43,8 +43,8 @@ class Compiler:
         self._reports: dict[str, Report] = {}
 
     def report(self, name: str) -> Report:
-        """Return the report of a case or sample."""
-        if name not in self._reports:  # jax does not compile an equal call again in one process
+        """Return the report of a case of `cases.py` or of a sample of `samples.py`."""
+        if name not in self._reports:  # a worker process cannot compile a call twice: jax caches it
             cached = _load(self._plugin, name) if self._cached else None
             self._reports[name] = self._compile(name) if cached is None else cached
             if cached is None:
@@ -52,7 +52,7 @@ class Compiler:
         return self._reports[name]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
         for card in list(self._processes):
             self._processes.pop(card).communicate()
 
@@ -90,12 +90,12 @@ def _path(plugin: str, name: str) -> Path:
 
 
 def _key(plugin: str, name: str) -> str | None:
-    """Return a hash of everything that a case's report depends on; None for samples, which are always compiled."""
+    """Return the hash of everything on which the report of a case depends; None for samples, which are not cached."""
     return sources.key(f"tests.aot.{MODULES[name]}", plugin) if name in MODULES else None
 
 
 def _load(plugin: str, name: str) -> Report | None:
-    """Return the cached report of a case, or None if something it depends on has changed."""
+    """Return the cached report of a case; None if no cache has a report with the current key."""
     if (key := _key(plugin, name)) is None:
         return None
     path = _path(plugin, name)
@@ -109,12 +109,12 @@ def _recorded_path() -> Path:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """Return the committed reports: plugin -> case -> key and report."""
+    """Return the contents of recorded.json: plugin -> name of the case -> key and report."""
     return json.loads(_recorded_path().read_text()) if _recorded_path().is_file() else {}
 
 
 def record(reports: dict[str, dict[str, Report]]) -> None:
-    """Write the committed reports: plugin -> case -> report."""
+    """Write recorded.json. `reports` has the reports by plugin and name of the case."""
     entries = {
         plugin: {name: {"key": _key(plugin, name), "report": _brief(report)} for name, report in sorted(cases.items())}
         for plugin, cases in sorted(reports.items())
@@ -123,13 +123,15 @@ def record(reports: dict[str, dict[str, Report]]) -> None:
 
 
 def _brief(report: Report) -> dict[str, Any]:
-    """Return a report as JSON without the disassembly."""
+    """Return a report without disassembly as a JSON object."""
     kernels = tuple(dataclasses.replace(kernel, sass="") for kernel in report.kernels)
     return dataclasses.asdict(dataclasses.replace(report, kernels=kernels))
 
 
 def _save(plugin: str, name: str, report: Report) -> None:
-    """Cache a report for later runs. Replace the file atomically, because several processes may write it."""
+    """Write a report to the cache of this checkout. The file is replaced atomically, because several pytest workers may
+    write it at the same time. Reports of errors are not cached.
+    """
     key, path = _key(plugin, name), _path(plugin, name)
     if key is None or report.error is not None:
         return

@@ -1,4 +1,4 @@
-"""Compile-gate cases of `write_latent`, `gather_latent` and `mla_prefill` on Hopper, at the widths of models."""
+"""Compile-gate cases of `write_latent`, `gather_latent` and `mla_prefill` on Hopper, at the latent widths of models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from pallas_attn import PagedLatent, latent_cache_spec
 from tests.aot.case import Case, allocated, deferred, shape
 
 WIDTHS = ((512, 64), (256, 32), (128, 32), (256, 64), (448, 64))
-"""L and R."""
+"""Pairs of latent width L and width R of the rotated key."""
 DTYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 PAGE_SIZE, SEQUENCES, TABLE_PAGES, TOKENS = 64, 8, 2048, 4096
 BLOCKS = 5
-"""Required CTAs per SM of each kernel. Each CTA has 18 KB in flight; five have more than twice the bytes in flight that
-saturate an SM's share of the memory bandwidth."""
+"""Required number of CTAs per multiprocessor of the copy kernels. Each CTA has 18 KB in flight. Five CTAs have more
+than twice the bytes in flight that a multiprocessor needs to use its share of the memory bandwidth.
+"""
 
 MOVES = functools.partial(Case, cache="cache", tensor_cores=False, temporaries=1024, blocks=BLOCKS)
 
@@ -64,7 +65,7 @@ DEEPSEEK = paged_latent(512, 64, jnp.bfloat16)
 
 @deferred
 def layers_in_scan() -> Case:
-    """Write the layers of a step in a scan whose carry is the cache."""
+    """Return the case of a scan that writes the latents of four layers. The cache is the carry of the scan."""
 
     def steps(cache: PagedLatent, latent: jax.Array, slots: jax.Array) -> PagedLatent:
         return lax.scan(lambda cache, step: (write_latent(cache, *step), None), cache, (latent, slots))[0]
@@ -77,7 +78,7 @@ HEADS, NOPE, PIECE_TOKENS = 16, 128, 4096
 
 
 def prefill_arguments(table_pages: int, tokens: int = TOKENS, sequences: int = SEQUENCES, heads: int = HEADS) -> Any:
-    """Return the shapes of a prefill chunk, by default of DeepSeek-V2-Lite."""
+    """Return the shapes of the arguments of `mla_prefill`, by default for DeepSeek-V2-Lite."""
     return {
         "cache": DEEPSEEK,
         "q_nope": shape(tokens, heads, NOPE),
@@ -96,10 +97,11 @@ mla_prefill = functools.partial(pallas_attn.mla_prefill, sm_scale=0.1, implement
 
 @deferred
 def prefill(table_pages: int) -> Case:
-    """Return a case of a chunk over expanded prefixes.
+    """Return a case of a prompt chunk whose prefix is expanded: its latents become keys and values of each head,
+    `PIECE_TOKENS` tokens at a time.
 
-    Temporaries are: keys and values of a piece and of the chunk, before and after concatenation; outputs and LSEs of
-    the chunk, merged and of the next piece.
+    Temporary memory holds the keys and values of `PIECE_TOKENS` prefix tokens and of the chunk, before and after
+    concatenation, and the outputs and LSEs of the chunk: the merged ones, and the ones of the current prefix tokens.
     """
     call = functools.partial(mla_prefill, absorbed=False, piece_tokens=PIECE_TOKENS)
     expanded = (PIECE_TOKENS + TOKENS) * HEADS * 2 * (2 * NOPE + 64) * 2
@@ -110,10 +112,11 @@ def prefill(table_pages: int) -> Case:
 
 @deferred
 def short_prefill(tokens: int, sequences: int, heads: int) -> Case:
-    """Return a case of a chunk for which the device chooses absorbed or expanded prefixes.
+    """Return a case of a short prompt chunk, for which the program chooses at run time between the absorbed form, which
+    attends to the latents of the prefix, and the expanded form.
 
-    Temporaries are: queries and outputs in latent space; partial states, one per token and CTA; keys and values of a
-    piece.
+    Temporary memory holds queries and outputs in latent space, partial states (one per token and CTA), and keys and
+    values of `PIECE_TOKENS` prefix tokens.
     """
     latent = 2 * tokens * heads * (576 + 512) * 2
     partial_states = (tokens + 132) * 128 * 512 * 4
@@ -148,6 +151,6 @@ LATENT_MORE = {
     for (name, make), dtype, (latent_dim, rope_dim) in itertools.product(
         (("write", write), ("gather", gather)), DTYPES, WIDTHS
     )
-    if (dtype, latent_dim) != ("bf16", 512)  # in `LATENT`
+    if (dtype, latent_dim) != ("bf16", 512)  # these cases are in `LATENT`
 }
-"""All widths and dtypes, and other short chunks."""
+"""Writes and gathers with all widths and dtypes, and two more short chunks."""

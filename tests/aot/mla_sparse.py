@@ -1,4 +1,6 @@
-"""Compile-gate cases of Hopper's `mla_sparse` kernels: heads, widths, dtypes, numbers of tokens."""
+"""Compile-gate cases of the Hopper kernels of `mla_sparse`, for numbers of heads and tokens, latent widths and
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,16 @@ mla_sparse = functools.partial(pallas_attn.mla_sparse, sm_scale=0.1, return_lse=
 
 @dataclass(frozen=True)
 class Configuration:
-    """Compile-time parameters of the kernel.
+    """Parameters that the kernel is compiled for.
 
     Attributes:
-      latent_dim: L.
-      heads: query heads. Every 64 heads are a block of rows.
-      tokens: query tokens. With few tokens, several CTAs share the slots of a token.
+      latent_dim: width L of the latents.
+      heads: number of query heads. A CTA computes up to 64 of them, the rows of its tile.
+      tokens: number of query tokens. With few tokens, several CTAs share the selected latents of a token.
       quantised: whether latents are fp8.
       dtype: dtype of queries and of 16-bit latents.
       out: dtype of the output; None for the dtype of the queries.
-      pages: pages of the pool.
+      pages: number of pages of the pool.
     """
 
     latent_dim: int = 512
@@ -54,7 +56,7 @@ class Configuration:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Shapes of a call."""
+        """Shapes of the arguments of a call."""
         spec = latent_cache_spec(
             num_pages=self.pages,
             page_size=64,
@@ -71,18 +73,18 @@ class Configuration:
 
     @property
     def tile(self) -> Tile:
-        """Tile of `TOKENS` latents for one block of rows."""
+        """Work of a CTA with `ROWS` heads on one tile of `TOKENS` latents."""
         numbers = self.latent_dim + 2 * 64 + self.latent_dim // LATENT_GROUP * 4
         num_bytes = TOKENS * (numbers if self.quantised else 2 * (self.latent_dim + 64))
         return Tile(num_bytes, TOKENS * (2 * self.latent_dim + 64) * ROWS)
 
     @property
     def scratch_bytes(self) -> int:
-        """Shared memory of the kernel."""
+        """Bytes of shared memory of the kernel."""
         facts = {
             "latent_dim": self.latent_dim,
             "top_k": TOP_K,
-            "heads": -(-self.heads // 8) * 8,  # rows of a block over fp8 latents; 64 over 16-bit latents
+            "heads": -(-self.heads // 8) * 8,  # for fp8 latents; the kernel for 16-bit latents always has 64 rows
             "splits": 1,
             "sm_scale": 0.1,
         }
@@ -94,7 +96,9 @@ class Configuration:
 
     @deferred
     def case(self) -> Case:
-        """Return a case. Partial states are the largest temporaries: 128 KB for each split of 64 rows."""
+        """Return the case. Its temporary memory is mostly partial states: 128 KB for each KV split and 64 query
+        rows.
+        """
         return Case(
             functools.partial(mla_sparse, out_dtype=self.out),
             self.arguments,
@@ -106,7 +110,9 @@ class Configuration:
 
 
 def configurations() -> Iterator[Configuration]:
-    """Return all numbers of heads and kinds of cache for 8, 128 and 2,048 tokens, then widths and dtypes."""
+    """Yield configurations with all numbers of heads and kinds of cache for 8, 128 and 2,048 tokens, then with other
+    widths and dtypes.
+    """
     for quantised in (False, True):
         for heads in (16, 64, 128):
             for tokens in (8, 128, 2048):

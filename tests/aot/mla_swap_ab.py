@@ -1,4 +1,8 @@
-"""Compile-gate cases of the swap-AB kernel of `mla_decode`: widths, columns, page sizes, drafts, plans."""
+"""Compile-gate cases of the swap-AB kernel of `mla_decode` on Hopper.
+
+Swap-AB means that scores are computed as K·qᵀ, with tokens as tile rows and query rows as tile columns, which is
+efficient for few query rows.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from tests.aot.plans import fitted, plan_shapes
 
 BATCH, PAGES, TOKENS = 32, 256, 64
 WIDTHS = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
-"""L and R."""
+"""Pairs of latent width L and width R of the rotated key."""
 
 
 def ints(*dims: int) -> jax.ShapeDtypeStruct:
@@ -33,12 +37,12 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Compile-time parameters of the kernel.
+    """Parameters that the kernel is compiled for.
 
     Attributes:
-      latent_dim, rope_dim: L, R.
-      columns: query rows per CTA: heads times queries.
-      page_size: tokens of a page.
+      latent_dim, rope_dim: width L of the latents and width R of the rotated keys.
+      columns: query rows (heads times queries of a sequence) per CTA, the columns of its tile.
+      page_size: tokens per page.
       out: dtype of the output.
       dtype: dtype of queries and of 16-bit latents.
       quantised: whether latents are fp8.
@@ -60,7 +64,7 @@ class Configuration:
 
     @property
     def key(self) -> SwapAbKey:
-        """Key of the configuration's sizes."""
+        """Key by which config.py and the tunings choose the sizes of the kernel."""
         out_bytes = jnp.dtype(self.out).itemsize
         return SwapAbKey(self.latent_dim, self.rope_dim, self.columns, out_bytes, self.page_size, self.quantised)
 
@@ -68,7 +72,7 @@ class Configuration:
         return plan_shapes(self.page_size, 1, num_programs, mode, batch)
 
     def arguments(self, queries: int = 1, heads: int | None = None, batch: int = BATCH) -> dict[str, Any]:
-        """Return the shapes of a call. By default the number of heads fills the columns."""
+        """Return the shapes of the arguments of a call. By default, heads * queries is `columns`."""
         spec = latent_cache_spec(
             num_pages=BATCH * PAGES,
             page_size=self.page_size,
@@ -90,7 +94,7 @@ class Configuration:
 
     @property
     def tile(self) -> Tile:
-        """Tile of `TOKENS` tokens."""
+        """Work of a CTA on one tile of `TOKENS` tokens."""
         keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
         num_bytes = keys * jnp.dtype(self.dtype).itemsize
         if self.quantised:
@@ -98,7 +102,7 @@ class Configuration:
         return Tile(num_bytes, (keys + values) * self.columns)
 
     def kernel_tile(self, sizes: DecodeConfig) -> DecodeTile:
-        """Tile of the kernel of `arguments`."""
+        """Return the tile parameters with which the kernel for `arguments` is traced."""
         packing = QueryPacking(group=self.columns, queries=1, limit=self.columns)
         dims, options = (self.latent_dim, self.rope_dim), {"out_dtype": self.out, "quantised": self.quantised}
         return swap_ab_tile(packing, sizes.tile_tokens, self.page_size, dims, dtype=self.dtype, **options)
@@ -122,14 +126,16 @@ class Configuration:
 
 
 def configurations() -> Iterator[Configuration]:
-    """Return all widths with all numbers of columns and page sizes, float16, and small tiles with a third stage."""
+    """Yield all widths with all numbers of columns and page sizes, float16, widths so small that the kernel has a third
+    pipeline stage, and fp8 latents.
+    """
     for latent_dim, rope_dim in WIDTHS:
         for columns in range(8, max_columns(jnp.float32) + 1, 8):
             yield Configuration(latent_dim, rope_dim, columns, out=jnp.float32)
         for columns in range(8, max_columns(jnp.bfloat16) + 1, 8):
             yield from (Configuration(latent_dim, rope_dim, columns, page_size) for page_size in (16, 32, 64, 128))
         yield Configuration(latent_dim, rope_dim, dtype=jnp.float16, out=jnp.float16)
-    for page_size in (16, 32, 64, 128):  # a third stage fits
+    for page_size in (16, 32, 64, 128):  # shared memory has room for a third pipeline stage
         yield Configuration(64, 32, 32, page_size)
         yield Configuration(384, 64, 24, page_size, out=jnp.float32)
     for latent_dim, rope_dim in ((512, 64), (384, 32), (256, 64), (128, 32)):
@@ -143,7 +149,7 @@ def configurations() -> Iterator[Configuration]:
 
 @deferred
 def drafts(configuration: Configuration, queries: int) -> DeferredCase:
-    """Return a case with draft trees."""
+    """Return a case with `queries` queries per sequence that form a draft tree (argument `draft_mask`)."""
     mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
     return configuration.case(configuration.arguments(queries) | mask)
 
@@ -171,10 +177,10 @@ MLA_SWAP_AB: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in (DEEPSEEK, Configuration(256, 32), Configuration(quantised=True))},
     **{f"mla-swap-ab-{name}": UNLIKE[name] for name in ("draft-tree", "20-heads", "fp8-draft-tree")},
 }
-"""Typical configurations and calls."""
+"""Cases with typical configurations, and three calls of `UNLIKE`."""
 
 MLA_SWAP_AB_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in configurations()},
     **{f"mla-swap-ab-{name}": case for name, case in UNLIKE.items()},
 }
-"""All configurations and calls."""
+"""Cases with all configurations, and all calls of `UNLIKE`."""

@@ -1,6 +1,4 @@
-"""Compile-gate cases of `mla_decode` on Blackwell: widths of latents, page sizes, numbers of query rows, dtypes,
-drafts, and plans.
-"""
+"""Compile-gate cases of the Blackwell kernel of `mla_decode`, which uses tcgen05 instructions and tensor memory."""
 
 from __future__ import annotations
 
@@ -30,10 +28,14 @@ class Configuration:
     """Parameters that the kernel is compiled for.
 
     Attributes:
-      heads: query heads. Up to 64 query rows are columns of O; more are its rows.
-      queries: queries of a sequence.
-      out: dtype of the output; None for the queries' dtype.
-      tree: whether drafts have a mask.
+      latent_dim, rope_dim: width of the latents and of the rotated keys.
+      heads: number of query heads. If heads * queries is at most 64, the kernel computes the output transposed, with
+      query rows as columns.
+      queries: queries per sequence.
+      page_size: tokens per page.
+      dtype: dtype of queries and latents.
+      out: dtype of the output; None for the dtype of the queries.
+      tree: whether the queries form a draft tree (argument `draft_mask`).
     """
 
     latent_dim: int = 512
@@ -66,7 +68,9 @@ class Configuration:
         )
 
     def arguments(self, mode: Mode = "balanced", batch: int = BATCH) -> dict[str, Any]:
-        """Shapes of a call, with a plan for the number of CTAs that a B200 runs at the same time."""
+        """Return the shapes of the arguments of a call, with a plan for the number of CTAs that a B200 runs at the same
+        time.
+        """
         shapes = mla_swap_ab.Configuration(
             self.latent_dim, self.rope_dim, page_size=self.page_size, dtype=self.dtype
         ).arguments(self.queries, self.heads, batch)
@@ -77,13 +81,15 @@ class Configuration:
 
     @property
     def scratch_bytes(self) -> int:
-        """Shared memory of the kernel."""
+        """Bytes of shared memory of the kernel."""
         types = TcgenScratch.types(self.static, self.dtype)
         return shared_memory.block_bytes(types, reduction_bytes=REDUCTION_BYTES)
 
     @deferred
     def case(self, arguments: dict[str, Any] | None = None) -> Case:
-        """Call whose temporaries are mostly partial states: up to 256 KB for each split of 128 rows."""
+        """Return the case. Its temporary memory is mostly partial states: up to 256 KB for each KV split and 128 query
+        rows.
+        """
 
         def call(**arguments: Any) -> Any:
             return mla_decode(**arguments, out_dtype=self.out)
@@ -104,7 +110,7 @@ ALL_WIDTHS = [(latent_dim, rope_dim) for latent_dim in range(64, 513, 64) for ro
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every width with every number of columns of O, and with rows; then other page sizes, dtypes and drafts."""
+    """Yield every latent width with each kind of tile, then other page sizes, dtypes and draft trees."""
     for latent_dim, rope_dim in ALL_WIDTHS:
         for heads in (16, 32, 48, 64, 128):
             yield Configuration(latent_dim, rope_dim, heads, page_size=16)
@@ -117,13 +123,13 @@ def configurations() -> Iterator[Configuration]:
 
 @deferred
 def without(configuration: Configuration, *names: str) -> DeferredCase:
-    """Call without some arguments, which the operation then computes."""
+    """Return a case without the optional arguments `names`."""
     return configuration.case({k: v for k, v in configuration.arguments().items() if k not in names})
 
 
 DEEPSEEK, FEW = Configuration(), Configuration(heads=16)
 LARGE = PagedLatent(shape(2**17, 64, 576))  # pyrefly: ignore[bad-argument-type]
-"""A pool of more than 2**32 elements."""
+"""Pool with more than 2**32 elements."""
 
 UNLIKE: dict[str, DeferredCase] = {
     "20-heads-8-queries": Configuration(heads=20, queries=8, tree=True).case(),
@@ -143,4 +149,4 @@ MLA_TCGEN05_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in configurations()},
     **{f"sm100-mla-decode-{name}": case for name, case in UNLIKE.items()},
 }
-"""All configurations and calls."""
+"""Cases with all configurations, and all calls of `UNLIKE`."""

@@ -1,6 +1,7 @@
-"""Compile-gate cases of the two-warpgroup kernels of `mla_decode`: widths, page sizes, dtypes, drafts, plans.
+"""Compile-gate cases of the two-warpgroup kernels of `mla_decode` on Hopper.
 
-Case names contain "seesaw", FlashMLA's name of the scheme.
+In these kernels, each of two warpgroups computes half of the output columns, and they exchange tiles of probabilities.
+Names of cases contain "seesaw", FlashMLA's name for this scheme.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ from tests.aot.mla_swap_ab import BATCH, TOKENS, WIDTHS
 from tests.aot.plans import fitted
 
 ROWS = 64
-"""Query rows of a CTA."""
+"""Number of query rows of a CTA."""
 
 OPERATION = "mla_decode/mosaic"
-"""Key of the packaged tunings."""
+"""Key of the operation in the files of packaged tunings."""
 
 mla_decode = functools.partial(pallas_attn.mla_decode, sm_scale=0.1, return_lse=True, implementation="mosaic")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Compile-time parameters of the kernel.
+    """Parameters that the kernel is compiled for.
 
     Attributes:
-      latent_dim, rope_dim: L, R.
-      heads: query heads. Every 64 heads are a block of rows; with an even number of blocks the kernel uses clusters.
-      page_size: tokens of a page.
+      latent_dim, rope_dim: width L of the latents and width R of the rotated keys.
+      heads: number of query heads. A CTA computes a block of up to 64 of them. With an even number of blocks, pairs of
+      CTAs form clusters and share loaded tiles.
+      page_size: tokens per page.
       dtype: dtype of queries and of 16-bit latents.
       out: dtype of the output; None for the dtype of the queries.
       quantised: whether latents are fp8.
@@ -67,21 +69,25 @@ class Configuration:
 
     @property
     def shapes(self) -> mla_swap_ab.Configuration:
-        """Configuration of the swap-AB kernel whose arguments have the same shapes."""
+        """Configuration of `mla_swap_ab`, whose methods make the shapes of the arguments, which are the same."""
         sizes = {"page_size": self.page_size, "dtype": self.dtype, "quantised": self.quantised}
         return mla_swap_ab.Configuration(self.latent_dim, self.rope_dim, **sizes)
 
     def arguments(
         self, queries: int = 1, mode: Literal["balanced", "fixed"] = "balanced", batch: int = BATCH
     ) -> dict[str, Any]:
-        """Return the shapes of a call, with a plan for the number of CTAs that an H200 runs concurrently."""
+        """Return the shapes of the arguments of a call, with a plan for the number of CTAs that an H200 runs at the
+        same time.
+        """
         blocks = -(-self.heads * queries // ROWS)
         plan = self.shapes.plan(mode, max(1, 132 // blocks), batch)
         return self.shapes.arguments(queries, self.heads, batch) | {"plan": plan}
 
     @property
     def tile(self) -> Tile:
-        """Tile of `TOKENS` tokens for one block of rows. A CTA of a cluster copies half of a 16-bit tile."""
+        """Work of a CTA with `ROWS` query rows on one tile of `TOKENS` tokens. In a cluster, a CTA copies half of a
+        16-bit tile.
+        """
         keys, values = TOKENS * (self.latent_dim + self.rope_dim), TOKENS * self.latent_dim
         sharers = 2 if -(-self.heads // ROWS) % 2 == 0 and not self.quantised else 1
         num_bytes = self.shapes.tile.num_bytes if self.quantised else keys * jnp.dtype(self.dtype).itemsize
@@ -89,7 +95,7 @@ class Configuration:
 
     @property
     def scratch_bytes(self) -> int:
-        """Shared memory of the kernel of `arguments`, without a tuning."""
+        """Bytes of shared memory of the kernel for `arguments` with heuristic sizes."""
         if self.quantised:
             facts = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim, "queries": 1, "heads": self.heads}
             fp8 = DecodeFp8Static(**facts, page_size=self.page_size, causal=True, sm_scale=0.1)
@@ -111,9 +117,10 @@ class Configuration:
 
     @deferred
     def case(self, arguments: dict[str, Any] | None = None, *, device: str = "untuned") -> Case:
-        """Return a case with the sizes packaged for a device, or with the heuristic sizes.
+        """Return the case of a call with the tunings packaged for `device`; "untuned" has none and uses heuristic
+        sizes.
 
-        Partial states are the largest temporaries: 128 KB for each split of 64 rows.
+        Its temporary memory is mostly partial states: 128 KB for each KV split and 64 query rows.
         """
 
         def call(**arguments: Any) -> Any:
@@ -134,7 +141,7 @@ class Configuration:
 
 
 def configurations() -> Iterator[Configuration]:
-    """Return all widths with all page sizes, with and without clusters, then other dtypes."""
+    """Yield all widths with all page sizes, with and without clusters, then other dtypes and fp8 latents."""
     for latent_dim, rope_dim in WIDTHS:
         for page_size in (16, 32, 64, 128):
             shared = Configuration(latent_dim, rope_dim, page_size=page_size)
@@ -152,7 +159,7 @@ CONFIGURATIONS = list(configurations())
 
 
 def tuned_devices() -> list[str]:
-    """Return the devices with packaged tunings of the kernel."""
+    """Return the names of the devices that have packaged tunings of the kernel."""
     folder = resources.files(pallas_attn) / "tuned"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
     return [file.name.removesuffix(".json") for file in files if OPERATION in json.loads(file.read_text())]
@@ -163,7 +170,7 @@ def tuned_devices() -> list[str]:
 
 @deferred
 def drafts(heads: int, queries: int, page_size: int = 64, *, quantised: bool = False) -> DeferredCase:
-    """Return a case with draft trees."""
+    """Return a case with `queries` queries per sequence that form a draft tree (argument `draft_mask`)."""
     configuration = Configuration(heads=heads, page_size=page_size, quantised=quantised)
     mask = {"draft_mask": shape(BATCH, queries, queries, dtype=jnp.bool_)}
     return configuration.case(configuration.arguments(queries) | mask).replace(tile=None)
@@ -171,7 +178,7 @@ def drafts(heads: int, queries: int, page_size: int = 64, *, quantised: bool = F
 
 @deferred
 def without(configuration: Configuration, *names: str) -> DeferredCase:
-    """Return a case without some optional arguments."""
+    """Return a case without the optional arguments `names`."""
     return configuration.case({k: v for k, v in configuration.arguments().items() if k not in names})
 
 
@@ -179,7 +186,7 @@ LAYERS = 4
 
 
 def layers(q_latent: Any, q_rope: Any, cache: PagedLatent, block_tables: Any, kv_lens: Any, plan: Any) -> Any:
-    """A model step whose layers share one pool; each layer has separate pages."""
+    """Compute a decode step of `LAYERS` layers in a scan. All layers share one pool and have separate pages in it."""
     pages, page_size, _ = cache.pages.shape
     offsets = jnp.arange(BATCH + 1, dtype=jnp.int32)
     slots = pallas_attn.slot_mapping(block_tables, offsets, kv_lens, page_size=page_size, length=BATCH)
@@ -204,11 +211,11 @@ def in_layers() -> DeferredCase:
 
 DEEPSEEK = Configuration()
 LARGE = PagedLatent(shape(2**17, 64, 576))  # pyrefly: ignore[bad-argument-type]
-"""A pool with more than 2**32 elements."""
+"""Pool with more than 2**32 elements."""
 
 UNLIKE: dict[str, DeferredCase] = {
     "fp8-drafts": drafts(64, 4, quantised=True),
-    "20-heads": Configuration(heads=20).case(Configuration(heads=20).arguments()),  # uses the swap-AB kernel
+    "20-heads": Configuration(heads=20).case(Configuration(heads=20).arguments()),  # dispatched to the swap-AB kernel
     "20-heads-8-queries": drafts(20, 8),
     "9-heads-8-queries": drafts(9, 8, page_size=16),
     "128-heads-2-queries": DEEPSEEK.case(DEEPSEEK.arguments(queries=2)),
@@ -225,11 +232,11 @@ MLA_TWO_WARPGROUP: dict[str, DeferredCase] = {
     "mla-decode-layers": UNLIKE["layers"],
     "mla-decode-one-sequence": UNLIKE["one-sequence"],
 }
-"""Typical configurations and calls."""
+"""Cases with a typical configuration, and two calls of `UNLIKE`."""
 
 MLA_TWO_WARPGROUP_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in CONFIGURATIONS},
     **{f"{c}@{device}": c.case(device=device) for device in tuned_devices() for c in CONFIGURATIONS},
     **{f"mla-decode-{name}": case for name, case in UNLIKE.items()},
 }
-"""All configurations and calls."""
+"""Cases with all configurations, and all calls of `UNLIKE`."""

@@ -1,4 +1,7 @@
-"""Compile-gate cases of `plan_decode` on Hopper: one kernel for any sizes."""
+"""Compile-gate cases of `plan_decode`, and shapes of plans for the cases of decode kernels.
+
+A plan assigns the pages of all sequences to the CTAs of a decode kernel.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ type Mode = Literal["balanced", "fixed"]
 
 
 def step(batch: int, page_size: int = PAGE_SIZE, kv_heads: int = KV_HEADS) -> dict[str, Any]:
-    """Shapes of the decode call that is planned."""
+    """Return the arguments of `plan_decode`: the shapes of a decode call with `batch` sequences."""
     pages = shape(1, kv_heads, page_size, 64)
     return {
         "q": shape(batch, 1, kv_heads, 64),
@@ -32,8 +35,9 @@ def step(batch: int, page_size: int = PAGE_SIZE, kv_heads: int = KV_HEADS) -> di
 def plan_shapes(
     page_size: int, kv_heads: int, num_programs: int, mode: Mode, batch: int, implementation: str = "mosaic_sm90"
 ) -> DecodePlan:
-    """Shapes of a plan for a Mosaic kernel. `fitted` sets the call that it was made for. Tracing a plan would take half
-    a second.
+    """Return the shapes of a plan for a Mosaic kernel, without tracing `plan_decode`, which would take half a second.
+
+    The field `made_for` is a placeholder; `fitted` sets it for a call.
     """
     rows, rows_plus_1, programs_plus_1 = (
         shape(n, dtype=jnp.int32) for n in (batch * kv_heads, batch * kv_heads + 1, num_programs + 1)
@@ -49,7 +53,7 @@ def plan_shapes(
 
 
 def fitted(arguments: Mapping[str, Any], window: int | None = None) -> dict[str, Any]:
-    """Arguments of a decode call, with a plan marked as made for this call."""
+    """Return the arguments of a decode call in which `plan.made_for` describes this call."""
     plan = arguments.get("plan")
     if not isinstance(plan, DecodePlan):
         return dict(arguments)
@@ -78,7 +82,7 @@ def plan(batch: int, mode: Mode = "balanced", *, windows: bool = False, drafts: 
         per_head = shape(KV_HEADS, dtype=jnp.int32)
         arguments["window"] = HeadWindow(per_head, per_head)  # pyrefly: ignore[bad-argument-type]
     call = functools.partial(pallas_attn.plan_decode, num_programs=PROGRAMS, mode=mode, implementation="mosaic")
-    lengths = 4 * (batch + drafts * batch)  # temporaries for lengths clipped to the size of the tables
+    lengths = 4 * (batch + drafts * batch)  # bytes of the lengths, clipped to the size of the tables
     return Case(call, arguments, tensor_cores=False, temporaries=1024 + lengths)
 
 

@@ -1,6 +1,7 @@
-"""Cases of the portable implementations at serving sizes, and of the expert GEMMs on Hopper.
+"""Compile-gate cases of the XLA implementations, and of the expert layer's kernels on Hopper.
 
-Pools have tens of gigabytes, and block tables cover 128k tokens per sequence. A call must not copy them.
+The XLA implementations run on any device. Their cases have the sizes of a large server: pools of several gigabytes to
+tens of gigabytes, and block tables for 128k tokens per sequence. A call must not copy the pool.
 """
 
 from __future__ import annotations
@@ -120,13 +121,15 @@ def ragged_attention() -> Case:
 
 
 def routed_experts(tokens: int) -> DeferredCase:
-    """Routed experts of DeepSeek-V2-Lite: 64 experts, 6 per token."""
+    """Return a case of the routed experts of a layer of DeepSeek-V2-Lite: 64 experts, 6 per token."""
     count, width, hidden = 64, 2048, 1408
     return experts_case(tokens, 6, lambda: Experts(bf16(count, width, 2 * hidden), bf16(count, hidden, width)))
 
 
 def biased_experts(tokens: int) -> DeferredCase:
-    """Experts of gpt-oss-20b: 32 experts, 4 per token. Their width is not a multiple of 128."""
+    """Return a case of the experts of a layer of gpt-oss-20b: 32 experts with biases, 4 per token. Their width, 2,880,
+    is not a multiple of 128.
+    """
     count, width = 32, 2880
 
     def make() -> Experts:
@@ -150,8 +153,10 @@ def experts_case(tokens: int, top_k: int, make: Callable[[], Experts]) -> Case:
         "weights": shape(tokens, top_k, dtype=jnp.float32),
         "experts": experts,
     }
-    # The limit is far below experts · pairs, which jax.lax.ragged_dot allocates. For few rows, the results of GEMM1 are
-    # stored per expert. For many rows, the groups of the experts are padded to multiples of 8 rows.
+    # A pair is a token and one of its experts. The limit allows some arrays with a row per pair. It is far below the
+    # experts * pairs rows that `jax.lax.ragged_dot` would allocate. For few tokens, it also allows the results of the
+    # first GEMM for all tokens in every expert. For many tokens, it allows up to 8 rows of padding per expert, because
+    # the kernel pads the pairs of each expert to a multiple of 8 rows.
     per_expert = num_experts * hidden * 2 * (-(-tokens // 8) * 8 if tokens <= dispatch.MAX_FEW_ROWS else 8)
     temporaries = MIB + tokens * top_k * 4 * (width + 2 * hidden) + per_expert
     return Case(split_experts.routed_experts, arguments, temporaries=temporaries)

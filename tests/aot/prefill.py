@@ -1,4 +1,4 @@
-"""Compile-gate cases of `ragged_attention` and `paged_prefill`: configurations, options and caches."""
+"""Compile-gate cases of the prefill kernels of `ragged_attention` and `paged_prefill`, for Hopper and Blackwell."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = {
     (64, 64): [FlashConfig(128, 2, 2), FlashConfig(128, 4, 2), FlashConfig(128, 4, 3), FlashConfig(64, 2, 1)],
     (256, 256): [FlashConfig(64, 2, 1)],
 }
-"""Sizes for tuning, in addition to the sizes of the heuristics."""
+"""Kernel sizes that a tuning may choose, in addition to the heuristic sizes, by (key dimension, value dimension)."""
 
 paged_prefill = functools.partial(pallas_attn.paged_prefill, return_lse=True, implementation="mosaic")
 ragged_attention = functools.partial(pallas_attn.ragged_attention, return_lse=True, implementation="mosaic")
@@ -42,7 +42,7 @@ def ints(*dims: int) -> jax.ShapeDtypeStruct:
 
 
 def looking_up(sizes: FlashConfig | None) -> Any:
-    """Return a context in which calls use `sizes`, or the heuristic sizes for None."""
+    """Return a context in which calls are traced with the kernel sizes `sizes`; None for the heuristic sizes."""
 
     def lookup(op: str, key: Any, make: Any, heuristic: Any) -> Any:
         return heuristic() if sizes is None else sizes
@@ -68,8 +68,11 @@ def ragged(
     """Return a case of `ragged_attention`.
 
     Args:
-      sizes: tile configuration of the kernel, or None for the heuristic one.
-      splits: number of splits whose partial states fit the limit of temporary memory. It does not change the call.
+      tokens, keys: total numbers of queries and of keys of all sequences.
+      sizes: sizes of the kernel; None for the heuristic sizes.
+      splits: number of KV splits per query whose partial states the temporary memory may hold. The kernel chooses the
+      number of splits itself.
+      sinks: whether the call has sink logits.
     """
     arguments = {
         "q": shape(tokens, q_heads, key_dim, dtype=dtype),
@@ -94,7 +97,7 @@ def ragged(
 
 
 def partial_outputs(splits: int, tokens: int, heads: int, width: int) -> int:
-    """Return the bytes of the partial states of the splits: output, maximum and sum of each row."""
+    """Return the bytes of partial states: output [width], maximum and sum in float32 for each split, token and head."""
     return 4 * splits * tokens * heads * (width + 2)
 
 
@@ -115,10 +118,12 @@ def paged(
     """Return a case of `paged_prefill` with 8 KV heads.
 
     Args:
-      cache: dtype and scales of a quantised cache, or None for a cache in `dtype`.
-      sizes: sizes of the kernel, or None for the heuristic sizes.
-      features: of "head-tables", "head-windows" and "sinks".
-      splits: largest number of splits, 0 if keys are never split.
+      cache: dtype and scales of a quantised cache; None for a cache in `dtype`.
+      tokens: total number of queries of all sequences.
+      sizes: sizes of the kernel; None for the heuristic sizes.
+      features: optional arguments, of "head-tables", "head-windows" and "sinks".
+      splits: number of KV splits per query whose partial states the temporary memory may hold; 0 if the kernel must not
+      split keys.
       group: query heads per KV head.
     """
     pages = KEYS // page_size
@@ -168,7 +173,7 @@ def paged(
 
 @deferred
 def mapped(plain: DeferredCase) -> Case:
-    """Return a case of two batches under `jax.vmap`."""
+    """Return a case that computes two calls with `jax.vmap`."""
     case = plain.made
     stacked = {name: shape(2, *a.shape, dtype=a.dtype) for name, a in case.arguments.items()}
     function = lambda **arguments: jax.vmap(lambda each: case.function(**each))(arguments)  # noqa: E731
@@ -177,7 +182,7 @@ def mapped(plain: DeferredCase) -> Case:
 
 @deferred
 def exported(plain: DeferredCase) -> Case:
-    """Return a case that was exported and loaded with `jax.export`."""
+    """Return a case whose function is exported, serialised and deserialised with `jax.export`."""
     case = plain.made
 
     def call(**arguments: Any) -> Any:
@@ -213,9 +218,11 @@ ALL_FEATURES: dict[str, Any] = {
 }
 BUT_CAP = {name: value for name, value in ALL_FEATURES.items() if name != "soft_cap"}
 TWO_CONSUMERS: dict[str, Any] = {"splits": 6}
-"""Two consumers have half as many blocks as one consumer, so their keys may be split more often."""
+"""Limit of splits for kernels with two consumer warpgroups. A CTA then computes twice the queries, so there are half as
+many blocks of queries, and keys may be split more often.
+"""
 FEW: dict[str, Any] = {"tokens": 96, "splits": 11}
-"""So few blocks of queries that keys are split."""
+"""Few tokens, and therefore so few blocks of queries that the kernel splits keys to use all multiprocessors."""
 PREFILL: dict[str, DeferredCase] = {
     "ragged-192-128": ragged(192, 128, 128, 128),
     "ragged-128-128": ragged(128, 128),
@@ -250,14 +257,14 @@ PREFILL: dict[str, DeferredCase] = {
     "paged-prefill-fp8-head-d256-but-cap": paged(256, cache=CACHES["fp8-head"], **(BUT_CAP | TWO_CONSUMERS)),
     "paged-prefill-fp8-token-d256-p16-all-features": paged(256, 16, cache=CACHES["fp8-token"], **ALL_FEATURES),
 }
-"""Every width, and each kind of call."""
+"""Cases with each head dimension, and with each option of the calls."""
 
 TUNING: dict[str, DeferredCase] = {
     f"ragged-{key_dim}-{value_dim}-{c.tile_keys}-{c.stages}-{c.consumers}": ragged(key_dim, value_dim, sizes=c)
     for (key_dim, value_dim), tried in SIZES.items()
     for c in tried
 }
-"""Sizes for tuning on Hopper."""
+"""Cases with each kernel size that a tuning may choose on Hopper."""
 
 PREFILL_MORE: dict[str, DeferredCase] = {
     **TUNING,
@@ -305,29 +312,31 @@ PREFILL_MORE: dict[str, DeferredCase] = {
         for name, static in VARIED.items()
     },
 }
-"""Combinations of caches, widths and features, and the sizes for tuning."""
+"""Cases with combinations of caches, head dimensions and options, and with the kernel sizes of `TUNING`."""
 
 UNSUPPORTED_ON_B200 = re.compile(r"paged-prefill-(int8-channel|fp8-token|int8-group)-d256")
-"""Cases that need too much shared memory on Blackwell.
+"""Names of cases that are not supported on Blackwell, because they need too much shared memory.
 
-128 query rows of this width, two stages and the staging buffers leave no space for token scales or a second part of the
-queries.
+With a head dimension of 256, the 128 query rows, two pipeline stages and the staging buffers leave no space for scales
+per token, or for the second half of queries that are stored as sums of two 16-bit values.
 """
 
 PARTIALS_ON_B200 = PARTIALS_PER_CTA * 148 * partial_outputs(1, tokens=256, heads=1, width=128)
-"""Bytes of partial states of 8 work tiles per CTA, with 256 query rows of width 128, or 128 rows of width 256."""
+"""Maximum bytes of the partial states of a B200 with 148 multiprocessors: `PARTIALS_PER_CTA` work tiles per CTA, each
+with 256 query rows of width 128 or 128 query rows of width 256.
+"""
 
 
 @deferred
 def with_larger_blocks(plain: DeferredCase) -> Case:
-    """Return the case with the memory of partial states on a B200."""
+    """Return the case with a limit of temporary memory that includes the partial states of a B200."""
     return replace(plain.made, tile=None, temporaries=plain.made.temporaries + PARTIALS_ON_B200)
 
 
 SM100_PREFILL = {
-    # A B200 has more multiprocessors and larger blocks, so it splits keys in cases that Hopper does not.
+    # A B200 has more multiprocessors and larger blocks of queries than an H200, so it splits keys in more cases.
     name: with_larger_blocks(case)
     for name, case in on_b200(PREFILL | PREFILL_MORE).items()
     if name.removeprefix("sm100-") not in TUNING and not UNSUPPORTED_ON_B200.search(name)
 }
-"""The same cases on Blackwell."""
+"""The cases of `PREFILL` and `PREFILL_MORE` for a B200, without `TUNING` and unsupported cases."""

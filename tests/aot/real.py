@@ -1,4 +1,8 @@
-"""Calls at the shapes of real models: what is chosen for them has to compile, whatever the other cases leave out."""
+"""Compile-gate cases with the argument shapes of real models (`scripts.bench.shapes`).
+
+The other modules have cases for each kernel configuration. These cases check that the configurations that are chosen
+for real models compile.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,17 @@ from tests.kit.real_sizes import MLA_SM_SCALE
 
 @deferred
 def real(operation: Callable[..., Any], arrays: Callable[..., Any], case: Any, cache: str, **static: Any) -> Case:
-    """A call with these shapes. What queries and plans take beside is up to them."""
+    """Return a case of an operation.
+
+    Args:
+      operation: the operation; it runs the Mosaic implementation.
+      arrays: arrays(case, key) makes the arguments. Only their shapes are used.
+      cache: name of the cache argument, which the compiled program must not copy.
+      static: static arguments of the call.
+
+    The limit of temporary memory, 1 GiB, is not close to the memory that the calls use.
+
+    """
     shapes = jax.eval_shape(partial(arrays, case), jax.random.key(0))
     call = partial(operation, implementation="mosaic", **static)
     return Case(call, shapes, cache=cache, temporaries=2**30)

@@ -1,4 +1,4 @@
-"""Report on a compiled case, and the check of the report against the requirements of the case."""
+"""Report on a compiled case of the compile gate, and comparison of the report with the requirements of the case."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from tests.aot import device
 from tests.aot.case import Case
 
 BARRIER_BYTES = 8
-"""Shared memory of one barrier [bytes]."""
+"""Bytes of shared memory of one barrier."""
 
 WARPGROUP = 128
 """Number of threads of a warpgroup."""
 
 KERNEL = re.compile(r"((?:^(?:ptxas|    ).*\n)+)((?:^(?!ptxas).*\n?)*)", re.MULTILINE)
-"""Log of the assembler for one kernel, followed by the kernel's disassembly."""
+"""Pattern of the output of Mosaic GPU for one kernel: group 1 is the log of ptxas, group 2 the disassembly."""
 
 TENSOR_CORES = r"\b(?:[HQI]GMMA|[HQIDB]MMA|UTC[A-Z]*MMA)\b[\w.]*"
-"""Matrix multiplication instructions of wgmma, mma.sync and tcgen05."""
+"""Pattern of the SASS instructions of wgmma, mma.sync and tcgen05."""
 
 SET_REGISTERS = r"\bUSETMAXREG\.(TRY_ALLOC|DEALLOC)\S* (?:UP\d+, )?(0x[0-9a-f]+)"
-"""Instructions of `setmaxnreg`, by which a warpgroup requests or releases registers."""
+"""Pattern of the SASS instructions of PTX's `setmaxnreg`, with which a warpgroup requests or releases registers."""
 
 OWN_TENSOR_CORES = {"H200": ("HGMMA", "QGMMA", "IGMMA"), "B200": ("UTC",), "L4": ()}
-"""Prefixes of the tensor-core instructions that reach a card's full rate. The project has no Mosaic kernels for an L4.
+"""Prefixes, by GPU, of the tensor-core instructions that reach the GPU's full rate. The project has no Mosaic kernels
+for an L4.
 """
 
 REMARK = re.compile(r"^ptxas \w+ +: (.*(?:Performance Loss|ignored|spilled).*)$", re.MULTILINE)
@@ -38,9 +39,9 @@ class Kernel:
 
     Attributes:
       name: name of the Python function of the kernel.
-      registers: registers per thread at kernel entry.
-      stack, spill_stores, spill_loads: stack frame and register spills, bytes per thread.
-      remarks: warnings of the assembler, and its remarks about lost performance.
+      registers: registers per thread when the kernel starts.
+        stack, spill_stores, spill_loads: bytes per thread of the stack frame and of register spills.
+        remarks: messages of ptxas about lost performance, ignored instructions and spilled registers.
       tensor_cores: distinct tensor-core instructions, such as "HGMMA.64x128x16.F32.BF16", or "UTCHMMA" on a B200.
       sass: disassembly.
     """
@@ -56,15 +57,19 @@ class Kernel:
 
     @property
     def given_registers(self) -> int:
-        """Registers per thread at kernel entry, summed over the warpgroups that the register file holds."""
+        """Registers that the register file can give to the kernel: `registers` times the number of warpgroups that
+        fit.
+        """
         return self.registers * (device.MULTIPROCESSOR_REGISTERS // WARPGROUP // self.registers)
 
     @property
     def wanted_registers(self) -> int:
-        """Registers per thread after all `setmaxnreg` instructions, summed over the warpgroups; 0 without `setmaxnreg`.
+        """Sum over the warpgroups of their registers per thread after all `setmaxnreg` instructions; 0 without
+        `setmaxnreg`.
 
-        If the sum exceeds `given_registers`, a warpgroup waits forever for registers. Warpgroups that increase their
-        registers may share one instruction, so each warpgroup without a decrease counts as an increase.
+        If the sum exceeds `given_registers`, a warpgroup waits forever for registers. The disassembly shows one
+        increase even if several warpgroups execute it. Therefore, each warpgroup without a decrease is assumed to
+        increase its registers.
         """
         changes = [(kind, int(count, 16)) for kind, count in re.findall(SET_REGISTERS, self.sass)]
         fewer, more = ([count for kind, count in changes if kind == which] for which in ("DEALLOC", "TRY_ALLOC"))
@@ -77,16 +82,18 @@ class Report:
     """Report on one compiled case.
 
     Attributes:
-      error: error message if the case does not compile. The other fields are empty then.
-      kernels: Mosaic GPU kernels, in order of compilation.
-      block_bytes: shared memory of a thread block, bytes for each kernel.
-      tmem_columns: tensor memory columns of a thread block, maximum over the kernels.
+      error: error message if the case does not compile; None otherwise. With an error, the other fields are empty.
+      kernels: Mosaic GPU kernels, in the order of their compilation.
+      block_bytes: bytes of shared memory of a thread block, for each kernel.
+      tmem_columns: columns of tensor memory of a thread block, maximum over the kernels.
       temporaries: bytes of temporary memory, in addition to arguments and results.
       aliased: bytes of results that reuse the memory of donated arguments.
-      copies: copy and transpose instructions whose result is at least as large as the cache, with their shapes.
-      joins: instructions that concatenate or copy the attention output of a step.
-      on_slices: computations that run a kernel on slices of arrays. A kernel fails if a slice is not aligned.
-      launches: kinds of thunks that the host launches, in order. Only for cases that must be one CUDA graph.
+      copies: copies and transposes whose result is at least as large as the cache.
+        joins: instructions that concatenate or copy the attention output of an engine step.
+        on_slices: computations in which XLA fused a kernel with slices of its operands. Such a kernel fails at run time
+        if a slice is not aligned.
+        launches: kinds of thunks (operations of XLA's executable) that the host launches, in order. Filled only if the
+        case must be one CUDA graph.
     """
 
     error: str | None = None
@@ -102,15 +109,15 @@ class Report:
 
     @property
     def shared_memory(self) -> int:
-        """Shared memory of a thread block [bytes], maximum over the kernels."""
+        """Bytes of shared memory of a thread block, maximum over the kernels."""
         return max(self.block_bytes, default=0)
 
     @property
     def fitting_blocks(self) -> int:
-        """Number of one-warpgroup thread blocks that fit a multiprocessor.
+        """Number of thread blocks of one warpgroup that fit on a multiprocessor.
 
-        The limit is the registers, the shared memory or the tensor memory, with the maximum of each over the kernels.
-        Registers are allocated in units of 8 per thread.
+        The limit is registers, shared memory or tensor memory. For each resource, the kernel that needs most of it
+        counts. Registers are allocated in units of 8 per thread.
         """
         registers = max((-(-kernel.registers // 8) * 8 for kernel in self.kernels), default=8)
         return min(
@@ -156,7 +163,7 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
         yield f"needs {report.shared_memory} bytes of shared memory, limit {device.MAX_SHARED_MEMORY}"
     elif (fitting := report.fitting_blocks) < case.blocks:
         yield f"requires {case.blocks} thread blocks per multiprocessor, but {fitting} fit"
-    if case.scratch_bytes and case.scratch_bytes not in report.block_bytes:  # a merge kernel may need more
+    if case.scratch_bytes and case.scratch_bytes not in report.block_bytes:  # one kernel of the case must match
         sizes = " and ".join(map(str, report.block_bytes))
         yield f"needs {sizes} bytes of shared memory, but the scratch types have {case.scratch_bytes}"
     if report.temporaries > case.temporaries:
@@ -171,7 +178,7 @@ def complaints(report: Report, case: Case) -> Iterator[str]:
 
 
 def parse_kernels(dump: str) -> tuple[Kernel, ...]:
-    """Parse the kernels from the output of Mosaic GPU: for each kernel, the assembler's log, then the disassembly."""
+    """Parse the kernels of Mosaic GPU's output, which has for each kernel the log of ptxas, then the disassembly."""
     return tuple(_parse_kernel(log, sass) for log, sass in KERNEL.findall(dump))
 
 
@@ -203,9 +210,9 @@ def _find(pattern: str, text: str) -> tuple[str, ...]:
 
 
 def parse_tmem_columns(dump: str) -> int:
-    """Parse the maximum number of tensor memory columns of a kernel from Mosaic GPU's resource dump.
+    """Parse the number of tensor memory columns from Mosaic GPU's resource dump: the maximum over the kernels.
 
-    Mosaic GPU allocates a power of two of columns, at least 32.
+    The result is rounded up to the columns that are allocated: a power of two, at least 32; 0 without tensor memory.
     """
     wanted = [int(columns) for columns in re.findall(r"tmem_scratch_cols=(\d+)", dump)]
     most = max(wanted, default=0)
@@ -213,7 +220,7 @@ def parse_tmem_columns(dump: str) -> int:
 
 
 def parse_shared_memory(dump: str) -> tuple[int, ...]:
-    """Parse the shared memory of each kernel [bytes] from Mosaic GPU's resource dump."""
+    """Parse the bytes of shared memory of each kernel, including barriers, from Mosaic GPU's resource dump."""
     sizes = []
     for line in re.findall(r"Resources\((.*)\)", dump):
         (scratch,) = _find(r"smem_scratch_bytes=(\d+)", line)

@@ -1,4 +1,6 @@
-"""Two small kernels for tests of the compile gate, and variants that break one requirement each."""
+"""Cases for tests of the compile gate itself: two small correct kernels, and variants that violate one requirement
+each.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tests.aot.case import Case, Tile, shape
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-"""Shared-memory layout of 16-bit tensor-core operands."""
+"""Shared-memory layout of 16-bit operands of tensor-core instructions."""
 
 
 def copy_pages(cache: jax.Array, page_ids: jax.Array) -> jax.Array:
@@ -45,7 +47,8 @@ def stream_matmul(x: jax.Array, w: jax.Array, *, slots: int = 2, accumulators: i
       x: float32 [T, 64, 64], rounded to bfloat16 in the kernel.
       w: bfloat16 [T, 64, n].
       slots: number of pipeline stages. A large number exceeds shared memory.
-      accumulators: number of accumulators. Each one computes the whole sum. A large number spills registers.
+        accumulators: number of accumulators, each of which computes the whole sum. A large number spills registers. The
+        result is multiplied by this number.
     """
     n = w.shape[2]
 
@@ -91,7 +94,7 @@ def stream_matmul(x: jax.Array, w: jax.Array, *, slots: int = 2, accumulators: i
 
 
 def pages(num_copied: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return arguments of `copy_pages`. Each `num_copied` gives another kernel."""
+    """Return the shapes of arguments of `copy_pages`. The compiled kernel depends on `num_copied`."""
     return {"cache": shape(64, 64, 128), "page_ids": shape(num_copied, dtype=jnp.int32)}
 
 
@@ -101,7 +104,7 @@ STREAMS_TILES = Case(stream_matmul, TILES, tile=Tile(num_bytes=64 * 128 * 2, mul
 
 
 def widened(cache: jax.Array) -> jax.Array:
-    """Return a result that cannot reuse the memory of its argument."""
+    """Convert to float32. The result cannot reuse the memory of a 16-bit argument."""
     return cache.astype(jnp.float32)
 
 
@@ -114,10 +117,10 @@ SAMPLES = {
     "copies-its-cache": replace(COPIES_PAGES, arguments=pages(10), donated=False),
     "is-not-in-place": Case(widened, {"cache": shape(64, 64, 128)}, cache="cache", donated=True, tensor_cores=False),
     "has-no-kernel": replace(STREAMS_TILES, function=lambda x, w: jnp.float32(0)),
-    # XLA builds no graph of fewer than five operations
+    # A program with one kernel is not one graph, because XLA builds graphs of at least five operations.
     "is-not-one-graph": replace(STREAMS_TILES, function=functools.partial(stream_matmul, slots=3), one_graph=True),
     "has-temporaries": replace(STREAMS_TILES, function=lambda x, w: stream_matmul(2 * x, w, slots=4)),
 }
-"""Samples by name. Each sample has a different kernel, because a process compiles equal kernels once: only the report
-of the first sample would have the kernel.
+"""Samples by name. Their kernels differ, because a process compiles equal kernels once: the kernel would be missing in
+the report of the second sample.
 """

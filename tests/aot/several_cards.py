@@ -1,10 +1,12 @@
-"""Compile programs for two cards and print the collectives of each.
+"""Compile programs for two H200s, without GPUs, and print the collective operations of each as JSON.
 
-contexts: decode over contexts that are split over the cards
-plain:    operations under a plain `jax.jit` on arrays with split heads
-steps:    steps of models with split heads or experts
+python -m tests.aot.several_cards contexts|plain|steps
 
-python -m tests.aot.several_cards contexts  # in the environment of tests/aot/environment.py
+- contexts: decode with the tokens of each sequence split over the GPUs.
+- plain: operations in a `jax.jit` without `shard_map`, on arrays whose heads or sequences are split.
+- steps: engine steps of models whose heads or experts are split.
+
+The process needs the variables of tests/aot/environment.py.
 """
 
 from __future__ import annotations
@@ -49,13 +51,18 @@ SPLIT, WHOLE = PartitionSpec("context"), PartitionSpec()
 
 
 def mesh(axis: str, kind: AxisType = AxisType.Auto) -> Mesh:
-    """Mesh of two H200s."""
+    """Return a mesh of two H200s with one axis."""
     described = topologies.get_topology_desc(platform="cuda", topology="1x1x2", target_config=device.H200)
     return Mesh(np.array(described.devices), (axis,), axis_types=(kind,))
 
 
 def collectives(text: str) -> list[str]:
-    """Collective operations of a compiled module, in the order of its text."""
+    """Return the names of the collective operations of a compiled program, in the order of its text.
+
+    Raises:
+      ValueError: the program has no Mosaic or Triton kernel, so the check would be meaningless.
+
+    """
     if not re.search("mosaic_gpu|triton_kernel_call", text):
         raise ValueError("expected a kernel in the compiled call, found none")
     found = re.findall(r" (all-[a-z-]+|ragged-all-to-all[a-z-]*|reduce-scatter[a-z-]*|collective-[a-z-]+)\(", text)
@@ -63,7 +70,9 @@ def collectives(text: str) -> list[str]:
 
 
 def exchanges(cards: Mesh, operation: Any, queries: list[Any], cache: Any, **options: Any) -> list[str]:
-    """Collective operations of the compiled call, in the order of its text."""
+    """Return the collective operations of `parallel.decode_over_contexts`. The cache is split, all other arguments are
+    replicated.
+    """
 
     def shape(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(cards, spec))
@@ -82,7 +91,7 @@ def exchanges(cards: Mesh, operation: Any, queries: list[Any], cache: Any, **opt
 
 
 def exchanges_of_step(config: ModelConfig, bucket: Bucket, axis: str = TENSOR) -> dict[str, int]:
-    """Number of each collective operation in an engine's step over two cards along an axis of the mesh."""
+    """Return the number of collective operations, by name, in an engine step on two GPUs along the mesh axis `axis`."""
     cards, settings, sizes = normal_mesh(mesh(axis)), AttentionSettings(implementation="mosaic"), engine.SIZES
     whole, model = (
         nnx.eval_shape(lambda over=over: Decoder(config, settings, jnp.bfloat16, over)) for over in (None, cards)
@@ -132,11 +141,11 @@ STEPS: dict[str, tuple[Any, ...]] = {
     "v2-lite": (engine.V2_LITE, engine.MIXED),
     "v2-lite, experts of data ranks": (engine.V2_LITE, engine.MIXED, DATA),
 }
-"""Models with few layers, and buckets of steps."""
+"""Arguments of `exchanges_of_step` by name: model, bucket and mesh axis."""
 
 
 def contexts() -> dict[str, list[str]]:
-    """Collectives of decode over contexts split over the cards, by kind of cache."""
+    """Return the collective operations of decode with split contexts, for keys and values ("heads") and for latents."""
     cards, dtype = mesh("context"), jnp.bfloat16
     heads = kv_cache_spec(num_pages=1024, page_size=64, num_kv_heads=8, head_dim=128, dtype=dtype)
     latents = latent_cache_spec(num_pages=1024, page_size=64, latent_dim=512, rope_dim=64, dtype=dtype)
@@ -149,8 +158,11 @@ def contexts() -> dict[str, list[str]]:
 
 
 def plain() -> dict[str, Any]:
-    """Operations under a plain `jax.jit` on arrays whose heads or sequences are split. For each implementation, type of
-    axes and operation: the collectives, the kernel calls, and copies of a device's part of a cache."""
+    """Compile operations in a `jax.jit` without `shard_map`, on arrays whose heads or sequences are split.
+
+    Return, for each implementation, type of mesh axes and operation, the collective operations and the copies of a
+    GPU's part of the cache.
+    """
     dtype, found = jnp.bfloat16, {}
     spec = kv_cache_spec(num_pages=1024, page_size=64, num_kv_heads=8, head_dim=128, dtype=dtype)
     kv = jax.eval_shape(lambda: PagedKV.allocate(spec))

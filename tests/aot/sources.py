@@ -1,12 +1,13 @@
-"""Hash of everything on which the report of a case depends: the reachable code, and the pinned compiler versions.
+"""Hash of everything on which the report of a case depends: reachable code and pinned compiler versions.
 
-Docstrings, comments and formatting do not change the hash.
+The hash is the key of cached reports (`gate.py`). Docstrings, comments and formatting do not change it.
 
-The reachable code of a file consists of its imports, including imports inside functions, and their imports. There are
-two special cases:
-- An operation depends on all files of its folder, because it loads its implementations by name.
-- `import pallas_attn` depends on the modules directly in the package and in `runtime`, and on the operations that the
-  importing file names.
+The reachable code of a file is the file itself, the files of this repository that it imports (also inside functions),
+and their reachable code. There are two special cases:
+
+- `ops/<operation>/__init__.py` reaches all files of its folder, because implementations are imported by name.
+- `import pallas_attn` would reach all operations. It reaches the modules directly in the package and in `runtime`, and
+only the operations whose names occur in the importing file.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("pallas_attn", "models", "scripts", "tests")
 LIBRARY, OPS = ROOT / "pallas_attn", ROOT / "pallas_attn" / "ops"
 OVERVIEWS = ("explain", "__main__")
-"""Modules of the library that import every operation. No operation depends on them."""
+"""Modules of the library that import every operation. They do not affect compiled kernels and are left out."""
 GATE = ("case", "compile", "device", "environment", "report", "sources")
-"""Modules of the gate that affect the report of every case."""
+"""Modules of the compile gate on which the report of every case depends."""
 
 
 @functools.cache
 def key(module: str, plugin: str) -> str:
-    """Return the hash for the cases of a module, compiled with a plugin."""
+    """Return the hash for the cases of a module (such as "tests.aot.decode") and a CUDA plugin."""
     files = reachable(_file(module))
     for name in GATE:
         files |= reachable(_file(f"tests.aot.{name}"), without=_file("tests.aot.cases"))
@@ -42,7 +43,7 @@ def key(module: str, plugin: str) -> str:
 
 @functools.cache
 def code_of(file: Path) -> bytes:
-    """Return a hash of a file: for Python, of the code without docstrings and comments; otherwise, of all bytes."""
+    """Return the hash of a file. For a Python file, docstrings and comments are left out."""
     contents = file.read_bytes()
     if file.suffix == ".py":
         tree = ast.parse(contents)
@@ -54,12 +55,12 @@ def code_of(file: Path) -> bytes:
 
 
 def _is_string(node: ast.stmt) -> bool:
-    """Return whether a statement is a docstring, or a string below a constant."""
+    """Return whether a statement is a string, such as a docstring or the documentation of a constant."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def reachable(start: Path, without: Path | None = None) -> set[Path]:
-    """Return the files of this repository that a file imports, directly or indirectly, and the file itself."""
+    """Return the reachable files of a file, see the module docstring. The file `without` is not followed."""
     found, left = set(), [start]
     while left:
         file = left.pop()
@@ -71,7 +72,7 @@ def reachable(start: Path, without: Path | None = None) -> set[Path]:
 
 @functools.cache
 def neighbours(file: Path) -> frozenset[Path]:
-    """Return the files of this repository that a file imports directly."""
+    """Return the files that a file reaches directly."""
     if file == LIBRARY / "__init__.py":
         files = (*LIBRARY.glob("*.py"), *(LIBRARY / "runtime").glob("*.py"))
         return frozenset(file for file in files if file.stem not in OVERVIEWS)
@@ -86,7 +87,7 @@ def neighbours(file: Path) -> frozenset[Path]:
 
 
 def _word(node: ast.AST) -> str:
-    """Return the last component of the name that a node refers to; empty if it has no name."""
+    """Return the name or string of a node, without the part before its last dot; "" for other nodes."""
     match node:
         case ast.Name(id=word) | ast.Attribute(attr=word) | ast.alias(name=word) | ast.Constant(value=str(word)):
             return word.rpartition(".")[2]
@@ -109,7 +110,7 @@ def _imports(tree: ast.AST, file: Path) -> Iterator[str]:
             case _:
                 continue
         for module in candidates:
-            # `import a.b` also runs the `__init__` of a. It is not a dependency unless the file imports names from it.
+            # `import a.b` also runs a/__init__.py. It counts as a dependency only if the file imports names from it.
             if module.partition(".")[0] in PACKAGES and _exists(module):
                 yield module
 

@@ -1,4 +1,6 @@
-"""Compile-gate cases of compositions on Hopper: steps that write and attend to a cache, and shared prefixes."""
+"""Compile-gate cases of operations that launch several kernels: `ragged_paged_attention`, `mla_ragged_paged_attention`
+and `cascade_decode`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every case compiles and meets its requirements. `make test` runs a part of the cases, `make test-slow` all cases."""
+"""The compile gate: every case compiles without a GPU and meets its requirements.
+
+`make test` runs the cases `IN_EVERY_RUN` and `ON_BOTH_PLUGINS`, `make test-slow` the others.
+"""
 
 import jax.numpy as jnp
 import pytest
@@ -14,17 +17,17 @@ def named(in_every_run):
 
 
 @pytest.mark.parametrize("name", named(IN_EVERY_RUN))
-def test_cuda13(compilers, name):
+def test_case_meets_its_requirements_with_cuda13(compilers, name):
     assert not list(complaints(compilers("cuda13").report(name), CASES[name]))
 
 
 @pytest.mark.parametrize("name", named(ON_BOTH_PLUGINS))
-def test_cuda12(compilers, name):
+def test_case_meets_its_requirements_with_cuda12(compilers, name):
     assert not list(complaints(compilers("cuda12").report(name), CASES[name]))
 
 
 def test_every_case_has_a_module() -> None:
-    """The key of a cached report depends on the module of its case."""
+    """The module is needed for the key of the case's cached report."""
     assert MODULES.keys() == CASES.keys()
 
 

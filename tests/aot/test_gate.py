@@ -1,4 +1,4 @@
-"""The compile gate accepts correct kernels and reports defects."""
+"""Tests of the compile gate itself: it accepts correct kernels, reports defects, and caches reports."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ def test_correct_kernels_pass(compiler, name):
     assert not list(complaints(compiler.report(name), SAMPLES[name]))
 
 
-@slow_cases(  # the same cases with the CUDA 13 plugin are in every run
+@slow_cases(  # `make test` runs the same cases with the CUDA 13 plugin
     "cuda12-does-not-fit-shared-memory-words1",
     "cuda12-leaves-the-tensor-cores-idle-words2",
     "cuda12-has-temporaries-words6",
@@ -62,7 +62,9 @@ def test_report_has_instructions_registers_and_shared_memory(compiler):
 
 
 def test_samples_have_different_kernels(compiler):
-    """Each report has a kernel in any order of the samples, although a process compiles equal kernels once."""
+    """A process compiles equal kernels once. If two samples had equal kernels, the report of the second one would have
+    no kernel. The samples are compiled in reverse order to detect this in any order.
+    """
     without = {"has-no-kernel", "is-not-in-place", "does-not-fit-shared-memory"}
     counts = {name: len(compiler.report(name).kernels) for name in reversed(SAMPLES) if name not in without}
     assert set(counts.values()) == {1}, counts
@@ -103,7 +105,7 @@ def test_reachable_files_of_a_case():
 
 @pytest.fixture
 def repository(monkeypatch, tmp_path):
-    """Temporary repository: a library with one operation, one module of cases, and empty gate modules."""
+    """Make a temporary repository with a library of one operation, a module of cases, and empty modules of the gate."""
     files = {
         "pallas_attn/__init__.py": "",
         "pallas_attn/ops/write_kv/__init__.py": "",
@@ -268,7 +270,7 @@ def test_shared_memory_has_a_limit():
     [
         (168, ("TRY_ALLOC.CTAPOOL UP0, 0xe8", "DEALLOC.CTAPOOL 0x28", "TRY_ALLOC.CTAPOOL UP0, 0xe8"), 504),
         (168, ("TRY_ALLOC.CTAPOOL UP0, 0xf0", "DEALLOC.CTAPOOL 0x20", "TRY_ALLOC.CTAPOOL UP0, 0xf0"), 512),
-        (128, ("DEALLOC.CTAPOOL 0x20", "TRY_ALLOC.CTAPOOL UP0, 0xa0"), 512),  # three warpgroups share the instruction
+        (128, ("DEALLOC.CTAPOOL 0x20", "TRY_ALLOC.CTAPOOL UP0, 0xa0"), 512),  # three warpgroups execute TRY_ALLOC
         (128, ("DEALLOC.CTAPOOL 0x28", "TRY_ALLOC.CTAPOOL UP0, 0xa0"), 520),
         (255, (), 0),
     ],
@@ -283,7 +285,9 @@ def test_registers_of_warpgroups_have_a_limit(registers, requests, wanted):
 
 
 def test_tensor_memory_has_a_limit():
-    """A thread block allocates a power of two of columns. `blocks` thread blocks must fit one multiprocessor."""
+    """The limit is 512 columns per multiprocessor for all `blocks` thread blocks. A thread block allocates a power of
+    two of columns.
+    """
     kernel = Kernel("k", 32, 0, 0, 0, (), ("UTCHMMA",), "")
     line = "Resources(smem_scratch_bytes=1024, tmem_scratch_cols={}, barrier_counts=Counter())\n"
     assert [parse_tmem_columns(line.format(n)) for n in (0, 16, 96, 512, 520)] == [0, 32, 128, 512, 1024]

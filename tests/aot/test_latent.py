@@ -1,4 +1,4 @@
-"""Kernels and temporary memory of `mla_prefill`, and kernels of engine steps, on Hopper."""
+"""Tests of compiled `mla_prefill` calls and engine steps on Hopper: names of the kernels, and temporary memory."""
 
 import pytest
 
@@ -9,7 +9,7 @@ def test_prefill_memory_does_not_depend_on_table_width(compilers):
     assert wide.temporaries <= narrow.temporaries + 4096
 
 
-# Slow: the compile gate covers the same call.
+# Not in `make test`, because test_compile.py compiles the same call.
 @pytest.mark.slow
 def test_prefill_uses_the_gather_kernel(compilers):
     report = compilers("cuda13").report("mla-prefill-narrow")
@@ -18,7 +18,9 @@ def test_prefill_uses_the_gather_kernel(compilers):
 
 @pytest.mark.slow
 def test_engine_step_uses_kernels(compilers):
-    """A step has one dense layer and two identical MoE layers, so each write kernel is compiled twice."""
+    """The model has one dense layer and two mixture-of-experts layers. Layers of one kind share a compiled kernel, so
+    `write_latent` is compiled twice.
+    """
     report = compilers("cuda13").report("engine-mixed")
     names = [kernel.name for kernel in report.kernels]
     assert {"write_latent", "gather_latent", "ragged_attention"} <= set(names)

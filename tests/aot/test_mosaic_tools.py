@@ -1,4 +1,7 @@
-"""`mosaic_tools.find` finds the same tools as an import of Mosaic GPU, in an environment with a CUDA plugin."""
+"""Tests of `mosaic_tools.find`, which sets the environment variables of Mosaic GPU without importing it.
+
+An import of Mosaic GPU sets the variables, too. Both must set the same values if a CUDA plugin is installed.
+"""
 
 import json
 import subprocess
@@ -24,7 +27,9 @@ print(json.dumps([variables, mosaic_tools.CORE in sys.modules]))
 
 
 def found(plugin, how):
-    """Return the MOSAIC_GPU_* variables of a new process, and whether the process has imported Mosaic GPU."""
+    """Return the MOSAIC_GPU_* variables that a new process sets, and whether it has imported Mosaic GPU. `how` is the
+    argument of `PROGRAM`.
+    """
     variables = {k: v for k, v in environment.variables(plugin).items() if not k.startswith("MOSAIC_GPU_")}
     variables["PYTHONPATH"] += f":{environment.ROOT}"
     run = subprocess.run(

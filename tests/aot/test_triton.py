@@ -1,4 +1,4 @@
-"""Every Triton kernel configuration compiles for six architectures, without spills and within shared memory."""
+"""Tests that every Triton kernel configuration compiles for six GPU architectures, and uses permitted resources."""
 
 import dataclasses
 import inspect
@@ -33,11 +33,12 @@ def named(case: str, card: str):
 
 
 @pytest.mark.parametrize(("case", "card"), [named(case, card) for case in TRITON_CASES for card in CARDS])
-def test_compiles(triton_compiler: TritonCompiler, case: str, card: str) -> None:
+def test_call_compiles_within_limits(triton_compiler: TritonCompiler, case: str, card: str) -> None:
     kernels = triton_compiler.kernels(case, card)
     for kernel in kernels:
         print(kernel)
-    # The numbers are for the pinned triton 3.6. Kernels that spill 200 bytes there spill up to 552 with triton 3.9.
+    # The limits of SPILLS are for the pinned triton 3.6. With triton 3.9, kernels with a limit of 200 bytes spill up to
+    # 552 bytes.
     spills = SPILLS.get((case, card), 0) * (1 if metadata.version("triton").startswith("3.6.") else 3)
     assert not list(complaints(kernels, TRITON_CASES[case], card, spills))
 
@@ -47,7 +48,7 @@ def test_case_lists_name_existing_cases() -> None:
     assert set(TRITON_CASES) >= set(SHOWN)
 
 
-# --- every tile of the tables is compiled in some case
+# --- every tile that the functions of `tiles` can return is compiled in some case
 
 GRID: dict[str, list[dict[str, Any]]] = {
     "decode_tile": [
@@ -95,10 +96,12 @@ GRID: dict[str, list[dict[str, Any]]] = {
         for demanding in (False, True)
     ],
 }
-"""Arguments for the functions of `tiles`: sizes of models, and sizes on both sides of every threshold."""
+"""Arguments for the functions of `pallas_attn.triton.tiles`: sizes of real models, and sizes below and above every
+threshold of the functions.
+"""
 
 KERNEL_OPTIONS = ("cache_bytes", "quantised", "tree", "demanding")
-"""Arguments that change a kernel even if they do not change its tile."""
+"""Arguments that change the compiled kernel even if they do not change its tile."""
 
 
 def described(function: Callable[..., Any], tile: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:

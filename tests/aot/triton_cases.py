@@ -1,4 +1,4 @@
-"""Triton calls that the compile gate compiles, by name, and the cards that it compiles them for."""
+"""Calls with Triton kernels that the compile gate compiles, by name, and the GPUs that it compiles for."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.aot.case import allocated, shape
 
 @dataclasses.dataclass(frozen=True)
 class TritonCase:
-    """A call that must compile for every card.
+    """A call of a Triton implementation that must compile for every GPU of `CARDS`.
 
     Attributes:
-      function: function with keyword `arguments` that runs the implementation "triton".
-      arguments: pytrees of shapes.
-      tensor_cores: whether one of its kernels must use the tensor cores.
+      function: function of `arguments` by keyword.
+      arguments: pytrees of shapes and dtypes, by name.
+      tensor_cores: whether at least one kernel of the call must use tensor cores.
     """
 
     function: Callable[..., Any]
@@ -57,7 +57,9 @@ CARDS = {
 
 
 def latents(name: str, latent_dim: int, rope_dim: int, page_size: int = 64) -> PagedLatent:
-    """Shapes of a latent cache. "fp8-alone" has no scales."""
+    """Return the shapes of a latent cache of the dtype `name`. "fp8-alone" has fp8 latents and rotated keys in one
+    array, without scales.
+    """
     if name == "fp8-alone":
         pages: Any = shape(1024, page_size, latent_dim + rope_dim, dtype=jnp.float8_e4m3fn)
         return PagedLatent(pages)
@@ -113,7 +115,15 @@ def mla_decode(
     fixed: bool = False,
     **options: Any,
 ) -> TritonCase:
-    """Decode of 16 sequences over latents. `cache` is the name of a dtype."""
+    """Return a case of `mla_decode` with 16 sequences.
+
+    Args:
+      cache: kind of cache, an argument of `latents`.
+      tree: whether the queries form a draft tree (argument `draft_mask`).
+      fixed: whether the call has a plan of the mode "fixed".
+      options: further arguments of the call.
+
+    """
     batch, table_pages = 16, 4096 // page_size
     q_dtype = jnp.float16 if cache == "f16" else jnp.bfloat16
     ints = functools.partial(shape, dtype=jnp.int32)
@@ -163,7 +173,7 @@ MLA_DECODE = {
         f"mla-decode-{cache}-tree-h{heads}": mla_decode(cache, heads, queries=8, tree=True)
         for cache, heads in (("bf16", 2), ("bf16", 5), ("bf16", 16), ("fp8", 16))
     },
-    # With the cases above, every tile that `tiles.latent_tile` can return.
+    # Together with the cases above, these cases have every tile that `tiles.latent_tile` can return.
     **{
         f"mla-decode-{cache}-{latent_dim}-{rope_dim}-h{heads}{'-tree' if tree else ''}": mla_decode(
             cache, heads, latent_dim, rope_dim, queries=4 if tree else 1, tree=tree
@@ -181,10 +191,10 @@ MLA_DECODE = {
 
 
 def _cache(spec: CacheSpec, lanes: int | None) -> PagedKV:
-    """Shapes of a cache of keys and values.
+    """Return the shapes of a cache of keys and values.
 
     Args:
-      lanes: columns of keys and of values in one fused array; None for separate arrays.
+      lanes: number of columns for keys, and for values, if both are in one array; None for separate arrays.
     """
     kv = allocated(PagedKV, spec)
     if lanes is None:
@@ -208,7 +218,19 @@ def paged_decode(
     fixed: bool = False,
     **options: Any,
 ) -> TritonCase:
-    """Decode of 16 sequences over 8 KV heads. `cache` is the name of a dtype and a layout of scales."""
+    """Return a case of `paged_decode` with 16 sequences and 8 KV heads.
+
+    Args:
+      cache: dtype and scales of the cache, such as "bf16", "int8-head" or "fp8-16" (16 groups of tokens per page).
+      group: query heads per KV head.
+      lanes: see `_cache`.
+      head_windows: whether each KV head has a window.
+      head_wise: whether each KV head has a block table.
+      tree: whether the queries form a draft tree (argument `draft_mask`).
+      fixed: whether the call has a plan of the mode "fixed".
+      options: further arguments of the call.
+
+    """
     batch, kv_heads, table_pages = 16, 8, 4096 // page_size
     name, _, layout = cache.partition("-")
     scales: Any = int(layout) if layout.isdigit() else layout or None
@@ -258,7 +280,8 @@ PAGED_DECODE = {
         for cache in ("int8-head", "int8-channel", "int8-16", "fp8-head", "fp8-channel", "fp8-4", "fp8-16")
         for d in (64, 128, 256)
     },
-    # With the cases above, every tile that `tiles.decode_tile` can return. Draft masks need the most registers.
+    # Together with the cases above, these cases have every tile that `tiles.decode_tile` can return. The cases with a
+    # draft mask need the most registers.
     **{
         f"paged-decode-{cache}-d{d}-g{group}": paged_decode(cache, d, group)
         for cache in ("bf16", "fp8-16", "int8-channel")
@@ -304,7 +327,16 @@ def paged_prefill(
     mask: int | None = None,
     **options: Any,
 ) -> TritonCase:
-    """Chunk of 8 sequences, with 8 heads over 2 KV heads. `cache` is the name of a dtype and a layout of scales."""
+    """Return a case of `paged_prefill` with 8 sequences, 8 query heads and 2 KV heads.
+
+    Args:
+      cache: dtype and scales of the cache, such as "bf16", "int8-head" or "fp8-16" (16 groups of tokens per page).
+      lanes: see `_cache`.
+      head_windows, head_wise: whether each KV head has a window, and a block table.
+      mask: number of columns of a draft mask; None for no mask.
+      options: further arguments of the call.
+
+    """
     sequences, kv_heads, table_pages = 8, 2, 64
     name, _, layout = cache.partition("-")
     scales: Any = int(layout) if layout.isdigit() else layout or None
@@ -336,7 +368,7 @@ def paged_prefill(
 
 
 FEW, MANY = 64, 8192
-"""Tokens of a chunk whose tiles have few rows, and of a chunk with full tiles."""
+"""Number of tokens of a prompt chunk whose tiles have few query rows, and of a chunk with full tiles."""
 HEAD_WISE: dict[str, Any] = {"head_windows": True, "head_wise": True, "sinks": True}
 
 PAGED_PREFILL = {
@@ -369,7 +401,7 @@ PAGED_PREFILL = {
 
 
 def ragged(key_dim: int, value_dim: int, num_tokens: int, *, sinks: bool, **options: Any) -> TritonCase:
-    """Attention of 8 sequences, with 8 heads over 2 KV heads."""
+    """Return a case of `ragged_attention` with 8 sequences, 8 query heads and 2 KV heads."""
     kv_heads, sums = 2, shape(9, dtype=jnp.int32)
     arguments = {
         "q": shape(num_tokens, 4 * kv_heads, key_dim),
@@ -406,7 +438,16 @@ def write_kv(
     head_slots: bool = False,
     **static: Any,
 ) -> TritonCase:
-    """Write of 8,192 tokens. Keys and queries are normed, and `half` pairs of columns are rotated."""
+    """Return a case of `write_kv` with 8,192 tokens.
+
+    Args:
+      cache: dtype and scales of the cache, such as "bf16", "int8-head" or "fp8-16" (16 groups of tokens per page).
+      half: number of pairs of columns that RoPE rotates, after norms of keys and queries; None for neither.
+      lanes: see `_cache`.
+      head_slots: whether each KV head has its own slots.
+      static: further fields of `Rope`.
+
+    """
     num_tokens, kv_heads = 8192, 8
     name, _, layout = cache.partition("-")
     scales: Any = int(layout) if layout.isdigit() else layout or None
@@ -462,7 +503,9 @@ def mla_sparse(
     num_tokens: int = 512,
     **options: Any,
 ) -> TritonCase:
-    """Step of `num_tokens` tokens. Each attends to 2,048 latents. `cache` is the name of a dtype."""
+    """Return a case of `mla_sparse` in which each of `num_tokens` tokens attends to 2,048 latents. `cache` is an
+    argument of `latents`.
+    """
     q = functools.partial(shape, num_tokens, heads, dtype=jnp.float16 if cache == "f16" else jnp.bfloat16)
     arguments = {
         "q_latent": q(latent_dim),
@@ -490,7 +533,15 @@ def indexed(
     tree: int = 0,
     **options: Any,
 ) -> TritonCase:
-    """Index queries of 16 sequences over 32k keys. `cache` is the name of a dtype, `tree` the width of a draft mask."""
+    """Return a case of an operation on index keys, with 16 sequences of up to 64 * `table_pages` tokens.
+
+    Args:
+      op: `index_scores` or `index_top_k`.
+      cache: dtype of the index keys, a key of `CACHE_DTYPES`.
+      tree: number of columns of a draft mask; 0 for no mask.
+      options: further arguments of the call.
+
+    """
     ints = functools.partial(shape, dtype=jnp.int32)
     arguments = {
         "q": shape(num_tokens, heads, index_dim, dtype=jnp.float16 if cache == "f16" else jnp.bfloat16),
@@ -519,7 +570,8 @@ SPARSE = {
             *(("fp8", 512, 128, 128), ("fp8", 128, 32, 64)),
         )
     },
-    # With the other cases, every tile that `tiles.sparse_tile` and `tiles.index_tile` can return.
+    # Together with the other cases, these cases have every tile that `tiles.sparse_tile` and `tiles.index_tile` can
+    # return.
     **{
         f"mla-sparse-{cache}-{latent_dim}-{rope_dim}-h{heads}": mla_sparse(cache, heads, latent_dim, rope_dim)
         for cache, latent_dim, rope_dim in (
@@ -562,7 +614,8 @@ SPARSE = {
     },
     "index-scores-bf16": indexed(pallas_attn.index_scores),
     "index-scores-fp8-64": indexed(pallas_attn.index_scores, "fp8", num_tokens=64),
-    # Shared rows with segments of each size, and one program per row.
+    # With many rows, one Triton program selects from a row. With few rows, several programs share a row; each reads a
+    # segment. The cases have segments of each size.
     **{
         name: TritonCase(
             functools.partial(pallas_attn.select_top_k, top_k=2048, implementation="triton"),
@@ -602,7 +655,9 @@ SPILLS = dict.fromkeys(
     ),
     200,
 )
-"""Bytes that a thread may spill, for cases that were faster with spills than all timed tiles without."""
+"""Permitted bytes of register spills per thread. With other tiles these kernels do not spill, but were slower in all
+measurements.
+"""
 
 IN_EVERY_RUN = frozenset(
     {
@@ -624,4 +679,4 @@ IN_EVERY_RUN = frozenset(
         ("paged-prefill-int8-16-d128-8192-windows-cap", "sm89"),
     }
 )
-"""Cases and cards in every run. The slow run has all other combinations."""
+"""(case, GPU) of `make test`. `make test-slow` compiles all other combinations."""

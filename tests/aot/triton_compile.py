@@ -1,7 +1,7 @@
-"""Compile Triton calls for described cards, to PTX and then to machine code with the assembler of triton's wheel.
+"""Compile calls with Triton kernels for GPUs that need not be present: to PTX, and with ptxas to machine code.
 
-A separate process compiles, because kernels in the process of the tests are interpreted. `TritonCompiler` sends it
-lines "CASE CARD", and receives a line of JSON for each.
+ptxas comes with triton's wheel. A separate process compiles, because Triton kernels are interpreted in the process of
+the tests. `TritonCompiler` writes lines "CASE CARD" to the process and reads a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PTX_VERSIONS = {"sm80": "8.4", "sm86": "8.4", "sm89": "8.4", "sm90": "8.4", "sm1
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernelReport:
-    """An assembled kernel.
+    """Resources of a compiled kernel.
 
     Attributes:
       name: name of the function.
-      ptx_version: such as "8.4".
+      ptx_version: version of the PTX, such as "8.4".
       registers: registers per thread.
-      stack, spills: bytes per thread.
-      shared_bytes: shared memory of a thread block.
+      stack, spills: bytes per thread of the stack frame and of register spills.
+      shared_bytes: bytes of shared memory of a thread block.
       tensor_cores: names of tensor-core instructions.
     """
 
@@ -52,7 +52,9 @@ class TritonKernelReport:
 def complaints(
     kernels: list[TritonKernelReport], case: TritonCase, card: str, allowed_spills: int = 0
 ) -> Iterator[str]:
-    """Yield a message for each flaw of a compiled call."""
+    """Yield a message for each requirement that the kernels of a call do not meet. `allowed_spills` is in bytes per
+    thread.
+    """
     limit = CARDS[card].shared_bytes_per_block
     assert limit is not None
     if not kernels:
@@ -69,13 +71,18 @@ def complaints(
 
 
 class TritonCompiler:
-    """The process that compiles. It starts with the first case."""
+    """Owner of the process that compiles. The process starts with the first case."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def kernels(self, case: str, card: str) -> list[TritonKernelReport]:
-        """Return the kernels of a case, compiled for a card. Raises AssertionError with the output of the process."""
+        """Return the kernels of a case, compiled for a GPU of `CARDS`.
+
+        Raises:
+          AssertionError: the process ended without a result. The message is the end of its output.
+
+        """
         if self._process is None:
             self._process = self._start()
         assert self._process.stdin
@@ -91,7 +98,7 @@ class TritonCompiler:
         raise AssertionError("".join(said[-30:]))
 
     def close(self) -> None:
-        """Stop the process."""
+        """End the process."""
         if self._process is not None:
             self._process.communicate()
             self._process = None
@@ -111,11 +118,11 @@ class TritonCompiler:
         )
 
 
-# --- within the process
+# --- code of the process that compiles
 
 
 def compile_call(case: TritonCase, card: device.Device) -> list[TritonKernelReport]:
-    """Trace a call for a card, and assemble every kernel that it launches."""
+    """Trace a call for a GPU, and compile every kernel that it launches."""
     import jax
 
     from pallas_attn.triton import launch
@@ -130,15 +137,15 @@ def compile_call(case: TritonCase, card: device.Device) -> list[TritonKernelRepo
     with (
         mock.patch.object(device, "triton_card", return_value=card),
         mock.patch.object(launch, "compiled", recording),
-        mock.patch.object(launch, "encoded_call", return_value=b""),  # requires jax's CUDA plugin
+        mock.patch.object(launch, "encoded_call", return_value=b""),  # the function needs jax's CUDA plugin
     ):
-        # A new lambda for each call, because jax caches traces and does not know about the card.
+        # The lambda must be a new object for each call. jax caches traces by function, and they depend on the GPU.
         jax.eval_shape(lambda arguments: case.function(**arguments), dict(case.arguments))
     return [assembled(kernel, capability) for kernel, capability in compiled.items()]
 
 
 def assembled(kernel: Any, capability: int) -> TritonKernelReport:
-    """Assemble a kernel and report its resources."""
+    """Compile the PTX of a kernel to machine code, and report its resources."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -1,4 +1,6 @@
-"""Write the resources of typical Triton kernels on each card: python -m tests.aot.triton_resources
+"""Write the registers and shared memory of typical Triton kernels for each GPU.
+
+python -m tests.aot.triton_resources
 
 The result is benchmarks/results/triton_resources.json, from which `scripts.tools.performance` generates the table
 in docs/kernels/triton.md.
@@ -29,7 +31,7 @@ SHOWN = (
     *("write-kv-bf16-d128", "write-kv-fp8-4-d128", "write-latent-bf16-512-64", "write-latent-fp8-512-64"),
     *("gather-latent-bf16-512-64", "write-index-keys-fp8"),
 )
-"""Cases of each operation and each kind of cache."""
+"""Names of the cases in the table: typical ones of each operation and kind of cache."""
 
 
 def main() -> int:

@@ -1,4 +1,8 @@
-"""Calls of Triton kernels compiled by XLA for an H200. Donated caches must be updated in place."""
+"""Compile-gate cases of calls with Triton kernels in an XLA program for an H200.
+
+test_triton.py compiles the kernels alone. These cases check that XLA neither copies a cache nor needs much temporary
+memory, and updates donated caches in place.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ TRITON = {
         ("paged-decode-tree", "kv", False, 64 * 2**20),
         ("paged-prefill-bf16-d128-8192-windows", "kv", False, 2**20),
         ("write-kv-bf16-d128", "kv", True, 1024),
-        # The token that writes each slot: 4 bytes per slot.
+        # Temporary memory has, for each slot of the pool, the index of the token that is written to it (4 bytes).
         ("write-kv-fp8-4-d128", "kv", True, 2**20),
     )
 }

@@ -1,6 +1,6 @@
-"""`write_kv` on Hopper: every register layout that config.py or a packaged tuning can choose, and other features.
+"""Compile-gate cases of `write_kv` on Hopper: every register layout that config.py can choose, and every option.
 
-Norm and rotation need the most registers, so most cases have them.
+Most cases include norms and rotation (RoPE), which need the most registers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ CACHES: dict[str, tuple[Any, Any]] = {
     "fp8-by-1": (jnp.float8_e4m3fn, PAGE_SIZE),
     "fp8-by-16": (jnp.float8_e4m3fn, PAGE_SIZE // 16),
 }
-"""Dtype and scales: the number of scale groups per page, or the layout of static scales.
-
-The number in a name is the number of tokens per group.
+"""Dtype and argument `scales` of `kv_cache_spec` by kind of cache. In the name "by-16", a group of 16 tokens shares a
+scale; the argument is the number of groups per page.
 """
 FEW, MANY = 64, 8192
-"""Tokens of a decode step and of a prefill step. The layout depends on their number."""
+"""Number of tokens of a decode step and of a prefill step. The register layout depends on the number of tokens."""
 
 write_kv = functools.partial(pallas_attn.write_kv, implementation="mosaic")
 
@@ -74,9 +73,14 @@ def write(
     device: str = "untuned",
     **more: Any,
 ) -> Case:
-    """A call with the layouts that are packaged for a device, or with the defaults for an untuned device.
+    """Return a case of `write_kv`.
 
-    With dynamic scales, the record of the token that writes each slot takes 4 bytes per slot.
+    Args:
+      device: name of the device whose packaged layouts are used; "untuned" has none and uses the default layouts.
+      more: further arguments of the call, such as the ones of `rope`.
+
+    With scales per group of tokens, the temporary memory has, for each slot of the pool, the index of the token that is
+    written to it (4 bytes).
     """
     new = shape(num_tokens, KV_HEADS, head_dim)
     slots = shape(*((num_tokens, KV_HEADS) if head_slots else (num_tokens,)), dtype=jnp.int32)
@@ -93,7 +97,7 @@ def write(
 
 @deferred
 def in_scan(plain: DeferredCase) -> Case:
-    """A case inside a scan that carries the cache."""
+    """Return a case that runs another case in a scan. The cache is the carry of the scan."""
     case = plain.made
 
     def steps(kv: PagedKV, **arguments: Any) -> Any:
@@ -105,7 +109,7 @@ def in_scan(plain: DeferredCase) -> Case:
 
 @deferred
 def exported(plain: DeferredCase) -> Case:
-    """A case after export and deserialisation with jax.export."""
+    """Return a case whose function is exported, serialised and deserialised with `jax.export`."""
     case = plain.made
 
     def call(kv: PagedKV, **arguments: Any) -> Any:
@@ -119,7 +123,7 @@ def exported(plain: DeferredCase) -> Case:
 
 @deferred
 def mapped(plain: DeferredCase) -> Case:
-    """A case under vmap over two stacked caches."""
+    """Return a case that runs another case with `jax.vmap` over two stacked caches."""
     case = plain.made
     arguments = jax.tree.map(lambda a: shape(2, *a.shape, dtype=a.dtype), dict(case.arguments))
     function = lambda **arguments: jax.vmap(lambda each: case.function(**each))(arguments)  # noqa: E731
@@ -127,7 +131,7 @@ def mapped(plain: DeferredCase) -> Case:
 
 
 def tuned() -> Iterator[tuple[str, DeferredCase]]:
-    """Cases for all keys with packaged layouts."""
+    """Yield the name and the case of each key that has packaged layouts."""
     by_group = {0: "bf16", 1: "fp8-by-1", 16: "fp8-by-16", 64: "int8-by-64"}
     folder = resources.files(pallas_attn) / "tuned"
     for file in folder.iterdir() if folder.is_dir() else ():
@@ -158,13 +162,14 @@ WRITES = {
     "write-kv-large-pool": write("fp8-by-16", FEW, num_pages=2**17),
     **dict(tuned()),
 }
-"""All kinds of caches, rotations, slots and calls."""
+"""Cases with each kind of cache, rotation and slots, and calls in `scan`, `vmap` and `jax.export`."""
 
 WRITES_MORE = {
     f"write-kv-{cache}-d{head_dim}-{num_tokens}": write(
         cache, num_tokens, head_dim, head_slots=True, **rope(num_tokens, head_dim, head_dim // 4, style="interleaved")
     )
     for cache, head_dim, num_tokens in itertools.product(CACHES, (64, 128, 256), (FEW, 512, MANY))
-    if (cache, head_dim) != ("int8-by-64", 256)  # too many values per thread
+    if (cache, head_dim) != ("int8-by-64", 256)  # unsupported: a thread would hold too many values
 }
-"""Combinations of these kinds, and every number of threads per row."""
+"""Cases with combinations of caches, head dimensions and numbers of tokens, which have every number of threads per row.
+"""

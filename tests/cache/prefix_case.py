@@ -1,4 +1,7 @@
-"""Sequences in the batch slots of a prefix cache's pools, for tests."""
+"""A prefix cache with its page pools and sequences, for tests.
+
+A batch slot is the index of a running sequence in the pools' tables. A row is a page of one KV head.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pallas_attn.cache import GroupPools, HeadPagePool, PrefixCache
 PAGE_SIZE = 4
 
 Heads = list[tuple[int, int]]
-"""Window and sink tokens of each head of a group."""
+"""(window, sink tokens) of each KV head of a cache group."""
 
 
 def head_window(heads: Heads) -> HeadWindow:
@@ -24,15 +27,15 @@ def head_window(heads: Heads) -> HeadWindow:
 def make_pools(
     groups: list[tuple[int, Heads]], *, page_size: int = PAGE_SIZE, max_num_seqs: int = 8, max_pages: int = 8
 ) -> GroupPools:
-    """Return pools with these numbers of rows for groups with these heads."""
+    """Return pools with a group of layers for each (number of rows, heads) of `groups`."""
     sizes = {"page_size": page_size, "max_num_seqs": max_num_seqs, "max_pages_per_seq": max_pages}
     return GroupPools([HeadPagePool(num_rows, head_window(heads), **sizes) for num_rows, heads in groups])
 
 
 class Sequences:
-    """A prefix cache over pools, and its sequences.
+    """A prefix cache, its pools, and sequences in their batch slots.
 
-    By default the pools have one group with one head without a window, so that a row is a page.
+    By default, the pools have one group with one KV head without a window. A row is then a page.
     """
 
     def __init__(self, num_pages: int = 8, groups: list[tuple[int, Heads]] | None = None, **options: Callable):
@@ -47,7 +50,7 @@ class Sequences:
         return next(slot for slot in range(self.pools.max_num_seqs) if not self.pool.allocated_tokens(slot))
 
     def room(self, num_tokens: int) -> int:
-        """Start a new sequence and return its batch slot."""
+        """Allocate pages for a new sequence of `num_tokens` tokens. Return its batch slot."""
         slot = self.idle_slot()
         self.pools.allocate(slot, num_tokens)
         return slot
@@ -58,14 +61,16 @@ class Sequences:
         return slot
 
     def published(self, tokens: list[int], salt: str = "") -> int:
-        """Start a sequence that has computed `tokens`, and publish it."""
+        """Start a sequence that has computed `tokens`, and add its full pages to the prefix cache. Return its batch
+        slot.
+        """
         slot = self.room(len(tokens))
         self.cache.publish(slot, tokens, salt)
         self.check()
         return slot
 
     def pages(self, slot: int, group: int = 0, head: int = 0) -> list[int]:
-        """Return the rows of a sequence; PAGE_NONE for recycled rows."""
+        """Return the row ids of a sequence for a group and head. Recycled rows are PAGE_NONE."""
         table = self.pools.tables([slot])[group][0, head]
         return table[: self.pool.allocated_tokens(slot) // PAGE_SIZE].tolist()
 
@@ -90,5 +95,5 @@ class Sequences:
 
 
 def present(rows: np.ndarray) -> list[list[int]]:
-    """Return the pages for which each head has a row."""
+    """Return, for each head, the indices of the table entries that have a row."""
     return [np.flatnonzero(head != PAGE_NONE).tolist() for head in rows]

@@ -1,4 +1,8 @@
-"""Random operations on pools of cache groups and a prefix cache, compared with a model that checks every token."""
+"""Property tests of the page pools of cache groups and of the prefix cache.
+
+The tests run random operations and compare the pools with a simple model, which checks every visible token after each
+operation. A row is a page of one KV head. A lane is one head of one cache group.
+"""
 
 import itertools
 import random
@@ -18,13 +22,15 @@ NUM_SEQS = 4
 MAX_PAGES = 7
 SALTS = ("", "a")
 
-Lane = tuple[int, int]  # a group and a head
-Text = tuple[str, tuple[int, ...]]  # a salt, and all tokens up to and including one
+Lane = tuple[int, int]  # indices of a cache group and of a head in it
+Text = tuple[str, tuple[int, ...]]  # salt and first tokens of a sequence, which identify a cached value
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Rows by lane and page. The rows contain the K/V of the first `num_written` tokens."""
+    """Model of a sequence: its rows by lane and page. The keys and values of its first `num_written` tokens are
+    written.
+    """
 
     salt: str
     tokens: list[int]
@@ -44,7 +50,9 @@ def begins(text: Text, other: Text) -> bool:
 
 @dataclass
 class World:
-    """The pools and the cache, and a model of them: owners of rows, order of free rows, published pages, memory."""
+    """The pools and the prefix cache under test, and a model of them: owners of rows, order of free rows, pages in the
+    prefix cache ("published"), and contents of the rows.
+    """
 
     groups: list[tuple[int, Heads]]
     page_size: int
@@ -61,20 +69,20 @@ class World:
         self.memory: dict[tuple[int, int, int], tuple[int, Text]] = {}  # (group, row, offset) -> (head, text)
 
     def visible(self, lane: Lane, key: int, query: int) -> bool:
-        """Return whether a head's query sees a key, by the definition of windows and sink tokens."""
+        """Return whether the query at position `query` sees the key at position `key`, by the definition of windows."""
         window, sink_tokens = self.groups[lane[0]][1][lane[1]]
         return key <= query and (key < sink_tokens or key > query - window)
 
     def is_needed(self, lane: Lane, page: int, oldest_query: int) -> bool:
-        """Return whether any query from `oldest_query` on sees a token of a page. If any does, the first query at or
-        after the token does.
+        """Return whether any query at position `oldest_query` or later sees a token of a page. It is enough to check
+        the first query that is not before the token, because later queries see fewer earlier tokens.
         """
         tokens = range(page * self.page_size, (page + 1) * self.page_size)
         return any(self.visible(lane, token, max(token, oldest_query)) for token in tokens)
 
     def longest_hit(self, salt: str, tokens: list[int]) -> int:
-        """Return the length in pages of the longest prefix for which every lane has the rows that the first token after
-        it sees.
+        """Return the expected hit in pages: the longest prefix for which every lane has the rows that the first token
+        after the prefix sees.
         """
         texts = [(salt, tuple(tokens[:end])) for end in range(self.page_size, len(tokens), self.page_size)]
         for num_pages in range(len(texts), 0, -1):
@@ -89,7 +97,9 @@ class World:
         return 0
 
     def admit(self, tokens: list[int], salt: str, step_tokens: int) -> None:
-        """Process a new request like an engine: match, compute the rest step by step, or give up."""
+        """Process a new request like an engine: match its prefix and compute the rest step by step. Give up if no rows
+        are free.
+        """
         if len(self.sequences) == NUM_SEQS:
             return
         batch_slot = next(slot for slot in range(NUM_SEQS) if slot not in self.sequences)
@@ -117,7 +127,9 @@ class World:
                 return
 
     def extend(self, batch_slot: int, tokens: list[int]) -> bool:
-        """Run one step: make room for new tokens in all groups or in none, write them and attend."""
+        """Run one step: allocate rows for the new tokens in all groups or in none, write the tokens, and check
+        attention.
+        """
         sequence = self.sequences[batch_slot]
         start, end = len(sequence.tokens), len(sequence.tokens) + len(tokens)
         if end > MAX_PAGES * self.page_size:
@@ -150,7 +162,7 @@ class World:
         return True
 
     def attend(self, batch_slot: int, query: int) -> None:
-        """Check that every visible key is present and unchanged, except a query's own key before it is written."""
+        """Assert that every written key that a query sees is in its row, unchanged."""
         sequence = self.sequences[batch_slot]
         for lane, key in itertools.product(self.lanes, range(min(query + 1, sequence.num_written))):
             if self.visible(lane, key, query):
@@ -171,7 +183,9 @@ class World:
         return {row for ((of, _), _), row in self.published.items() if of == group}
 
     def forget(self, group: int, row: int) -> None:
-        """Model the reallocation of a row. If all prefixes after its page need it, they are lost too."""
+        """Update the model after a row was allocated again: its page is no longer in the prefix cache. If every longer
+        prefix needs the row, the pages of these prefixes are removed, too.
+        """
         for lane, text in [key for key, known in self.published.items() if (key[0][0], known) == (group, row)]:
             del self.published[lane, text]
             self.seen.add("eviction")
@@ -182,7 +196,7 @@ class World:
         sequence = self.sequences[batch_slot]
         self.cache.publish(batch_slot, sequence.tokens, sequence.salt)
         full = len(sequence.tokens) // self.page_size
-        known_from = 0  # the model does not look again at the pages before the sequence's last published one, either
+        known_from = 0  # end of the pages that this sequence added to the prefix cache before
         for page, lane in itertools.product(range(full), self.lanes):
             if sequence.rows[lane].get(page) in self.published_rows(lane[0]):
                 known_from = page + 1
@@ -192,7 +206,9 @@ class World:
                 self.published.setdefault((lane, text), sequence.rows[lane][page])
 
     def recycle(self, batch_slot: int, oldest_query: int) -> None:
-        """Recycle up to a random position between the last oldest query and the last written token."""
+        """Recycle rows that queries at a random position or later do not see. The position is between the oldest query
+        of the last recycling and the last written token.
+        """
         sequence = self.sequences[batch_slot]
         span = sequence.num_written - sequence.oldest_query
         oldest_query = sequence.oldest_query + (oldest_query - sequence.oldest_query) % (span + 1)
@@ -232,7 +248,7 @@ class World:
         self.published.clear()
 
     def misuse(self, batch_slot: int) -> None:
-        """Make invalid calls; `check` finds whether they changed anything."""
+        """Make invalid calls, which must raise an error. `check` detects whether they changed anything."""
         sequence = self.sequences[batch_slot]
         room = sequence.num_pages * self.page_size
         with pytest.raises(ValueError, match="oldest_queries"):
@@ -273,7 +289,9 @@ class World:
 
 
 def worlds() -> st.SearchStrategy[World]:
-    """Windows and sink tokens close to multiples of a page, and unlimited windows; includes the plain case."""
+    """Return a strategy for groups whose heads have windows and sink tokens near multiples of the page size, or no
+    window. It includes one group with one head without a window.
+    """
 
     def sized(page_size: int) -> st.SearchStrategy[World]:
         width = st.sampled_from([1, page_size, page_size + 1, 3 * page_size - 1, FULL])
@@ -376,7 +394,7 @@ def test_a_hundred_thousand_random_operations():
 
 
 def run_one(world: World, draw: random.Random) -> None:
-    """Run one random operation, on a random sequence if it needs one."""
+    """Run one random operation. Operations on a sequence get a random sequence."""
     if not world.sequences or draw.random() < 0.3:
         tokens = draw.choices(range(2), k=draw.randint(1, MAX_PAGES * world.page_size))
         world.admit(tokens, draw.choice(SALTS), draw.randint(1, 8))

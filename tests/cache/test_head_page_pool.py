@@ -29,7 +29,7 @@ def snapshot(pool: HeadPagePool) -> tuple:
 
 
 def held(pool: HeadPagePool, batch_slot: int = 0) -> list[list[int]]:
-    """Return the pages for which each head has a row."""
+    """Return, for each head, the indices of the sequence's pages that have a row."""
     return [np.flatnonzero(table != PAGE_NONE).tolist() for table in pool.tables([batch_slot])[0]]
 
 
@@ -83,9 +83,10 @@ def test_every_head_can_use_recycled_rows():
     assert held(pool) == [[0, 1, 2, 3, 4, 5], [4, 5]]
 
 
-# A query at p sees the keys from p - window + 1 to p, so a page may go when its last token is p - window.
+# A query at position p sees the keys from p - window + 1 to p. A page can be recycled if its last token is at p -
+# window or before.
 BOUNDARIES = [
-    # window, sink tokens, oldest query, pages of 32 tokens that are gone
+    # window, sink tokens, oldest query, and the recycled pages of a sequence of 32 tokens
     (1, 0, 3, []),
     (1, 0, 4, [0]),
     (1, 0, 31, list(range(7))),
@@ -128,7 +129,7 @@ def test_recycled_pages_are_outside_window_and_sinks(window, sink_tokens, oldest
 
 def test_rejected_drafts_delay_recycling():
     pool = make_pool(heads(2))
-    pool.allocate(0, 10)  # a step computed tokens 5 to 9, four of them drafts that were all rejected
+    pool.allocate(0, 10)  # a step computed tokens 5 to 9; tokens 6 to 9 are drafts that were all rejected
     rows = pool.tables([0])[0, 0]
     assert pool.recycle([0], [5]) == rows[:1].tolist(), "5 comes again, and sees 4: after 9 nobody would have"
     assert pool.recycle([0], [6]) == []
@@ -164,7 +165,7 @@ def test_swap_exchanges_rows_and_state():
     pool.swap(0, 2)
     pool.swap(1, 1)
     np.testing.assert_array_equal(pool.tables([2, 1, 0]), tables)
-    pool.swap(0, 1)  # one of them idle
+    pool.swap(0, 1)  # one of the two batch slots is idle
     np.testing.assert_array_equal(pool.tables([2, 0, 1]), tables)
     with pytest.raises(ValueError, match="from 12"):
         pool.recycle([2], [11])
@@ -350,7 +351,7 @@ def owned(pool: HeadPagePool, row: int, count: int) -> None:
 
 
 def share_row_0(pool: HeadPagePool) -> None:
-    """Row 0 also replaces row 2, with consistent counts."""
+    """Violate an invariant: replace row 2 by row 0 in the table of a sequence, with matching reference counts."""
     pool._tables[0, 0, 1] = 0
     owned(pool, 0, 2)
     owned(pool, 2, 0)
@@ -406,6 +407,6 @@ def test_held_rows_are_not_allocated_and_dropped_once():
 
 def test_unseen_pages_are_between_sink_tokens_and_window():
     pool = make_pool(heads(FULL, 6, sink_tokens=3))
-    unseen = pool.is_unseen(0, 5, oldest_query=16)  # whose window is tokens 11 to 16
+    unseen = pool.is_unseen(0, 5, oldest_query=16)  # with a window of 6, the query at 16 sees tokens 11 to 16
     assert unseen.tolist() == [[False] * 5, [False, True, False, False, False]]
     assert pool.is_unseen(1, 3, oldest_query=16).tolist() == [[False] * 2, [True, False]]

@@ -1,4 +1,7 @@
-"""Random steps of sequences with head-wise windows, compared with a model that checks every token of every page."""
+"""Property tests of `HeadPagePool` with windows per KV head.
+
+The tests run random steps of sequences and compare the pool with a simple model, which checks every visible token.
+"""
 
 import itertools
 import random
@@ -19,12 +22,14 @@ NUM_SEQS = 3
 MAX_PAGES = 7
 MAX_NEW_TOKENS = 5
 
-Written = tuple[int, int, int]  # sequence, head and position of some K/V
+Written = tuple[int, int, int]  # sequence, head and position of a key, which identify the contents of a cache slot
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Rows by head and page. The K/V of the first `num_accepted` tokens is final."""
+    """Model of a sequence: its rows by head and page. Its first `num_accepted` tokens are final; later ones are
+    drafts.
+    """
 
     number: int
     rows: list[dict[int, int]]
@@ -35,7 +40,7 @@ class Sequence:
 
 @dataclass
 class World:
-    """The pool, and a model of it: owners of rows, order of free rows, memory."""
+    """The pool under test, and a model of it: owners of rows, order of free rows, contents of rows."""
 
     widths: list[int]
     sink_tokens: list[int]
@@ -61,12 +66,12 @@ class World:
         return Sequence(self.num_started, [{} for _ in self.heads])
 
     def visible(self, head: int, key: int, query: int) -> bool:
-        """Return whether a head's query sees a key, by the definition of windows and sink tokens."""
+        """Return whether the query at position `query` sees the key at position `key`, by the definition of windows."""
         return key <= query and (key < self.sink_tokens[head] or key > query - self.widths[head])
 
     def is_needed(self, head: int, page: int, oldest_query: int) -> bool:
-        """Return whether any query from `oldest_query` on sees a token of a page. If any does, the first query at or
-        after the token does.
+        """Return whether any query at position `oldest_query` or later sees a token of a page. It is enough to check
+        the first query that is not before the token, because later queries see fewer earlier tokens.
         """
         tokens = range(page * self.page_size, (page + 1) * self.page_size)
         return any(self.visible(head, token, max(token, oldest_query)) for token in tokens)
@@ -75,7 +80,9 @@ class World:
         return {token // self.page_size for token in tokens}
 
     def step(self, batch_slot: int, num_new: int, num_accepted: int) -> None:
-        """Run a step like an engine: recycle, make room, write, attend, and discard the rejected drafts."""
+        """Run a step like an engine: recycle rows, allocate rows, write new tokens, check attention, and discard
+        rejected drafts.
+        """
         sequence = self.sequences[batch_slot]
         start = sequence.num_accepted
         end = min(start + num_new, MAX_PAGES * self.page_size)
@@ -90,7 +97,9 @@ class World:
             self.seen.add("rejected drafts")
 
     def grow(self, batch_slot: int, num_tokens: int) -> bool:
-        """Allocate the rows that a sequence needs, if enough are free: page by page, least recently freed first."""
+        """Allocate the rows of a sequence of `num_tokens` tokens, if enough rows are free. The model expects the least
+        recently freed rows first, page by page.
+        """
         sequence = self.sequences[batch_slot]
         new_pages = sorted(self.pages(range(num_tokens)) - set(range(sequence.num_pages)))
         lacking = len(new_pages) * len(self.heads)
@@ -125,7 +134,9 @@ class World:
             self.memory[row] = [None] * self.page_size
 
     def expect_no_more_than_needed(self, sequence: Sequence, start: int) -> None:
-        """Check that only sink pages, window pages and written pages are held, and at most `peak_rows` rows."""
+        """Assert that a sequence has only rows of sink tokens, of its window and of new tokens, and at most `peak_rows`
+        rows.
+        """
         for head in self.heads:
             window = range(max(start - self.widths[head] + 1, 0), start)
             written = range(start, sequence.num_pages * self.page_size)
@@ -143,7 +154,7 @@ class World:
                 self.memory[row][offset] = (sequence.number, head, position)
 
     def attend(self, batch_slot: int, queries: range) -> None:
-        """Check that every visible key is present and unchanged."""
+        """Assert that every key that the queries see is in its row, unchanged."""
         [table] = self.pool.tables([batch_slot]).tolist()
         for head, query in itertools.product(self.heads, queries):
             for key in range(query + 1):
@@ -154,13 +165,15 @@ class World:
                     assert found == (self.sequences[batch_slot].number, head, key)
 
     def recycle_early(self, batch_slot: int, oldest_query: int) -> None:
-        """Recycle outside a step, up to a random position between the last oldest query and the last accepted token."""
+        """Recycle rows between steps, for a random oldest query between the one of the last recycling and the last
+        accepted token.
+        """
         sequence = self.sequences[batch_slot]
         span = sequence.num_accepted - sequence.oldest_query
         self.recycle(batch_slot, sequence.oldest_query + oldest_query % (span + 1))
 
     def reserve(self, batch_slot: int, num_tokens: int) -> None:
-        """Make room in advance, without recycling."""
+        """Allocate rows for future tokens, without recycling."""
         end = self.sequences[batch_slot].num_accepted + num_tokens
         self.grow(batch_slot, min(end, MAX_PAGES * self.page_size))
 
@@ -176,7 +189,7 @@ class World:
         self.sequences[first], self.sequences[second] = self.sequences[second], self.sequences[first]
 
     def misuse(self, batch_slot: int) -> None:
-        """Make invalid calls; `check` finds whether they changed anything."""
+        """Make invalid calls, which must raise an error. `check` detects whether they changed anything."""
         sequence = self.sequences[batch_slot]
         room = sequence.num_pages * self.page_size
         for oldest_query in (sequence.oldest_query - 1, room + 1):
@@ -211,7 +224,7 @@ class World:
 
 
 def worlds() -> st.SearchStrategy[World]:
-    """Windows and sink tokens close to multiples of a page, and unlimited windows."""
+    """Return a strategy for heads with windows and sink tokens near multiples of the page size, or no window."""
 
     def sized(page_size: int) -> st.SearchStrategy[World]:
         width = st.sampled_from([1, max(page_size - 1, 1), page_size, page_size + 1, 3 * page_size - 1, FULL])

@@ -71,9 +71,9 @@ def test_released_pages_stay_matchable_until_they_are_reused():
     assert case.pool.num_owned == 3
     case.pools.release(slot)
 
-    case.room(4)  # the unused page
+    case.room(4)  # allocates the page that was never used
     assert case.lookup([*PROMPT, 1]) == pages
-    for survivors in (2, 1, 0):  # a prefix loses its last page first
+    for survivors in (2, 1, 0):  # the last page of a prefix is reused first
         assert case.pages(case.room(4)) == [pages[survivors]]
         assert case.lookup([*PROMPT, 1]) == pages[:survivors]
         case.check()
@@ -140,7 +140,9 @@ def test_publish_hashes_only_new_pages():
 
 
 def test_repeated_lookup_hashes_only_missing_pages():
-    """A waiting prompt is looked up before every step. Each lookup hashes only the page after its hit."""
+    """The scheduler looks up a waiting prompt before every step. A repeated lookup hashes only the first page that
+    missed.
+    """
     hashed: list[bytes] = []
     case = Sequences(digest=counting(hashed))
     slot = case.published(PROMPT[:8])
@@ -148,7 +150,7 @@ def test_repeated_lookup_hashes_only_missing_pages():
     assert case.lookup(waiting) == pages
     hashed.clear()
     assert case.lookup(waiting) == pages
-    assert len(hashed) == 1  # the page after them
+    assert len(hashed) == 1  # the page after the hit
     longer = case.match(waiting)
     case.pools.allocate(longer, 12)
     case.cache.publish(longer, PROMPT)
@@ -192,8 +194,8 @@ def test_digest_separates_its_fields():
     case = Sequences(digest=digest)
     case.published([1] * 4)
     messages.clear()
-    case.lookup([1] * 4 + [2] * 5)  # the second page: no salt, parent "D"
-    case.lookup([2] * 5, salt="D")  # a first page: salt "D", no parent
+    case.lookup([1] * 4 + [2] * 5)  # hashes the second page: no salt, digest "D" of the first page
+    case.lookup([2] * 5, salt="D")  # hashes a first page: salt "D", no page before
     assert len(messages) == len(set(messages)) == 3
 
 
@@ -229,7 +231,9 @@ def test_clear_forgets_contents_and_keeps_owners():
 
 
 WINDOWS = [(40, [(FULL, 0), (5, 0), (5, 6)]), (20, [(9, 0)])]
-"""A group with a full head, a windowed head and a windowed head with sink tokens; and a group with one window."""
+"""(number of rows, heads) of two groups. The first has a head without a window, a head with a window, and a head with a
+window and sink tokens; the second has one head with a window.
+"""
 
 
 @pytest.mark.parametrize(
@@ -255,7 +259,7 @@ def test_invalid_publication_changes_nothing(groups, tokens, salt, error, messag
 
 
 def test_row_cannot_be_published_twice():
-    """The rows of a page are also in another sequence's table, which only misuse can cause."""
+    """The test writes the row of a published page into the table of another sequence, which the pools never do."""
     case = Sequences()
     case.published(PROMPT)
     slot = case.room(8)
@@ -316,12 +320,15 @@ def test_pools_accept_one_prefix_cache():
         PrefixCache(Sequences().pools)
 
 
-# After n pages, a head needs the pages that the token at 4n sees: one page with a window of 5, two with 6.
+# The hit of n pages needs, for each head, the pages that the token at position 4n sees: with a window of 5 tokens the
+# last page, with 6 tokens the last two.
 LONG = list(range(200, 232))
 
 
 def windowed(*heads: tuple[int, int], num_rows: int = 64, num_tokens: int = 32) -> tuple[Sequences, int]:
-    """Publish a sequence of `num_tokens` while it grows and is recycled, with a full head and others."""
+    """Publish a sequence of `num_tokens` tokens and recycle its rows. The group has a head without a window and
+    `heads`. Return the sequences and the batch slot.
+    """
     case = Sequences(groups=[(num_rows, [(FULL, 0), *heads])])
     slot = case.room(num_tokens)
     case.cache.publish(slot, LONG[:num_tokens])
@@ -331,7 +338,7 @@ def windowed(*heads: tuple[int, int], num_rows: int = 64, num_tokens: int = 32) 
 
 
 def hit(case: Sequences, tokens: list[int]) -> list[list[int]]:
-    """Return the pages whose rows a match uses, for each head of the first group."""
+    """Return, for each head of the first group, the indices of the pages whose rows a lookup finds."""
     return present(case.cache.lookup(tokens)[0])
 
 
@@ -362,7 +369,7 @@ def test_hit_has_the_rows_that_the_first_new_token_sees(window, sink_tokens, pag
 
 def test_longer_prefix_may_hit_where_shorter_misses():
     case, _ = windowed((5, 0), num_rows=17)
-    case.room(4)  # takes the unused row, and the row that was freed first: the last page before the window
+    case.room(4)  # allocates the unused row, and the least recently freed row, which has page 6 of the windowed head
     assert hit(case, [*LONG, 1]) == [list(range(8)), [7]]
     assert hit(case, LONG[:29]) == [list(range(6)), [5]], "the next needs page 6"
     case.check()
@@ -376,7 +383,7 @@ def test_recycled_rows_are_matchable_until_they_are_reused():
     assert case.pools.recycle([shared], [16]) == ([],)
     case.pools.release(slot)
     assert case.pool.num_owned == 4 + 2
-    case.pools.release(case.room(5 * 4))  # five pages of two heads: all free rows
+    case.pools.release(case.room(5 * 4))  # allocates all free rows: five pages of two heads
     assert hit(case, [*LONG, 1]) == [list(range(4)), [0, 3]], "what is still held"
     assert hit(case, [*LONG[:8], 1]) == [[0], [0]], "with page 1 the window's row went"
     case.check()
@@ -389,7 +396,7 @@ def test_lost_page_of_a_full_head_ends_longer_prefixes(group):
     case.pools.release(case.room(6 * 4))
     assert case.cache.num_published == 8
     case.pools.release(first)
-    case.room(8 * 4)  # unused pages, and page 1, for which the second sequence has other rows
+    case.room(8 * 4)  # allocates the unused rows, and rows of page 1 of the first sequence
     assert case.cache.num_published == 1
     assert len(hit(case, [*LONG, 1])[-1]) <= 1
     case.check()
@@ -420,7 +427,7 @@ def test_hit_needs_all_groups():
     assert case.pools.num_owned == (8, 1, 1 + 3)
     case.pools.release(slot)
     assert case.pools.num_owned == (0, 0, 0)
-    case.pools.pools[1].allocate(0, 28)  # all but page 7, which was freed last
+    case.pools.pools[1].allocate(0, 28)  # allocates all rows except the row of page 7, which was freed last
     assert [present(rows) for rows in case.cache.lookup([*LONG, 1])] == [[list(range(8))], [[7]], [[7], [0, 6, 7]]]
     case.pools.pools[1].allocate(0, 32)
     assert [present(rows) for rows in case.cache.lookup([*LONG, 1])] == [[[]], [[]], [[], []]]
@@ -495,13 +502,15 @@ def test_check_finds_useless_pages():
 
 
 GROUPS = [[(FULL, 0), (6, 3)], [(5, 0)]]
-"""Windows and sink tokens of the heads of two cache groups."""
+"""(window, sink tokens) of the heads of two cache groups."""
 
 
 @pytest.mark.parametrize("num_pages", [100, 7], ids=["ample", "short of rows"])
 @pytest.mark.parametrize("seed", range(5))
 def test_inserted_pages_match_as_in_the_other_cache(seed: int, num_pages: int):
-    """The test tracks the contents of each row: a hit has exactly the pages of the prompt, in each head."""
+    """Pages of one cache are inserted into another, as in a KV-cache transfer. The test tracks the contents of each row
+    and asserts that a hit in the other cache has exactly the pages of the prompt.
+    """
     draw = random.Random(seed)
     source = Sequences(groups=[(100 * len(heads), heads) for heads in GROUPS])
     target = Sequences(groups=[(num_pages * len(heads), heads) for heads in GROUPS])

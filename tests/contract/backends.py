@@ -1,8 +1,11 @@
-"""Implementations under test in the contract suites, and the decorators that parametrise tests by them.
+"""Backends of the contract suites, and the decorators that run a test with each backend.
 
-To add a backend, add an entry to `BACKENDS`. The suites find the operations that the backend implements and run all of
-their cases with it. Two decorators at a test describe exceptions: `unsupported` names the cases for which a backend
-raises NotImplementedError, and `in_every_run` names the cases that `make test` runs; the rest runs in `make test-slow`.
+A contract suite is the test module of an operation. It runs the same cases with every backend, which is an
+implementation of operations ("reference", "xla", "mosaic", "triton") with its settings in the tests. To add a backend,
+add an entry to `BACKENDS`. The suites of all operations that the backend implements then run with it.
+
+Two decorators of a test describe exceptions. `unsupported` names the cases for which a backend raises
+NotImplementedError. `in_every_run` names the cases that `make test` runs; the others run in `make test-slow`.
 """
 
 from __future__ import annotations
@@ -35,20 +38,23 @@ from tests.kit.harness import Jitted, Variant
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Backend:
-    """An implementation as the contract suites run it.
+    """An implementation with its settings in the contract suites.
 
     Attributes:
       name: name of the implementation.
-      architecture: compute capability of the kernels, or None if the implementation has one set of kernels.
+      architecture: compute capability of the GPU that the kernels are for; None if the implementation has the same
+      kernels for all GPUs.
       configs: configurations that replace the tuned or heuristic configuration of the same type.
-      dtype: dtype of the queries in cases without a dtype.
-      dense: whether memory grows with queries times keys. Large cases are left out.
-      kernels: whether the implementation has its own kernels. They run compiled on a GPU, and in an interpreter with
-        race detection elsewhere. Interpreted, inputs are poisoned in all but one case per operation, calls are repeated
-        less often, and tests of the compiled XLA program are left out: the compile gate has them.
-      interpreter: context manager in which kernels run without a GPU.
-      plans: whether a batch row of a decode has the same bits in any batch and order in `fixed` mode.
-      tree_tiles: whether latents with a draft mask use other tiles, so that a mask changes bits.
+      dtype: dtype of the queries in cases that name no dtype.
+      dense: whether the implementation stores all scores, so that its memory grows with queries times keys. Tests with
+      large inputs leave it out.
+      kernels: whether the implementation has Mosaic or Triton kernels. On a GPU they are compiled; on other machines an
+      interpreter runs them. Interpreted kernels are slow, so tests repeat calls less often. Tests of the compiled XLA
+      program leave these backends out, because the compile gate (tests/aot) has such tests.
+      interpreter: function that returns the context in which kernels are interpreted; None if they need no context.
+      plans: whether, with a plan in `fixed` mode, the result of a sequence has the same bits in any batch.
+      tree_tiles: whether `mla_decode` uses other tiles with a draft mask, so that a mask that hides nothing may change
+      bits.
     """
 
     name: str
@@ -63,16 +69,16 @@ class Backend:
 
     @property
     def id(self) -> str:
-        """Name of the backend in test ids."""
+        """Name of the backend in the ids of tests."""
         return f"{self.name}_sm100" if self.architecture == (10, 0) else self.name
 
     @functools.cached_property
     def variant(self) -> Variant:
-        """Variant with the configurations of the suites: small tiles, so that small inputs have many tiles."""
+        """The backend in the form that `tests.kit.harness` uses."""
         return Variant(self.name, self.configs, self.architecture, honours_plans=self.plans)
 
     def implements(self, op: str) -> bool:
-        """Return whether the operation has this backend, on the GPU of this machine or interpreted."""
+        """Return whether the backend implements an operation and can run on this machine, compiled or interpreted."""
         if self.architecture is None:
             return self.name in dispatch.implementations(op)
         runs_here = self.interpreted or device.current().capability == self.architecture
@@ -80,21 +86,23 @@ class Backend:
 
     @property
     def interpreted(self) -> bool:
-        """Whether kernels run in an interpreter on this machine."""
+        """Whether kernels are interpreted on this machine."""
         return self.kernels and jax.default_backend() != "gpu"
 
     @property
     def repeats(self) -> int:
-        """Number of repetitions in tests for bitwise equal results."""
+        """Number of calls in a test which asserts that repeated calls return the same bits."""
         return 3 if self.interpreted else 100
 
     def alone(self, batch: int) -> range:
-        """Return the batch rows that a test runs alone: only one if the kernel is interpreted. Row 0 is idle."""
+        """Return the sequences of a batch that a test also computes alone: one if the kernel is interpreted, otherwise
+        all except sequence 0, which has no tokens in these tests.
+        """
         return range(1, 2 if self.interpreted else batch)
 
     @contextlib.contextmanager
     def running(self, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-        """Return a context in which calls of the backend run on this machine: compiled or interpreted."""
+        """Return a context in which calls of the backend run on this machine, compiled or interpreted."""
         with contextlib.ExitStack() as stack:
             if self.interpreter and self.interpreted:
                 if self.architecture:
@@ -108,7 +116,7 @@ CUT_SHORT_ROWS = PlanConfig(row_overhead_pages=1, cut_pages=0)
 
 BACKENDS = (
     Backend("reference", dense=True),
-    # Small tiles, so that small inputs have many tiles. The group size does not divide the number of rows.
+    # With these small tiles, the small inputs have many tiles. group_rows does not divide the number of rows.
     Backend("xla", configs=(XlaConfig(tile_tokens=16, group_rows=3, tile_queries=4),)),
     Backend(
         "mosaic",
@@ -117,7 +125,7 @@ BACKENDS = (
             decode_config.DecodeConfig(tile_tokens=64, stages=2, programs_per_multiprocessor=1),
             mla_config.TwoWarpgroupConfig(pairs=1, cluster=1),
             flash_config.FlashConfig(tile_keys=64, stages=2, consumers=1),
-            # Few entries per CTA, so that the inputs need many CTAs and several CTAs touch one scale group.
+            # Each CTA writes few entries, so that a call has many CTAs, and several CTAs write to one group of a scale.
             write_config.WriteKVConfig(row_threads=32, scan_tokens=2),
             CUT_SHORT_ROWS,
         ),
@@ -140,7 +148,7 @@ BACKENDS = (
         interpreter=harness.interpreting,
         plans=True,
     ),
-    # Interpreted on machines without a GPU (tests/conftest.py).
+    # Triton kernels need no context: tests/conftest.py sets the interpreter's variable on machines without a GPU.
     Backend(
         "triton",
         configs=(CUT_SHORT_ROWS, FlashTile(rows=16, tokens=32, warps=4, stages=2, bare_steps=True)),
@@ -155,12 +163,12 @@ BACKENDS = (
 MOSAIC = next(backend for backend in BACKENDS if backend.name == "mosaic")
 
 
-# --- which cases run in `make test`, and which a backend does not support
+# --- cases of `make test`, and unsupported cases
 
 
 @dataclasses.dataclass(frozen=True)
 class AllBut:
-    """Set of all cases of a test except the named ones."""
+    """Set of all cases of a test except the cases `names`."""
 
     names: frozenset[str]
 
@@ -169,15 +177,18 @@ class AllBut:
 
 
 def all_but(*names: str) -> AllBut:
-    """Select all cases of a test except the named ones."""
+    """Return the set of all cases of a test except the cases `names`, for `in_every_run`."""
     return AllBut(frozenset(names))
 
 
 def in_every_run(*backends: str, **cases: Collection[str] | AllBut) -> pytest.MarkDecorator:
-    """Mark a test: `make test` runs it with these backends, and with these cases of the backends named by keyword.
+    """Select the cases of a test that `make test` runs.
 
-    The rest is marked `slow` and runs in `make test-slow`. On a GPU, kernels run all cases. A case is named by the part
-    of the test's id in brackets without the backend. A test without this mark runs with every backend.
+    Positional arguments are ids of backends that run all cases. A keyword argument is the id of a backend with the
+    names of its cases. All other cases are marked `slow` and run in `make test-slow`. The name of a case is the part of
+    the test id in brackets, without the backend. On a GPU, backends with kernels run all cases. `make test` runs all
+    cases of a test without this decorator.
+
 
     Example:
       >>> @every_backend("paged_decode")
@@ -188,11 +199,11 @@ def in_every_run(*backends: str, **cases: Collection[str] | AllBut) -> pytest.Ma
 
 
 def unsupported(**reasons: str | Mapping[str, str]) -> pytest.MarkDecorator:
-    """Mark a test: a backend raises NotImplementedError whose message matches the reason.
+    """Declare cases of a test that a backend does not support. They pass if the call raises NotImplementedError.
 
     Args:
-      reasons: for each backend, one pattern for all cases, or a pattern for each unsupported case. The patterns of
-        "mosaic" also apply to "mosaic_sm100".
+      reasons: by backend, a pattern of the error message for all cases, or a mapping of the names of unsupported cases
+      to patterns. The entry of "mosaic" also applies to "mosaic_sm100", unless it has an entry.
     """
     return pytest.mark.unsupported(**reasons)
 
@@ -201,7 +212,7 @@ def unsupported(**reasons: str | Mapping[str, str]) -> pytest.MarkDecorator:
 
 
 def backends_of(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> list[Backend]:
-    """Return the backends of an operation for which `wanted` is true."""
+    """Return the backends of an operation that run on this machine and for which `wanted` is true."""
     return [backend for backend in BACKENDS if backend.implements(op) and wanted(backend)]
 
 
@@ -218,7 +229,9 @@ def every_case(op: str, cases: Mapping[str, Any]) -> pytest.MarkDecorator:
 
 
 def every_variant(op: str, wanted: Callable[[Backend], bool] = lambda _: True) -> pytest.MarkDecorator:
-    """Run a test with argument `variant`, the variant of a backend, for each backend like `every_backend`."""
+    """Run a test with argument `variant`, the `Variant` of a backend, for each backend that `every_backend` would
+    select.
+    """
     params = [pytest.param(backend, id=backend.id) for backend in backends_of(op, wanted)]
     return pytest.mark.parametrize("variant", params, indirect=True)
 
@@ -228,7 +241,7 @@ def is_lean(backend: Backend) -> bool:
 
 
 def is_compiled(backend: Backend) -> bool:
-    """Return whether tests inspect the XLA program: backends without kernels of their own."""
+    """Return whether a backend has no kernels. Tests that inspect the compiled XLA program run with these backends."""
     return not backend.kernels
 
 
@@ -240,7 +253,7 @@ def is_compiled_and_lean(backend: Backend) -> bool:
 
 
 def call(op: Callable[..., Any], backend: Backend, arrays: Mapping[str, Any], **static: Any) -> Any:
-    """Return the result of an operation. It is compiled once for each backend and set of static arguments."""
+    """Run an operation with a backend. It is compiled once for each backend, set of static arguments, and shapes."""
     return compiled(op, backend, **static)(**arrays)
 
 
@@ -249,17 +262,20 @@ def compiled(op: Callable[..., Any], backend: Backend, **static: Any) -> Jitted:
 
 
 def as_users_get(backend: Backend) -> Backend:
-    """Return the backend with the configurations that users get."""
+    """Return the backend without `configs`, that is with the tuned or heuristic configurations that users get."""
     return dataclasses.replace(backend, configs=())
 
 
 def plan_of(
     backend: Backend, arrays: Mapping[str, Any], *, window: int | None = None, num_programs: int, mode: str
 ) -> DecodePlan:
-    """Return a plan for a decode call. `window` is the window if it is not among the arrays.
+    """Return a plan for the arguments of a decode call.
 
-    The XLA implementation computes the plan, because the planner kernel is slow to interpret and has other tests. Rows
-    of few pages are split too, so that small inputs have splits.
+    The XLA implementation computes the plan, because the Mosaic kernel of `plan_decode` is slow to interpret; it has
+    separate tests. The plan also splits sequences with few pages, so that small inputs have KV splits.
+
+    Args:
+      window: window of the call if it is an int. A `HeadWindow` is in `arrays`.
     """
     return _planner(backend, window, num_programs, mode)(dict(arrays))
 

@@ -1,4 +1,4 @@
-"""Fixtures and hooks of the contract suites."""
+"""Fixtures and hooks of the contract suites (fixtures.py)."""
 
 from tests.contract.fixtures import backend, pytest_collection_modifyitems, pytest_pyfunc_call, variant
 

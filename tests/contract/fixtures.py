@@ -1,6 +1,7 @@
-"""Fixtures that run the backend of a contract test, and hooks for its marks `in_every_run` and `unsupported`.
+"""Fixtures `backend` and `variant` of contract tests, and hooks that implement `in_every_run` and `unsupported`.
 
-The conftest.py of a folder with contract tests imports everything in `__all__`.
+`tests/contract/backends.py` explains backends and defines the decorators. The conftest.py of each folder with contract
+tests imports everything in `__all__`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["backend", "pytest_collection_modifyitems", "pytest_pyfunc_call", "va
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[Backend]:
-    """See `backends.every_backend`."""
+    """Yield the backend with which `backends.every_backend` runs the test, in the context in which its calls run."""
     chosen: Backend = request.param
     with chosen.running(capsys):
         yield chosen
@@ -26,28 +27,30 @@ def backend(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.fixture
 def variant(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[Variant]:
-    """See `backends.every_variant`."""
+    """Yield the variant with which `backends.every_variant` runs the test, in the context in which its calls run."""
     chosen: Backend = request.param
     with chosen.running(capsys):
         yield chosen.variant
 
 
 def backend_of(item: pytest.Item) -> Backend | None:
-    """Return the backend that a test is parametrised by, or None."""
+    """Return the backend among the parameters of a test; None for a test without backends."""
     parameters = getattr(item, "callspec", None)
     found = {} if parameters is None else parameters.params
     return next((value for value in found.values() if isinstance(value, Backend)), None)
 
 
 def case_of(item: pytest.Item, backend: Backend) -> str:
-    """Return the id of a test's parameters without the backend."""
+    """Return the name of a test's case: the part of the test id in brackets, without the backend."""
     words = item.nodeid.partition("[")[2].removesuffix("]").split("-")
     words.remove(backend.id)
     return "-".join(words)
 
 
 def is_slow(item: pytest.Item, backend: Backend) -> bool:
-    """Return whether the marks leave a test to `make test-slow`. On a GPU, kernels run all cases."""
+    """Return whether `in_every_run` leaves a test to `make test-slow`. On a GPU, tests of kernels are never left to
+    it.
+    """
     mark = item.get_closest_marker("in_every_run")
     if mark is None or backend.kernels != backend.interpreted:
         return False
@@ -55,7 +58,7 @@ def is_slow(item: pytest.Item, backend: Backend) -> bool:
 
 
 def unsupported_reason(item: pytest.Item, backend: Backend) -> str | None:
-    """Return the pattern of the error message of an unsupported case, or None if the backend has to run it."""
+    """Return the pattern of the error message of an unsupported case; None for a supported case."""
     for mark in item.iter_markers("unsupported"):
         reasons = mark.kwargs.get(backend.id, mark.kwargs.get(backend.name, {}))
         reason = reasons if isinstance(reasons, str) else reasons.get(case_of(item, backend))
@@ -65,7 +68,7 @@ def unsupported_reason(item: pytest.Item, backend: Backend) -> str | None:
 
 
 def unknown_cases(items: list[pytest.Item]) -> list[str]:
-    """Return "test: case" for each case that a mark names and no parameter set has."""
+    """Return "test: case" for each case that a decorator names and that the test does not have."""
     known: dict[str, set[str]] = collections.defaultdict(set)
     named: dict[str, set[str]] = collections.defaultdict(set)
     for item in items:
@@ -83,7 +86,7 @@ def unknown_cases(items: list[pytest.Item]) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases that take an interpreter long as slow, and check the names in marks."""
+    """Mark the cases that `in_every_run` does not name as slow, and check the names of cases in decorators."""
     for item in items:
         chosen = backend_of(item)
         if chosen and is_slow(item, chosen):
@@ -94,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Pass an unsupported case if and only if the backend raises NotImplementedError for the stated reason."""
+    """Run a test. An unsupported case passes if and only if it raises NotImplementedError whose message matches."""
     chosen = backend_of(pyfuncitem)
     reason = unsupported_reason(pyfuncitem, chosen) if chosen else None
     if reason is None:

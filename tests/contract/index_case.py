@@ -1,4 +1,7 @@
-"""Inputs of `index_scores` and `index_top_k`, with flags for awkward cases, and expected results in plain numpy."""
+"""Inputs of `index_scores` and `index_top_k`, and the expected results in plain numpy.
+
+An `IndexCase` describes a call. `IndexInputs.draw` draws its values.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,23 @@ import numpy as np
 from pallas_attn import PagedIndexKeys
 from tests.kit import harness
 
-SM_SCALE = 0.25  # a power of two keeps exact scores exact
+SM_SCALE = 0.25  # a power of two: scaling an exact score does not round it
 
 
 @dataclasses.dataclass(frozen=True)
 class IndexCase:
-    """One call.
+    """One call of `index_scores` or `index_top_k`.
 
     Attributes:
-      kv_lens: number of tokens of each sequence, new tokens included.
-      q_lens: new tokens of each sequence: 1 for a decode row, some for drafts, many for a chunk, 0 for none.
-      padding: tokens of no sequence at the end.
-      dtype: dtype of the queries, or None for `Backend.dtype`.
-      cache_dtype: of the keys; None for q's. With float8_e4m3fn they have scales.
-      tree: number of newest keys with random visibility, as in a draft tree; 0 for no mask.
-      absent_pages: whether some pages between visible tokens are absent.
-      exact: whether inputs are small integers, so that scores are exact in any order and often equal.
+      kv_lens: number of tokens of each sequence, including new tokens.
+      q_lens: number of new tokens of each sequence.
+      padding: number of tokens at the end that belong to no sequence.
+      dtype: dtype of the queries; None for the `dtype` of `IndexInputs.draw`.
+      cache_dtype: dtype of the index keys; None for the dtype of the queries. With float8_e4m3fn, keys have scales.
+      tree: number of columns of a random draft mask, which covers the newest keys of each token; 0 for no mask.
+      absent_pages: whether some pages between visible tokens are absent (PAGE_NONE), so that their tokens are not
+      visible.
+      exact: whether inputs are small integers, so that scores are exact in any order of summation, and often equal.
     """
 
     kv_lens: tuple[int, ...]
@@ -53,14 +57,15 @@ class IndexInputs:
     """A case with drawn values.
 
     Attributes:
-      q: [T, Hi, Di].
-      keys: [N, ps, Di], dequantised keys of every slot.
-      stored: arrays of the cache.
+      q: index queries [T, Hi, Di].
+      weights: weights of the index heads [T, Hi].
+      keys: dequantised index keys of every slot, [N, ps, Di].
+      stored: arrays of the cache: keys, and scales with float8_e4m3fn.
       draft_mask: bool [T, tree], or None.
-      tables: [S, P].
-      sequence: [T], sequence of each token; -1 for padding.
-      visible: bool [T, K], whether a token sees a key; K = P·ps.
-      dead: bool [N, ps], slots without a visible key.
+      tables: block tables, int32 [S, P].
+      sequence: sequence of each token, [T]; -1 for padding.
+      visible: bool [T, K], whether a token sees a key; K = P * page size.
+      dead: bool [N, ps], slots that no token sees.
     """
 
     case: IndexCase
@@ -108,7 +113,9 @@ class IndexInputs:
         return IndexInputs(case, rng, q, weights, keys, stored, draft_mask, tables, sequence, visible, dead)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments. Elements without effect are NaN or garbage if `poisoned`, else 0."""
+        """Return the array arguments. Elements that must not affect the result are NaN or garbage if `poisoned`,
+        otherwise 0.
+        """
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         padding = self.sequence < 0
         trees = {} if self.draft_mask is None else {"draft_mask": self.draft_mask}
@@ -132,7 +139,9 @@ class IndexInputs:
 
 
 def best(scores: np.ndarray, top_k: int) -> np.ndarray:
-    """Return positions [T, top_k] of the highest scores in ascending order; of equal scores the lowest; -1 pads."""
+    """Return the positions [T, top_k] of the highest scores in ascending order. Of equal scores, the lowest positions
+    are selected. Rows with fewer finite scores are padded with -1.
+    """
     chosen = np.full((scores.shape[0], top_k), -1, np.int32)
     for row, values in zip(chosen, scores, strict=True):
         ranked = sorted(np.flatnonzero(values > -np.inf), key=lambda t: (-values[t], t))[:top_k]

@@ -1,4 +1,7 @@
-"""Inputs of `mla_decode`, with flags for the awkward cases, and the expected results in plain numpy."""
+"""Inputs of `mla_decode`, and the expected results in plain numpy.
+
+An `MlaCase` describes a call. `Inputs.draw` draws its values.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pallas_attn import PagedLatent
 from tests.contract import naive
 from tests.kit import harness
 
-SM_SCALE = 0.0625  # a power of two keeps exact scores exact
+SM_SCALE = 0.0625  # a power of two: scaling an exact score does not round it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,16 +24,17 @@ class MlaCase:
     """One call of `mla_decode`.
 
     Attributes:
-      kv_lens: number of tokens of each sequence, new tokens included.
-      q_lens: queries of each sequence; None for `queries` each.
-      queries: Q.
-      dtype: dtype of the queries, or None for `Backend.dtype`.
-      cache_dtype: dtype of the cache, or None for the dtype of the queries. With float8_e4m3fn, latents have scales and
-        rope columns are bfloat16.
-      absent_pages: whether some pages between visible tokens are absent.
-      tree: whether there is a draft mask that is not causal and hides the first column from some queries.
-      window, soft_cap: as the call takes them.
-      exact: whether inputs are integers with exact dot products, near +5e5 in some rows and near -5e5 in others.
+      kv_lens: number of tokens of each sequence, including new tokens.
+        q_lens: number of queries (new tokens) of each sequence; None if each sequence has `queries`.
+        queries: Q of the queries [B, Q, Hq, L + R].
+        dtype: dtype of the queries; None for `Backend.dtype`.
+        cache_dtype: dtype of the cache; None for the dtype of the queries. With float8_e4m3fn, latents have scales and
+        rotated keys are bfloat16.
+        absent_pages: whether some pages between visible tokens are absent (PAGE_NONE), so that their tokens are not
+        visible.
+        tree: whether the call has a random draft mask, which is not causal and often hides the first draft column.
+        window, soft_cap: arguments of the call.
+        exact: whether inputs give exact scores, near +5e5 for some sequences and near -5e5 for others.
     """
 
     kv_lens: tuple[int, ...]
@@ -52,7 +56,7 @@ class MlaCase:
 
     @property
     def static(self) -> dict[str, Any]:
-        """Return the options of the call."""
+        """Static arguments of the call."""
         options = {"window": self.window, "soft_cap": self.soft_cap}
         return {name: option for name, option in options.items() if option is not None}
 
@@ -70,11 +74,13 @@ class Inputs:
     """A case with drawn values.
 
     Attributes:
-      q: [B, Q, Hq, L + R].
-      pages: [N, ps, L + R], every slot filled.
-      quantised: arrays of an 8-bit cache whose dequantised values are `pages`; None for other dtypes.
-      visible: bool [B, Q, K], whether a query sees a token; K = P·ps.
-      dead: bool [N, ps], slots without a visible token.
+      q: queries [B, Q, Hq, L + R].
+      pages: latents and rotated keys [N, ps, L + R], with random values in every slot.
+      tables: block tables, int32 [B, P].
+      quantised: arrays (latents, scales, rotated keys) of an fp8 cache whose dequantised values are `pages`; None for
+      other dtypes.
+      visible: bool [B, Q, K], whether a query sees a token; K = P * page size.
+      dead: bool [N, ps], slots that no query sees.
     """
 
     case: MlaCase
@@ -106,7 +112,9 @@ class Inputs:
         return Inputs(case, rng, q.astype(case.dtype), pages, tables, visible, dead, mask, quantised)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments of `mla_decode`. Elements without effect are NaN or garbage if `poisoned`, else 0."""
+        """Return the array arguments of `mla_decode`. Elements that must not affect the result are NaN or garbage if
+        `poisoned`, otherwise 0.
+        """
         case, fill = self.case, harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         unused = np.arange(case.queries) >= np.array(case.query_lens)[:, None]
         q = fill(self.rng, self.q, unused)
@@ -126,7 +134,7 @@ class Inputs:
         return arguments
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
-        """Output [B, Q, Hq, L] and LSE in float64."""
+        """Return the expected output [B, Q, Hq, L] and LSE [B, Q, Hq] in float64."""
         case = self.case
         out = np.zeros((*self.q.shape[:-1], case.latent_dim))
         lse = np.full(self.q.shape[:-1], -np.inf)
@@ -162,14 +170,19 @@ def _draw_normal(case: MlaCase, rng: np.random.Generator) -> tuple[np.ndarray, n
 
 
 def _unquantised(case: MlaCase, pages: np.ndarray) -> np.ndarray:
-    """Return values rounded to the dtype of pages without scales."""
+    """Round values to the dtype of an unquantised cache. Values of an fp8 cache are returned unchanged."""
     return pages if case.cache_dtype == "float8_e4m3fn" else pages.astype(case.cache_dtype or case.dtype)
 
 
 def _quantise(
     case: MlaCase, rng: np.random.Generator, pages: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-    """Return arrays of an 8-bit cache with random scales and latents near `pages`, and the dequantised latents."""
+    """Quantise `pages` to fp8 with random scales.
+
+    Returns:
+      The arrays of the cache (latents, scales, rotated keys), and the dequantised pages [N, ps, L + R].
+
+    """
     latent, rope = pages[..., : case.latent_dim], pages[..., case.latent_dim :].astype(ml_dtypes.bfloat16)
     groups = latent.reshape(*latent.shape[:2], -1, 128)
     scale = np.ones(groups.shape[:-1], np.float32)
@@ -182,10 +195,11 @@ def _quantise(
 
 
 def _draw_exact(case: MlaCase, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw integer inputs with exact scores near +5e5 and -5e5.
+    """Draw inputs with exact scores near +5e5 and -5e5.
 
-    All keys are one vector whose square is near 5e5, and queries are this vector or its negative. The last column
-    differs between keys. In the first half of the latent q is 0, so these columns are only values.
+    All keys are the same integer vector u with u·u near 5e5, and queries are u or, for every other sequence, -u. The
+    last column is random so that scores differ. In the first half of the latent, queries are 0 and keys are random real
+    numbers, which affect only the output.
     """
     width, values = case.latent_dim + case.rope_dim, case.latent_dim // 2
     u = rng.integers(0, 5, width) + int((5e5 / (width - values)) ** 0.5)

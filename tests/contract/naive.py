@@ -1,6 +1,7 @@
-"""Textbook attention in float64 numpy: one query at a time over its visible keys.
+"""Textbook attention in float64 numpy, one query at a time, for expected results.
 
-It shares no code with the library and has no masks, so it can also check `reference`.
+A query attends to an array that has only its visible keys, so the softmax needs no mask. The module shares no code with
+the library, so tests also compare the library's `reference` implementations with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def attend(
 
     Args:
       q: [Hq, Dk].
-      k, v: [K, Hkv, Dk] and [K, Hkv, Dv]; head h of the query reads KV head h // (Hq / Hkv).
+        k, v: [K, Hkv, Dk] and [K, Hkv, Dv]; query head h reads KV head h // (Hq / Hkv).
       sinks: [Hq], scores of an additional key with value 0. The LSE does not include this key.
 
     Returns:
@@ -49,7 +50,7 @@ def attend_all(
     """Return the attention of T queries [T, Hq, Dk] over U keys [U, Hkv, Dk] under the mask `visible`, bool [T, U].
 
     Args:
-      **options: as `attend` takes them.
+      **options: further arguments of `attend`.
     """
     rows = [attend(q[t], k[visible[t]], v[visible[t]], sm_scale, **options) for t in range(q.shape[0])]
     if not rows:

@@ -1,6 +1,7 @@
-"""Inputs of the operations over paged K/V, with flags for the awkward cases, and the expected results in plain numpy.
+"""Inputs of `paged_decode` and `paged_prefill`, and the expected results in plain numpy.
 
-The numpy code shares no code with the library; `reference` is checked against it, too.
+A `PagedCase` describes a call. `Inputs.draw` draws its values. The numpy code shares no code with the library, so tests
+also compare the library's `reference` implementation with it.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ class PagedCase:
     """One call of `paged_decode` or `paged_prefill`.
 
     Attributes:
-      kv_lens: number of tokens of each sequence, new tokens included.
-      q_lens: queries of each sequence; None for `queries` each (decode only).
-      queries: Q of a decode call, or more if a sequence has more.
-      tokens: T of a prefill call, padding included; None for the number of queries.
-      dtype: dtype of the queries, or None for `Backend.dtype`.
-      cache_dtype: of the cache; None for q's.
-      value_dim: width of values; None for head_dim.
-      fused: number of columns of keys and of values in one array; None for separate arrays.
-      head_windows: (window, sink tokens) of each KV head, for a `HeadWindow`.
-      head_wise: whether tables have rank 3, with page rows from the pages of any head.
-      absent_pages: whether some pages between visible tokens are absent.
-      sinks: kind of learned sinks: ordinary size, all +40, all -inf, or mixed.
-      causal: False if the queries of a prefill see all keys.
-      tree: whether there is a draft mask that is not causal and hides the first column from some queries.
-      q_scales: 8-bit queries (decode only), with scales of heads or of heads of each token.
-      one_q_scale: 8-bit queries with one scale.
-      exact: whether inputs are integers with exact dot products, +5e5 in some rows and -5e5 in others.
+      kv_lens: number of tokens of each sequence, including new tokens.
+        q_lens: number of queries (new tokens) of each sequence; None if each sequence has `queries` (decode only).
+        queries: minimum Q of a decode call's queries [B, Q, Hq, D]; Q is larger if a sequence has more queries.
+        tokens: T of a prefill call's queries [T, Hq, D], including padding; None for no padding.
+        dtype: dtype of the queries; None for `Backend.dtype`.
+        cache_dtype: dtype of the cache; None for the dtype of the queries.
+        scales: argument `scales` of `kv_cache_spec`.
+        value_dim: width of values; None for head_dim.
+        fused: number of columns for keys, and for values, if both are in one array; None for separate arrays.
+        head_windows: (window, sink tokens) of each KV head, for a `HeadWindow`.
+        head_wise: whether each KV head has a block table, [B, Hkv, P], whose ids are page rows of any KV head.
+        absent_pages: whether some pages between visible tokens are absent (PAGE_NONE), so that their tokens are not
+        visible.
+        sinks: sink logits: "ordinary" (standard normal), "large" (all 40), "-inf" (all), or "mixed"; None for no sinks.
+        causal: whether a query sees only keys up to its position; False for prefill calls with `causal=False`.
+        tree: whether the call has a random draft mask, which is not causal and often hides the first draft column.
+        q_scales: whether queries are quantised to 8 bits, with a scale per head or per token and head (decode only).
+        one_q_scale: scale of all queries, which are quantised to 8 bits; None for no quantisation.
+        exact: whether inputs are integers with exact scores, near +5e5 for some sequences and near -5e5 for others.
     """
 
     kv_lens: tuple[int, ...]
@@ -80,12 +83,12 @@ class PagedCase:
 
     @property
     def padding(self) -> int:
-        """Packed rows after the last sequence of a prefill call."""
+        """Number of queries of a prefill call that belong to no sequence, at the end."""
         return 0 if self.tokens is None else self.tokens - sum(self.query_lens)
 
     @property
     def static(self) -> dict[str, Any]:
-        """Arguments of the call that are not arrays."""
+        """Static arguments of the call."""
         static = {"window": self.window, "soft_cap": self.soft_cap, "sm_scale": self.sm_scale}
         static["q_scale"] = self.one_q_scale
         static |= {} if self.causal else {"causal": False}
@@ -97,11 +100,12 @@ class Inputs:
     """A case with drawn values.
 
     Attributes:
-      q: [q_len, Hq, D] of each sequence.
-      kv: arrays of the cache by name, every slot filled.
-      visible: bool [B, Hkv, max(q_lens), K], whether a query sees a token; K = P·ps.
-      dead: bool [N, Hkv, ps], slots without a visible token.
-      q_scale: [Hq] or [B, Q, Hq].
+      q: queries [q_len, Hq, D] of each sequence.
+      kv: arrays of the cache by name, with random values in every slot.
+      tables: block tables, int32 [B, P] or [B, Hkv, P].
+      visible: bool [B, Hkv, max(q_lens), K], whether a query sees a token; K = P * page size.
+      dead: bool [N, Hkv, ps], slots that no query sees.
+      q_scale: float32 scales of 8-bit queries, [Hq] or [B, Q, Hq]; None without scales.
     """
 
     case: PagedCase
@@ -138,7 +142,7 @@ class Inputs:
         q, kv = _draw_exact(case, rng, tables) if case.exact else _draw_normal(case, rng)
         dead = harness.dead_slots(tables, seen, page_size=case.page_size, num_pages=case.num_pages)
         sinks, q_scale = _draw_sinks(case, rng), None
-        if case.q_scales:  # so small that some quantised queries saturate
+        if case.q_scales:  # the scales are so small that some quantised queries saturate
             of_tokens = (batch, width) if case.q_scales == "token" else ()
             q_scale = rng.uniform(0.002, 0.02, (*of_tokens, case.q_heads)).astype(np.float32)
         if case.one_q_scale is not None:
@@ -146,7 +150,9 @@ class Inputs:
         return Inputs(case, rng, q, kv, tables, visible, dead, mask, sinks, q_scale)
 
     def decode(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments of `paged_decode`. Elements without effect are NaN or garbage if `poisoned`, else 0."""
+        """Return the array arguments of `paged_decode`. Elements that must not affect the result are NaN or garbage if
+        `poisoned`, otherwise 0.
+        """
         queries = max(self.case.queries, *self.case.query_lens)
         q = self._filler((len(self.q), queries, self.case.q_heads, self.case.head_dim), poisoned)
         for b, rows in enumerate(self.q):
@@ -162,7 +168,9 @@ class Inputs:
         return arguments
 
     def prefill(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Array arguments of `paged_prefill`. Elements without effect are NaN or garbage if `poisoned`, else 0."""
+        """Return the array arguments of `paged_prefill`. Elements that must not affect the result are NaN or garbage if
+        `poisoned`, otherwise 0.
+        """
         padding = self._filler((self.case.padding, self.case.q_heads, self.case.head_dim), poisoned)
         cu_q_lens = np.cumsum((0, *self.case.query_lens), dtype=np.int32)
         arguments = self._shared(poisoned) | {"q": np.concatenate([*self.q, padding]), "cu_q_lens": cu_q_lens}
@@ -174,7 +182,7 @@ class Inputs:
 
     @property
     def _lens(self) -> list[tuple[int, int]]:
-        """Return the numbers of queries and tokens of each sequence."""
+        """(queries, tokens) of each sequence."""
         return list(zip(self.case.query_lens, self.case.kv_lens, strict=True))
 
     def _shared(self, poisoned: bool) -> dict[str, Any]:
@@ -190,7 +198,8 @@ class Inputs:
         for name, values in self.kv.items():
             dead = self.dead
             if name.endswith("_scale"):
-                # A group scale is dead if its whole group is dead. Static scales are always used.
+                # A scale of a group of tokens is dead if all slots of the group are dead. Static scales are always
+                # used.
                 dynamic = values.ndim == 3
                 dead = dead.reshape(*values.shape, -1).all(-1) if dynamic else np.zeros(values.shape, bool)
             values = harness.poison(self.rng, values, dead) if poisoned else harness.zero(values, dead)
@@ -207,7 +216,7 @@ class Inputs:
         return harness.poison(self.rng, zeros, np.ones(shape, bool)) if poisoned else zeros
 
     def make_live_values_infinite(self) -> None:
-        """Make some visible values infinite."""
+        """Set the values V of all visible slots to infinity."""
         self.kv["v"][~self.dead] = np.inf
 
     def expected_decode(self) -> tuple[np.ndarray, np.ndarray]:
@@ -251,14 +260,14 @@ class Inputs:
         return results
 
     def _scales_of(self, b: int) -> np.ndarray:
-        """Scales [q_len, Hq] of the queries of a sequence."""
+        """Return the scales [q_len, Hq] of the queries of sequence `b`."""
         if self.q_scale is None:
             raise ValueError("the case has no 8-bit queries")
         shape = len(self.q[b]), self.case.q_heads
         return np.broadcast_to(self.q_scale, shape) if self.q_scale.ndim == 1 else self.q_scale[b, : shape[0]]
 
     def _meant(self, name: str, b: int, head: int, token: int) -> np.ndarray:
-        """Return the key or value [D] of a head and a token in float64."""
+        """Return the dequantised key (`name` "k") or value ("v") [D] of a KV head and a token in float64."""
         entry, offset = divmod(token, self.case.page_size)
         if self.case.head_wise:
             page, owner = divmod(int(self.tables[b, head, entry]), self.case.kv_heads)
@@ -268,7 +277,7 @@ class Inputs:
         scale = self.kv.get(f"{name}_scale")
         if scale is None:
             return values
-        if scale.ndim < 3:  # static: the scale of the head that reads
+        if scale.ndim < 3:  # a static scale is of the head that reads, not of the page's owner
             return values * scale[head]
         return values * scale[page, owner, offset * scale.shape[2] // self.case.page_size]
 
@@ -316,7 +325,7 @@ def _draw_array(rng: np.random.Generator, name: str, shape: tuple[int, ...], dty
         return rng.integers(-127, 128, shape).astype(dtype)
     if dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
         return (100 * rng.standard_normal(shape)).clip(-448, 448).astype(dtype)
-    # The tolerances of 16-bit dtypes are those of FlashMLA and assume values of this size.
+    # The tolerances of 16-bit dtypes are FlashMLA's and assume values V with a standard deviation of about 0.1.
     size = 0.1 if name == "v" and dtype.itemsize == 2 else 1.0
     return (size * rng.standard_normal(shape, np.float32)).astype(dtype)
 
@@ -326,8 +335,8 @@ def _draw_exact(
 ) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
     """Draw integer inputs with exact scores near +5e5 and -5e5.
 
-    q and k are one vector u with |u|² near 5e5. The keys of every other sequence are negated. The last column differs
-    between keys.
+    All queries and keys are the same vector u with u·u near 5e5, except the last column, which is random so that scores
+    differ. The keys of every other sequence are negated.
     """
     u = rng.integers(0, 5, case.head_dim) + int((5e5 / case.head_dim) ** 0.5)
     q = [np.tile(u, (n, case.q_heads, 1)) for n in case.query_lens]
@@ -342,7 +351,7 @@ def _draw_exact(
 
 
 def in_8_bits(q: np.ndarray, scale: np.ndarray, dtype: str = "float8_e4m3fn") -> np.ndarray:
-    """Return queries [..., D] divided by their scales, in float8."""
+    """Quantise queries [..., D]: divide them by their scales [...] and convert to the float8 type `dtype`."""
     limit = float(ml_dtypes.finfo(dtype).max)
     return (q.astype(np.float32) / scale[..., None]).clip(-limit, limit).astype(dtype)
 
@@ -358,11 +367,11 @@ def _draw_sinks(case: PagedCase, rng: np.random.Generator) -> np.ndarray | None:
 def _softmax_attention(
     case: PagedCase, q: np.ndarray, k: np.ndarray, v: np.ndarray, sink: float | None
 ) -> tuple[np.ndarray, float]:
-    """Return the attention of one query over its visible keys, and the LSE."""
+    """Return the output [Dv] and the LSE of one query head q [D] for its visible keys [K, D] and values [K, Dv]."""
     scores = k @ q * (case.sm_scale or case.head_dim**-0.5)
     if case.soft_cap is not None:
         scores = case.soft_cap * np.tanh(scores / case.soft_cap)
     weights = np.exp(scores - scores.max())
     lse = scores.max() + np.log(weights.sum())
-    kept = 1.0 if sink is None else 1 / (1 + np.exp(min(sink - lse, 700.0)))  # larger values overflow float64
+    kept = 1.0 if sink is None else 1 / (1 + np.exp(min(sink - lse, 700.0)))  # exp(710) overflows float64
     return kept * (weights @ v) / weights.sum(), lse

@@ -1,8 +1,8 @@
-"""Cases of attention over pages: cases for both decode and prefill, and cases for one of them.
+"""Tables of cases of `paged_decode` (`DECODE`) and `paged_prefill` (`PREFILL`). `SHARED` are cases of both.
 
-A case has a dtype only if it tests dtypes; otherwise each backend uses its own. Cases that differ only in values
-(lengths, windows, sinks, absent pages) share a compilation, so most cases are variations of `CARRIER`. Static options
-are combined so that each option occurs at least once with most others.
+Most cases have no dtype; each backend then uses `Backend.dtype`. Most cases are variations of `CARRIER` with other
+lengths, windows, sink logits or absent pages. These are values of arrays, so the cases share one compiled function.
+Options that require another compilation are combined, so that each option occurs with most of the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from tests.contract.paged_case import PagedCase
 
 PS = 16
 TOKENS = 40
-"""Number of packed query rows of prefill calls. It is equal in most cases, so that they share a compilation."""
+"""Number of queries T of prefill calls, including padding. Most cases have the same T, so that they share a compiled
+function.
+"""
 FP8, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 PLAIN = PagedCase(
@@ -51,7 +53,7 @@ VALUES = {
     "a page of sink tokens, heads interleaved": windowed((3, PS), (FULL, 0)),
     "windows and absent pages": windowed((20, 2), (5, 0), absent_pages=True),
 }
-"""Values of one call."""
+"""Cases that differ in values of arrays only and share a compiled function."""
 
 DRAFT_VALUES = {
     "drafts, ragged": DRAFTS,
@@ -218,7 +220,7 @@ PREFILL = SHARED | {
     "chunks, absent pages of any head's rows": replace(
         CHUNK, head_wise=True, absent_pages=True, head_windows=((FULL, 0), (90, 5)), dtype="float16", sinks=None
     ),
-    # Rounding probabilities and outputs to bfloat16 alone makes 1 - cosine 2e-6 to 5e-6.
+    # In float16, because rounding probabilities and outputs to bfloat16 alone makes 1 - cosine 2e-6 to 5e-6.
     "chunks, scores to 5e5": replace(
         CHUNK, exact=True, sm_scale=1.0, head_windows=None, sinks=None, dtype="float16"
     ),
@@ -231,7 +233,7 @@ PREFILL = SHARED | {
         CHUNK, one_q_scale=0.007, cache_dtype=FP8, scales="head", soft_cap=20.0, sinks="ordinary"
     ),
     "chunks, one scale of e5m2 queries": replace(CHUNK, one_q_scale=5e-5, cache_dtype=E5M2, scales="channel"),
-    # Queries of all blocks see all tiles, also if there are fewer keys than queries.
+    # Without the causal mask, every block of queries reads all keys, also if a sequence has fewer keys than queries.
     "full, sinks, soft cap": replace(CHUNK, causal=False, head_windows=None, soft_cap=4.0),
     "full, more queries than keys": packed(
         (3, 128, 0, 5), (9, 13, 6, 9), causal=False, head_windows=None, soft_cap=4.0
@@ -254,7 +256,7 @@ PREFILL = SHARED | {
 }  # fmt: skip
 
 SAMPLE = windowed((9, 1), (FULL, 0))
-"""Case for tests of transformations, repetition and order."""
+"""Case for tests of jax transformations, repeated calls and the order of sequences."""
 
 UNSUPPORTED = {
     "mosaic": {
@@ -291,11 +293,11 @@ UNSUPPORTED = {
         "chunks, one scale of e5m2 queries": "takes caches of 8 bits in int8 and float8_e4m3fn, got float8_e5m2",
     },
 }
-"""Cases that a backend does not support, with the reason as a pattern of the error message."""
+"""By backend: names of the cases that it does not support, and a pattern of the error message of each."""
 
 
 def unsupported(cases: Mapping[str, PagedCase]) -> dict[str, dict[str, str]]:
-    """Entries of `UNSUPPORTED` for the cases of one operation."""
+    """Return the entries of `UNSUPPORTED` whose names are in `cases`, the cases of one operation."""
     return {
         backend: {name: reason for name, reason in reasons.items() if name in cases}
         for backend, reasons in UNSUPPORTED.items()

@@ -1,4 +1,4 @@
-"""Small calls of every operation, for tests of properties that all operations have."""
+"""Small valid calls of every operation, for tests of properties that all operations have."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ from tests.contract.backends import BACKENDS, Backend
 from tests.kit import harness
 
 B, Q, P, PS, N, HKV, HQ, D = 3, 2, 4, 16, 12, 2, 4, 64
-"""Sizes of the calls: sequences have up to 64 tokens."""
+"""Sizes of the calls: sequences, queries per sequence in decode, pages per sequence, page size, pages of the pool, KV
+heads, query heads, head dimension.
+"""
 
 REFERENCE = next(backend for backend in BACKENDS if backend.name == "reference")
 
 type Change = tuple[str, int, int]
-"""Name of an argument, flat index in it, and the number to store there."""
+"""Name of an array argument, flat index in the array (modulo its size), and the number to store there."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,10 +49,12 @@ class Target:
     """An operation with valid arguments.
 
     Attributes:
+      function: the operation.
       arrays: array arguments by name.
-      metadata: names of the array arguments that tests corrupt; "window" means both arrays of a `HeadWindow`.
+      metadata: names of the arguments that tests fill with invalid numbers: lengths, block tables, slots, and "window"
+      for both arrays of a `HeadWindow`.
       static: other arguments by name.
-      exact: whether all implementations return the same bits.
+      exact: whether all implementations must return the same bits.
       unsupported: ids of the backends that do not support the call.
     """
 
@@ -116,14 +120,15 @@ LATENTS_8BIT = PagedLatent(
     scale=jnp.asarray(np.random.default_rng(2).uniform(0.5, 2.0, (N, PS, 2)), jnp.float32),
     rope=values(N, PS, 32, seed=2),
 )
-# Wide enough for every kernel of `mla_sparse`. Scales are powers of two, so 16-bit floats represent latents exactly.
+# Every kernel of `mla_sparse` supports these widths. Scales are powers of two, so that 16-bit floats represent the
+# dequantised latents exactly.
 CHOSEN = PagedLatent(values(N, PS, 192))
 CHOSEN_8BIT = PagedLatent(
     pages=LATENTS_8BIT.pages,
     scale=jnp.asarray(2.0 ** np.random.default_rng(2).integers(-1, 2, (N, PS, 2)), jnp.float32),
     rope=values(N, PS, 64, seed=2),
 )
-# Small integers: products and sums are exact in any order, so selections are exact, too.
+# Small integers: scores are exact in any order of summation, so all implementations must select the same keys.
 INDEX = PagedIndexKeys(jnp.asarray(np.random.default_rng(3).integers(-3, 4, (N, PS, 32)), jnp.bfloat16))
 INDEX_8BIT = PagedIndexKeys(
     INDEX.keys.astype(jnp.float8_e4m3fn), jnp.asarray(2.0 ** np.random.default_rng(4).integers(-1, 2, (N, PS, 1)), "f4")
@@ -147,7 +152,7 @@ def mla(heads: int, cache: PagedLatent = LATENTS) -> dict[str, Any]:
 
 
 def latent_prefill(cache: PagedLatent) -> dict[str, Any]:
-    """Arguments of `mla_prefill` in float32, without tables and lengths."""
+    """Return the arguments of `mla_prefill` in float32, without block tables and lengths."""
     width = cache.width - 32
     return {
         "q_nope": values(9, 2, 32, dtype=jnp.float32),
@@ -163,14 +168,14 @@ LATENTS_F32 = PagedLatent(LATENTS.pages.astype(jnp.float32))
 
 
 def indexed(index: PagedIndexKeys) -> dict[str, Any]:
-    """Arguments of `index_scores` with exact results."""
+    """Return arguments of `index_scores` and `index_top_k` that are small integers, so that scores are exact."""
     q, weights = (np.random.default_rng(5).integers(-3, 4, shape) for shape in ((9, HQ, 32), (9, HQ)))
     arrays = {"q": jnp.asarray(q, jnp.bfloat16), "weights": jnp.asarray(weights, jnp.float32), "index": index}
     return arrays | {name: PREFILL[name] for name in SUMS}
 
 
 def chosen(cache: PagedLatent) -> dict[str, Any]:
-    """Arguments of `mla_sparse`: 20 slots per token, some of them -1."""
+    """Return arguments of `mla_sparse` with 20 slots per token, some of which are -1 (no token)."""
     width, rng = cache.width - 64, np.random.default_rng(6)
     slots = np.stack([rng.permutation(N * PS)[:20] for _ in range(9)]).astype(np.int32)
     slots[3], slots[5, 7:], slots[6, ::3] = -1, -1, -1

@@ -1,6 +1,6 @@
-"""Access to the tests of tpu-inference, which compare our operations with its references.
+"""Access to the tests of tpu-inference (the TPU backend of vLLM), which our suites run with our operations.
 
-The environment variable TPU_INFERENCE names a checkout. Tests are skipped without it.
+The environment variable TPU_INFERENCE names a checkout of tpu-inference. Without it, the tests are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from jax._src import test_util
 
 
 def module(path: str) -> Any:
-    """Import a file of tpu-inference without the parts of its package that need vLLM or a TPU."""
+    """Import a file of tpu-inference by its path without ".py". Modules that need vLLM or a TPU are replaced by
+    stubs.
+    """
     root = os.environ.get("TPU_INFERENCE")
     if not root:
         pytest.skip("the environment variable TPU_INFERENCE names no checkout of tpu-inference")
@@ -44,8 +46,12 @@ def module(path: str) -> Any:
 
 
 def run(case: type[unittest.TestCase], prefix: str) -> list[tuple[str, str]]:
-    """Run the tests as if on a TPU, in float32 with tighter bounds. Return the tests with unsupported calls, each with
-    a word of the reason.
+    """Run the tests of a class whose names start with `prefix`, as if on a TPU. Float32 results have a tolerance of
+    5e-5.
+
+    Returns:
+      (name of the test, unsupported argument) for each test whose call is unsupported. All other tests must pass.
+
     """
     refused, ran = [], 0
     close = case.assertAllClose  # pyrefly: ignore[missing-attribute]
@@ -70,7 +76,7 @@ def run(case: type[unittest.TestCase], prefix: str) -> list[tuple[str, str]]:
             refused += [(name, reason) for reason in reasons[:1]]
             ran += not trouble
             print(name, *reasons, flush=True)
-            jax.clear_caches()  # each test compiles hundreds of small modules
+            jax.clear_caches()  # each test compiles hundreds of small modules, which would fill the memory
     assert ran
     print(f"{ran} passed, {len(refused)} refused")
     return refused

@@ -1,7 +1,8 @@
-"""Transformations that do not change the result of an attention operation: repetition, loops that carry a donated
-cache, vmap, export, and new values of the same shapes.
+"""Assertions that jax transformations do not change the result of an attention operation: `scan` with a donated cache,
+`vmap`, `jax.export`; also that repeated calls are equal, and that new values cause no new trace.
 
-`call` is an operation from `harness.compiled` that returns output and LSE. `arrays` are its arguments by name.
+The argument `call` is an operation of `harness.compiled` that returns output and LSE. `arrays` are its arguments by
+name.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ type Arrays = dict[str, Any]
 
 
 def assert_repeats(call: Jitted, arrays: Arrays, times: int = 100) -> None:
-    """Check that repeated calls return the same bits."""
+    """Assert that `times` calls return the same bits."""
     first = call(**arrays)
     for _ in range(times - 1):
         harness.assert_same_bits(call(**arrays), first)
@@ -30,7 +31,9 @@ def assert_repeats(call: Jitted, arrays: Arrays, times: int = 100) -> None:
 def assert_scans(
     call: Jitted, arrays: Arrays, tolerances: tuple[Tolerance, Tolerance], *, cache: str = "kv", over: str = "q"
 ) -> None:
-    """Check that a loop over `over` with a donated cache equals single calls and leaves the cache unchanged."""
+    """Assert that a `jax.lax.scan` over three values of the argument `over`, with the donated cache as carry, returns
+    the results of single calls and does not change the cache.
+    """
     rest = {name: jax.tree.map(jnp.asarray, value) for name, value in arrays.items() if name not in (cache, over)}
     steps = jnp.stack([jnp.asarray(factor * arrays[over]) for factor in (1, 2, -1)])
     want = [call(**arrays | {over: step}) for step in steps]
@@ -46,7 +49,9 @@ def assert_scans(
 
 
 def assert_vmaps(call: Jitted, arrays: Sequence[Arrays], tolerances: tuple[Tolerance, Tolerance], *, over: str) -> None:
-    """Check that `jax.vmap` over all arguments, and over `over` alone, equals single calls."""
+    """Assert that `jax.vmap` over all arguments, and over the argument `over` alone, returns the results of single
+    calls.
+    """
     stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(each) for each in x]), *arrays)
     got = jax.jit(jax.vmap(lambda each: call(**each)))(stacked)
     harness.assert_attention_close(got, _stacked([call(**each) for each in arrays]), tolerances)
@@ -62,13 +67,13 @@ def _stacked(results: Sequence[tuple[Any, Any]]) -> tuple[np.ndarray, np.ndarray
 
 
 def assert_exports(call: Jitted, arrays: Arrays) -> None:
-    """Check that the call returns the same bits after a round trip through `jax.export`."""
+    """Assert that the call returns the same bits after it was exported, serialised and deserialised."""
     arrays = jax.tree.map(jnp.asarray, arrays)
     harness.assert_same_bits(harness.exported(call, arrays)(**arrays), call(**arrays))
 
 
 def assert_traced_once(op: Callable[..., Any], variant: Variant, calls: Sequence[Arrays]) -> None:
-    """Check that calls whose arguments differ only in values share one trace."""
+    """Assert that calls whose arguments have the same shapes and dtypes are traced once."""
 
     def traced(**arrays: Any) -> Any:
         with variant.settings():

@@ -1,1 +1,1 @@
-"""Helpers for tests of several packages."""
+"""Helpers that tests of several packages use, and pytest plugins of the test suite."""

@@ -1,14 +1,14 @@
-"""Patches of jax's interpreter for Mosaic kernels that reduce its run time.
+"""Patches that make jax's interpreter of Mosaic GPU kernels faster.
 
-- The interpreter translates a kernel to a program in which each load, store and wait is an `io_callback`, and XLA
-  compiles the program: the code around the threads, and the code of a thread. On small inputs, compilation takes ten
-  times as long as execution. With the patch, `numpy_evaluator` runs the same programs without compilation.
-- Inside `shard_map`, XLA still compiles and runs the callbacks. `io_callback` converts every argument to a jax array
-  on the CPU. The callbacks of the interpreter convert it back to numpy, so the patch passes numpy arrays.
-- The race detector compares each access with all earlier accesses of its buffer one by one. The patch compares them in
-  one numpy operation.
+- The interpreter translates a kernel to two JAX programs: one launches the threads, the other is the code of a thread.
+Each load, store and wait in them is an `io_callback`. XLA compiles both programs, which takes ten times as long as
+running them on small inputs. With the patch, `numpy_evaluator` runs the programs without compilation.
+- Kernels inside `shard_map` are still compiled. There, `io_callback` converts every argument to a jax array, and the
+interpreter's callbacks convert it back to numpy. The patch passes numpy arrays directly.
+- The race detector compares an access with all earlier accesses of the same buffer one by one. The patch compares them
+in one numpy operation.
 
-The patches apply only if the source of every replaced function equals the source in jax `WRITTEN_FOR`.
+The patches are applied only if the sources of all functions in `KNOWN` are the sources of jax `WRITTEN_FOR`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas
 from tests.kit import numpy_evaluator
 
 WRITTEN_FOR = "0.11.2"
-"""Version of jax that has the functions in `KNOWN`."""
+"""Version of jax whose functions have the hashes in `KNOWN`."""
 
 ORIGINAL = callbacks.io_callback_impl
 TO_INT = shared_memory._to_int
@@ -48,7 +48,7 @@ KNOWN = {
     INTERPRET: "5ff9d8a279c24d2b77b3123893f3dcfc197ff884cb1ec6a45ba05e1c49b99f6e",
     TO_INT: "18d313ec1d2461a1a06a1226f7b8304d9ba4c963f92fb73f3ccc9062316ffd3d",
 }
-"""SHA-256 of the source of each function that is replaced or relied upon."""
+"""SHA-256 of the source of each function that the patches replace, or whose behaviour they depend on."""
 INTERPRETERS = ("jax._src.pallas.mosaic_gpu.interpret.", "jax._src.pallas.mosaic.interpret.", __name__)
 
 
@@ -57,7 +57,7 @@ def fingerprint(function: Any) -> str:
 
 
 def apply() -> bool:
-    """Replace the functions of jax if all of them are known. Return whether they were replaced."""
+    """Replace the functions of jax if all hashes of `KNOWN` match. Return whether they were replaced."""
     if any(fingerprint(function) != known for function, known in KNOWN.items()):
         return False
     callbacks.io_callback_impl = run_callback
@@ -70,8 +70,10 @@ def apply() -> bool:
 
 
 def interpret(*args: Any, **params: Any) -> Any:
-    """Interpret a kernel like jax's function, in one callback that evaluates the program instead of compiling it."""
-    if core.get_axis_env().axis_sizes:  # in `shard_map`, the program reads its device's axis index
+    """Interpret a kernel like jax's `interpret_pallas_call`, but evaluate its program with `numpy_evaluator` in one
+    callback.
+    """
+    if core.get_axis_env().axis_sizes:  # inside `shard_map`: only a compiled program knows its axis index
         return INTERPRET(*args, **params)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
     program, outputs = jax.make_jaxpr(functools.partial(INTERPRET, **params), return_shape=True)(*shapes)
@@ -83,7 +85,9 @@ def interpret(*args: Any, **params: Any) -> Any:
 
 
 def run_thread(jaxpr: Any, consts: Sequence[Any], *args: Any) -> None:
-    """Run one thread of a kernel. An error, for example of a check in a test, ends the waits of the other threads."""
+    """Run one thread of a kernel. If it raises an error, for example in a callback of a test, stop the threads that
+    wait for it.
+    """
     try:
         numpy_evaluator.evaluate(jaxpr, consts, args)
     except Exception as error:
@@ -92,7 +96,9 @@ def run_thread(jaxpr: Any, consts: Sequence[Any], *args: Any) -> None:
 
 
 def run_callback(*args: Any, callback: Any, **settings: Any) -> Any:
-    """Run a callback of the interpreter or of this module on numpy copies of its arguments, and others like jax."""
+    """Run an `io_callback`. Callbacks of the interpreter and of this module get numpy copies of the arguments; other
+    callbacks get jax arrays, as in jax.
+    """
     if not is_interpreters(callback.callback_func):
         return ORIGINAL(*args, callback=callback, **settings)
     return jax.tree.map(np.asarray, callback(*map(np.array, args)))
@@ -105,12 +111,14 @@ def is_interpreters(function: Any) -> bool:
 
 
 def to_int(x: Any) -> Any:
-    """Convert a scalar to an int like jax's function, and accept a numpy scalar array too."""
+    """Convert a scalar to an int. Unlike jax's function, also accept a numpy array with one element."""
     return x.item() if isinstance(x, np.ndarray) else TO_INT(x)
 
 
 class Frame:
-    """Source location of an access to a buffer. It is formatted only when a race is reported."""
+    """Source location of an access to a buffer. The text, which takes long to make, is made only when a race is
+    reported.
+    """
 
     def __init__(self, source_info: source_info_util.SourceInfo | None):
         self.source_info = source_info
@@ -120,7 +128,7 @@ class Frame:
 
 
 def check_read(self: Any, thread: Any, clock: Any, buffer_key: Any, rnge: Any, source_info: Any = None) -> None:
-    """Record a read. If it races with a write, call jax's function, which records and reports it."""
+    """Record a read of a buffer. If it races with a write, call jax's `check_read`, which records and reports it."""
     with self.lock:
         races = any_race(self.writes[buffer_key], clock, rnge)
         if not races:
@@ -130,7 +138,9 @@ def check_read(self: Any, thread: Any, clock: Any, buffer_key: Any, rnge: Any, s
 
 
 def check_write(self: Any, thread: Any, clock: Any, buffer_key: Any, rnge: Any, source_info: Any = None) -> None:
-    """Record a write. If it races with a read or a write, call jax's function, which records and reports it."""
+    """Record a write to a buffer. If it races with a read or a write, call jax's `check_write`, which records and
+    reports it.
+    """
     with self.lock:
         races = any(any_race(accesses[buffer_key], clock, rnge) for accesses in (self.writes, self.reads))
         if not races:
@@ -140,10 +150,12 @@ def check_write(self: Any, thread: Any, clock: Any, buffer_key: Any, rnge: Any, 
 
 
 def any_race(accesses: Sequence[Any], clock: Any, rnge: Any) -> bool:
-    """Return whether an access is unordered with `clock` (neither before nor after it) and overlaps `rnge`."""
+    """Return whether one of the earlier accesses races: its range overlaps `rnge`, and its vector clock is neither
+    before nor after `clock`.
+    """
     if not accesses:
         return False
     clocks = np.concatenate([clock.clock for _, clock, _, _ in accesses]).reshape(len(accesses), -1)
     no_later, no_earlier = (clocks <= clock.clock).all(1), (clocks >= clock.clock).all(1)
-    unordered = np.flatnonzero(no_later == no_earlier)  # both are true for equal clocks
+    unordered = np.flatnonzero(no_later == no_earlier)  # equal clocks (both true) count as unordered, as in jax
     return any(race_detection_state._ranges_overlap(rnge, accesses[i][2]) for i in unordered.tolist())

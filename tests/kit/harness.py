@@ -1,6 +1,7 @@
-"""Helpers of the contract suites: random inputs, poisoned pages, comparisons, and inspection of compiled calls.
+"""Helpers for tests of operations: random inputs, poisoned pages, comparisons, and inspection of compiled calls.
 
-A suite runs every implementation of its operation, with the settings and tolerances in `VARIANTS`.
+Poisoned slots of the cache hold NaN and infinities, so that a result changes if an implementation reads them. A variant
+is an implementation of an operation together with its settings and tolerances in the tests.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from pallas_attn.runtime.device import Architecture
 type Jitted = jax.stages.Wrapped
 
 GARBAGE = 2_147_480_000
-"""Block table entry of a page without visible tokens. As a page id, it is outside every pool."""
+"""Invalid page id, larger than any pool. Tests write it to block table entries whose page has no visible token."""
 
 
 # --- plans
 
 
 def plan_for(arguments: Mapping[str, Any], **options: Any) -> DecodePlan:
-    """Return a plan for a decode call with these arguments. `options` are passed to `plan_decode`."""
+    """Return a plan for `paged_decode` or `mla_decode` with these arguments. `options` are passed to `plan_decode`."""
     names = "q", "q_latent", "q_rope", "kv", "cache", "block_tables", "kv_lens", "q_lens", "window"
     given: dict[str, Any] = {name: arguments[name] for name in names if arguments.get(name) is not None}
     given = {name: x if isinstance(x, int) else jax.tree.map(jnp.asarray, x) for name, x in given.items()}
@@ -59,8 +60,8 @@ def plan_for(arguments: Mapping[str, Any], **options: Any) -> DecodePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """Error bounds: |got - want| <= absolute + relative · |want| per element, and 1 - cosine <= `cosine` over all
-    elements.
+    """Error bounds of a result: |got - want| <= absolute + relative · |want| for each element, and 1 - c <= `cosine`,
+    where c is 2·Σ got·want / Σ (got² + want²) over all elements.
     """
 
     absolute: float
@@ -75,30 +76,32 @@ HALF_LSE = Tolerance(1e-5, 8 / 65536, 5e-6)
 BF16_ROUNDOFF = 2**-9
 """Maximum relative error of rounding to bfloat16."""
 ROUNDED_TWICE = 0.5 * (2 * BF16_ROUNDOFF) ** 2 / (1 - 2 * BF16_ROUNDOFF)
-"""Maximum of 1 - cosine if all elements have the same two bfloat16 rounding errors, of a weight and of the output.
+"""Maximum of 1 - cosine if all elements have the same two relative rounding errors: of the softmax weight and of the
+output, both in bfloat16.
 
-`HALF_OUT` assumes independent rounding errors. They are equal if the largest outputs come from a single key, because
-the weight of a key is rounded once for all columns.
+`HALF_OUT.cosine` assumes that the errors of different elements are independent. They are equal if an output comes from
+a single key, because the weight of a key is rounded once for all columns. Tests of these inputs use this limit.
 """
 HALF_SCALE = 0.125
 """Standard deviation of the values (V, or latents) of 16-bit inputs.
 
-The error of a weight rounded to bfloat16 is up to 2**-9 of the value that it multiplies, even if the output is small.
-The absolute tolerance is from FlashMLA, and its tests use a deviation of 0.1. With 0.25, queries that see few keys
-sometimes exceed the tolerance.
+Rounding a softmax weight to bfloat16 causes an error of up to 2**-9 times the value that the weight multiplies, even if
+the output is small. The absolute tolerance must allow this error. It is the tolerance of FlashMLA's tests, in which
+values have a standard deviation of 0.1. With 0.25, the outputs of queries that see few keys sometimes exceed it.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Implementation, its settings in the contract suites, and its tolerances.
+    """Implementation of an operation, with its settings and tolerances in the tests.
 
     Attributes:
       implementation: name of the implementation.
-      config: replacement of the tuned or heuristic configuration, or a tuple of replacements of different types.
-      architecture: GPU architecture of the traced kernels. Variants with different architectures share no compilation.
-      honours_plans: whether a sequence has bit-identical results in any batch and order with a plan in `fixed` mode.
-      tolerances: tolerances of output and LSE, by whether inputs are float32.
+      config: configuration that replaces the tuned or heuristic one, or a tuple of configurations of different types.
+      None to replace nothing.
+      architecture: GPU architecture for which kernels are traced; None for the default.
+      honours_plans: whether, with a plan in `fixed` mode, the result of a sequence has the same bits in any batch.
+      tolerances: tolerances of output and LSE. The key is True for float32 inputs and False for 16-bit inputs.
     """
 
     implementation: str
@@ -115,7 +118,7 @@ class Variant:
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """Context in which operations are traced with the configuration of this variant."""
+        """Return a context in which operations are traced with `config`."""
         configs = self.config if isinstance(self.config, tuple) else () if self.config is None else (self.config,)
         by_type = {type(config): config for config in configs}
         if not by_type:
@@ -131,21 +134,21 @@ class Variant:
 
 VARIANTS = {
     "reference": Variant("reference"),
-    # Small inputs have several tiles of this size, and 3 does not divide the number of rows.
+    # With these small tiles, the small inputs of tests have several tiles. 3 does not divide the number of rows.
     "xla": Variant("xla", XlaConfig(tile_tokens=16, group_rows=3, tile_queries=4)),
 }
-"""Settings for small inputs of every implementation that an operation may list."""
+"""Variants that run on every device, by name of the implementation."""
 
 
 def variants(implementations: Iterable[str]) -> pytest.MarkDecorator:
-    """Parametrise a test: `variant` is each of the implementations of an operation."""
+    """Return a decorator that runs a test for `variant` in the variants of these implementations."""
     return pytest.mark.parametrize("variant", [pytest.param(VARIANTS[name], id=name) for name in implementations])
 
 
 def compiled(op: Callable[..., Any], variant: Variant, **static: Any) -> Jitted:
-    """Return the jitted `op`, which takes arrays by keyword.
+    """Return the jitted operation `op` of a variant, a function of arrays by keyword.
 
-    Calls with the same variant and static arguments return the same function, so cases of equal shapes compile once.
+    The function is cached by operation, variant and static arguments, so that tests with equal shapes compile it once.
     """
     return _compiled(op, variant, tuple(sorted(static.items())))
 
@@ -164,8 +167,8 @@ def _compiled(op: Callable[..., Any], variant: Variant, static: tuple[tuple[str,
 
 
 def fresh_rng() -> np.random.Generator:
-    """Return a generator with a random seed. pytest prints the seed of a failed test; `TEST_SEED=... pytest ...` uses
-    it.
+    """Return a generator with a random seed. pytest shows the seed if the test fails. `TEST_SEED=<seed> pytest ...`
+    repeats the test with this seed.
     """
     seed = int(os.environ.get("TEST_SEED") or secrets.randbits(32))
     print(f"TEST_SEED={seed}")
@@ -186,17 +189,18 @@ def paginate(
     head_wise: bool = False,
     absent: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Draw block tables for visible tokens.
+    """Draw block tables for sequences whose visible tokens are given.
 
-    Entries with a visible token get random pages other than page 0 (head-wise: random page rows). About a quarter of
-    the entries share a page with another entry. All other entries are garbage, or PAGE_NONE if `absent`.
+    A table entry whose page has a visible token gets a random page id other than 0. About a quarter of these entries
+    get a page id that another entry has, too. All other entries get `GARBAGE`, -`GARBAGE`, 0 or PAGE_NONE at random.
 
     Args:
-      visible: bool [B, Hkv, K], whether at least one query sees the token.
-      absent: bool [B, Hkv or 1, K / page_size], entries that must be PAGE_NONE.
+      visible: bool [B, Hkv, K], whether at least one query of the sequence sees the token.
+      head_wise: whether each KV head has its own table, with ids of page rows (page * Hkv + head).
+      absent: bool [B, Hkv or 1, K / page_size], entries that are always PAGE_NONE.
 
     Returns:
-      int32 [B, P], or [B, Hkv, P] if head-wise.
+      int32 [B, P], or [B, Hkv, P] if head-wise, where P = K / page_size.
     """
     batch, num_kv_heads, tokens = visible.shape
     seen = visible.reshape(batch, num_kv_heads, tokens // page_size, page_size).any(-1)
@@ -220,7 +224,7 @@ def paginate(
 
 
 def dead_slots(tables: np.ndarray, visible: np.ndarray, *, page_size: int, num_pages: int) -> np.ndarray:
-    """Return the mask of cache slots without a visible token of any sequence, bool [N, Hkv, page_size]."""
+    """Return a mask of the cache slots that no query of any sequence sees, bool [N, Hkv, page_size]."""
     num_kv_heads = visible.shape[1]
     dead = np.ones((num_pages * num_kv_heads, page_size), bool)
     for b, h, t in np.argwhere(visible):
@@ -231,11 +235,13 @@ def dead_slots(tables: np.ndarray, visible: np.ndarray, *, page_size: int, num_p
 
 
 def poison(rng: np.random.Generator, values: np.ndarray, dead: np.ndarray) -> np.ndarray:
-    """Return a copy with NaN and infinities (int8: random values) where `dead`, a mask of the leading axes, is true."""
+    """Return a copy of `values` with NaN and infinities (int8: random values) where the mask `dead` of the leading axes
+    is true.
+    """
     dtype = values.dtype
     if dtype == np.int8:
         worst = rng.integers(-128, 128, values.shape).astype(dtype)
-    elif dtype == ml_dtypes.float8_e4m3fn:  # this dtype has no infinity
+    elif dtype == ml_dtypes.float8_e4m3fn:  # float8_e4m3fn has no infinity
         worst = np.full(values.shape, np.nan, dtype)
     else:
         worst = rng.choice(np.array([np.nan, np.nan, np.inf, -np.inf], dtype), values.shape)
@@ -243,7 +249,7 @@ def poison(rng: np.random.Generator, values: np.ndarray, dead: np.ndarray) -> np
 
 
 def zero(values: np.ndarray, dead: np.ndarray) -> np.ndarray:
-    """Return a copy with zeros where `dead`, a mask of the leading axes, is true."""
+    """Return a copy of `values` with zeros where the mask `dead` of the leading axes is true."""
     return np.where(dead.reshape(dead.shape + (1,) * (values.ndim - dead.ndim)), np.zeros((), values.dtype), values)
 
 
@@ -251,7 +257,7 @@ def zero(values: np.ndarray, dead: np.ndarray) -> np.ndarray:
 
 
 def assert_close(name: str, got: Any, want: Any, tolerance: Tolerance) -> None:
-    """Check that finite values are within the tolerance, infinities are equal, and no value is NaN."""
+    """Assert that finite values are within the tolerance, infinities are equal, and no value is NaN."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"{name}: got shape {got.shape}, expected {want.shape}"
     assert not np.isnan(want).any(), f"{name}: the expected values contain NaN"
@@ -272,7 +278,9 @@ def assert_close(name: str, got: Any, want: Any, tolerance: Tolerance) -> None:
 def assert_attention_close(
     got: tuple[Any, Any], want: tuple[Any, Any], tolerances: tuple[Tolerance, Tolerance]
 ) -> None:
-    """Check output and LSE against tolerances, and that the output of rows without visible keys is exactly 0."""
+    """Assert that output and LSE are within their tolerances, and that the output of query rows without visible keys
+    (LSE -inf) is exactly 0.
+    """
     assert_close("output", got[0], want[0], tolerances[0])
     assert_close("LSE", got[1], want[1], tolerances[1])
     empty = np.asarray(got[0])[np.asarray(want[1]) == -np.inf]
@@ -280,7 +288,7 @@ def assert_attention_close(
 
 
 def assert_empty(result: tuple[Any, Any], empty: np.ndarray) -> None:
-    """Check that output and LSE are 0 and -inf in `empty` rows, and that the LSE of every other row is not -inf."""
+    """Assert that exactly the query rows of the mask `empty` have LSE -inf, and that their output is 0."""
     assert empty.any()
     assert not empty.all()
     out, lse = map(np.asarray, result)
@@ -291,9 +299,9 @@ def assert_empty(result: tuple[Any, Any], empty: np.ndarray) -> None:
 def any_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Draw values with random bit patterns, including NaNs with payloads, infinities, -0.0 and subnormals.
 
-    `make test` compiles with XLA's old CPU emitters. They convert bfloat16 to float32 and back, which changes NaN
-    payloads and, in threads of XLA's pool, flushes subnormals to zero. With these emitters, the drawn 16-bit values
-    have only the default NaN and no subnormals.
+    Tests use them to check that an operation copies bits unchanged. `make test` compiles with XLA's old CPU emitters,
+    which convert bfloat16 to float32 and back when they copy. This changes NaN payloads and flushes subnormals to zero
+    in some threads. With these emitters, 16-bit values are drawn with only the default NaN and without subnormals.
     """
     bits = np.frombuffer(rng.bytes(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape).copy()
     if np.dtype(dtype).itemsize == 2 and "xla_cpu_disable_new_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
@@ -303,7 +311,7 @@ def any_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np
 
 
 def assert_same_bits(got: Any, want: Any) -> None:
-    """Check that two pytrees of arrays are equal bit for bit, NaN payloads included."""
+    """Assert that two pytrees of arrays are equal bit for bit, including NaN payloads."""
     got, want = jax.tree.leaves(got), jax.tree.leaves(want)
     assert len(got) == len(want)
     for a, b in zip(map(np.asarray, got), map(np.asarray, want), strict=True):
@@ -323,22 +331,25 @@ IN_PLACE = {
         "scatter",
         "dynamic-update-slice",
         "fusion",
-    ),  # other arrays of a fusion are in its body, or temporary memory
+    ),  # a copy inside a fusion is an instruction of its body, or temporary memory
 }
-"""Instructions whose result may alias an operand."""
+"""HLO instructions whose result may use the memory of an operand."""
 
 
 def temp_bytes(call: Jitted, /, *args: Any, **kwargs: Any) -> int:
-    """Return the temporary memory of a jitted call [bytes], without arguments and results. Arguments may be shapes."""
+    """Return the bytes of temporary memory of a jitted call, without arguments and results. Arguments may be arrays or
+    shapes.
+    """
     analysis = call.lower(*args, **kwargs).compile().memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
 
 
 def assert_stays_put(call: Jitted, pages: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Check that a compiled call does not copy the cache.
+    """Assert that a compiled call does not copy the cache.
 
-    The check fails if an instruction that cannot alias an operand has a result as large as `pages`, or if the call uses
+    The assertion fails if an instruction that cannot alias an operand has a result as large as `pages`, or if the call
+    uses
     `pages.nbytes` or more of temporary memory. All other arrays of the call must be smaller than `pages`.
 
     Args:
@@ -356,26 +367,28 @@ def assert_stays_put(call: Jitted, pages: Any, /, *args: Any, **kwargs: Any) -> 
 
 
 def assert_no_host_callbacks(call: Jitted, /, *args: Any, **kwargs: Any) -> None:
-    """Check that the lowered call has no host callback or transfer."""
+    """Assert that the lowered call has no host callback and no transfer to or from the host."""
     text = str(call.lower(*args, **kwargs).as_text())
     for word in ("callback", "infeed", "outfeed", "SendToHost", "RecvFromHost"):
         assert word not in text, f"the lowered call contains {word!r}"
 
 
 def scope_names(call: Jitted, /, *args: Any, **kwargs: Any) -> str:
-    """Return the text of the lowered call with its name stacks, which contain the named scopes."""
+    """Return the text of the lowered call with debug information, which contains the names of `jax.named_scope`."""
     return str(call.lower(*args, **kwargs).as_text(debug_info=True))
 
 
 def exported(call: Jitted, arrays: Mapping[str, Any]) -> Callable[..., Any]:
-    """Serialise a call with `jax.export`, and return the deserialised call."""
+    """Export a call with `jax.export`, serialise and deserialise it, and return the deserialised call."""
     serialised = export.export(call)(**arrays).serialize()
     return export.deserialize(serialised).call
 
 
 @contextlib.contextmanager
 def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[None]:
-    """Context in which Mosaic kernels run in the interpreter. A race is an error; jax 0.11 only prints it."""
+    """Return a context in which Mosaic kernels run in jax's interpreter with race detection. A race is an error. (jax
+    0.11 only prints it, so the context checks the printed text.)
+    """
     gpu_callbacks.reset_gpu_interpret_mode_state()
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **params)):
         yield
@@ -386,13 +399,14 @@ def interpreting(capsys: pytest.CaptureFixture[str], **params: Any) -> Iterator[
 
 @contextlib.contextmanager
 def keys_cut(multiprocessors: int = 64) -> Iterator[list[KvSplits]]:
-    """Context in which kernels of `mosaic.hopper.prefill` split keys among CTAs even if this is not faster.
+    """Return a context in which the Hopper prefill kernel splits the keys of a sequence among CTAs, even if this is
+    slower.
 
     Args:
       multiprocessors: number of multiprocessors that the kernels are traced for.
 
     Yields:
-      A list to which each traced call appends its `KvSplits`. A call that was traced before is not traced again.
+      A list to which each traced call appends its `KvSplits`. Calls that were traced before the context append nothing.
     """
     cut: list[KvSplits] = []
     choose = KvSplits.of
@@ -411,9 +425,10 @@ def keys_cut(multiprocessors: int = 64) -> Iterator[list[KvSplits]]:
 
 @contextlib.contextmanager
 def recorded_tiles() -> Iterator[list[tuple[list[int], int]]]:
-    """Context that yields a list of the page tiles that portable implementations load: (page rows, tile number).
+    """Return a context that records the page tiles that the portable implementations load.
 
-    Only calls traced in this context are recorded.
+    It yields a list of (page rows, index of the tile in the sequence). Only calls that are traced in the context are
+    recorded.
     """
     tiles: list[tuple[list[int], int]] = []
     locate = PageTiles.locate

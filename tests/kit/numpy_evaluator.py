@@ -1,8 +1,11 @@
-"""Evaluator of jaxprs in numpy, for programs whose compilation takes longer than their execution.
+"""Evaluator of jaxprs in numpy, for programs that take longer to compile than to run.
 
-The evaluator runs one equation at a time on numpy arrays. It follows XLA where numpy differs: integer division and
-remainder, shifts, conversion of floats to integers, and indices out of bounds. An addition of a float32 product is
-rounded once, like a fused multiply-add. jax evaluates primitives without a rule.
+The evaluator runs one equation at a time on numpy arrays. A rule makes the numpy function of an equation; `RULES` and
+`CONTROL` have the rules by primitive. Primitives without a rule are evaluated by jax.
+
+Where numpy and XLA differ, the evaluator computes the results of XLA: integer division and remainder, shifts,
+conversion of floats to integers, and indices out of bounds. The sum of a float32 product and another value is rounded
+once, like a fused multiply-add.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ _PROGRAMS: weakref.WeakKeyDictionary[core.Jaxpr, Program] = weakref.WeakKeyDicti
 
 
 def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Values:
-    """Evaluate a jaxpr on arrays. Return numpy arrays."""
+    """Evaluate a jaxpr for these constants and arguments. Return numpy arrays."""
     with np.errstate(all="ignore"):
         return program_of(jaxpr)([np.asarray(x) for x in (*consts, *args)])
 
 
 def program_of(jaxpr: core.Jaxpr) -> Program:
-    """Return the function that runs a jaxpr. It is cached, because it runs for every thread, block and iteration."""
+    """Return the function that runs a jaxpr. It is cached, because the same jaxpr runs for every thread and
+    iteration.
+    """
     if jaxpr not in _PROGRAMS:
         _PROGRAMS[jaxpr] = _program(jaxpr)
     return _PROGRAMS[jaxpr]
@@ -83,10 +88,11 @@ def _program(jaxpr: core.Jaxpr) -> Program:
 
 
 def _contracted(eqn: Any, products: dict[Any, Any]) -> tuple[Step, Sequence[Any]] | None:
-    """Return the step and the operands of a fused multiply-add, or None if the equation adds no float32 product.
+    """Return the step and the operands of a fused multiply-add, if the equation adds or subtracts a float32 product.
 
-    The result is rounded once, as in code that compilers for CPUs and GPUs generate. `products` maps the result of each
-    earlier float32 multiplication to its equation. The function adds the equation to it if it is a multiplication.
+    Otherwise, return None. The result is rounded once, as in the code that compilers for CPUs and GPUs generate.
+    `products` maps the result of each earlier float32 multiplication to its equation. If this equation is a float32
+    multiplication, it is added to `products`.
     """
     name = eqn.primitive.name
     if name == "mul" and eqn.outvars[0].aval.dtype == np.float32:
@@ -206,12 +212,12 @@ CONTROL: dict[str, Callable[[Any], Step]] = {
 
 
 def _is_narrow(dtype: Any) -> bool:
-    """Return whether a dtype is a float of 8 or 16 bits. The evaluator computes in float32 and rounds the result."""
+    """Return whether a dtype is a float of 8 or 16 bits. These are computed in float32, and the result is rounded."""
     return dtype.itemsize <= 2 and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _plain(function: Step) -> Callable[[Any], Step]:
-    """Return the rule of an elementwise numpy function. The result has the dtype of the equation's output."""
+    """Make the rule of an elementwise numpy function. Narrow floats are converted to float32 for the computation."""
 
     def rule(eqn: Any) -> Step:
         dtype = eqn.outvars[0].aval.dtype

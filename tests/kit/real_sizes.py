@@ -1,6 +1,6 @@
-"""Random arguments of calls at the shapes of real models (`scripts.bench.shapes`).
+"""Random arguments of operations with the shapes of real models (`scripts.bench.shapes`).
 
-This module does not import pytest, because the compile gate traces these calls in a process without it.
+This module does not import pytest, because the compile gate (tests/aot) uses it in a process without pytest.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from pallas_attn import PagedKV, PagedLatent, kv_cache_spec
 from scripts.bench.shapes import Decode, MlaDecode, MlaPrefill, Prefill
 
 LATENT_SIZE = 0.25
-"""Standard deviation of latents. The tolerances, taken from FlashMLA, assume values of about this size.
-
-Queries have the reciprocal as standard deviation.
+"""Standard deviation of latents. The tolerances of the tests are FlashMLA's and assume values of about this size.
+Queries have the reciprocal standard deviation, so that scores do not become small.
 """
 
 MLA_SM_SCALE = 192**-0.5
@@ -28,7 +27,7 @@ def normal(key: jax.Array, shape: tuple[int, ...], size: float = 1.0) -> jax.Arr
 
 
 def static(case: Decode | Prefill) -> dict[str, Any]:
-    """Return the static arguments."""
+    """Return the static arguments `window` and `soft_cap` of the call, without the ones that are None."""
     options = {"window": case.window, "soft_cap": case.soft_cap}
     return {name: value for name, value in options.items() if value is not None}
 
@@ -99,7 +98,7 @@ def _paged_kv(case: Decode | Prefill, sequences: int, longest: int, key: jax.Arr
     )
     shape = spec.arrays["k"].shape
     k, v, sinks = jax.random.split(key, 3)
-    # The tolerances, taken from FlashMLA, assume V of about this size.
+    # The tolerances of the tests are FlashMLA's and assume values V with a standard deviation of about 0.1.
     kv = PagedKV(normal(k, shape), normal(v, shape, 0.1))
     ids = 1 + jax.random.permutation(table, sequences * pages_per_row).astype(jnp.int32)
     arrays = {"kv": kv, "block_tables": ids.reshape(sequences, pages_per_row)}

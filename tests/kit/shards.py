@@ -1,8 +1,8 @@
-"""Plugin for shards of the test suite: `pytest --shard 2/8` runs the second of eight shards.
+"""Pytest plugin that splits the test suite into shards: `pytest --shard 2/8` runs the second of eight shards.
 
-Tests of one module share compiled programs, so a shard consists of whole modules. Modules are assigned in order of
-their durations in `tests/durations.json`, longest first, to the shard with the least work. Every process computes the
-same shards.
+A shard consists of whole modules, because the tests of a module share compiled programs. Modules are assigned in
+falling order of their durations in `tests/durations.json`, each to the shard with the fewest seconds. The assignment is
+deterministic, so all machines compute the same shards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN_SECONDS = 5.0
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """Return (index from 0, number of shards) of "index from 1/number"."""
+    """Parse "K/N" (the K-th of N shards, K from 1). Return K - 1 and N."""
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
     if match is None or int(match[1]) > int(match[2]):
         raise pytest.UsageError(f"--shard: expected K/N with 1 <= K <= N, got {text!r}")
@@ -31,7 +31,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def assign(modules: Mapping[str, float], num_shards: int) -> dict[str, int]:
-    """Return the shard of each module, given the seconds of each module."""
+    """Return the shard index of each module, given the seconds of each module."""
     work = [0.0] * num_shards
     shards: dict[str, int] = {}
     for module in sorted(modules, key=lambda module: (-modules[module], module)):
@@ -41,7 +41,7 @@ def assign(modules: Mapping[str, float], num_shards: int) -> dict[str, int]:
 
 
 def seconds_of(items: list[pytest.Item]) -> dict[str, float]:
-    """Return the estimated seconds of each collected module."""
+    """Return the estimated seconds of each module that has collected tests."""
     table = json.loads(DURATIONS.read_text())["modules"] if DURATIONS.is_file() else {}
     found: dict[str, float] = collections.defaultdict(float)
     for item in items:
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of other shards, after -m and -k have selected."""
+    """Deselect the tests of other shards. This hook runs last, so only the tests that -m and -k select are assigned."""
     if not (text := config.getoption("shard")):
         return
     index, num_shards = parse_shard(text)

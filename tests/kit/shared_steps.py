@@ -1,7 +1,12 @@
-"""Compile steps once for all engines and plain runs of a test module.
+"""Fixtures that compile an engine's steps once for all tests of a module.
 
-A module uses `pytest.mark.usefixtures("shared_steps")` if none of its tests changes how a model computes. The
-conftest.py of its folder imports both fixtures.
+A step is the compiled program of an engine for one bucket (numbers of decode rows and prompt tokens). `Runner` compiles
+and runs the steps. `verify.PlainRun` is the recomputation of a sequence without a cache, which tests compare with; it
+has a compiled program, too.
+
+A test module requests the sharing with `pytest.mark.usefixtures("shared_steps")`. It must not do this if one of its
+tests patches code of a model, because the test would run a step that was compiled before the patch. The conftest.py of
+the module's folder imports both fixtures.
 """
 
 from __future__ import annotations
@@ -18,18 +23,22 @@ from models.engine.config import Bucket
 from models.engine.runner import Runner
 
 ALIKE: weakref.WeakKeyDictionary[Runner, str] = weakref.WeakKeyDictionary()
-"""Description of each runner made with the fixture. Some runners live longer than the test that made them."""
+"""Description of each runner that may share steps: everything that its compiled steps depend on. The keys are weak,
+because some runners live longer than the test that made them.
+"""
 
 
 @pytest.fixture(scope="module")
 def compiled_steps() -> dict[str, Any]:
-    """Compiled steps, by a description of everything that they depend on."""
+    """Compiled programs of the module's tests, by the description of everything that they depend on."""
     return {}
 
 
 @pytest.fixture
 def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runners and plain runs of equal models and sizes reuse the compiled steps of the first one."""
+    """Patch `Runner` and `PlainRun`: an instance with the description of an earlier one reuses its compiled
+    programs.
+    """
     make_runner, compile_steps, make_plain = Runner.__init__, Runner.compile, verify.PlainRun.__init__
 
     def description(model: Any, *rest: Any) -> str:
@@ -38,7 +47,7 @@ def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 
     def runner(self: Runner, model: Any, config: Any, processes: Any = None) -> None:
         make_runner(self, model, config, processes)
-        if config.speculate is None:  # a proposer may have weights, which the description does not cover
+        if config.speculate is None:  # the weights of a proposer are not part of the description
             ALIKE[self] = description(model, config)
 
     def compiling(self: Runner, buckets: Sequence[Bucket]) -> None:
@@ -49,7 +58,7 @@ def shared_steps(compiled_steps: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 
     def plain(self: Any, model: Any, max_output: int, cache_dtype: Any = None, kv_scales: Any = None) -> None:
         make_plain(self, model, max_output, cache_dtype, kv_scales)
-        if kv_scales is None:  # scales are constants of the compiled program
+        if kv_scales is None:  # the values of scales are constants of the compiled program
             key = f"plain {description(model, max_output, cache_dtype)}"
             self._choose = compiled_steps.setdefault(key, self._choose)
 

@@ -1,4 +1,4 @@
-"""Plugin that marks single cases of a parametrised test as slow, by their ids.
+"""Pytest plugin that marks single cases of a parametrised test as slow, by their ids.
 
 Example:
   @slow_cases("many pages", "long-float32")
@@ -17,12 +17,14 @@ import pytest
 
 
 def slow_cases(*ids: str) -> pytest.MarkDecorator:
-    """Mark the cases with these ids as slow. The id of a case is the text in brackets of its test id."""
+    """Return a decorator that marks the cases with these ids as slow. The id of a case is the text in brackets of the
+    test id.
+    """
     return pytest.mark.slow_cases(*ids)
 
 
 def unknown_ids(items: list[pytest.Item]) -> list[str]:
-    """Return "test: id" for each id in a mark that matches no case."""
+    """Return "test: id" for each id in a `slow_cases` mark that matches no case of its test."""
     known: dict[str, set[str]] = collections.defaultdict(set)
     named: dict[str, set[str]] = collections.defaultdict(set)
     for item in items:
@@ -35,11 +37,11 @@ def unknown_ids(items: list[pytest.Item]) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the mark `slow` before -m selects tests."""
+    """Mark the named cases as slow. This hook runs first, so that `-m slow` sees the marks."""
     for item in items:
         case = item.nodeid.partition("[")[2].removesuffix("]")
         if any(case in mark.args for mark in item.iter_markers("slow_cases")):
             item.add_marker(pytest.mark.slow)
     complete = not any("::" in argument for argument in config.args) and jax.default_backend() != "gpu"
-    if complete and (unknown := unknown_ids(items)):  # a GPU has fewer backends, and so fewer cases
+    if complete and (unknown := unknown_ids(items)):  # on a GPU, fewer backends and therefore fewer cases are collected
         raise pytest.UsageError(f"slow_cases names cases that do not exist: {unknown}")

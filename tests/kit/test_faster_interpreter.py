@@ -1,4 +1,4 @@
-"""The patched interpreter computes correct results, and detects races, errors and reads out of bounds."""
+"""Tests of the patches of jax's interpreter: results are correct, and races, errors and bad reads are detected."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ ROWS = jnp.arange(2 * 128.0).reshape(2, 128)
 
 
 def reversed_rows(x: jax.Array, in_step: bool) -> jax.Array:
-    """Reverse two rows: each warpgroup copies its row to shared memory and stores the other warpgroup's row.
+    """Return x [2, 128] with its rows swapped, computed by a kernel with two warpgroups.
 
-    Without `in_step`, no barrier separates the copies, and the warpgroups race.
+    Each warpgroup copies one row to shared memory and then stores the row that the other warpgroup copied. Without
+    `in_step`, no barrier separates copy and store, so the warpgroups race.
     """
 
     def body(x_gmem: Any, out_gmem: Any, rows_smem: Any, barrier: Any) -> None:
@@ -55,7 +56,7 @@ def test_patches_apply_to_the_known_jax() -> None:
 
 @known_jax_only
 def test_race_reports_equal_those_of_jax(capsys: pytest.CaptureFixture[str]) -> None:
-    """Random ranges and clocks: both detectors report the same races."""
+    """The patched and the original race detector report the same races for random ranges and vector clocks."""
     rng = np.random.default_rng(0)
     ours, theirs = (race_detection_state.RaceDetectionState(1) for _ in range(2))
     reports: dict[str, list[str]] = {"read": [], "write": []}
@@ -81,7 +82,9 @@ def test_kernel_without_race(capsys: pytest.CaptureFixture[str]) -> None:
 
 @known_jax_only
 def test_error_in_one_thread_ends_the_wait_of_the_other(capsys: pytest.CaptureFixture[str]) -> None:
-    """The error comes from a callback of the test. jax itself handles only errors of the interpreter's callbacks."""
+    """One warpgroup raises an error in a callback of the test, and the other waits for a barrier that never completes.
+    Without the patch, jax ends the wait only for errors in the interpreter's callbacks.
+    """
 
     def fail(_: Any) -> None:
         raise RuntimeError("failed on purpose")
@@ -103,7 +106,7 @@ def test_error_in_one_thread_ends_the_wait_of_the_other(capsys: pytest.CaptureFi
 
 
 def test_race_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
-    """jax 0.11 prints the race, jax 0.12 raises an error."""
+    """jax 0.11 prints the race, and `harness.interpreting` raises AssertionError. jax 0.12 raises JaxRuntimeError."""
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)) as caught, harness.interpreting(capsys):
         jax.block_until_ready(reversed_rows(ROWS, in_step=False))
     assert "RACE DETECTED" in capsys.readouterr().out + str(caught.value)

@@ -1,4 +1,4 @@
-"""The numpy evaluator of interpreted kernels computes the same results as XLA."""
+"""Tests of the numpy evaluator of jaxprs: its results equal the results of XLA."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ def test_multiply_add_is_rounded_once() -> None:
 
 
 def test_callbacks_get_copies() -> None:
-    """A callback may write memory of the kernel. The arguments and results of other callbacks do not change."""
+    """The callback overwrites the array that an earlier call returned. Earlier arguments and results must not change,
+    so the evaluator has to copy them.
+    """
     arguments = []
     memory = np.zeros(3, np.float32)
 

@@ -1,4 +1,4 @@
-"""Shards are disjoint, cover all tests, and are balanced by duration."""
+"""Tests of the plugin `tests.kit.shards`: shards are disjoint, cover all tests, and are balanced by duration."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`slow_cases` marks the named cases as slow. An unknown name is an error."""
+"""Tests of the plugin `tests.kit.slow_cases`: named cases are slow, and unknown names are errors."""
 
 from pathlib import Path
 

@@ -1,4 +1,8 @@
-"""A model that compiles in seconds, prompts with shared prefixes, and the tokens of a plain run."""
+"""A small model for tests of the engine, prompts with common prefixes, and the expected tokens.
+
+The model compiles in seconds. Expected tokens come from a plain run, which computes one token at a time without a
+cache.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +56,9 @@ SPARSE = dataclasses.replace(
     index_head_dim=12,
     indexer_types=("full", "shared"),
 )
-"""Sparse attention: the first layer has index keys, and tokens select fewer keys than most prompts have. The second
-layer has no index keys and shares the selection of the first."""
+"""Model with sparse attention. Tokens select 12 keys, fewer than most prompts have. The first layer has an indexer; the
+second layer has none and attends to the keys that the first layer selected.
+"""
 
 _PREFIX = [7, 3, 60, 22, 41, 9, 18, 33, 50, 2, 11, 28, 5, 44, 37, 16, 29, 8, 55, 13]
 
@@ -78,11 +83,11 @@ ENGINES = {
     "unchunked": EngineConfig(num_pages=64, page_size=4, max_batched_tokens=64, max_num_seqs=4, chunked_prefill=False),
     "one at a time": EngineConfig(num_pages=96, page_size=1, max_batched_tokens=7, max_num_seqs=1),
 }
-"""Sizes that cause different kinds of chunks, prefix hits and preemptions."""
+"""Engine sizes that cause different prompt chunks, prefix-cache hits and preemptions."""
 
 
 QUICK = AttentionSettings(implementation="reference")
-"""Attention that compiles in two thirds of the time of `xla`, for tests of other parts of the engine."""
+"""Settings with the attention implementation that compiles fastest, for tests of other parts of the engine."""
 
 
 @functools.cache
@@ -92,12 +97,16 @@ def model() -> Decoder:
 
 @functools.cache
 def engine(name: str) -> Engine:
-    """One of `ENGINES`, shared because compiling it takes longer than any test. Tests leave it without requests."""
+    """Return the engine `ENGINES[name]`, which tests share because its compilation takes longer than a test. A test
+    must not leave unfinished requests in it.
+    """
     return Engine(model(), padded(ENGINES[name]))
 
 
 def padded(config: EngineConfig) -> EngineConfig:
-    """The configuration with one bucket of each kind, to compile little."""
+    """Return the configuration with one bucket of decode rows and one of prompt tokens, so that few steps are
+    compiled.
+    """
     return dataclasses.replace(
         config,
         max_model_len=96,
@@ -108,7 +117,12 @@ def padded(config: EngineConfig) -> EngineConfig:
 
 @functools.cache
 def plain(index: int, params: SamplingParams) -> tuple[int, ...]:
-    """Continue a prompt with one uncached forward pass per token. Margins are large enough to demand equal tokens."""
+    """Return the tokens that continue a prompt, computed with one forward pass without a cache per token.
+
+    Raises:
+      RuntimeError: the two best logits of a token differ by less than 1e-3. Rounding could then change the token.
+
+    """
     tokens: list[int] = []
     for _ in range(params.max_tokens):
         choices = _plain_run().choose(Decoded(PROMPTS[index], tokens, params))
@@ -120,7 +134,7 @@ def plain(index: int, params: SamplingParams) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def compile_events() -> Iterator[list[str]]:
-    """Record jax's compilation events from now on, including hits of its compilation cache."""
+    """Yield a list to which jax's compilation events are added, including hits of its compilation cache."""
     events: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:

@@ -1,7 +1,7 @@
-"""Forward pass with grouped-query attention in float64 numpy, from tensors with the names of a checkpoint.
+"""Forward pass of a model with grouped-query attention in float64 numpy, for expected logits.
 
-The visible keys of each KV head are an explicit mask, computed from the definition of windows. It uses only the
-configuration of `models`.
+The weights are tensors with the names of a checkpoint. The visible keys of each KV head are an explicit mask, computed
+from the definition of windows. Of the package `models`, the module uses only the configuration classes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def forward(config: GQAConfig, tensors: Tensors, tokens: list[int]) -> np.ndarra
 
 
 def visible(window: LayerWindow, kv_heads: int, length: int) -> np.ndarray:
-    """Return whether each query of each KV head sees each key, [Hkv, length, length]."""
+    """Return the mask bool [Hkv, length, length]: whether a query sees a key, by KV head, query and key."""
     mask = np.zeros((kv_heads, length, length), bool)
     for head, query, key in np.ndindex(mask.shape):
         match window:
@@ -63,7 +63,9 @@ def attention(config: GQAConfig, t: Tensors, name: str, x: np.ndarray, mask: np.
 
 
 def turn(config: GQAConfig, x: np.ndarray) -> np.ndarray:
-    """Rotate columns i and i + D/2 as a complex number by exp(i · position · frequency), without scaling."""
+    """Apply RoPE to x [T, heads, D]: columns i and i + D/2 are a complex number that is multiplied by exp(1j * position
+    * frequency). RoPE scaling such as YaRN is not supported.
+    """
     assert config.rope_scaling is None
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-np.arange(half) / half)

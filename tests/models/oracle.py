@@ -1,7 +1,7 @@
-"""DeepSeek forward pass in float64 numpy, from tensors with the names and layouts of a checkpoint.
+"""Forward pass of a DeepSeek model in float64 numpy, for expected logits.
 
-It is written from the papers and the checkpoint format, one token at a time. It uses only the configuration of
-`models`.
+The weights are tensors with the names and layouts of a checkpoint. The code follows the papers and the checkpoint
+format. Of the package `models`, the module uses only the configuration class.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def forward(config: DeepSeekConfig, tensors: Tensors, tokens: list[int]) -> np.n
 
 
 def hidden_states(config: DeepSeekConfig, tensors: Tensors, tokens: list[int]) -> np.ndarray:
-    """Return the input of the head at all positions, [len(tokens), width]."""
+    """Return the input of the LM head at all positions, [len(tokens), hidden size]."""
     t = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     x = t["model.embed_tokens.weight"][tokens]
     for i in range(config.num_hidden_layers):
@@ -34,7 +34,10 @@ def hidden_states(config: DeepSeekConfig, tensors: Tensors, tokens: list[int]) -
 def predict(
     config: DeepSeekConfig, tensors: Tensors, module: int, hidden: np.ndarray, next_tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return logits and hidden states of a multi-token prediction module for a whole sequence."""
+    """Return the logits and hidden states of multi-token prediction module `module` at all positions.
+
+    `hidden` are hidden states of the model at the positions, and `next_tokens` the token after each position.
+    """
     index = config.num_hidden_layers + module
     name = f"model.layers.{index}"
     t = {key: np.asarray(tensor, np.float64) for key, tensor in tensors.items() if key.startswith(f"{name}.")}
@@ -96,7 +99,9 @@ def temperature(config: DeepSeekConfig, which: str) -> float:
 
 
 def turn(config: DeepSeekConfig, x: np.ndarray) -> np.ndarray:
-    """Rotate each pair of columns as a complex number by exp(i · position · frequency)."""
+    """Apply RoPE to x [T, heads, R]: each pair of columns is a complex number that is multiplied by exp(1j * position *
+    frequency), and by YaRN's mscale ratio.
+    """
     half = x.shape[-1] // 2
     if config.rope_interleave:
         first, second = x[..., 0::2], x[..., 1::2]
@@ -136,7 +141,7 @@ def mixture(config: DeepSeekConfig, t: Tensors, name: str, x: np.ndarray) -> np.
 
 
 def route(config: DeepSeekConfig, logits: np.ndarray, bias: np.ndarray | None) -> dict[int, float]:
-    """Return the weights of the selected experts of one token, by expert."""
+    """Return the weight of each expert that the router selects for one token, by index of the expert."""
     if config.scoring_func == "softmax":
         scores = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     else:

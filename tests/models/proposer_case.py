@@ -1,4 +1,4 @@
-"""A proposer that knows the next tokens and proposes them with a given probability."""
+"""Proposers of draft tokens for tests. They know the correct next tokens and draft them with a given probability."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ LONGEST = 128
 
 
 class KnowingProposer(Proposer):
-    """Finds a request among known sequences by all of its tokens, which also checks the tokens that the proposer gets.
+    """Proposer that finds a request's tokens among known sequences and drafts the tokens that follow.
+
+    It compares all tokens of the request. If the engine passed wrong tokens, it would find a wrong sequence and drafts
+    would be rejected.
 
     Attributes:
-      weights: int32 [sequences, LONGEST] tokens, -1 after their ends; and float32 share of right drafts.
+      weights: tokens of the known sequences (int32 [16, LONGEST], -1 after the end), and share of right drafts
+      (float32).
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], share: float, vocab_size: int):
@@ -29,8 +33,9 @@ class KnowingProposer(Proposer):
         return self.drafts(weights, rows, range(1, num_drafts + 1)), state
 
     def drafts(self, weights: Any, rows: DraftRows, depths: Sequence[int]) -> Int32[Array, "B d"]:
-        """Drafts for positions at the given distances after the newest token; each is right with the given
-        probability."""
+        """Return a draft for each position that is `depths` tokens after the newest token. A share of the drafts,
+        chosen by a hash, is right. The others are the right token plus one.
+        """
         known, share = weights
         history = rows.history()[:, :LONGEST]
         history = jnp.pad(history, ((0, 0), (0, LONGEST - history.shape[1])), constant_values=-1)
@@ -46,13 +51,15 @@ class KnowingProposer(Proposer):
 
 
 class KnowingTreeProposer(KnowingProposer):
-    """Proposes trees of such drafts, with interleaved branches."""
+    """Proposer of draft trees with interleaved branches. `PARENTS[i]` is the parent of draft i; -1 is the newest
+    token.
+    """
 
     makes_trees = True
     PARENTS = (-1, -1, 1, 0, 1, 4, 2, 5)
 
     def depths(self, num_drafts: int) -> list[int]:
-        """Distance of each draft from the newest token."""
+        """Return the distance of each draft from the newest token."""
         depths: list[int] = []
         for parent in self.PARENTS[:num_drafts]:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
@@ -69,7 +76,7 @@ class KnowingTreeProposer(KnowingProposer):
 
 
 def tell(engine: Engine, sequences: Sequence[Sequence[int]], share: float) -> None:
-    """Replace the sequences or the share of right drafts of an engine's proposer, without compilation."""
+    """Replace the known sequences and the share of right drafts of an engine's proposer. Nothing is compiled."""
     assert engine.config.speculate is not None
     engine.config.speculate.proposer.weights = _weights(sequences, share)
 

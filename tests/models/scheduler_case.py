@@ -1,4 +1,9 @@
-"""A fake engine for the scheduler. Its model is a hash of everything in the pages of a request."""
+"""A fake engine for tests of the scheduler.
+
+The engine runs the real scheduler, pools and prefix cache. Its model computes the next token as a hash of all cached
+values that the request attends to. If the scheduler shares, frees or reuses a page wrongly, the output differs from
+`plain_output`, which uses no cache.
+"""
 
 import itertools
 import random
@@ -31,10 +36,10 @@ class Limits:
     max_model_len: int = 64
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    lag: int = 1  # steps launched before the oldest one is read
+    lag: int = 1  # number of steps that are launched before the results of the oldest step are read
     groups: list[Heads] = field(default_factory=lambda: PLAIN)
     padded_sizes: tuple[int, ...] = ()
-    num_drafts: int = 0  # per decode row; a random number of them is right
+    num_drafts: int = 0  # drafts per decode row, of which a random number is right
 
     @property
     def max_len(self) -> int:
@@ -44,7 +49,7 @@ class Limits:
 
     @property
     def heads(self) -> list[tuple[int, int]]:
-        """Heads of all groups."""
+        """(window, sink tokens) of the heads of all cache groups."""
         return [head for group in self.groups for head in group]
 
     def pools(self) -> GroupPools:
@@ -53,23 +58,27 @@ class Limits:
 
 
 def visible(head: tuple[int, int], query: int) -> list[int]:
-    """Positions that a head attends to: reference implementation of windows and sink tokens."""
+    """Return the positions that a query at position `query` attends to, for a head with (window, sink tokens)."""
     window, sink_tokens = head
     return [key for key in range(query + 1) if key < sink_tokens or key > query - window]
 
 
 def next_token(views: list[list]) -> int:
-    """Compute the next token from all tokens that each head attends to."""
+    """Compute the next token from the cached values that each head attends to."""
     return hash(tuple(views[0]) if len(views) == 1 else tuple(map(tuple, views))) % VOCAB
 
 
 def kv_of(salt: str, token: int) -> tuple[int, int]:
-    """Cached value of the fake model. It includes the salt, so that sharing across salts would change the output."""
+    """Return the cached value of a token. It includes the request's salt: if requests of different salts shared pages,
+    the output would change.
+    """
     return SALTS.index(salt), token
 
 
 def plain_output(request: Request, limits: Limits) -> tuple[list[int], str]:
-    """Expected output of a request that runs alone, one token at a time."""
+    """Return the expected output tokens and finish reason of a request, computed one token at a time without a
+    cache.
+    """
     tokens = list(request.prompt_ids)
     end = min(limits.max_len, len(tokens) + request.params.max_tokens)
     while True:
@@ -88,11 +97,11 @@ class FakeEngine:
     cache: PrefixCache = field(init=False)
     scheduler: Scheduler = field(init=False)
     requests: list[Request] = field(default_factory=list)
-    unfinished: list[Request] = field(default_factory=list)  # in order of arrival
+    unfinished: list[Request] = field(default_factory=list)  # in the order of arrival
     streamed: dict[int | str, list[int]] = field(default_factory=dict)
-    memory: dict[tuple[int, int, int], object] = field(default_factory=dict)  # cached values, by group, row and offset
-    last_tokens: dict[int, int] = field(default_factory=dict)  # by slot, on the device
-    lens: dict[int, int] = field(default_factory=dict)  # known tokens by slot, on the device
+    memory: dict[tuple[int, int, int], object] = field(default_factory=dict)  # values by (group, row, offset in page)
+    last_tokens: dict[int, int] = field(default_factory=dict)  # device memory: newest token by request slot
+    lens: dict[int, int] = field(default_factory=dict)  # device memory: number of tokens by request slot
     luck: random.Random = field(default_factory=lambda: random.Random(0))
     in_flight: deque[tuple[StepPlan, list[RowTokens]]] = field(default_factory=deque)
     num_dropped: int = 0
@@ -126,7 +135,7 @@ class FakeEngine:
         return request
 
     def step(self) -> StepPlan | None:
-        """Launch a step, then read the step `lag` before it, so that the device never waits."""
+        """Schedule and launch a step, then read the results of steps that were launched at least `lag` steps before."""
         oldest = self.unfinished[0] if self.unfinished else None
         oldest_waits_for_a_token = oldest is not None and oldest.num_in_flight > 0
         plan = self.scheduler.schedule()
@@ -147,10 +156,11 @@ class FakeEngine:
         return plan
 
     def launch(self, plan: StepPlan) -> list[RowTokens]:
-        """Run a step at once, like a device that runs programs in launch order.
+        """Compute a step immediately, like a device that runs programs in the order of their launches.
 
-        All values before the new tokens are read before any new token is written, because a step must not share pages
-        that it writes. A decode row begins at the position known to the device, which is the planned position or later.
+        All cached values are read before any new value is written. A request that reads a page which another request
+        writes in the same step then raises KeyError or gets an old value. A decode row begins at the length in device
+        memory, which exceeds the planned length if drafts of unread steps were accepted.
         """
         begins = [row.start for row in plan.rows]
         for i, row in enumerate(plan.decode):
@@ -170,11 +180,11 @@ class FakeEngine:
         return samples
 
     def verify(self, plan: StepPlan, row: int, views: list[dict[int, object]]) -> RowTokens:
-        """Compute a decode row: its newest token and all drafts. The row's tokens end at the first wrong draft."""
+        """Compute a decode row with its drafts. Return the accepted drafts and the token after them."""
         planned = plan.decode[row]
         slot, length = planned.request_slot, self.lens[planned.request_slot]
         if length >= planned.limit:
-            return RowTokens([])  # it ended in a step that was not read when this step was planned
+            return RowTokens([])  # the request ended in a step whose results were not read when this step was planned
         drafts = min(planned.num_drafts, planned.limit - length - 1)
         token, got, right = self.last_tokens[slot], [], True
         for position in range(length - 1, length + drafts):
@@ -187,7 +197,7 @@ class FakeEngine:
         return RowTokens(got, drafts)
 
     def write(self, plan: StepPlan, row: int, views: list[dict[int, object]], position: int, token: int) -> None:
-        """Compute a token and cache its value in rows that no other sequence holds."""
+        """Write the value of a token to its rows, and check that all values that the token attends to are present."""
         for (lane, place), view in zip(self.places(plan, row, position), views, strict=True):
             assert place[1] != PAGE_NONE
             view[position] = self.memory[place] = kv_of(plan.rows[row].request.salt, token)
@@ -199,7 +209,7 @@ class FakeEngine:
         return next_token([[view[key] for key in visible(head, end - 1)] for head, view in heads])
 
     def places(self, plan: StepPlan, row: int, position: int) -> list[tuple[tuple[int, int], tuple[int, int, int]]]:
-        """Yield each head, with the group, row and offset of a token's K/V."""
+        """Return, for each head, the head and the (group, row, offset in page) of a token's value."""
         page, offset = divmod(position, self.limits.page_size)
         return [
             (head, (group, int(plan.tables[group][row, i, page]), offset))
@@ -208,13 +218,12 @@ class FakeEngine:
         ]
 
     def read(self, plan: StepPlan, row: int, start: int) -> list[dict[int, object]]:
-        """Cached values before `start`, by position for each head: everything that a token at `start` or later attends
-        to."""
+        """Return the cached values, by position for each head, that a token at position `start` attends to."""
         views: list[dict[int, object]] = [{} for _ in self.limits.heads]
         for position in range(start):
             for (head, place), view in zip(self.places(plan, row, position), views, strict=True):
                 if position in visible(head, start):
-                    view[position] = self.memory[place]  # KeyError: never written
+                    view[position] = self.memory[place]  # raises KeyError if the value was never written
         return views
 
     def read_back(self) -> None:
@@ -229,7 +238,9 @@ class FakeEngine:
         self.check()
 
     def fail(self) -> None:
-        """Fail a step after its caches were donated: their contents and the unread tokens are lost."""
+        """Simulate a step that fails on the device after its caches were donated: cache contents and unread tokens are
+        lost, and all requests are queued again.
+        """
         self.scheduler.schedule()
         self.memory = dict.fromkeys(self.memory, "garbage")
         self.last_tokens.clear()
@@ -301,7 +312,7 @@ class FakeEngine:
             assert 0 <= surplus <= -(-ahead // self.limits.page_size) * self.limits.page_size
 
 
-# Prompts whose first eight tokens of output are not EOS.
+# Prompts whose first eight output tokens do not include EOS.
 LASTING = [
     prompt
     for prompt in ([first, second, 3, 4] for first in range(1, VOCAB) for second in range(1, VOCAB))
@@ -310,5 +321,5 @@ LASTING = [
 
 
 def summary(rows) -> list[tuple[int, int, int, bool]]:
-    """Summary of a row: request, start, number of tokens, and whether a token is sampled."""
+    """Return (request id, start, number of tokens, whether a token is sampled) for each row."""
     return [(row.request.request_id, row.start, row.num_tokens, row.samples) for row in rows]

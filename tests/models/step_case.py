@@ -1,4 +1,4 @@
-"""Metadata of steps with any mix of decode rows and prefill chunks, over scattered pages."""
+"""Metadata of model steps with any decode rows and prompt chunks, over pages in random order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def latent_pages(caches: Caches) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """Block tables of sequences with pages in random order. No page is shared, and page 0 is unused."""
+    """Block tables [sequences, P] with page ids in random order. No two entries are equal, and page 0 is unused."""
 
     tables: np.ndarray
 
@@ -33,7 +33,7 @@ class Pages:
         return Pages(ids.reshape(num_sequences, width).astype(np.int32))
 
     def allocate(self, model: Decoder, fill: float = 0.0) -> Caches:
-        """Allocate caches of all layers, filled with values that must not be read."""
+        """Allocate the caches of all layers. Every element has the value `fill`."""
         caches = model.allocate_caches(self.tables.size + 1, PAGE_SIZE)
         return jax.tree.map(lambda pages: jnp.full_like(pages, fill), caches)
 
@@ -53,7 +53,7 @@ class Pages:
         return np.stack([keys.reshape(-1, keys.shape[-1])[slots] for keys in layers])
 
     def keys_and_values(self, caches: Caches, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the stored keys and values of a sequence, [layers, Hkv, T, D] each."""
+        """Return the cached keys and values of a sequence, each [layers, Hkv, length, D]."""
         pages, offsets = np.divmod(self.slots(sequence, np.arange(length)), PAGE_SIZE)
 
         def gather(array: jax.Array) -> np.ndarray:
@@ -66,16 +66,21 @@ class Pages:
 
 def step(
     pages: Pages,
-    decode: list[tuple[int, int]] = [],  # noqa: B006 - not written to
+    decode: list[tuple[int, int]] = [],  # noqa: B006 - the list is not modified
     prefill: list[tuple[int, int, int]] = [],  # noqa: B006
     *,
     idle_rows: int = 0,
     padding: int = 0,
     logit_rows: list[int] | None = None,
 ) -> StepMetadata:
-    """Return metadata of (sequence, position) decode rows and (sequence, start, stop) prefill chunks.
+    """Return the metadata of a step.
 
-    `idle_rows` are added to the decode rows and `padding` tokens to the prefill part.
+    Args:
+      decode: (sequence, position of the new token) of each decode row.
+      prefill: (sequence, start, stop) of each prompt chunk, as positions.
+      idle_rows: number of unused decode rows that are added.
+      padding: number of unused tokens that are added after the chunks.
+      logit_rows: indices of the tokens whose logits are computed; None for all.
     """
     where = [(s, np.array([p])) for s, p in decode] + [(-1, np.zeros(1, int))] * idle_rows
     where += [(s, np.arange(start, stop)) for s, start, stop in prefill] + [(-1, np.zeros(padding, int))]

@@ -1,7 +1,7 @@
-"""Mistakes in the Blackwell kernels, each with the test that fails for it. `test_planted_breaks.py` plants them.
+"""Mistakes in the Blackwell kernels, each with the test that detects it. `test_planted_breaks.py` plants them.
 
-They are typical mistakes: missing barriers, products that start from old values, masks off by one, and errors in
-rescaling, scales, zeroing and merges.
+Planting is replacing correct code by wrong code in a copy of the library. The mistakes are typical: missing barriers,
+GEMMs that do not clear the accumulator, masks off by one, and errors in rescaling, scales, zeroing and merges.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ PAGES = "tests/ops/test_flash_sm100.py::test_pages_with_two_consumers"
 
 @dataclasses.dataclass(frozen=True)
 class PlantedBreak:
-    """Mistake in the text of a file.
+    """A mistake, as a replacement of text in a file.
 
     Attributes:
-      right: text that occurs exactly once in the file.
-      wrong: replacement.
-      noticed_by: a test that fails, or hangs, with the mistake; empty if no test does.
-      why_not: reason if no test fails.
+      file: path of the file in the repository.
+      right: correct text, which occurs exactly once in the file.
+      wrong: text that replaces it.
+      noticed_by: id of a test that fails or hangs with the mistake; empty if no test does.
+      why_not: reason why no test fails; empty if a test fails.
     """
 
     file: str

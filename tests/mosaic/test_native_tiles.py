@@ -1,5 +1,7 @@
-"""Register layouts of tiles with a row per thread match the assumptions of code that computes its own addresses, which
-the interpreter does not run.
+"""Tests of the register layout `ROW_A_THREAD` of Blackwell kernels, in which each thread holds a row of a tile.
+
+Some kernel code computes addresses from this layout. The interpreter does not run this code, so the tests compare its
+assumptions with Mosaic GPU's layout.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
-"""Mistakes planted in the Blackwell kernels, one at a time, fail a test of the suites, with listed exceptions.
+"""Tests that the tests of the Blackwell kernels detect mistakes.
 
-No card has run these kernels, so the strength of their tests must be checked. The slow run plants each mistake in a
-copy of the library and runs the test that is expected to fail. Every run checks that the list matches the current code.
+These kernels have not run on a GPU, so their correctness depends on tests in the interpreter. `make test-slow` plants
+each mistake of `planted_breaks.py` in a copy of the library, one at a time, and runs the test that must fail. `make
+test` checks only that the text of each mistake matches the current code.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from tests.mosaic.planted_breaks import BREAKS, PlantedBreak
 ROOT = Path(__file__).parents[2]
 COPIED = ("pallas_attn", "models", "scripts", "tests")
 SEEDS = (1, 2, 3)
-"""Seeds of the tests' data. One key too many out of hundreds stays within rounding for about one seed in six."""
+"""Seeds of the tests' random inputs. A mistake must fail with one of them. With about one seed in six, a single
+additional visible key among hundreds changes the result by less than the tolerance.
+"""
 
 HANGS_AFTER_SECONDS = 120
-"""Timeout; some mistakes leave a barrier without arrivals."""
+"""Time limit of a test in seconds. With some mistakes a kernel waits forever at a barrier."""
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a copy of the library and the tests."""
+    """Return a folder with a copy of the library and the tests."""
     folder = tmp_path_factory.mktemp("copy")
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "goldens"))
@@ -40,7 +43,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def planted_in(folder: Path, planted: PlantedBreak) -> Iterator[None]:
-    """Context in which the library in a folder has the mistake."""
+    """Return a context in which the library in a folder has the mistake."""
     file = folder / planted.file
     right = file.read_text()
     file.write_text(right.replace(planted.right, planted.wrong))
@@ -49,7 +52,7 @@ def planted_in(folder: Path, planted: PlantedBreak) -> Iterator[None]:
 
 
 def passes(folder: Path, *tests: str, seed: int) -> bool:
-    """Whether tests pass in a folder, with data of a seed. A test that hangs does not pass."""
+    """Return whether tests pass in a folder with random inputs of a seed. A test that hangs does not pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
     variables = os.environ | {"PYTHONPATH": str(folder), "TEST_SEED": str(seed)}
     try:
@@ -64,7 +67,7 @@ def passes(folder: Path, *tests: str, seed: int) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    assert ended.returncode in (0, 1), ended.stdout  # other codes mean that no such test exists
+    assert ended.returncode in (0, 1), ended.stdout  # other codes mean that pytest did not run the tests
     return ended.returncode == 0
 
 

@@ -1,8 +1,9 @@
-"""Every barrier of the Blackwell kernels at which no TMA copy arrives orders the tensor core.
+"""Tests that barriers of the Blackwell kernels order accesses to tensor memory (TMEM).
 
-Neither the interpreter nor the compiler reports a barrier without this order. On a card, a thread could then read TMEM
-before the tensor core has written it, or the reverse. The tests trace kernels with the arguments of the compile gate's
-cases, and do not run them.
+Pallas barriers have the option `orders_tensor_core`. Without it, a thread can read TMEM before the tensor core has
+written it, or the reverse. Neither the interpreter nor the compiler reports a missing option. The rule: every barrier
+of a kernel with TMEM must have the option, except barriers at which TMA copies arrive. The tests trace the calls of the
+compile gate (tests/aot) and do not run them.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ MULTIPLYING = [
     for name in CASES
     if name.startswith("sm100-") and MODULES[name] not in ("writes", "plans", "latent") and not name.endswith("-export")
 ]
-"""Cases of kernels that use the tensor core. Exported calls cannot be interpreted, and have the kernel of
-another case.
+"""Names of the compile gate's cases whose kernels use the tensor core. Exported calls are left out, because they cannot
+be interpreted; their kernels are in other cases.
 """
 
 
 @contextlib.contextmanager
 def recorded_barriers() -> Iterator[tuple[list[Any], list[Any]]]:
-    """Context that yields two lists: barriers of kernels with TMEM traced within it, and barriers at which a copy
-    arrives.
+    """Return a context that yields two lists, which tracing fills: the barriers of kernels with TMEM, and the barriers
+    at which a TMA copy arrives.
     """
     barriers: list[Any] = []
     copied_to: list[Any] = []
@@ -66,23 +67,23 @@ def recorded_barriers() -> Iterator[tuple[list[Any], list[Any]]]:
 
 
 def base(ref: Any) -> Any:
-    """The reference without transforms such as an index."""
+    """Return the ref without transforms such as indexing."""
     return getattr(ref, "ref", ref)
 
 
 def has_tensor_memory(ref: Any) -> bool:
-    """Whether a reference is to TMEM. A kernel without TMEM, such as one that lists work, has nothing to order."""
+    """Return whether a ref is in TMEM. Kernels without TMEM need no order."""
     return getattr(getattr(base(ref), "aval", None), "memory_space", None) == plgpu.TMEM
 
 
 def orders(ref: Any) -> bool | None:
-    """Whether a barrier orders the tensor core; None for references that are not barriers."""
+    """Return the option `orders_tensor_core` of a barrier; None for refs that are not barriers."""
     aval = getattr(ref, "aval", None)
     return getattr(getattr(getattr(aval, "inner_aval", None), "dtype", None), "orders_tensor_core", None)
 
 
 def unordered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int, list[Any]]:
-    """Number of barriers of the kernels of a call, and the barriers that violate the rule."""
+    """Trace a call. Return the number of barriers of its kernels, and the barriers that violate the rule."""
     with (
         mock.patch.dict("os.environ", {device.INTERPRET_VARIABLE: "10.0"}),
         plgpu.force_gpu_interpret_mode(),
@@ -96,7 +97,7 @@ def unordered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.slow) for n in MULTIPLYING]
 )
-@pytest.mark.usefixtures("unchecked_shapes")  # cases of engines have shapes as weights
+@pytest.mark.usefixtures("unchecked_shapes")  # the weights of engine cases are shapes, not arrays
 def test_barriers_order_the_tensor_core(name: str) -> None:
     barriers, wrong = unordered(CASES[name].function, **CASES[name].arguments)
     assert barriers
@@ -105,7 +106,7 @@ def test_barriers_order_the_tensor_core(name: str) -> None:
 
 @pytest.mark.parametrize(("ordered", "wrong"), [(True, 0), (False, 1)])
 def test_unordered_barrier_is_found(ordered: bool, wrong: int) -> None:
-    """Trace a kernel with two barriers. A copy arrives at the first, which needs no order."""
+    """The kernel has two barriers. A TMA copy arrives at the first one, so only the second one needs the option."""
 
     def body(x: Any, out: Any, tile: Any, _: Any, full: Any, read: Any) -> None:
         plgpu.copy_gmem_to_smem(x.at[0], tile.at[0], full.at[0])

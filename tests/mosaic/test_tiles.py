@@ -1,5 +1,7 @@
-"""Register layouts of tiles match the assumptions of code that computes its own addresses, which the interpreter does
-not run.
+"""Tests of the register layouts of tiles in Hopper kernels.
+
+Some kernel code computes addresses from these layouts. The interpreter does not run this code, so the tests compare its
+assumptions with Mosaic GPU's layouts.
 """
 
 import math
@@ -16,7 +18,7 @@ WARPS, LANES = 4, 32
 
 
 def tiled(array: np.ndarray, layout: Any) -> np.ndarray:
-    """The array with the dimensions of a Mosaic GPU layout's tiling."""
+    """Return the array with the dimensions into which a Mosaic GPU layout tiles it."""
     for tile in layout.tiling.tiles:
         outer_dims = array.ndim - len(tile)
         split = [n for size, step in zip(array.shape[outer_dims:], tile, strict=True) for n in (size // step, step)]
@@ -39,7 +41,9 @@ def test_rows_of_a_register(layout: RegisterLayout) -> None:
 
 @LAYOUTS
 def test_fragments_of_a_slice_are_contiguous(layout: RegisterLayout) -> None:
-    """A slice of `layout.rows` rows and a multiple of 8 columns is a range of fragments of two registers each."""
+    """A fragment is two registers of each thread. The fragments of `layout.rows` rows and a multiple of 8 columns must
+    be consecutive.
+    """
     shape = 2 * layout.rows, 32
     held = tiled(np.arange(math.prod(shape)).reshape(shape), layout.tile.to_mgpu())
     blocks, columns, warps, _, parts, *_ = held.shape

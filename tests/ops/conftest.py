@@ -1,4 +1,4 @@
-"""Fixtures and hooks of the contract suites of writes, which are in this folder."""
+"""Fixtures and hooks of contract tests (tests/contract/fixtures.py), for the suites in this folder."""
 
 from tests.contract.fixtures import backend, pytest_collection_modifyitems, pytest_pyfunc_call, variant
 

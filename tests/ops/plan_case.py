@@ -1,4 +1,7 @@
-"""Direct calls of the planner, with any sizes (also those that no kernel takes) and any number of programs."""
+"""Calls of `plan_decode` below its public function, which accept sizes that no decode kernel supports.
+
+A program of a plan is a CTA of the decode kernel, or several CTAs that share pages.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def plan(
     mode: Literal["balanced", "fixed"] | Any = "balanced",
     implementation: str = "xla",
 ) -> DecodePlan:
-    """Plan for rows of these lengths."""
+    """Return a plan for sequences with `kv_lens` tokens, computed by `implementation`."""
     made_for = PlanKey(
         op="paged_decode",
         batch=kv_lens.shape[0],

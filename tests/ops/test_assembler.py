@@ -1,4 +1,6 @@
-"""An assembler that miscompiles kernels raises with a reason; other assemblers, or none, are accepted."""
+"""Tests of the check of ptxas: versions that miscompile kernels raise an error; other versions, or none, are
+accepted.
+"""
 
 import os
 from pathlib import Path
@@ -9,7 +11,7 @@ from pallas_attn.mosaic.primitives.assembler import assembler, require_sound_ass
 
 
 def ptxas(folder: Path, says: str) -> Path:
-    """Script that prints a version of ptxas."""
+    """Write a script that prints `says` as the version of ptxas."""
     folder.mkdir(parents=True)
     path = folder / "ptxas"
     path.write_text(f"#!/bin/sh\necho 'ptxas: NVIDIA (R) Ptx optimizing assembler'\necho '{says}'\n")
@@ -23,7 +25,7 @@ def release(version: str) -> str:
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    """Environment without an assembler on PATH or in packages."""
+    """Return a folder and set an environment in which neither PATH nor the packages have a ptxas."""
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", str(tmp_path / "packages"))
     return tmp_path

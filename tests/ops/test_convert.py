@@ -1,4 +1,4 @@
-"""Conversions between cache layouts preserve each token of each head, bit for bit."""
+"""Tests of `pallas_attn.convert`: conversions between cache layouts preserve the bits of each token and head."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYOUTS = pytest.mark.parametrize(
 
 
 @LAYOUTS
-def test_nhd_and_back(dtype: str, scales: Any) -> None:
+def test_nhd_round_trip_preserves_bits(dtype: str, scales: Any) -> None:
     kv = stale_cache(fresh_rng(), dtype, scales)
     assert_same_bits(from_nhd(*to_nhd(kv)), kv)
 
@@ -61,7 +61,7 @@ def test_nhd_has_tokens_before_heads(dtype: str, scales: Any) -> None:
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_combined_pages(axis: int, dtype: str) -> None:
+def test_split_kv_splits_combined_pages(axis: int, dtype: str) -> None:
     kv = stale_cache(fresh_rng(), dtype, None if dtype == "bfloat16" else "head")
     pages = join_kv(kv.k, kv.v, axis=axis)
     assert_same_bits(split_kv(pages, axis=axis), (kv.k, kv.v))
@@ -76,13 +76,13 @@ def test_a_cache_is_converted_under_jit() -> None:
     assert_same_bits(got, kv)
 
 
-# --- pages with tokens before heads, where they lie
+# --- views of pages with tokens before heads, without a copy
 
 
 @slow_cases("float8_e4m3fn-8")
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", None), ("int8", "head"), ("float8_e4m3fn", PAGE_SIZE)])
 def test_view_nhd_is_written_in_place(dtype: str, scales: Any) -> None:
-    """The slots are the same."""
+    """A write to the view stores the same bytes at the same slots as a write to a converted copy."""
     rng = fresh_rng()
     kv, slots, (k, v) = stale_cache(rng, dtype, scales), random_slots(rng, 1), tokens(rng)
     got = write_kv(view_nhd(*to_nhd(kv)), k, v, slots, implementation="xla")
@@ -115,14 +115,14 @@ def test_view_fused_is_read_and_written_in_place(dtype: str, scales: Any, lanes:
     assert_same_bits(got, paged_decode(q, want, tables, lens, implementation="reference"))
 
 
-def test_to_nhd_of_a_fused_cache() -> None:
+def test_to_nhd_splits_a_fused_cache() -> None:
     kv = stale_cache(fresh_rng(), "float32")
     fused = PagedKV(jnp.concatenate([kv.k, kv.v], axis=-1))
     assert_same_bits(to_nhd(fused), to_nhd(kv))
 
 
-def test_dense_cache() -> None:
-    """In [B, S, Hkv, D], a page is a sequence."""
+def test_dense_cache_gives_the_result_of_pages() -> None:
+    """A dense cache [B, S, Hkv, D] is a pool in which each sequence is one page of S tokens."""
     rng = fresh_rng()
     k, v = (jnp.asarray(rng.standard_normal((3, 12, HEADS, WIDTH)), jnp.float32) for _ in range(2))
     q, lens = jnp.asarray(rng.standard_normal((3, 1, 2 * HEADS, WIDTH)), jnp.float32), jnp.array([5, 12, 0], jnp.int32)
@@ -138,8 +138,8 @@ def test_view_of_shared_scales_is_unsupported() -> None:
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_token_tables() -> None:
-    """Absent pages stay absent, and so do ids whose tokens exceed int32."""
+def test_token_tables_have_the_tokens_of_pages() -> None:
+    """Entries of absent pages become PAGE_NONE, and so do page ids whose token ids would exceed int32."""
     big = np.iinfo(np.int32).max
     last = big // 4 - 1
     rows: Any = [[2, PAGE_NONE], [big, last]]
@@ -148,12 +148,14 @@ def test_token_tables() -> None:
     assert token_tables(jnp.zeros((0, 3), jnp.int32), page_size=4).shape == (0, 12)
 
 
-# --- index pointers
+# --- tables in CSR form (FlashInfer)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_from_csr() -> None:
-    """Sequences have pages, have no pages, are too long for the table, and do not exist."""
+def test_from_csr_pads_tables() -> None:
+    """The four sequences have two pages, no pages, more pages than the table has columns, and one page that is
+    invalid.
+    """
     arrays: tuple[Any, ...] = ([0, 2, 2, 5, 6], [7, 3, 3, 9, 0], [4, 9, 1, 2])
     tables, lens = from_csr(*arrays, page_size=4, table_pages=2)
     assert tables.tolist() == [[7, 3], [-1, -1], [3, 9], [-1, -1]]
@@ -177,10 +179,10 @@ def test_from_csr_under_jit(seed: int) -> None:
         assert lens[s] == (0 if count == 0 else 16 * (count - 1) + last[s])
 
 
-# --- records of latents
+# --- records of latents (FlashMLA)
 
 
-def test_record_layout() -> None:
+def test_record_layout_matches_flashmla() -> None:
     """The record of FlashMLA's README: 512 float8_e4m3 values, 4 float32 scales, 64 bfloat16 values."""
     rng = fresh_rng()
     latents = rng.integers(0, 256, 512, np.uint8).tobytes()
@@ -205,8 +207,8 @@ def test_records_round_trip(latent_dim: int, size: int) -> None:
     assert_same_bits(convert(records), records)
 
 
-def test_record_after_a_write() -> None:
-    """The bytes of one token, literally: e4m3 numbers, the scales amax / 448, and rotated keys."""
+def test_written_token_has_the_expected_record() -> None:
+    """The expected bytes of one token are written out: e4m3 values, scales amax / 448, and rotated keys."""
     latent = ((np.arange(576) * 37 % 101) - 50).astype(np.float32)[None] / 16
     spec = latent_cache_spec(num_pages=2, page_size=4, latent_dim=512, rope_dim=64, dtype=jnp.float8_e4m3fn)
     cache = write_latent(PagedLatent.allocate(spec), jnp.asarray(latent), jnp.asarray([6], jnp.int32))

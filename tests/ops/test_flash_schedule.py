@@ -1,6 +1,7 @@
-"""Scheduling of the prefill kernel: listed blocks cover every query row once, and splits cover every tile once.
+"""Tests of the schedule of the prefill kernels: the list of query blocks, and KV splits.
 
-The tests of the kernels show that every work tile runs: the interpreter initialises outputs with NaN.
+The blocks must cover every query row once, and the splits every tile of keys once. The tests of the kernels check that
+every work tile (a block and a range of keys) is computed: the interpreter initialises outputs with NaN.
 """
 
 from __future__ import annotations
@@ -52,10 +53,8 @@ def running(mode: str, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.parametrize("registers", [prefill.REGISTERS, prefill.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_registers_of_all_warpgroups_fit(registers, consumers):
-    """`setmaxnreg` blocks a consumer forever if the warpgroups of a CTA want more registers than the kernel starts
-    with.
-
-    At the start each thread has the same number of registers, a multiple of 8.
+    """If the warpgroups of a CTA request more registers with `setmaxnreg` than the CTA has when it starts, a warpgroup
+    waits forever. At the start, all threads have the same number of registers, a multiple of 8.
     """
     of_consumer, of_producer = registers[consumers]
     warpgroups = consumers + 1
@@ -66,7 +65,7 @@ def test_registers_of_all_warpgroups_fit(registers, consumers):
 
 
 class Case(NamedTuple):
-    """Lengths of sequences, with packed keys or keys in pages."""
+    """Lengths of sequences. Keys are packed (`ragged_attention`) or in pages (`paged_prefill`)."""
 
     q_lens: np.ndarray
     kv_lens: np.ndarray
@@ -74,7 +73,7 @@ class Case(NamedTuple):
 
     @staticmethod
     def draw(rng: np.random.Generator, tokens: int, sequences: int, *, packed_keys: bool = True) -> Case:
-        """Draw lengths. Some sequences have no queries, some no keys, and rows may follow the last sequence."""
+        """Draw lengths. Some sequences have no queries or no keys, and there may be queries after the last sequence."""
         q_lens = rng.multinomial(rng.integers(tokens + 1), rng.dirichlet([0.5] * sequences))
         kv_lens = rng.integers(0, 1000, sequences) * (rng.random(sequences) < 0.8)
         return Case(q_lens, kv_lens, packed_keys)
@@ -87,7 +86,7 @@ class Case(NamedTuple):
         return SequenceLengths(jnp.asarray(cu_q_lens), kv_lens=jnp.asarray(self.kv_lens, jnp.int32))
 
     def blocks(self, blocking: Blocking) -> list[QueryBlock]:
-        """Compute the expected list of blocks."""
+        """Return the expected list of blocks, in the order in which the kernel computes them."""
         found, begin, first_key = [], 0, 0
         for sequence, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             end, end_key = begin + q_len, first_key + kv_len
@@ -106,7 +105,9 @@ class Case(NamedTuple):
 
 
 def _blocks_of(blocking: Blocking, begin: int, end: int) -> list[list[tuple[int, int]]]:
-    """Return the groups of 8 rows of each block of queries `begin` to `end`, as pairs (first query, head)."""
+    """Return the blocks of the queries `begin` to `end`. A block is a list of groups of 8 rows, as (first query,
+    head).
+    """
     heads, size = blocking.heads, blocking.block_rows // 8
     first = begin // 8 * 8
     blocks = -(-(-(-(end - first) // 8) * heads) // size) if begin < end else 0
@@ -115,7 +116,7 @@ def _blocks_of(blocking: Blocking, begin: int, end: int) -> list[list[tuple[int,
 
 
 def check(case: Case, blocking: Blocking, splits: KvSplits = UNSPLIT) -> WorkList:
-    """List the blocks and compare them with the expected list."""
+    """Compute the list of blocks and compare it with the expected list."""
     listed = jax.tree.map(np.asarray, jax.jit(lambda lengths: list_blocks(blocking, lengths, splits))(case.lengths))
     want = case.blocks(blocking)
     assert listed.counts[0] == len(want)
@@ -137,14 +138,14 @@ def check(case: Case, blocking: Blocking, splits: KvSplits = UNSPLIT) -> WorkLis
     ("causal", "mode"),
     [
         pytest.param(True, "interpreted", id="causal-interpreted"),
-        # The causal case covers all steps of the listing.
+        # The causal case runs all code that this case runs.
         pytest.param(False, "interpreted", id="full-interpreted", marks=pytest.mark.slow),
         pytest.param(True, "compiled", id="causal-compiled", marks=pytest.mark.gpu),
         pytest.param(False, "compiled", id="full-compiled", marks=pytest.mark.gpu),
     ],
 )
 def test_blocks_are_listed_by_visible_tiles(causal: bool, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Packed keys, keys in pages, and heads that share blocks."""
+    """The calls have packed keys, keys in pages, and KV heads whose query heads share blocks."""
     rng, blocking = harness.fresh_rng(), replace(RAGGED, causal=causal)
     with running(mode, capsys):
         for _ in range(4):
@@ -163,7 +164,7 @@ EDGES = {
 
 @slow_cases("interpreted")
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
-def test_list_of_edge_cases(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_of_edge_cases_match_the_expected_list(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     with running(mode, capsys):
         for case in EDGES.values():
             check(case, RAGGED)
@@ -171,7 +172,7 @@ def test_list_of_edge_cases(mode: str, capsys: pytest.CaptureFixture[str]) -> No
 
 @slow_cases("interpreted")
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
-def test_more_sequences_and_blocks_than_threads(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_sequences_and_blocks_than_threads_are_listed(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     rng = harness.fresh_rng()
     case = Case(rng.integers(0, 30, 130), rng.integers(0, 300, 130))
     with running(mode, capsys), mock.patch.object(schedule, "MOST_WARPGROUPS", 1):
@@ -180,23 +181,25 @@ def test_more_sequences_and_blocks_than_threads(mode: str, capsys: pytest.Captur
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "sequences"), [(70_000, 8), (70_000, 900), (300_000, 1), (8192, 64)])
-def test_many_blocks(tokens: int, sequences: int) -> None:
+def test_lists_of_many_blocks_match_the_expected_list(tokens: int, sequences: int) -> None:
     check(Case.draw(harness.fresh_rng(), tokens, sequences), replace(RAGGED, num_rows=tokens, block_rows=128))
 
 
 def test_calls_with_equal_lengths_share_a_list(capsys: pytest.CaptureFixture[str]) -> None:
-    """The listing is traced once for all layers of a step, so that XLA shares its result."""
+    """Layers of a step with the same lengths call the same function with the same arguments, so XLA computes it
+    once.
+    """
     q = jnp.zeros((24, 1, 64), jnp.bfloat16)
     ends = [jnp.asarray([0, last], jnp.int32) for last in (20, 24)]
 
     def layers(q: jax.Array, some: jax.Array, others: jax.Array) -> list[Any]:
         return [ragged_attention(q, q, q, lens, lens, implementation="mosaic") for lens in (some, some, others)]
 
-    # Without the patch each call bounds its lengths separately. XLA would merge these equal operations later.
+    # Without this patch, each call clips its lengths with separate operations, which XLA would merge later.
     with harness.interpreting(capsys), mock.patch.object(checks, "bound_sums", lambda sums, total: sums):
         module = jax.jit(layers).lower(q, *ends).as_text()
     assert module.count("func.func private @_listed") == 1
-    # The first arguments are tokens that order the effects of the interpreter.
+    # The first arguments of the calls are tokens with which jax orders the interpreter's effects.
     first, second, third = re.findall(r"call @_listed\(.*?(%\w+, %\w+)\)", module)
     assert first == second != third
 
@@ -213,13 +216,14 @@ def test_too_many_blocks_are_unsupported() -> None:
 def choose(
     *, blocks: int, tiles: int, heads: int, limit: int = 512, most_blocks: int | None = None, rows: int = 0
 ) -> tuple[int, int]:
-    """Return the largest number of splits, and the chosen number, for one sequence.
+    """Return the maximum number of splits, which is chosen from shapes, and the chosen number for one sequence.
 
     Args:
-      blocks, tiles: blocks of the sequence, and tiles of keys that each block sees.
-      limit: largest number of tiles of any lengths.
-      most_blocks: largest number of blocks of any lengths.
-      rows: time to move the partial states of one split, in tiles of keys.
+      blocks, tiles: number of query blocks of the sequence, and of key tiles that each block sees.
+      limit: maximum number of key tiles that the shapes of the call allow.
+      most_blocks: maximum number of query blocks that the shapes of the call allow; None for `blocks`.
+      rows: argument `rows` of `KvSplits.of`: time to move the partial states of one split, in units of a key tile's
+      time.
     """
     blocking = replace(RAGGED, num_rows=64 * blocks, causal=False)
     with mock.patch.object(basics, "multiprocessors", return_value=132):
@@ -277,7 +281,7 @@ def test_l2_head_group_fits_the_cache() -> None:
 @slow_cases("interpreted")
 @pytest.mark.parametrize("mode", ["interpreted", compiled])
 def test_heads_alternate_in_groups_unless_one_block_is_long(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each head has blocks of 4 tiles and one block of `longest` tiles."""
+    """Each head has blocks with 4 key tiles and one block with `longest` key tiles."""
     with running(mode, capsys):
         for longest, num_ctas, heads in ((4, 8, 2), (4, 32, 2), (24, 8, 4), (500, 8, 8), (500, 32, 16)):
             case = Case(np.asarray([64, 128, 128]), np.asarray([64 * longest, 64 * 4, 64 * 4]), packed_keys=False)
@@ -292,7 +296,9 @@ def test_all_heads_alternate_if_no_blocks_share_keys(mode: str, capsys: pytest.C
 
 
 def alternating_heads(case: Case, num_ctas: int) -> int:
-    """Return how many of 16 heads alternate if the keys of 2 heads fit the L2 cache."""
+    """Return the number of heads (of 16) whose blocks alternate in the list, if the keys of 2 heads fit the L2
+    cache.
+    """
     splits = KvSplits(most=1, heads=16, most_tiles=512, num_ctas=num_ctas)
     blocking = replace(RAGGED, num_rows=int(sum(case.q_lens)), causal=False)
     return int(list_blocks(blocking, case.lengths, splits, 2).counts[1])

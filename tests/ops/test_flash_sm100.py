@@ -1,7 +1,8 @@
-"""The prefill kernel on Blackwell beyond the contract, interpreted with race detection.
+"""Tests of the Blackwell prefill kernel in addition to the contract suites, interpreted with race detection.
 
-The contract runs one consumer of 128 rows. These tests run two consumers, which alternate on the tensor core, and
-features that only this kernel has. Cases that differ only in values share a compilation.
+The contract suites run the kernel with one consumer warpgroup of 128 query rows. These tests run it with two, which
+alternate on the tensor core, and test features that only this kernel has. Cases that differ only in values of arrays
+share a compilation.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.contract.test_ragged_attention import RaggedCase
 from tests.kit import harness
 from tests.kit.harness import Variant
 
-# Masked keys may be NaN in products.
+# Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 SM100 = (10, 0)
@@ -62,10 +63,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 
 def check_ragged(case: RaggedCase, config: FlashConfig, growth: int = 0) -> None:
-    """Compare a call on poisoned inputs with numpy.
+    """Compare a call of `ragged_attention` on poisoned inputs with numpy.
 
     Args:
-      growth: keys of each 64-key tile are scaled by 1 + growth * tile index.
+      growth: the keys of each 64-key tile are multiplied by 1 + growth * index of the tile.
     """
     inputs = test_ragged_attention.Inputs.draw(case, harness.fresh_rng())
     inputs.k[...] *= (1 + growth * (np.arange(case.keys) // 64))[:, None, None].astype(inputs.k.dtype)
@@ -75,7 +76,7 @@ def check_ragged(case: RaggedCase, config: FlashConfig, growth: int = 0) -> None
 
 
 def check_paged(case: PagedCase, config: FlashConfig) -> None:
-    """Compare a call on poisoned inputs with numpy."""
+    """Compare a call of `paged_prefill` on poisoned inputs with numpy."""
     inputs = paged_case.Inputs.draw(case, harness.fresh_rng())
     variant = Variant("mosaic", config, SM100)
     got = harness.compiled(paged_prefill, variant, return_lse=True, **case.static)(**inputs.prefill())
@@ -83,9 +84,8 @@ def check_paged(case: PagedCase, config: FlashConfig) -> None:
 
 
 def test_two_consumers() -> None:
-    """A sequence of 261 queries starts at row 3, so second consumers of blocks of 256 rows have few rows or none.
-
-    Maxima grow by more than the threshold from tile to tile, for some rows more than for others.
+    """The second consumer of a block of 256 rows has few query rows or none, because a sequence of 261 queries starts
+    at row 3. From key tile to key tile, row maxima grow by more than the threshold of rescaling.
     """
     check_ragged(RAGGED, TWO, growth=2)
 
@@ -109,7 +109,7 @@ def test_each_width(widths: tuple[int, int], config: FlashConfig) -> None:
 @pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_split_keys(causal: bool, consumers: int) -> None:
-    """Sequences with fewer tiles than splits have empty splits, and CTAs have several work tiles."""
+    """Sequences with fewer key tiles than splits have empty splits. CTAs compute several work tiles."""
     case = replace(RAGGED, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
     with harness.keys_cut(16) as parts:
         check_ragged(replace(case, sinks=True, soft_cap=5.0), replace(TWO, consumers=consumers))
@@ -127,7 +127,7 @@ def test_split_keys(causal: bool, consumers: int) -> None:
     ids=["16 bits", "int8 by token", "fp8 by channel", "groups of 3, absent pages"],
 )
 def test_pages_with_two_consumers(case: PagedCase) -> None:
-    """A separate barrier announces pages to consumers, because they do not wait for keys."""
+    """Consumers do not wait for keys, so they wait at a separate barrier for the page ids."""
     check_paged(case, TWO)
 
 
@@ -149,9 +149,8 @@ def test_sizes_that_do_not_fit_are_refused(widths: tuple[int, int], config: Flas
 @pytest.mark.parametrize("registers", [prefill.REGISTERS, prefill.DEQUANTIZE_REGISTERS], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("consumers", [1, 2])
 def test_register_budget_of_warpgroups(registers, consumers):
-    """All threads start with the same number of registers, a multiple of 8.
-
-    A consumer that requests more registers than the other warpgroups release would wait forever.
+    """At the start, all threads have the same number of registers, a multiple of 8. A consumer warpgroup that requests
+    more registers than the other warpgroups release would wait forever.
     """
     consumer_registers, *others = registers[consumers]
     warpgroups = consumers + 2

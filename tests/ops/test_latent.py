@@ -1,4 +1,4 @@
-"""`write_latent` and `gather_latent` of unquantised latents, with bytes equal to numpy."""
+"""Contract suite of `write_latent` and `gather_latent` with unquantised latents: bytes equal the bytes of numpy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.kit.slow_cases import slow_cases
 
 every_variant = backends.every_variant("write_latent")
 every_gather_variant = backends.every_variant("gather_latent")
-# write_latent and gather_latent have the same compiled, and the same lean, implementations.
+# gather_latent has the same backends of these two kinds as write_latent.
 compiled_variant = backends.every_variant("write_latent", backends.is_compiled)
 lean_variant = backends.every_variant("write_latent", backends.is_compiled_and_lean)
 
@@ -89,7 +89,7 @@ def test_write_fills_a_pool_in_random_order(variant: Variant) -> None:
 @every_variant
 @backends.in_every_run("xla", "mosaic")
 def test_write_casts_to_the_cache_dtype(variant: Variant) -> None:
-    """Values round to nearest even. Values outside the 16-bit range become infinite."""
+    """Values are rounded to nearest even. Values outside the range of the dtype become infinite."""
     rng = fresh_rng()
     latent = (rng.standard_normal((7, WIDTH)) * 10.0 ** rng.integers(-3, 6, (7, WIDTH))).astype(np.float32)
     slots = np.array(SLOTS["scattered"], np.int32)
@@ -125,7 +125,7 @@ def test_write_to_a_donated_cache_is_in_place(variant: Variant, dtype: Any) -> N
 
 
 def steps_of_writes(variant: Variant, cache: PagedLatent, latent: jax.Array, slots: jax.Array) -> PagedLatent:
-    """Write in each step of a scan that carries the cache."""
+    """Write in each iteration of a scan whose carry is the cache."""
 
     def step(cache: PagedLatent, token: tuple[jax.Array, jax.Array]) -> tuple[PagedLatent, None]:
         return write_latent(cache, *token, implementation=variant.implementation), None
@@ -171,9 +171,9 @@ TABLE_WIDTH, LENGTH = 5, 40
 def ragged_case(
     rng: np.random.Generator, cached: list[int], new: list[int], dtype: Any = np.float32, num_new: int = 16
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Arguments of `gather_latent` for sequences of the given lengths, and the expected tokens in order.
+    """Return arguments of `gather_latent` for sequences of the given lengths, and the expected latents in order.
 
-    Table entries after the cached tokens, and padding rows of the new latents, contain garbage.
+    Table entries after the cached tokens, and new latents that belong to no sequence, are garbage.
     """
     pages = any_bits(rng, (NUM_PAGES, PAGE_SIZE, WIDTH), dtype)
     latent_new = any_bits(rng, (num_new, WIDTH), dtype)
@@ -196,7 +196,7 @@ def ragged_case(
 
 
 def fitted(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Cut to a length, or pad with zeros."""
+    """Return the first `length` tokens, padded with zeros."""
     return np.concatenate([tokens, np.zeros((length, WIDTH), tokens.dtype)])[:length]
 
 
@@ -291,7 +291,7 @@ def test_gather_under_vmap(variant: Variant) -> None:
     assert_same_bits(jax.vmap(gather)(stacked), np.stack([fitted(tokens, LENGTH) for _, tokens in cases]))
 
 
-# --- both
+# --- both operations
 
 
 @every_gather_variant

@@ -1,4 +1,6 @@
-"""8-bit latents: the bytes that `write_latent` stores, and the values that `gather_latent` and `mla_prefill` read."""
+"""Tests of fp8 latents: the bytes that `write_latent` stores, and the values that `gather_latent` and `mla_prefill`
+read.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ WIDTH, NUM_SLOTS = LATENT + ROPE, NUM_PAGES * PAGE_SIZE
 
 
 def numpy_stored(latent: np.ndarray) -> PagedLatent:
-    """Cache arrays for latents [..., L + R], computed in numpy."""
+    """Quantise latents [..., L + R] in numpy. Return them as a cache."""
     groups = latent[..., :LATENT].astype(np.float32).reshape(*latent.shape[:-1], -1, 128)
     scale = np.abs(groups).max(axis=-1) / np.float32(448)
     scale[scale < np.finfo(np.float32).tiny] = 1
@@ -54,14 +56,16 @@ def numpy_stored(latent: np.ndarray) -> PagedLatent:
 
 
 def numpy_meant(cache: PagedLatent, dtype: Any) -> np.ndarray:
-    """Latents [..., L + R] that cache arrays represent, computed in numpy."""
+    """Dequantise a cache in numpy. Return the latents [..., L + R]."""
     stored, scale, rope = (np.asarray(part) for part in (cache.pages, cache.scale, cache.rope))
     groups = stored.astype(np.float32).reshape(*scale.shape, 128) * scale[..., None]
     return np.concatenate([groups.reshape(stored.shape).astype(dtype), rope.astype(dtype)], axis=-1)
 
 
 def drawn(rng: np.random.Generator, *rows: int) -> np.ndarray:
-    """Latents with groups of different magnitudes, zeros, a group with a subnormal scale, and a single value."""
+    """Draw latents: groups of columns with different magnitudes, a group of zeros, a group whose scale would be
+    subnormal, a latent of zeros, and a group with one nonzero value.
+    """
     size = 10.0 ** rng.uniform(-4, 4, (*rows, WIDTH // 16, 1))
     latent = (rng.standard_normal((*rows, WIDTH // 16, 16)) * size).reshape(*rows, WIDTH).astype(np.float32)
     flat = latent.reshape(-1, WIDTH)
@@ -71,7 +75,7 @@ def drawn(rng: np.random.Generator, *rows: int) -> np.ndarray:
 
 
 def any_cache(rng: np.random.Generator) -> PagedLatent:
-    """A cache of random bytes."""
+    """Return a cache of random bytes."""
 
     def bits(width: int, dtype: Any) -> jax.Array:
         return jnp.asarray(any_bits(rng, (NUM_PAGES, PAGE_SIZE, width), dtype))
@@ -122,7 +126,9 @@ def test_write_under_vmap_and_with_x64(variant: Variant) -> None:
 
 
 def test_pool_is_not_converted() -> None:
-    """XLA's CPU backend copies the pool, but must not convert it to float16. The compile gate checks GPUs."""
+    """XLA's CPU backend copies the pool, which is accepted, but it must not convert the pool to float16. The compile
+    gate checks that GPUs do neither.
+    """
     cache = jax.tree.map(lambda part: jax.ShapeDtypeStruct((512, *part.shape[1:]), part.dtype), any_cache(fresh_rng()))
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     latent = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
@@ -137,7 +143,7 @@ def test_pool_is_not_converted() -> None:
 
 
 def held(rng: np.random.Generator, dead: np.ndarray) -> PagedLatent:
-    """A cache of random latents, with poison in unused slots."""
+    """Return a cache of random latents, with NaN in the slots of the mask `dead`."""
     stored = numpy_stored(drawn(rng, NUM_PAGES, PAGE_SIZE))
     return jax.tree.map(lambda part: jnp.asarray(poison(rng, np.asarray(part), dead)), stored)
 
@@ -146,7 +152,7 @@ def held(rng: np.random.Generator, dead: np.ndarray) -> PagedLatent:
 @every_gatherer
 @backends.in_every_run("xla", "reference", triton=["float32"])
 def test_gather_dequantises_cached_and_rounds_new_tokens(variant: Variant, dtype: str) -> None:
-    """The result has the dtype of the new latents. Tokens of an absent page are 0."""
+    """The result has the dtype of the new latents. Tokens of absent pages are 0."""
     rng = fresh_rng()
     tables = np.array([[9, 2, GARBAGE], [4, -1, 0]], np.int32)
     dead = np.ones((NUM_PAGES, PAGE_SIZE), bool)
@@ -175,7 +181,7 @@ CACHED, NEW = np.array([7, 0, 12]), np.array([3, 4, 5])
 
 
 def prefill_arguments(rng: np.random.Generator, new: np.ndarray) -> dict[str, Any]:
-    """A chunk over cached prefixes. Unused slots are NaN."""
+    """Return arguments of `mla_prefill`: new tokens after cached prefixes. Unused slots are NaN."""
     tables = rng.permutation(NUM_PAGES).reshape(3, 4).astype(np.int32)
     dead = np.ones((NUM_PAGES, PAGE_SIZE), bool)
     for s, cached in enumerate(CACHED):
@@ -199,7 +205,9 @@ def prefill_arguments(rng: np.random.Generator, new: np.ndarray) -> dict[str, An
 @pytest.mark.slow
 @lean_variant
 def test_prefill_equals_prefill_over_float32_pages(variant: Variant) -> None:
-    """Results equal results over float32 pages with the same numbers, for one chunk and for two."""
+    """The result equals the result for a float32 cache with the dequantised values, for prompts in one chunk and in
+    two.
+    """
     arguments = prefill_arguments(fresh_rng(), NEW)
     meant = arguments | {
         "cache": PagedLatent(jnp.asarray(numpy_meant(arguments["cache"], np.float32))),

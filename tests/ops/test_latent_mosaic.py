@@ -1,4 +1,6 @@
-"""Mosaic kernels of `write_latent` and `gather_latent`: odd widths, dispatch, and real sizes on a GPU."""
+"""Tests of the Mosaic kernels of `write_latent` and `gather_latent` in addition to test_latent.py: odd widths,
+dispatch, and real sizes on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("width", [1, 6, 192])
 def test_rows_of_any_width(width: int) -> None:
-    """Odd widths, and a width whose columns a thread copies in several parts."""
+    """The widths are odd, even, and so large that a thread copies its columns in several steps (`HELD_BYTES` is
+    patched).
+    """
     rng = fresh_rng()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pallas_attn.mosaic.primitives.row_io.HELD_BYTES", 32)
@@ -50,7 +54,7 @@ def test_rows_of_any_width(width: int) -> None:
 
 @pytest.mark.usefixtures("interpreter")
 def test_scans_equal_separate_calls() -> None:
-    """A scan carries the cache, or slices caches from a stack. Other rows are unchanged."""
+    """The scan has the cache as carry, or slices a cache from a stack in each iteration."""
     rng = fresh_rng()
     pages = any_bits(rng, (3, NUM_PAGES, PAGE_SIZE, WIDTH), np.float32)
     latent = any_bits(rng, (3, 2, WIDTH), np.float32)

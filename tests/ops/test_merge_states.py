@@ -1,4 +1,6 @@
-"""Merged partial attention over any partition of the keys equals attention over all of them."""
+"""Tests of `merge_states`: merging attention over the parts of any partition of the keys equals attention over all
+keys.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ MERGE = jax.jit(merge_states)
 def queries_and_keys(
     rng: np.random.Generator, num_keys: int = KEYS, spread: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw q [QUERIES, HEADS, WIDTH] and k, v [num_keys, HEADS, WIDTH]; scores have a deviation of about `spread`."""
+    """Draw q [QUERIES, HEADS, WIDTH] and k, v [num_keys, HEADS, WIDTH]. Scores have a standard deviation of about
+    `spread`.
+    """
     q = rng.standard_normal((QUERIES, HEADS, WIDTH)) * spread / np.sqrt(WIDTH)
     return q, rng.standard_normal((num_keys, HEADS, WIDTH)), rng.standard_normal((num_keys, HEADS, WIDTH))
 
@@ -43,7 +47,7 @@ def split_attention(
 def unsplit(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return attention over all keys. By definition, a sink is one more key with value 0."""
+    """Return attention over all keys. A sink logit is the score of an additional key with value 0."""
     out, lse = naive.attend_all(q, k, v, np.ones((q.shape[0], k.shape[0]), bool), 1.0)
     if sinks is not None:
         out = out * np.exp(lse - np.logaddexp(lse, sinks))[..., None]
@@ -68,7 +72,7 @@ def test_any_partition_in_any_order(part_of_key: list[int], order: tuple[int, ..
 
 @pytest.mark.parametrize("empty", [[1], [0, 2, 3], [0, 1, 2, 3, 4]])
 def test_lse_of_inf_means_no_keys(empty: list[int]) -> None:
-    """+inf has the meaning of -inf, for every output of the part."""
+    """A part with LSE +inf is ignored like a part with LSE -inf, whatever its output is."""
     outs, lses = split_attention(*queries_and_keys(np.random.default_rng(0)), np.arange(KEYS) % PARTS, PARTS)
     marked = []
     for mark in (-np.inf, np.inf):
@@ -95,7 +99,7 @@ def test_sinks_count_once_however_the_keys_are_split(part_of_key: list[int], sin
 
 
 def test_parts_without_a_visible_key_change_no_bit() -> None:
-    """The output of such a part may have any value."""
+    """The output of a part without a visible key may have any value."""
     rng = fresh_rng()
     part_of_key = rng.choice([1, 3], KEYS)
     outs, lses = split_attention(*queries_and_keys(rng), part_of_key, PARTS)
@@ -108,7 +112,9 @@ def test_parts_without_a_visible_key_change_no_bit() -> None:
 
 @pytest.mark.parametrize("sinks", [None, np.array([-np.inf, -1.0, 0.0, 40.0], np.float32)], ids=["no sinks", "sinks"])
 def test_rows_that_see_nothing(sinks: np.ndarray | None) -> None:
-    """Rows that see nothing are exactly 0 and -inf, next to rows that see something."""
+    """The output of a query without a visible key is exactly 0 and its LSE -inf, also next to queries with visible
+    keys.
+    """
     outs = np.full((PARTS, QUERIES, HEADS, WIDTH), np.nan, np.float32)
     lses = np.full(outs.shape[:-1], -np.inf, np.float32)
     outs[2, 1], lses[2, 1] = 1.0, 0.0
@@ -121,11 +127,13 @@ def test_rows_that_see_nothing(sinks: np.ndarray | None) -> None:
 
 
 def test_visible_nan_stays_nan() -> None:
-    """NaN stays in its own row: an overflow of the model must not look like a row that sees nothing."""
+    """NaN in a part makes the merged query NaN and no other query. An overflow in a model then remains visible, instead
+    of looking like a query without visible keys.
+    """
     outs, lses = split_attention(*queries_and_keys(fresh_rng()), np.arange(KEYS) % PARTS, PARTS)
     clean = [np.asarray(x) for x in MERGE(outs, lses)]
-    outs[1, 0, 0], lses[1, 0, 0] = np.nan, np.nan  # a key was NaN
-    outs[3, 2, 1] = np.nan  # a value was
+    outs[1, 0, 0], lses[1, 0, 0] = np.nan, np.nan  # the state after a key that is NaN
+    outs[3, 2, 1] = np.nan  # the output after a value that is NaN
     out, lse = (np.asarray(x) for x in MERGE(outs, lses))
     nan_out, nan_lse = np.zeros(out.shape[:-1], bool), np.zeros(lse.shape, bool)
     nan_out[0, 0] = nan_out[2, 1] = nan_lse[0, 0] = True
@@ -136,7 +144,7 @@ def test_visible_nan_stays_nan() -> None:
 
 @pytest.mark.parametrize("offset", [-5e5, 5e5])
 def test_scores_far_from_zero(offset: float) -> None:
-    """The merge takes exp of differences of LSEs; exp of an LSE itself would be 0 or inf."""
+    """The merge must use exp of differences of LSEs, because exp of these LSEs is 0 or infinite."""
     outs = np.array([[[1.0]], [[3.0]]], np.float32)
     out, lse = MERGE(outs, np.full((2, 1), offset, np.float32))
     np.testing.assert_array_equal(out, [[2.0]])
@@ -154,7 +162,7 @@ def test_error_does_not_grow_with_the_number_of_parts(num_parts: int) -> None:
 
 
 def test_error_does_not_grow_along_a_chain_of_merges() -> None:
-    """Parts of the keys are merged into the state one after the other, as in `mla_prefill`."""
+    """256 parts are merged into one state, one after another, as in `mla_prefill`."""
     rng = fresh_rng()
     q, k, v = queries_and_keys(rng, num_keys=256)
     outs, lses = split_attention(q, k, v, np.arange(256), 256)
@@ -182,7 +190,7 @@ def test_half_precision_parts_are_merged_in_float32() -> None:
 
 @pytest.mark.slow
 def test_parts_of_packed_sequences() -> None:
-    """Merging each sequence's new tokens and the prefixes of two sequences equals ragged attention over both."""
+    """For packed sequences: merging attention to new tokens and attention to prefixes equals attention to both."""
     rng = fresh_rng()
     q_lens, prefix_lens = (3, 4, 2), (5, 0, 2)
     q, k, v = (rng.standard_normal((n, heads, 8), np.float32) for n, heads in ((9, 4), (16, 2), (16, 2)))
@@ -204,7 +212,7 @@ def test_parts_of_packed_sequences() -> None:
 
 
 def test_lses_of_base_2_convert_both_ways() -> None:
-    """Weights of parts are powers of 2 in base 2, as in FlashInfer's merge; infinities of empty rows do not change."""
+    """With LSEs of base 2, as in FlashInfer, the weights of parts are powers of 2. Infinite LSEs do not change."""
     outs, lses = split_attention(*queries_and_keys(fresh_rng()), np.arange(KEYS) % 2, 2)
     lses[0, 0], lses[1, 1] = -np.inf, np.inf
     base2 = np.asarray(lse_to_base2(jnp.asarray(lses)))

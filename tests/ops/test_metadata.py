@@ -1,4 +1,4 @@
-"""Metadata of a step, compared with loops over tokens, and its validation on the host."""
+"""Tests of the metadata of a step (positions, slots), compared with loops over tokens, and of `validate_metadata`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def packed_tokens(q_lens: Any, kv_lens: Any) -> list[tuple[int, int]]:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Draw new tokens and lengths of each sequence; some sequences are idle or finished."""
+    """Draw the number of new tokens and the length of each sequence. Some sequences have no new tokens or no tokens."""
     kv_lens = draw(st.lists(st.integers(0, TABLE_WIDTH * PAGE_SIZE), min_size=SEQUENCES, max_size=SEQUENCES))
     q_lens = [draw(st.integers(0, min(kv, LENGTH // SEQUENCES))) for kv in kv_lens]
     return np.array(q_lens, np.int32), np.array(kv_lens, np.int32)
@@ -52,7 +52,7 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @slow_cases("1")
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_ids_with_slots_beyond_int32(page_size: int) -> None:
-    """Such slots would wrap around to slots of other pages."""
+    """A slot that exceeds int32 becomes -1. It would otherwise wrap around to a slot of another page."""
     last = 2**31 // page_size - 1
     tables = jnp.asarray([[last], [min(last + 1, 2**31 - 1)], [min(last + 2, 2**31 - 1)]], jnp.int32)
     sums, lens = jnp.arange(4, dtype=jnp.int32), jnp.ones((3,), jnp.int32)
@@ -79,7 +79,7 @@ def test_positions_are_the_last_of_each_sequence(step: tuple[np.ndarray, np.ndar
 @hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(step=steps(), seed=st.integers(0, 2**32 - 1))
 def test_slots_follow_the_tables(rank: int, step: tuple[np.ndarray, np.ndarray], seed: int) -> None:
-    """Absent pages give -1; entries past the sequence are not read."""
+    """Tokens of absent pages have slot -1. Table entries after the end of a sequence are not read."""
     q_lens, kv_lens = step
     rng = np.random.default_rng(seed)
     shape = (SEQUENCES, TABLE_WIDTH) if rank == 2 else (SEQUENCES, HEADS, TABLE_WIDTH)
@@ -96,7 +96,7 @@ def test_slots_follow_the_tables(rank: int, step: tuple[np.ndarray, np.ndarray],
 
 
 def test_positions_and_slots_need_no_loop() -> None:
-    """XLA would launch kernels for every iteration of a loop, in each step."""
+    """The compiled code must have no loop, because XLA would launch kernels for every iteration in each step."""
     tables, cu_q_lens, kv_lens = (jnp.zeros(shape, jnp.int32) for shape in ((300, 4), (301,), (300,)))
     slots = functools.partial(slot_mapping, page_size=4, length=64)
     assert "while" not in jax.jit(slots).lower(tables, cu_q_lens, kv_lens).as_text()
@@ -109,7 +109,9 @@ def test_a_token_past_the_table_gets_no_slot() -> None:
 
 
 def test_an_idle_decode_row_gets_no_slot() -> None:
-    """An idle row has two tokens in the batch, like the next row, but length 0."""
+    """The first sequence has two new tokens in `cu_q_lens`, but length 0, so its tokens have no position and no
+    slot.
+    """
     cu_q_lens, kv_lens = jnp.asarray([0, 2, 4], jnp.int32), jnp.asarray([0, 2], jnp.int32)
     np.testing.assert_array_equal(token_positions(cu_q_lens, kv_lens, length=4), [-1, -1, 0, 1])
     tables = jnp.asarray([[5], [6]], jnp.int32)
@@ -168,7 +170,9 @@ def test_error_names_the_bad_shape(call: Any, message: str) -> None:
 
 
 def step(**changes: Any) -> dict[str, Any]:
-    """Return a step of two decode rows, an idle row and a chunk of three tokens, over 8 pages of 4 tokens."""
+    """Return valid arguments of `validate_metadata`: two decode rows, an idle row and a chunk of three tokens, with 8
+    pages of 4 tokens.
+    """
     good = {
         "block_tables": np.array([[3, 1, GARBAGE], [0, PAGE_NONE, 2], [GARBAGE] * 3, [4, 5, -7]], np.int32),
         "kv_lens": np.array([8, 9, 0, 7], np.int32),
@@ -181,7 +185,9 @@ def step(**changes: Any) -> dict[str, Any]:
 
 
 def head_wise(**changes: Any) -> dict[str, Any]:
-    """Return a step of one decode row of two heads; the second head sees a sink token and the newest two tokens."""
+    """Return valid arguments of `validate_metadata` with a table per head: one decode row and two heads. The second
+    head sees a sink token and the newest two tokens.
+    """
     good = {
         "block_tables": np.array([[[15, 2, 9], [6, GARBAGE, 0]]], np.int32),
         "kv_lens": np.array([10], np.int32),
@@ -213,7 +219,9 @@ def test_valid_metadata() -> None:
 
 @pytest.mark.parametrize("cu_q_lens", [[0, 2, 5, 0, 0], [3, 4, 6, 6, 6], [1, 2, 0, 0, 0], [0, 0, 0, 0, 0]])
 def test_sums_padded_with_zeros_and_sums_past_0(cu_q_lens: list[int]) -> None:
-    """Sequences of the padding have no tokens. Tokens before the first sum and after the last sum have no sequence."""
+    """`cu_q_lens` may begin after 0 and end with zeros. Sequences of the zeros have no tokens. Tokens before the first
+    and after the largest sum belong to no sequence.
+    """
     kv_lens = np.array([9, 4, 7, 2], np.int32)
     bounds = np.maximum.accumulate(cu_q_lens)
     positions, packed = np.full(LENGTH, -1), np.diff(bounds)
@@ -248,7 +256,9 @@ def test_entries_of_a_sequence_without_new_tokens_are_ignored() -> None:
 
 
 def test_entries_within_the_window_are_checked() -> None:
-    """With windows of 4 keys, the query at 8 reads tokens from 5 on, the query at 7 from 4 on; token 0 is a sink."""
+    """Only entries of visible pages are checked. With a window of 4 keys, the query at position 8 sees tokens 5 to 8,
+    so the entry of page 0 is not checked; with a window of 6 it is.
+    """
     tables, kv_lens = [[GARBAGE, 2, 3]], [9]
     validate_metadata(tables, kv_lens, num_pages=4, page_size=4, window=4)
     validate_metadata([[GARBAGE, GARBAGE, 3]], kv_lens, num_pages=4, page_size=4, window=1)

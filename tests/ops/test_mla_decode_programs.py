@@ -1,4 +1,6 @@
-"""`plan_decode` derives the number of CTAs of a `mla_decode` plan from shapes, and agrees with the kernel."""
+"""Tests of the number of CTAs in plans for `mla_decode`: `plan_decode` derives it from shapes, and it must equal the
+number in the plan that the kernel makes itself.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def programs(arguments: dict[str, Any], **static: Any) -> int:
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Record the number of CTAs of each plan that a traced kernel makes."""
+    """Return a list to which each traced kernel that makes its plan itself adds the plan's number of CTAs."""
     numbers: list[int] = []
 
     def recording(call: Any, implementation: str, num_programs: int) -> DecodePlan:
@@ -56,10 +58,10 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("heads", "queries", "out_dtype", "expected"),
     [
-        # swap-AB: several CTAs per SM; slow because (9, 3) plans for the same kernel
+        # swap-AB kernel with several CTAs per SM; not in `make test`, because (9, 3) tests this kernel
         pytest.param(32, 1, None, None, marks=pytest.mark.slow),
-        (9, 3, "float32", MULTIPROCESSORS),  # float32 outputs: at most 24 columns, so one CTA per SM
-        # two-warpgroup kernel with 1 and 16 blocks of rows; slow because (20, 8) has 3 blocks
+        (9, 3, "float32", MULTIPROCESSORS),  # swap-AB kernel with float32 output: one CTA per SM
+        # two-warpgroup kernel with 1 and 16 blocks of query rows; not in `make test`, because (20, 8) tests 3 blocks
         pytest.param(64, 1, None, MULTIPROCESSORS, marks=pytest.mark.slow),
         (20, 8, None, MULTIPROCESSORS // 3),
         pytest.param(128, 8, None, 1, marks=pytest.mark.slow),

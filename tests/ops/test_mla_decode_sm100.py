@@ -1,5 +1,8 @@
-"""`mla_decode` on Blackwell beyond the contract, interpreted: both forms of O, widths with overlapping halves or
-slices, more tiles than stages, several blocks of query rows, and splits.
+"""Tests of the Blackwell kernel of `mla_decode` in addition to the contract suite, interpreted.
+
+The kernel computes the output O with query rows as rows or as columns, and divides the latent width into halves or
+slices, which overlap for some widths. The tests run both forms, sequences with more tiles than pipeline stages, several
+blocks of query rows, and KV splits.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from tests.contract.mla_case import SM_SCALE, Inputs, MlaCase
 from tests.kit import harness
 from tests.kit.harness import Variant
 
-# Masked latents may be NaN in products.
+# Latents that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 SM100 = next(backend for backend in backends.BACKENDS if backend.id == "mosaic_sm100")
@@ -31,7 +34,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         yield
 
 
-# Sequences of five tiles (shared memory has two to four stages), of no tile, and of two tiles.
+# Sequences without tiles, with five tiles (more than the two to four pipeline stages), and with two tiles.
 ROWS = MlaCase(
     kv_lens=(0, 310, 70),
     heads=70,
@@ -61,10 +64,10 @@ EVERY_RUN = ("rows, halves that overlap, float16", "columns, tree")
 
 
 def check(case: MlaCase, num_programs: int, mode: str = "balanced", *, steep: bool = False) -> np.ndarray:
-    """Compare a call on poisoned inputs with numpy. Return the number of splits of each sequence.
+    """Compare a call on poisoned inputs with numpy. Return the number of KV splits of each sequence.
 
     Args:
-      steep: whether scores differ strongly, so that maxima grow by more than the rescale threshold.
+      steep: whether queries are multiplied by 8, so that row maxima grow by more than the threshold of rescaling.
     """
     inputs = Inputs.draw(case, harness.fresh_rng())
     if steep:
@@ -85,7 +88,9 @@ def test_more_tiles_than_stages(name: str) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_RUN else pytest.mark.slow) for n in CASES])
 def test_splits_are_merged(name: str) -> None:
-    """Two CTAs share a sequence and process more tiles than stages; O is rescaled."""
+    """Two CTAs share a sequence, and each processes more tiles than pipeline stages. Row maxima grow, so O is
+    rescaled.
+    """
     assert check(CASES[name], 2, steep=not CASES[name].exact).max() == 2
 
 

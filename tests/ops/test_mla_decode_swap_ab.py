@@ -1,6 +1,7 @@
-"""Tests of the swap-AB kernel of `mla_decode` (few query rows) in addition to the contract tests.
+"""Tests of the swap-AB kernel of `mla_decode` in addition to the contract suite.
 
-On a CPU kernels are interpreted with race detection; on a GPU they are compiled.
+The kernel is for few query rows: it computes scores as K·qᵀ. On a CPU, kernels are interpreted with race detection; on
+a GPU, they are compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.kit import harness
 from tests.kit.harness import Variant
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys may be NaN when they are multiplied.
+# Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
     pytest.mark.usefixtures("short_rows_are_cut"),
@@ -81,7 +82,7 @@ SHAPES = {
 
 
 def plan_for(case: MlaCase, arguments: dict[str, Any]) -> DecodePlan:
-    """Plan for the query counts of a case."""
+    """Return a plan for a case, with the number of queries of each sequence."""
     arguments = arguments | {"q_lens": np.array(case.query_lens, np.int32)}
     return backends.plan_of(backends.MOSAIC, arguments, num_programs=PROGRAMS, mode="balanced")
 
@@ -117,7 +118,7 @@ def check(inputs: Inputs, arguments: dict[str, Any] | None = None) -> None:
     harness.assert_attention_close(got, inputs.expected(), MOSAIC.tolerance(inputs.case.dtype))
 
 
-SLOW_SHAPES = {"256 + 32, 20 heads, pages of 128"}  # the other shapes have these widths, heads and pages, too
+SLOW_SHAPES = {"256 + 32, 20 heads, pages of 128"}  # other shapes have this width, this number of heads, these pages
 
 
 @slow_cases(
@@ -145,7 +146,7 @@ def test_row_split_among_many_programs() -> None:
 
 @slow_cases("interpreted")
 def test_float32_output_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output tile in shared memory is smaller than a row's output."""
+    """The staging buffer for the output is patched to be smaller than the output of a sequence."""
     monkeypatch.setattr(merge, "OUTPUT_BYTES", 4096)
     inputs = draw(replace(BASE, latent_dim=192))
     arguments = inputs.arguments()

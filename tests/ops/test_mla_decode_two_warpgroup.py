@@ -1,6 +1,7 @@
-"""Tests of the two-warpgroup kernels of `mla_decode` (many query rows) in addition to the contract tests.
+"""Tests of the two-warpgroup kernels of `mla_decode` in addition to the contract suite.
 
-On a CPU kernels are interpreted with race detection; on a GPU they are compiled.
+These kernels are for many query rows. Each of two warpgroups computes half of the output columns; they process tiles of
+latents in pairs. On a CPU, kernels are interpreted with race detection; on a GPU, they are compiled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.kit import harness
 from tests.kit.harness import Variant
 from tests.kit.slow_cases import slow_cases
 
-# Masked latents may be NaN when they are multiplied.
+# Latents that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
     pytest.mark.usefixtures("short_rows_are_cut"),
@@ -40,7 +41,7 @@ def mode(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> 
         yield
 
 
-# Two blocks of rows; tiles of four pages.
+# A draft tree with two blocks of query rows. A tile has four pages.
 TREE = MlaCase(
     kv_lens=(0, 20, 137, 320),
     q_lens=(0, 3, 1, 2),
@@ -53,7 +54,8 @@ TREE = MlaCase(
     tree=True,
     absent_pages=True,
 )
-# R = 64: probabilities overwrite rotated keys. A page of 128 tokens is a pair of tiles.
+# One block of query rows. With R = 64, probabilities overwrite rotated keys in shared memory. A page of 128 tokens is a
+# pair of tiles.
 ONE_BLOCK = MlaCase(
     kv_lens=(1, 129, 64, 0, 300), heads=64, rope_dim=64, page_size=128, pages_per_row=3, num_pages=12, dtype="bfloat16"
 )
@@ -82,7 +84,7 @@ def check(inputs: Inputs, variant: Variant) -> None:
 
 
 STEEP = 16
-"""Factor of the queries that makes scores grow by more than the threshold of rescaling."""
+"""Factor of the queries with which row maxima grow by more than the threshold of rescaling."""
 
 TWO_PAIRS = {
     "draft trees, absent pages": TREE,
@@ -97,12 +99,12 @@ TWO_PAIRS = {
 )  # fmt: skip
 @pytest.mark.parametrize("case", TWO_PAIRS.values(), ids=TWO_PAIRS)
 def test_two_pairs_of_tiles(case: MlaCase) -> None:
-    """Two pairs of tiles in shared memory; scores are steep, so that maxima grow and accumulators are rescaled."""
+    """Shared memory holds two pairs of tiles. Row maxima grow strongly, so accumulators are rescaled."""
     inputs = draw(case)
     check(replace(inputs, q=(STEEP * inputs.q.astype(np.float32)).astype(inputs.q.dtype)), MOSAIC)
 
 
-# Slow: the contract tests run pages of 128, odd numbers of heads, and drafts.
+# Not in `make test`, because the contract suite has pages of 128 tokens, odd numbers of heads, and drafts.
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
 def test_one_pair_of_tiles(case: MlaCase) -> None:

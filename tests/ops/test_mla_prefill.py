@@ -1,4 +1,8 @@
-"""The contract of `mla_prefill`: the result is attention to all keys, for any chunks of the prefix and either form."""
+"""Contract suite of `mla_prefill`: the result equals attention to all keys.
+
+It must not depend on the number of prefix tokens that are expanded at a time, nor on the form: expanded (latents become
+keys and values of each head) or absorbed (W_UK and W_UV are multiplied into queries and outputs).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,8 @@ from tests.kit import harness
 from tests.kit.harness import Variant
 from tests.kit.slow_cases import slow_cases
 
-# Portable implementations of both `ragged_attention` and `gather_latent`. test_mla_prefill_mosaic.py has the kernels.
+# Implementations without kernels of both `ragged_attention` and `gather_latent`. test_mla_prefill_mosaic.py tests the
+# kernels.
 PORTABLE = [
     name
     for name in dispatch.implementations("ragged_attention")
@@ -30,9 +35,9 @@ PORTABLE = [
 
 
 def slow_if_reference(name: str, *values: Any, case: str | None = None, unless: bool = False) -> Any:
-    """Return `pytest.param` for implementation `name`, slow for the reference implementation `unless` it is needed.
+    """Return `pytest.param` for implementation `name`. The reference implementation is marked slow, unless `unless`.
 
-    `mla_prefill` composes operations whose own contracts test the reference implementations in every run.
+    `mla_prefill` is composed of other operations, whose suites test their reference implementations in `make test`.
     """
     marks = [pytest.mark.slow] if name == "reference" and not unless else []
     return pytest.param(harness.VARIANTS[name], *values, id=name if case is None else f"{name}-{case}", marks=marks)
@@ -50,11 +55,12 @@ class PrefillCase:
     """One call of `mla_prefill`.
 
     Attributes:
-      cached, new: tokens of each sequence.
-      tokens: T; rows past the new tokens are padding.
-      table_width, num_pages: P and N.
-      window, soft_cap: arguments of the call.
-      value_scale: factor of the latents and inverse factor of the queries; below 1 for 16-bit inputs, see
+      cached, new: numbers of cached and of new tokens of each sequence.
+        tokens: T of the queries. Queries after the new tokens of all sequences are padding.
+        table_width: number of columns of the block table.
+        num_pages: pages of the pool.
+        window, soft_cap: arguments of the call.
+        value_scale: factor of the latents and inverse factor of the queries; below 1 for 16-bit inputs, see
         `harness.HALF_SCALE`.
     """
 
@@ -77,7 +83,9 @@ class PrefillCase:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A case with values. `pages` hold the prefix only. Slots outside the prefix are unused (`dead`)."""
+    """A case with drawn values. `pages` have the cached tokens. The mask `dead` has the slots without a cached
+    token.
+    """
 
     case: PrefillCase
     rng: np.random.Generator
@@ -108,7 +116,9 @@ class Inputs:
         return Inputs(case, rng, q.astype(case.dtype), *latents, w_uk, w_uv, tables, dead)
 
     def arguments(self, *, poisoned: bool = True) -> dict[str, Any]:
-        """Return the array arguments. Values that must have no effect are poison, or 0 unless `poisoned`."""
+        """Return the array arguments. Elements that must not affect the result are NaN or garbage if `poisoned`,
+        otherwise 0.
+        """
         fill = harness.poison if poisoned else lambda _, *arrays: harness.zero(*arrays)
         padding = np.arange(self.case.tokens) >= sum(self.case.new)
         q = fill(self.rng, self.q, padding)
@@ -154,7 +164,9 @@ def assert_close(variant: Variant, case: PrefillCase, got: Any, want: Any) -> No
 
 
 def check(variant: Variant, case: PrefillCase, piece_tokens: int | None = None, **options: Any) -> None:
-    """Check that poison changes no bit, that padding is 0, and that the result agrees with numpy."""
+    """Assert that poisoned inputs change no bit, that the output of padding is 0, and that the result agrees with
+    numpy.
+    """
     inputs = Inputs.draw(case, harness.fresh_rng())
     options |= {name: option for name in ("window", "soft_cap") if (option := getattr(case, name)) is not None}
     attend = prefill(variant, piece_tokens, **options)
@@ -193,7 +205,9 @@ CHUNKS = {"one page": PS, "rounded up to three pages": 2 * PS + 1, "all": 1000}
         for chunks, tokens in CHUNKS.items()
     ],
 )
-def test_lengths_and_chunks(variant: Variant, piece_tokens: int, cached: tuple[int, ...], new: tuple[int, ...]) -> None:
+def test_expanded_form_agrees_with_numpy(
+    variant: Variant, piece_tokens: int, cached: tuple[int, ...], new: tuple[int, ...]
+) -> None:
     check(variant, replace(BASE, cached=cached, new=new), piece_tokens, absorbed=False)
 
 
@@ -206,13 +220,15 @@ def test_lengths_and_chunks(variant: Variant, piece_tokens: int, cached: tuple[i
         for which, lengths in LENGTHS.items()
     ],
 )
-def test_lengths_absorbed(variant: Variant, cached: tuple[int, ...], new: tuple[int, ...]) -> None:
+def test_absorbed_form_agrees_with_numpy(variant: Variant, cached: tuple[int, ...], new: tuple[int, ...]) -> None:
     check(variant, replace(BASE, cached=cached, new=new, soft_cap=3.0), absorbed=True)
 
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Return a function that sets the number of packed tokens of an absorbed block."""
+    """Return a function that sets the number of new tokens per block. The absorbed form computes the new tokens in
+    blocks.
+    """
 
     def set_to(tokens: int) -> None:
         monkeypatch.setattr(config, "block_tokens", lambda num_tokens, heads: min(num_tokens, tokens))
@@ -224,8 +240,12 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.mark.parametrize("heads", [3, 130])
 @pytest.mark.parametrize("tokens", [5, 16])
 @every_variant
-def test_absorbed_in_blocks(variant: Variant, blocks: Callable[[int], None], tokens: int, heads: int) -> None:
-    """The last block includes tokens of the block before. One of the cases has no block."""
+def test_absorbed_blocks_agree_with_numpy(
+    variant: Variant, blocks: Callable[[int], None], tokens: int, heads: int
+) -> None:
+    """If blocks do not divide the tokens, the last block starts earlier and includes tokens of the block before. In the
+    last call of the test, no sequence of a block has both new and cached tokens.
+    """
     blocks(tokens)
     for lengths in ("parts of pages", "one long prefix", "prefixes without new tokens", "nothing cached"):
         cached, new = LENGTHS[lengths]
@@ -234,7 +254,7 @@ def test_absorbed_in_blocks(variant: Variant, blocks: Callable[[int], None], tok
 
 
 def test_last_block_includes_earlier_tokens() -> None:
-    """In the last block, tokens of the block before belong to no sequence."""
+    """Tokens that the block before has already computed belong to no sequence in the last block."""
     block = composition.TokenBlock(jnp.array([0, 14, 17, 21, 24], jnp.int32), jnp.int32(22), 4, 24)
     assert block.cu_q_lens.tolist() == [2, 2, 2, 2, 4]
     assert block.take(jnp.arange(24)).tolist() == [20, 21, 22, 23]
@@ -244,14 +264,14 @@ def test_last_block_includes_earlier_tokens() -> None:
 @slow_cases("xla-50")
 @pytest.mark.parametrize("heads", [50, 130])
 @every_variant
-def test_heads_absorbed(variant: Variant, heads: int) -> None:
-    """Rows of `mla_decode` with two tokens (50 heads) and with one token (130 heads). Padding has separate rows."""
+def test_absorbed_form_of_many_heads_agrees_with_numpy(variant: Variant, heads: int) -> None:
+    """The absorbed form calls `mla_decode` with two tokens per row for 50 heads, and with one for 130 heads."""
     check(variant, replace(BASE, heads=heads, cached=(9, 4, 0, 8), new=(1, 3, 0, 2)), absorbed=True)
 
 
 @pytest.fixture
 def max_absorbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that sets the number of new tokens up to which queries are absorbed."""
+    """Return a function that sets the maximum average number of new tokens for which the absorbed form is chosen."""
 
     def set_to(most: int) -> None:
         monkeypatch.setattr(composition, "max_absorbed_tokens", lambda *_: most)
@@ -268,8 +288,10 @@ AVERAGES = {
 
 
 @pytest.mark.parametrize(("cached", "new", "is_short"), AVERAGES.values(), ids=AVERAGES)
-def test_average_of_new_tokens(cached: tuple[int, ...], new: tuple[int, ...], is_short: bool) -> None:
-    """Sequences are short if their average of new tokens, weighted by their cached tokens, is at most 6."""
+def test_form_follows_the_average_of_new_tokens(cached: tuple[int, ...], new: tuple[int, ...], is_short: bool) -> None:
+    """The absorbed form is chosen if the average number of new tokens per sequence, weighted by cached tokens, is at
+    most 6.
+    """
     decide = jax.jit(lambda cu_q_lens, cached: composition.is_short(6, cu_q_lens, cached))
     assert decide(np.cumsum((0, *new), dtype=np.int32), np.array(cached, np.int32)) == is_short
 
@@ -303,7 +325,7 @@ def test_forms_that_are_compiled(
     block: int,
     scopes: tuple[bool, bool],
 ) -> None:
-    """A call with 24 tokens compiles `mla_decode`, `gather_latent`, or both."""
+    """A call with 24 tokens compiles the absorbed form (`mla_decode`), the expanded form (`gather_latent`), or both."""
     max_absorbed(most)
     blocks(block)
     arguments = jax.tree.map(jnp.asarray, Inputs.draw(BASE, harness.fresh_rng()).arguments())
@@ -342,14 +364,14 @@ FEW_WINDOWS, MORE_WINDOWS = [1, PS + 2, 2**31 - 1], [2, PS, 3 * PS, 1000]
 @pytest.mark.parametrize("window", [*FEW_WINDOWS, *(pytest.param(w, marks=pytest.mark.slow) for w in MORE_WINDOWS)])
 @every_variant
 def test_windows(variant: Variant, window: int) -> None:
-    """Windows that start among the new tokens, inside a page, at a page boundary, and before all tokens."""
+    """The windows begin among the new tokens, inside a page, at the start of a page, and before all tokens."""
     check(variant, replace(BASE, cached=(0, 13, 28, 8), new=(3, 1, 6, 9), window=window, soft_cap=2.0))
 
 
 @pytest.mark.slow
 @every_variant
 def test_windows_over_an_fp8_cache(variant: Variant) -> None:
-    """The result does not depend on the chunks, because new tokens are rounded as in the cache."""
+    """The result does not depend on the chunks of a prompt, because new tokens are rounded like tokens in the cache."""
     rng = harness.fresh_rng()
     spec = latent_cache_spec(num_pages=8, page_size=PS, latent_dim=128, rope_dim=8, dtype="float8_e4m3fn")
     q, latent = (jnp.asarray(rng.standard_normal((12, *shape)), jnp.float32) for shape in ((3, 24), (136,)))
@@ -387,14 +409,16 @@ def test_widths_of_deepseek_with_default_settings(variant: Variant) -> None:
 
 @every_variant
 def test_error_does_not_grow_with_the_number_of_chunks(variant: Variant) -> None:
-    """With 64 chunks, partial results rounded to bfloat16 would add up to several times the tolerance."""
+    """The prefix is expanded in 64 steps. If partial results were rounded to bfloat16, the errors would add up to
+    several times the tolerance.
+    """
     long = PrefillCase(
         (253,), (3,), tokens=3, table_width=64, num_pages=65, dtype="bfloat16", value_scale=harness.HALF_SCALE
     )
     check(variant, long, PS)
 
 
-# --- properties that do not depend on the batch or the chunks
+# --- independence of other sequences and of the chunks of a prompt
 
 
 @every_variant
@@ -418,7 +442,7 @@ def test_new_tokens_may_be_in_the_pages_already(variant: Variant) -> None:
 @pytest.mark.parametrize("absorbed", [False, True], ids=["expanded", "absorbed"])
 @every_variant
 def test_prefix_and_new_tokens_merge_to_the_whole(variant: Variant, absorbed: bool) -> None:
-    """Queries see the prefix only (one is empty), or the new tokens only."""
+    """Attention to the prefixes (one is empty) and attention to the new tokens are merged with `merge_states`."""
     case = PrefillCase(cached=(0, 13, 28), new=(3, 1, 6))
     inputs = Inputs.draw(case, harness.fresh_rng())
     arguments = inputs.arguments()
@@ -435,7 +459,7 @@ def test_prefix_and_new_tokens_merge_to_the_whole(variant: Variant, absorbed: bo
 
 @every_variant
 def test_prompt_in_chunks_equals_one_call(variant: Variant) -> None:
-    """Each chunk of a prompt is written to the cache after its attention, as an engine does."""
+    """Each chunk is written to the cache after its attention, as in an engine."""
     whole = Inputs.draw(replace(BASE, cached=(0, 0, 0, 0), new=(5, 1, 8, 10)), harness.fresh_rng())
     tables = 1 + whole.rng.permutation(whole.case.num_pages - 1)[: whole.tables.size].reshape(whole.tables.shape)
     arguments = whole.arguments() | {"block_tables": tables.astype(np.int32)}
@@ -476,7 +500,9 @@ def test_sequence_does_not_depend_on_the_batch(variant: Variant) -> None:
 
 @every_variant
 def test_fewer_keys_than_queries_do_not_affect_other_sequences(variant: Variant) -> None:
-    """The first sequence has fewer keys than queries. The second sequence has a prefix of several chunks."""
+    """The first sequence has an invalid length: fewer keys than queries. The prefix of the second sequence is expanded
+    in several steps.
+    """
     inputs = Inputs.draw(replace(BASE, cached=(0, 3 * PS, 0, 0), new=(3 * PS, 2, 1, 0)), harness.fresh_rng())
     arguments = inputs.arguments()
     want = prefill(variant, PS)(**arguments)
@@ -487,11 +513,11 @@ def test_fewer_keys_than_queries_do_not_affect_other_sequences(variant: Variant)
 @every_variant
 def test_visible_nan_affects_its_sequence_only(variant: Variant) -> None:
     inputs = Inputs.draw(replace(BASE, cached=(6, 9, 5, 0), new=(4, 3, 5, 2)), harness.fresh_rng())
-    tables = 1 + np.arange(32, dtype=np.int32).reshape(4, 8)  # no page is shared
+    tables = 1 + np.arange(32, dtype=np.int32).reshape(4, 8)  # sequences share no page
     arguments = inputs.arguments(poisoned=False) | {"block_tables": tables}
     pages = inputs.pages.copy()
     want = np.asarray(prefill(variant, PS)(**(arguments | {"cache": PagedLatent(jnp.asarray(pages))})))
-    pages[tables[1, 1], 2, -1] = np.nan  # in the rotated key, not in the value
+    pages[tables[1, 1], 2, -1] = np.nan  # the last column belongs to the rotated key
     got = np.asarray(prefill(variant, PS)(**(arguments | {"cache": PagedLatent(jnp.asarray(pages))})))
     assert np.isnan(got[4:7]).all()
     harness.assert_same_bits(np.delete(got, range(4, 7), axis=0), np.delete(want, range(4, 7), axis=0))
@@ -499,7 +525,7 @@ def test_visible_nan_affects_its_sequence_only(variant: Variant) -> None:
 
 @every_variant
 def test_one_new_token_equals_mla_decode(variant: Variant) -> None:
-    """Absorption uses q·(W_UK c) = (W_UKᵀ q)·c and Σ p W_UV c = W_UV Σ p c."""
+    """`mla_decode` gets absorbed queries: q·(W_UK c) = (W_UKᵀ q)·c, and for outputs Σ p W_UV c = W_UV Σ p c."""
     inputs = Inputs.draw(replace(BASE, cached=(7, 8, 9, 0), new=(1, 1, 1, 1)), harness.fresh_rng())
     arguments = inputs.arguments(poisoned=False)
     tables = 1 + np.arange(32, dtype=np.int32).reshape(4, 8)
@@ -530,7 +556,7 @@ def test_repeats_are_bitwise_equal(variant: Variant) -> None:
 @pytest.mark.slow
 @every_variant
 def test_under_vmap(variant: Variant) -> None:
-    """Batches have different lengths, and so different numbers of chunks."""
+    """The mapped calls have different lengths, and therefore expand their prefixes in different numbers of steps."""
     rng = harness.fresh_rng()
     inputs = [Inputs.draw(replace(BASE, cached=c, new=n), rng) for c, n in list(LENGTHS.values())[:4]]
     stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(each) for each in x]), *(i.arguments() for i in inputs))
@@ -547,7 +573,7 @@ def test_exported(variant: Variant) -> None:
 @pytest.mark.slow
 @every_variant
 def test_inside_a_scan(variant: Variant) -> None:
-    """Layers have different weights and share all other arguments."""
+    """Each iteration is a layer with other weights. All other arguments are shared."""
     inputs = Inputs.draw(BASE, harness.fresh_rng())
     arguments = {name: jax.tree.map(jnp.asarray, value) for name, value in inputs.arguments().items()}
     layers = {name: jnp.stack([w, w[::-1]]) for name in ("w_uk", "w_uv") for w in [arguments.pop(name)]}
@@ -568,7 +594,7 @@ def test_compiled_once_without_host_callbacks_in_a_named_scope(variant: Variant)
 
 
 def shapes(table_width: int) -> dict[str, Any]:
-    """Return the shapes of a call with 64 new tokens of 4 sequences and a pool of 65,536 tokens."""
+    """Return the shapes of the arguments of a call with 64 new tokens of 4 sequences, and a pool of 65,536 tokens."""
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
     return {
         "q_nope": f32((64, 4, 32)),
@@ -589,7 +615,7 @@ def test_memory_does_not_grow_with_the_table(variant: Variant) -> None:
     call = prefill(Variant(variant.implementation), 256)
     narrow, wide = (harness.temp_bytes(call, **shapes(width)) for width in (64, 4096))
     assert wide <= narrow + 4096
-    expanded_row = 4096 * 16 * 4 * (32 + 16 + 32) * 4  # bytes of a full row's keys and values
+    expanded_row = 4096 * 16 * 4 * (32 + 16 + 32) * 4  # bytes of the keys and values of a sequence with a full table
     assert wide < expanded_row / 16
 
 

@@ -1,4 +1,6 @@
-"""`mla_prefill` with Mosaic kernels, interpreted on a CPU: tests of the contract, and settings."""
+"""Tests of `mla_prefill` with Mosaic kernels, interpreted on a CPU: cases of test_mla_prefill.py, settings, and real
+sizes on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 @slow_cases("parts of pages")
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", ["parts of pages", "one long prefix", "prefixes without new tokens"])
-def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contract_cases_agree_with_numpy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only_mosaic = {"gather_latent": {("mosaic", (9, 0)): "mosaic"}}
-    monkeypatch.setattr(dispatch, "MODULES", dispatch.MODULES | only_mosaic)  # no fallback for the kernel
+    monkeypatch.setattr(dispatch, "MODULES", dispatch.MODULES | only_mosaic)  # fail if `gather_latent` has no kernel
     cached, new = LENGTHS[name]
     contract.check(MOSAIC, replace(BASE, cached=cached, new=new, dtype="bfloat16", value_scale=harness.HALF_SCALE), PS)
 
@@ -45,7 +47,7 @@ def test_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
 def test_few_new_tokens_are_absorbed_by_default() -> None:
-    """Two sequences in pages of 16 tokens, and an idle sequence."""
+    """The call has two sequences in pages of 16 tokens, and a sequence without tokens."""
     rng, heads, page_size = harness.fresh_rng(), 5, 16
     cached, new = np.array([37, 0, 18]), np.array([5, 0, 2])
     normal = lambda size, *shape: jnp.asarray(size * rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
@@ -67,11 +69,11 @@ def test_few_new_tokens_are_absorbed_by_default() -> None:
     harness.assert_close("output", got, want, harness.Tolerance(2e-3, 4 / 128, 2e-5))
 
 
-# --- chunks of the prefix, and their merge
+# --- expansion of the prefix in several steps, and the merge of their results
 
 
 def test_merge_agrees_with_merge_states() -> None:
-    """The LSEs are large, so only their differences matter. Some states are empty, some contain NaN."""
+    """The LSEs are near 1e5, so exp of an LSE overflows. Some states have no keys, and one is NaN."""
     rng = harness.fresh_rng()
     outs = rng.standard_normal((2, 6, 3, 8), np.float32)
     lses = (1e5 + rng.standard_normal((2, 6, 3))).astype(np.float32)
@@ -86,7 +88,7 @@ def test_merge_agrees_with_merge_states() -> None:
 
 @pytest.mark.slow
 def test_default_piece_tokens_come_from_the_configuration() -> None:
-    """Memory grows with the tokens of a chunk."""
+    """The configured number of tokens that are expanded at a time is visible in the temporary memory."""
     arrays = contract.shapes(64)
     temporaries = {
         tokens: harness.temp_bytes(contract.prefill(Variant("xla", config)), **arrays)
@@ -107,7 +109,7 @@ def test_piece_tokens_must_be_positive() -> None:
 def attend_at_once(
     q_nope, q_rope, latent_new, w_uk, w_uv, cache, block_tables, cu_q_lens, kv_lens, *, sm_scale: float, length: int
 ) -> Any:
-    """Attend in float32 with keys and values rounded to bfloat16."""
+    """Compute attention in float32, with keys and values rounded to bfloat16, as the expected result."""
     latent = gather_latent(cache, latent_new, block_tables, cu_q_lens, kv_lens, length=length, implementation="xla")
     wide = lambda x: x.astype(jnp.float32)  # noqa: E731
     expanded = expand(wide(latent), wide(w_uk), wide(w_uv))
@@ -123,11 +125,10 @@ def attend_at_once(
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("absorbed", [False, True, None], ids=["expanded", "absorbed", "default"])
 def test_widths_of_deepseek(heads: int, implementation: Any, absorbed: bool | None) -> None:
-    """Prefixes of various lengths in pages of 64 tokens, compared with float32 attention to the same 16-bit keys and
-    values.
+    """Compare with float32 attention to the same bfloat16 keys and values, for prefixes of various lengths.
 
-    The comparison rounds the values, too. Values that nearly cancel could otherwise exceed the tolerance: one of 8
-    million outputs of queries that see at most two values.
+    The expected result must round values, too. Without it, one of 8 million outputs exceeds the tolerance: a query that
+    sees two values which nearly cancel.
     """
     rng, page_size, num_pages = harness.fresh_rng(), 64, 256
     cached, new = np.array([1000, 0, 4096, 63, 64, 0]), np.array([100, 333, 1, 64, 0, 14])
@@ -151,14 +152,15 @@ def test_widths_of_deepseek(heads: int, implementation: Any, absorbed: bool | No
     got = jax.jit(lambda call: mla_prefill(**call, sm_scale=0.1, **options))(call)
     want = jax.jit(lambda call: attend_at_once(**call, sm_scale=0.1, length=int(sum(cached + new))))(call)
     assert not np.asarray(got)[new.sum() :].any()
-    # Absorbed, queries and outputs in latent space are rounded. `want` rounds keys and values instead.
+    # The absorbed form rounds queries and outputs in latent space instead of keys and values, so the tolerance is
+    # doubled.
     both = 1 if absorbed is False else 2
     harness.assert_close("output", got, want, harness.Tolerance(both * 4e-3, 4 / 128, both * 3e-5))
 
 
 @pytest.mark.gpu
 def test_poison_changes_no_bit_on_a_gpu() -> None:
-    """Poisoned pages and padding."""
+    """Pages without visible tokens, and queries of no sequence, are poisoned."""
     wide = replace(
         BASE,
         heads=4,

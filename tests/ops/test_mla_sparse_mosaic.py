@@ -1,6 +1,7 @@
-"""Tests of Hopper's `mla_sparse` kernels in addition to the contract tests: splits, several items per CTA, widths.
+"""Tests of the Hopper kernels of `mla_sparse` in addition to the contract suite.
 
-On a CPU kernels are interpreted with race detection; on a GPU they are compiled.
+A work item is the attention of one token and up to 64 heads to a split of the selected latents. On a CPU, kernels are
+interpreted with race detection; on a GPU, they are compiled.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def test_splits_and_items(case: SparseCase, splits: int, programs: int) -> None:
 
 
 def test_num_splits_fills_the_gpu() -> None:
-    """128 heads are two items per token; 2,048 slots are 16 pairs of tiles."""
+    """The arguments of `num_splits` are the number of work items without splits, of pairs of tiles per item, and of
+    multiprocessors.
+    """
     assert config.num_splits(16, 16, 132) == 8
     assert config.num_splits(256, 16, 132) == 1
     assert config.num_splits(128, 16, 132) == 1

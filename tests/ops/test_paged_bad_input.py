@@ -1,6 +1,6 @@
-"""Invalid arguments of `paged_decode` and `paged_prefill`: the error names the argument, before anything runs.
+"""Tests of invalid arguments of `paged_decode` and `paged_prefill`: the error names the argument.
 
-All arguments are shapes, so no computation is possible.
+All arguments are shapes without values, so a test also fails if the operation computes something before it raises.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def cache(dtype: Any = jnp.float32, scale: Any = None) -> PagedKV:
 
 
 def plan(batch: int = B, page_size: int = PS, window: Any = None, q_lens: bool = False) -> DecodePlan:
-    """Plan for `DECODE`, with changed options."""
+    """Return the shapes of a plan for the call `DECODE`, or for a call that differs in the given values."""
     rows, of_programs = batch * HKV, ints(5)
     made_for = PlanKey("paged_decode", batch, Q, HQ, HKV, page_size, P, window, q_lens)
     return DecodePlan(*(ints(rows),) * 5, *(ints(rows + 1),) * 2, *(of_programs,) * 3, made_for, "xla", 0)
@@ -46,7 +46,7 @@ DECODE = {"q": of(B, Q, HQ, D), **SHARED}
 PREFILL = {"q": of(T, HQ, D), "cu_q_lens": ints(B + 1), **SHARED}
 
 
-# Name of the mistake, changed arguments, and pattern of the error message.
+# (name of the mistake, changed arguments, pattern of the error message)
 BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("cache rank", {"kv": PagedKV(of(N, PS, D), KV.v)}, r"kv.k: expected shape \[N, Hkv, ps, D=16\], got \[9, 8, 16\]"),
     ("cache width", {"kv": PagedKV(of(N, HKV, PS, 8), KV.v)}, r"kv.k: expected shape .*D=16\], got \[9, 2, 8, 8\]"),
@@ -178,7 +178,9 @@ def rows(op: Callable[..., Any], call: dict[str, Any], table: list[tuple[str, di
     ("op", "call", "changes", "message"),
     rows(paged_decode, DECODE, BOTH + ONLY_DECODE) + rows(paged_prefill, PREFILL, BOTH + ONLY_PREFILL),
 )
-def test_bad_arguments(op: Callable[..., Any], call: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_bad_argument_is_named(
+    op: Callable[..., Any], call: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         op(**call | changes)
 
@@ -199,7 +201,9 @@ def test_unsupported_8_bit_queries(changes: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize(("op", "call"), [(paged_decode, DECODE), (paged_prefill, PREFILL)])
-def test_missing_implementation(monkeypatch: pytest.MonkeyPatch, op: Callable[..., Any], call: dict[str, Any]) -> None:
+def test_missing_implementation_raises(
+    monkeypatch: pytest.MonkeyPatch, op: Callable[..., Any], call: dict[str, Any]
+) -> None:
     monkeypatch.setitem(dispatch.MODULES, op.__name__, {("xla", None): "xla"})
     with pytest.raises(NotImplementedError, match=f"{op.__name__} has no 'triton' implementation; it has xla"):
         op(**call, implementation="triton")
@@ -211,8 +215,8 @@ def test_missing_implementation(monkeypatch: pytest.MonkeyPatch, op: Callable[..
     [KV, INT8, cache(jnp.float8_e4m3fn, of(HKV, D)), cache(jnp.int8, of(N, HKV, 4))],
     ids=["float32", "int8 per head", "fp8 per channel", "int8 in groups"],
 )
-def test_valid_arguments(op: Callable[..., Any], call: dict[str, Any], kv: PagedKV) -> None:
-    """The arguments are valid before the changes of the tables above."""
+def test_unchanged_arguments_are_valid(op: Callable[..., Any], call: dict[str, Any], kv: PagedKV) -> None:
+    """The arguments that the tables of mistakes change are valid without a change."""
     optional = {"kv": kv, "window": HeadWindow(ints(HKV), ints(HKV)), "sinks": of(HQ)}
     if op is paged_decode:
         optional |= {

@@ -1,5 +1,6 @@
-"""The Mosaic kernel of `paged_decode` beyond the contract: interpreted with race detection on a CPU, or compiled on a
-GPU.
+"""Tests of the Hopper kernel of `paged_decode` in addition to the contract suite.
+
+On a CPU, kernels are interpreted with race detection; on a GPU, they are compiled.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.kit import harness
 from tests.kit.harness import Variant
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys may be NaN in products.
+# Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
     pytest.mark.usefixtures("short_rows_are_cut"),
@@ -76,7 +77,7 @@ def check(inputs: Inputs, **more: Any) -> None:
     harness.assert_attention_close(got, inputs.expected_decode(), MOSAIC.tolerance(inputs.case.dtype))
 
 
-@pytest.mark.slow  # test_merge_of_few_rows_uses_narrow_blocks splits a row and runs every time
+@pytest.mark.slow  # in `make test`, test_merge_of_few_rows_uses_narrow_blocks also splits a sequence
 def test_row_split_among_many_ctas() -> None:
     case = replace(WINDOWED, kv_lens=(0, 0, 128, 0, 1, 0), head_windows=((FULL, 0), (1, 0)))
     inputs = draw(case)
@@ -88,7 +89,7 @@ def test_row_split_among_many_ctas() -> None:
 @slow_cases("interpreted-64-2")
 @pytest.mark.parametrize(("group", "queries"), [pytest.param(16, 1, marks=pytest.mark.slow), (64, 2)])
 def test_merge_of_few_rows_uses_narrow_blocks(group: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CTAs of the merge take 8 columns each of states of 16, or of 64 for either query; with learned sinks."""
+    """Partial states have 16 query rows, or 64 for each of two queries. A CTA of the merge kernel merges 8 of them."""
     monkeypatch.setattr(basics, "multiprocessors", lambda: 132)
     packing = QueryPacking(group, queries, max_columns(64, 2))
     assert packing.width == group
@@ -102,8 +103,8 @@ def test_merge_of_few_rows_uses_narrow_blocks(group: int, queries: int, monkeypa
 
 @pytest.mark.parametrize("scales", ["head", "channel"])
 def test_sum_of_query_parts_is_the_query(scales: Any) -> None:
-    """Split-fp16 parts are exact in the range of float16, and finite beyond it. Smaller values do not affect
-    a score.
+    """A query element is stored as a sum of float16 parts. The sum is exact in the range of float16, and finite for
+    larger elements. Elements that are too small for float16 do not affect a score.
     """
     case = replace(BASE, cache_dtype="int8", scales=scales, q_heads=2, head_dim=64)
     kv = draw(case).decode()["kv"]
@@ -118,8 +119,8 @@ def test_sum_of_query_parts_is_the_query(scales: Any) -> None:
 
 
 def run_ptx(assembly: str, words: np.ndarray) -> list[np.ndarray]:
-    """Emulate the PTX of a conversion, which the interpreter does not support: float16 pairs from words of four 8-bit
-    numbers.
+    """Emulate PTX that converts words of four 8-bit numbers to pairs of float16, which the interpreter does not
+    support.
     """
     registers: dict[str, np.ndarray] = {"$2": words}
 
@@ -130,7 +131,7 @@ def run_ptx(assembly: str, words: np.ndarray) -> list[np.ndarray]:
         operation, *operands = line.split() or [""]
         if operation == "xor.b32":
             registers[operands[0]] = value(operands[1]) ^ value(operands[2])
-        elif operation == "mov.b32" and len(operands) == 3:  # to both halves
+        elif operation == "mov.b32" and len(operands) == 3:  # splits a word into its two 16-bit halves
             registers[operands[0]], registers[operands[1]] = value(operands[2]) & 0xFFFF, value(operands[2]) >> 16
         elif operation == "mov.b32":
             registers[operands[0]] = value(operands[1])
@@ -151,7 +152,9 @@ def run_ptx(assembly: str, words: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
 def test_conversion_to_float16(dtype: Any) -> None:
-    """Every pair of bytes next to every other pair, in the orders of keys and of values."""
+    """The words have every pair of bytes in the low half and a random pair in the high half. Keys and values store the
+    four numbers in different orders.
+    """
     low = np.arange(2**16, dtype=np.uint32)
     words = low | harness.fresh_rng().permutation(low) << 16
     numbers = words.view(dtype).reshape(-1, 4).astype(np.float16)
@@ -178,7 +181,7 @@ def arguments(inputs: Inputs) -> dict[str, Any]:
 
 @slow_cases("interpreted")
 def test_layers_of_a_scan_share_a_pool() -> None:
-    """Each layer has separate pages of the pool, given by its tables. The pool is not sliced."""
+    """All layers use the whole pool. The block tables of each layer have separate pages."""
     inputs = [draw(SMALL), draw(SMALL)]
     each = [arguments(layer) for layer in inputs]
     pool = jax.tree.map(lambda *x: jnp.concatenate(x), *(layer["kv"] for layer in each))
@@ -198,7 +201,7 @@ def test_more_plan_rows_than_a_grid_axis_allows() -> None:
     rows, rng = 70_000, harness.fresh_rng()
     k, v = (jnp.asarray(rng.standard_normal((64, 1, 16, 64)), jnp.bfloat16) for _ in range(2))
     tables = jnp.arange(rows, dtype=jnp.int32)[:, None] % 64
-    lens = jnp.where(tables[:, 0] == 0, 0, 1)  # each row sees no token or one token
+    lens = jnp.where(tables[:, 0] == 0, 0, 1)  # each sequence has one token or none
     out = jax.jit(functools.partial(paged_decode, implementation="mosaic"))(
         jnp.zeros((rows, 1, 1, 64), jnp.bfloat16), PagedKV(k, v), tables, lens
     )
@@ -208,8 +211,8 @@ def test_more_plan_rows_than_a_grid_axis_allows() -> None:
 
 @slow_cases("interpreted")
 def test_plan_has_the_number_of_ctas_of_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan made from shapes has the same number of CTAs as the plan that the operation makes, and one if the
-    implementation follows no plan.
+    """`plan_decode`, which sees only shapes, must choose the number of CTAs that `paged_decode` chooses without a plan.
+    For an implementation that follows no plan it is 1.
     """
     planned = []
 
@@ -235,7 +238,7 @@ UNSUPPORTED = {
 
 
 def test_soft_cap_above_the_limit_is_unsupported() -> None:
-    """Capped scores are differences of numbers as large as the cap."""
+    """The limit exists because the kernel computes capped scores as differences of numbers as large as the cap."""
     refused = explain("paged_decode", **draw(BASE).decode(), soft_cap=5000.0).refused
     assert refused["mosaic"] == "takes a soft cap of up to 4096, got 5000"
 
@@ -250,7 +253,7 @@ def test_unsupported_calls_have_a_reason(case: PagedCase, reason: str) -> None:
 def unsupported_reason(
     monkeypatch: pytest.MonkeyPatch, platform: str, compute_capability: tuple[int, int] | None
 ) -> str:
-    """Reason why a kernel that is not interpreted does not support a device."""
+    """Return the reason why the Mosaic kernel does not support a device, outside the interpreter."""
     monkeypatch.setattr(device, "current", lambda: device.Device(platform, "a card", compute_capability, 100))
     interpreting: Any = None
     with plgpu.force_gpu_interpret_mode(interpreting):

@@ -1,5 +1,6 @@
-"""`paged_decode` on Blackwell beyond the contract, interpreted: rows with more tiles than stages and their splits, for
-each kind of cache and each layout of its products.
+"""Tests of the Blackwell kernel of `paged_decode` in addition to the contract suite, interpreted.
+
+For each kind of cache and each layout of the GEMMs, sequences have more tiles than pipeline stages, and KV splits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.contract.paged_case import Inputs, PagedCase
 from tests.kit import harness
 from tests.kit.harness import HALF_OUT, Tolerance, Variant
 
-# Masked keys may be NaN in products.
+# Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 SM100 = next(backend for backend in backends.BACKENDS if backend.id == "mosaic_sm100")
@@ -32,7 +33,7 @@ def interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
         yield
 
 
-# Several last pages have an invisible cache slot. A single such page might share a tile with a fully visible page.
+# Several sequences end inside a page. If only one did, its last page could share a tile with fully visible pages.
 LONG = PagedCase(
     kv_lens=(1, 410, 130),
     q_lens=(1, 1, 1),
@@ -96,7 +97,7 @@ def test_more_tiles_than_stages(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "mode"), [(64, "balanced"), (128, "fixed"), (256, "balanced")])
 def test_splits_are_merged(head_dim: int, mode: str) -> None:
-    """The accumulator, and so a partial state, has 64 rows, 128 rows, and twice 128 rows."""
+    """The head dimensions give accumulators, and therefore partial states, of 64 rows, 128 rows, and 2 x 128 rows."""
     case = replace(
         LONG, head_dim=head_dim, kv_lens=(0, 640, 1), q_lens=(0, 1, 1), head_windows=((FULL, 0),), sinks="mixed"
     )
@@ -105,7 +106,9 @@ def test_splits_are_merged(head_dim: int, mode: str) -> None:
 
 @pytest.mark.slow
 def test_channel_scales_do_not_round_queries() -> None:
-    """The score of a single key is the LSE. A scaled query of one 16-bit part would cause an error of 1e-4."""
+    """With a single key, the LSE is its score. If the scaled query were rounded to one 16-bit value, the score would
+    have an error of 1e-4.
+    """
     case = replace(CASES["int8 per channel, heads of 64, tree"], kv_lens=(1, 1, 1), q_lens=(1, 1, 1))
     check(case, 1, "balanced", (HALF_OUT, Tolerance(1e-5, 0.0, 1e-9)))
 

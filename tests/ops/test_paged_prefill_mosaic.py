@@ -1,7 +1,7 @@
-"""Tests of the Mosaic kernel of `paged_prefill` that the contract does not cover.
+"""Tests of the Hopper kernel of `paged_prefill` in addition to the contract suite.
 
-Kernels run interpreted with race detection on a CPU, and compiled on a GPU. Blocks have 64 rows per consumer, and tiles
-have 64 keys. Cases that differ only in values share a compilation.
+On a CPU, kernels are interpreted with race detection; on a GPU, they are compiled. A block has 64 query rows per
+consumer warpgroup, and a tile has 64 keys. Cases that differ only in values of arrays share a compilation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.kit import harness
 from tests.kit.harness import Variant
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys may be NaN.
+# Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 MOSAIC = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
@@ -77,11 +77,13 @@ def check(case: PagedCase, variant: Variant = MOSAIC) -> None:
     harness.assert_attention_close(got, inputs.expected_prefill(), variant.tolerance(case.dtype))
 
 
-# Groups of 2 and 7 heads: tests/contract/test_paged_attention.py has groups of 7, and this test a group of 10.
+# Groups of 2 and 7 are not in `make test`: tests/contract/test_paged_attention.py has a group of 7.
 @slow_cases("interpreted-10")
 @pytest.mark.parametrize("group", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 7)), 10])
 def test_heads_share_a_block(group: int) -> None:
-    """A set has 2 or 7 heads, or 5 of 10. Some blocks end between the heads of a group of 8 queries."""
+    """A block has the query rows of 2, 7 or (for a group of 10) 5 heads of a KV head, 8 queries at a time. Some blocks
+    end between the heads of 8 queries.
+    """
     case = replace(WIDE, q_heads=2 * group, kv_heads=2, head_dim=64, page_size=64, pages_per_row=4, num_pages=16)
     check(replace(case, sinks="mixed", q_lens=(3, 30), tokens=37), TWO_CONSUMERS)
 
@@ -96,7 +98,7 @@ SPLIT_CASES = {
 
 
 IN_EVERY_RUN = "windows, sink tokens and sinks"
-"""The other cases combine options that the contract tests without splits."""
+"""Name of the case that `make test` runs. The contract suite has the options of the other cases, without splits."""
 
 
 @slow_cases("interpreted-windows, sink tokens and sinks")
@@ -113,7 +115,7 @@ def test_split_keys(case: PagedCase) -> None:
     assert splits[0].most > 1
 
 
-@pytest.mark.slow  # the contract has int8 caches, and test_split_keys splits
+@pytest.mark.slow  # in `make test`, the contract suite has int8 caches, and test_split_keys has splits
 def test_split_int8_keys() -> None:
     case = replace(SHORT, cache_dtype="int8", scales=16, head_windows=((FULL, 0), (60, 5)), tokens=25)
     with harness.keys_cut() as splits:
@@ -149,7 +151,7 @@ QUANTISED = {
 }
 
 
-@pytest.mark.slow  # the contract has each kind of scales
+@pytest.mark.slow  # in `make test`, the contract suite has each kind of scales
 @pytest.mark.parametrize(("case", "variant"), QUANTISED.values(), ids=QUANTISED)
 def test_quantised_caches(case: PagedCase, variant: Variant) -> None:
     check(case, variant)

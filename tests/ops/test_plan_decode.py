@@ -1,5 +1,7 @@
-"""Plans of `plan_decode` cover every visible page once, have even shares, and cut no more rows than the mode
-requires.
+"""Tests of the plans that `plan_decode` makes with XLA.
+
+A plan row is one KV head of one sequence. A program is a CTA of the decode kernel. Plans must assign every visible page
+to exactly one program, give all programs similar shares, and cut (split) no more rows than the mode requires.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
 
 @functools.cache
 def planner(mode: str, num_programs: int, window: int | None = None, page_size: int = PS) -> harness.Jitted:
-    """Jit `plan_decode`. Lengths and a `HeadWindow` are passed as arrays."""
+    """Return the jitted `plan_decode` for a mode, number of programs and int window. Lengths and a `HeadWindow` are
+    array arguments of the function.
+    """
 
     @jax.jit
     def plan(kv_lens: jax.Array, q_lens: jax.Array | None, windows: HeadWindow | None) -> DecodePlan:
@@ -58,7 +62,7 @@ def planner(mode: str, num_programs: int, window: int | None = None, page_size: 
 
 
 class Split(NamedTuple):
-    """Pages [start, stop) of the visible pages of a row."""
+    """The part of a row that one program processes: pages [start, stop) among the row's visible pages."""
 
     row: int
     start: int
@@ -66,7 +70,7 @@ class Split(NamedTuple):
 
 
 def splits_of_programs(plan: DecodePlan) -> list[list[Split]]:
-    """Splits of each program, by the definition in `DecodePlan`."""
+    """Return the splits of each program, computed from the fields of the plan as `DecodePlan` defines them."""
     num_pages = np.asarray(plan.num_pages).tolist()
     starts = list(zip(np.asarray(plan.cta_row).tolist(), np.asarray(plan.cta_page).tolist(), strict=True))
     assert starts[-1] == (len(num_pages), 0), "the last program does not reach the end"
@@ -82,28 +86,30 @@ def splits_of_programs(plan: DecodePlan) -> list[list[Split]]:
 
 
 def cut(place: int, start: int, stop: int, plan: DecodePlan) -> list[Split]:
-    """Cut pages [start, stop) of a row at the multiples where `fixed` mode cuts all rows."""
+    """Return the splits of pages [start, stop) of the row at a place. `fixed` mode cuts at multiples of
+    `split_pages`.
+    """
     size = plan.split_pages or max(stop, 1)
     edges = [start, *(p for p in range(size, stop, size) if p > start), stop]
     return [Split(int(plan.row_order[place]), a, b) for a, b in itertools.pairwise(edges) if b > a]
 
 
 def by_row(plan: DecodePlan, of_places: Any) -> np.ndarray:
-    """Reorder an array that a plan lists by place to row order."""
+    """Reorder an array with a value per place in the plan's order of rows to a value per row."""
     listed = np.empty(len(of_places), np.int64)
     listed[np.asarray(plan.row_order)] = of_places
     return listed
 
 
 def walked_entries(plan: DecodePlan, row: int) -> list[int]:
-    """Table entries of a row's pages, in the plan's order of pages."""
+    """Return the table entries of a row's pages, in the order in which the plan visits them."""
     listed = plan.sink_pages, plan.first_page, plan.num_pages
     sink_pages, first_page, num_pages = (int(by_row(plan, x)[row]) for x in listed)
     return [*range(sink_pages), *range(first_page, first_page + num_pages - sink_pages)]
 
 
 def visible_entries(kv_len: int, q_len: int, window: int = FULL, sink_tokens: int = 0) -> list[int]:
-    """Table entries with a token that some query sees, computed token by token."""
+    """Return the table entries that have a token which a query sees, computed token by token."""
     seen = set()
     for position in range(max(kv_len - q_len, 0), kv_len):
         seen |= {t // PS for t in range(position + 1) if t < sink_tokens or t > position - window}
@@ -111,8 +117,8 @@ def visible_entries(kv_len: int, q_len: int, window: int = FULL, sink_tokens: in
 
 
 def check(plan: DecodePlan) -> list[list[Split]]:
-    """Check that every page of every row is in exactly one split, and that the plan's numbers of splits are right.
-    Return the splits of each program.
+    """Assert that every page of every row is in exactly one split, and that the plan has the right number of splits per
+    row. Return the splits of each program.
     """
     rows = np.asarray(plan.row_order).tolist()
     assert sorted(rows) == list(range(len(rows)))
@@ -139,7 +145,7 @@ def as_lens(lens: Any) -> jax.Array:
     return jnp.asarray(lens, jnp.int32)
 
 
-# Short lengths reach every page boundary; long rows are cut.
+# Short lengths are near page boundaries. Long sequences are split.
 LENS = st.lists(
     st.one_of(st.sampled_from([0, 1, PS - 1, PS, PS + 1]), st.integers(0, 300), st.integers(0, 20_000)),
     min_size=BATCH,
@@ -186,7 +192,7 @@ def test_rows_visit_the_pages_in_their_window(
 @slow_cases("17-balanced", "1-balanced")
 @modes
 @pytest.mark.parametrize(
-    "window",  # the narrowest, just over a page, and the full window run every time
+    "window",  # `make test` runs the narrowest window, a window of just over a page, and the full window
     [1, pytest.param(PS, marks=pytest.mark.slow), PS + 1, pytest.param(100, marks=pytest.mark.slow), FULL],
 )
 def test_one_window_for_all_heads(mode: str, window: int) -> None:
@@ -202,16 +208,17 @@ def test_one_window_for_all_heads(mode: str, window: int) -> None:
 @settings(deadline=None)
 @given(lens=LENS, num_programs=PROGRAMS)
 def test_balanced_shares_differ_by_less_than_the_row_overhead(lens: list[int], num_programs: int) -> None:
-    """No program exceeds the mean, apart from rounding, by more than the cost of a cut or the accepted unevenness."""
+    """No program exceeds the mean share by more than the cost of a cut or the unevenness that the planner accepts."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     programs = check(plan)
     costs = [cost(program) for program in programs]
     total = sum(n + OVERHEAD for n in np.asarray(plan.num_pages).tolist() if n)
     share = max(-(-total // num_programs), OVERHEAD + 1)
     tail = OVERHEAD // 2
-    # A program that starts in the middle of a row has this start in addition to its share, and the row's last pages.
+    # A program that starts inside a row has the cost of this start and the last pages of the row in addition to its
+    # share.
     assert max(costs) <= share + OVERHEAD + max(tail, min(2 * share // UNEVENNESS, CUT))
-    if np.diff(plan.split_indptr).max() <= 1 or max(map(len, programs)) <= 1:  # whole rows, or parts of one row
+    if np.diff(plan.split_indptr).max() <= 1 or max(map(len, programs)) <= 1:  # no row is cut, or no program has two
         assert max(costs) <= share + OVERHEAD + max(tail, min(share // UNEVENNESS, CUT))
 
 
@@ -236,12 +243,12 @@ def test_balanced_cuts_at_most_once_per_program(lens: list[int], num_programs: i
         ([1000, 1030, 1010, 1040, 1020, 1035], BATCH * KV_HEADS),
         ([5000, 5100, 4900, 5000, 5050, 0], 5),
         ([9000, 0, 0, 0, 0, 0], 2),
-        ([1000, 6000, 3000, 4000, 2000, 5000], BATCH),  # two rows sum to the same as any other pair
+        ([1000, 6000, 3000, 4000, 2000, 5000], BATCH),  # pairs of rows have equal sums
         ([1000, 6000, 3000, 4000, 2000, 5000], 3),
     ],
 )
 def test_balanced_keeps_rows_whole_if_nearly_even(lens: list[int], num_programs: int) -> None:
-    """Whole rows make nearly equal shares, or are too short to be worth two programs."""
+    """The planner cuts no row if whole rows make nearly equal shares, or if the row is too short for two programs."""
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     check(plan)
     assert np.diff(plan.split_indptr).max() == 1
@@ -251,8 +258,8 @@ def test_balanced_keeps_rows_whole_if_nearly_even(lens: list[int], num_programs:
     ("lens", "num_programs"),
     [
         ([5000] * 4 + [6500] * 2, BATCH * KV_HEADS),  # the longest row is a fifth longer than the mean
-        ([1000, 0, 0, 1000, 1000, 1000], BATCH * KV_HEADS + 1),  # idle programs, and shares that are a third smaller
-        ([1_000_000] * 5 + [1_002_000], BATCH * KV_HEADS),  # a fifth of a percent, but more than the cost of a cut
+        ([1000, 0, 0, 1000, 1000, 1000], BATCH * KV_HEADS + 1),  # without cuts, a third of the programs would be idle
+        ([1_000_000] * 5 + [1_002_000], BATCH * KV_HEADS),  # 0.2% longer, which is more than the cost of a cut
     ],
 )
 def test_balanced_cuts_rows_if_whole_rows_are_uneven(lens: list[int], num_programs: int) -> None:
@@ -274,11 +281,13 @@ def test_balanced_cuts_rows_if_whole_rows_are_uneven(lens: list[int], num_progra
             [256, 0, 0, 0, 0, 0],
             132,
             [3, 0, 0, 0, 0, 0],
-        ),  # parts have at least a tile and a page, for any number of programs
+        ),  # a part of a row has at least one tile and one page, for any number of programs
     ],
 )
 def test_balanced_gives_rows_separate_programs(lens: list[int], num_programs: int, parts: list[int]) -> None:
-    """Separate programs per row are nearly as even as equal shares, so no program processes parts of two rows."""
+    """If programs that each process one row are nearly as even as equal shares, no program processes parts of two
+    rows.
+    """
     plan = planner("balanced", num_programs)(as_lens(lens), None, None)
     programs = check(plan)
     assert [len(program) for program in programs] == [1] * (sum(parts) * KV_HEADS) + [0] * (
@@ -319,7 +328,7 @@ def test_fixed_shares_are_equal_numbers_of_whole_splits(lens: list[int], num_pro
 
 
 @modes
-def test_all_idle(mode: str) -> None:
+def test_plan_of_idle_rows_has_no_pages(mode: str) -> None:
     plan = planner(mode, 5)(as_lens([0] * BATCH), None, None)
     assert not any(check(plan))
     assert not np.asarray(plan.split_indptr).any()
@@ -336,7 +345,7 @@ def test_pages_larger_than_a_fixed_split(mode: str) -> None:
 
 @modes
 def test_lengths_do_not_overflow(mode: str) -> None:
-    """Several rows have the largest length of an int32."""
+    """Several sequences have the maximum length of int32."""
     plan = planner(mode, 132)(as_lens([2**31 - 1, 0, 0, 2**31 - 1, 0, 0]), None, None)
     assert by_row(plan, plan.num_pages).tolist() == [2**27, 2**27, 0, 0, 0, 0] * 2
     places, pages = np.asarray(plan.cta_row), np.asarray(plan.cta_page)
@@ -411,7 +420,7 @@ def test_bad_arguments_are_named(argument: str, change: dict[str, Any]) -> None:
         plan_decode(**(GOOD | change))
 
 
-# --- calls that a plan fits
+# --- use of a plan in a call for which it was not made
 
 STEP: dict[str, Any] = {
     "q": jnp.ones((2, 2, 4, 8)),
@@ -438,7 +447,7 @@ OWN_WINDOWS = HeadWindow(jnp.array([5, 3], jnp.int32), jnp.array([0, 1], jnp.int
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(("field", "change"), OTHERS.items(), ids=OTHERS)
 def test_plan_made_for_another_call_raises(field: str, change: dict[str, Any], implementation: str) -> None:
-    """Implementations that do not follow plans also raise, so that the mistake is visible without a GPU."""
+    """Implementations that ignore plans also raise the error, so that the mistake is visible without a GPU."""
     plan = harness.plan_for(STEP, implementation=implementation)
     with pytest.raises(ValueError, match=f"^plan: was made for {field} = .*, this call has {field} = "):
         paged_decode(**STEP | change, plan=plan, implementation=implementation)

@@ -1,4 +1,7 @@
-"""The Mosaic kernel of `plan_decode` makes exactly the same plans as plain JAX."""
+"""Tests of the Mosaic kernel of `plan_decode`: its plans equal the plans of the XLA implementation exactly.
+
+A plan row is one KV head of one sequence. A program is a CTA of the decode kernel.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ modes = pytest.mark.parametrize("mode", ["balanced", "fixed"])
 def arguments(
     rng: np.random.Generator, batch: int, kv_heads: int, longest: int, *, windows: bool = False, drafts: bool = False
 ) -> dict[str, Any]:
-    """Draw sequences, about one in five idle, windows for some heads, and up to 3 queries each."""
+    """Draw arguments of `plan_case.plan`. About one sequence in five has no tokens. With `windows`, some heads have
+    windows; with `drafts`, sequences have 0 to 3 queries.
+    """
     lens = rng.integers(0, longest + 1, batch) * (rng.random(batch) < 0.8)
     given: dict[str, Any] = {"kv_lens": jnp.asarray(lens, jnp.int32), "q_lens": None, "window": None}
     if drafts:
@@ -61,7 +66,7 @@ def test_interpreted(mode: str, windows: bool, drafts: bool, capsys: pytest.Capt
             check(mode, 140, **given)
 
 
-@pytest.mark.slow  # test_interpreted_with_uneven_rows and the fixed case of test_interpreted run every time
+@pytest.mark.slow  # `make test` runs a fixed case of test_interpreted
 @pytest.mark.parametrize("mode", ["balanced", "fixed"])
 def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic, "MOST_WARPGROUPS", 1)
@@ -70,10 +75,10 @@ def test_interpreted_in_chunks(mode: str, capsys: pytest.CaptureFixture[str], mo
         check(mode, 132, **given)
 
 
-@pytest.mark.slow  # test_interpreted_with_uneven_rows runs every time
+@pytest.mark.slow  # `make test` runs other cases in test_interpreted
 @pytest.mark.parametrize(("idle", "num_programs"), [(2, 12), (0, 49), (2, 49), (0, 12)])
 def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows are so similar that none is cut: fewer rows than programs, and several rows per program."""
+    """Rows have such similar lengths that the planner cuts none. There are fewer rows than programs, or more."""
     lens = jnp.asarray([2000, 2040, 2010, 2030, 2020, 2000, 2040, 2010] * 3 + [0] * idle, jnp.int32)
     given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 2}
     plan = plan_case.plan(**given, num_programs=num_programs, implementation="xla")
@@ -82,15 +87,15 @@ def test_interpreted_without_cuts(idle: int, num_programs: int, capsys: pytest.C
         check("balanced", num_programs, **given)
 
 
-@pytest.mark.slow  # test_interpreted runs every time
+@pytest.mark.slow  # `make test` runs other cases in test_interpreted
 @pytest.mark.parametrize(("spare", "snake_order"), [(0, True), (3, False)])
 def test_interpreted_with_separate_programs_per_row(
     spare: int, snake_order: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row lengths are 0 or near multiples of 3,200 tokens, the share of a program.
+    """Row lengths are 0 or near multiples of 3,200 tokens, the share of a program, so each row gets its own programs.
 
-    Without snake order, the 180 plan rows (sequences times KV heads) exceed one chunk of 128 rows and stay unsorted,
-    and three programs are spare.
+    Snake order sorts rows by length and deals them to groups of programs back and forth. Without it (the limit of
+    sorted rows is patched to 128, fewer than the 180 rows), rows stay unsorted. Three programs then have no row.
     """
     if not snake_order:
         monkeypatch.setattr(mosaic, "MOST_WARPGROUPS", 1)
@@ -105,10 +110,12 @@ def test_interpreted_with_separate_programs_per_row(
         check("balanced", shares + spare, **given)
 
 
-@pytest.mark.slow  # test_interpreted_with_uneven_rows has groups and runs every time
+@pytest.mark.slow  # `make test` runs other cases in test_interpreted
 @pytest.mark.parametrize(("batch", "num_programs"), [(13, 6), (14, 13), (15, 4)])
 def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows differ in length, and groups of rows make equal shares: whole rows, or two rows for two programs."""
+    """Rows have different lengths. Groups of rows make equal shares: a row per program, or two rows for two
+    programs.
+    """
     lens = jnp.asarray([1000 + 100 * (i * 5 % batch) for i in range(batch)] + [0], jnp.int32)
     given = {"kv_lens": lens, "page_size": PS, "num_kv_heads": 1}
     with harness.interpreting(capsys):
@@ -117,9 +124,8 @@ def test_interpreted_in_groups(batch: int, num_programs: int, capsys: pytest.Cap
 
 @pytest.mark.slow
 def test_interpreted_with_uneven_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    """The numbers of programs and of rows are equal, and rows differ in length, so groups in snake order are chosen.
-
-    The kernel has two warpgroups.
+    """There are as many programs as rows, and rows have different lengths, so the planner sorts the rows and groups
+    them in snake order (back and forth). The kernel has two warpgroups.
     """
     lens = jnp.asarray([1000 + 100 * (i * 5 % 70) for i in range(70)], jnp.int32)
     given = {"kv_lens": lens, "page_size": 64, "num_kv_heads": 2}
@@ -129,7 +135,7 @@ def test_interpreted_with_uneven_rows(capsys: pytest.CaptureFixture[str]) -> Non
         check("balanced", 140, **given)
 
 
-@pytest.mark.slow  # test_interpreted has windows per head and runs every time
+@pytest.mark.slow  # `make test` runs windows per head in test_interpreted
 def test_interpreted_with_one_window_and_with_idle_rows(capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments(harness.fresh_rng(), 5, 1, 1000)
     given["window"] = 40
@@ -144,7 +150,7 @@ def test_interpreted_with_one_window_and_with_idle_rows(capsys: pytest.CaptureFi
     ("batch", "kv_heads", "num_programs"),
     [(1, 1, 1), (1, 8, 396), (17, 3, 132), (64, 8, 528), (256, 8, 396), (1000, 8, 2112), (MAX_ROWS // 8, 8, 132)],
 )
-def test_compiled(mode: str, batch: int, kv_heads: int, num_programs: int) -> None:
+def test_compiled_kernel_makes_the_plan_of_xla(mode: str, batch: int, kv_heads: int, num_programs: int) -> None:
     rng = harness.fresh_rng()
     alike = jnp.asarray(rng.integers(8000, 8100, batch), jnp.int32)
     check(mode, num_programs, kv_lens=alike, page_size=PS, num_kv_heads=kv_heads)

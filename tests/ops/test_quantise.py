@@ -1,4 +1,4 @@
-"""Arithmetic of quantised caches, with bits equal to numpy."""
+"""Tests of the arithmetic of quantised caches: results equal numpy bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def run(compiled: bool, f: Callable[..., Any], *args: Any, **static: Any) -> np.
 @eager_and_jitted
 @pytest.mark.parametrize("shape", [(500, 64), (500, 1), (1, 64), (1, 1)])
 def test_divide_rounds_once(compiled: bool, shape: tuple[int, ...]) -> None:
-    """XLA would replace division by a broadcast value by multiplication with its reciprocal, which rounds twice."""
+    """Without a countermeasure, XLA replaces division by a broadcast value by multiplication with its reciprocal, which
+    rounds twice.
+    """
     rng = fresh_rng()
     x, y = rng.standard_normal((500, 64), np.float32), np.exp(rng.standard_normal(shape, np.float32))
     assert (x * (1 / y) != x / y).any()
@@ -55,7 +57,7 @@ def test_quantise_divides_saturates_and_rounds_half_to_even(dtype: str, compiled
 @eager_and_jitted
 @pytest.mark.parametrize("dtype", [name for name in QMAX if name != "int8"])
 def test_rounded_to_float8_equals_a_round_trip(dtype: str, compiled: bool) -> None:
-    """All float16 numbers, including all ties, infinities and NaN."""
+    """The inputs are all float16 numbers. They include all ties between float8 numbers, infinities and NaN."""
     x = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
     with np.errstate(invalid="ignore"):
         want = np.clip(x, -QMAX[dtype], QMAX[dtype]).astype(dtype).astype(np.float32)
@@ -94,7 +96,7 @@ def test_dequantise_multiplies_in_float32(dtype: str) -> None:
 
 @each_dtype
 def test_requantisation_with_the_same_scale_changes_no_bits(dtype: str) -> None:
-    """Earlier tokens of a group are therefore unchanged if its scale is unchanged."""
+    """When a token is added to a group of tokens whose scale does not change, the earlier tokens keep their bits."""
     finite = jnp.asarray(np.arange(-127, 128), dtype)
     scale = jnp.exp(jnp.asarray(fresh_rng().standard_normal((1000, 1), np.float32)))
     read = jax.jit(dequantise)(jnp.broadcast_to(finite, (1000, 255)), scale)

@@ -1,7 +1,8 @@
-"""Tests of the Mosaic kernel of `ragged_attention` that the contract does not cover.
+"""Tests of the Hopper kernel of `ragged_attention` in addition to the contract suite.
 
-Kernels run interpreted with race detection on a CPU, and compiled on a GPU. Blocks have 128 query rows, tiles have 64
-keys, and copies start at multiples of 8 rows. Cases that differ only in values share a compilation.
+On a CPU, kernels are interpreted with race detection; on a GPU, they are compiled. A block has 128 query rows, a tile
+has 64 keys, and TMA copies start at multiples of 8 rows. Cases that differ only in values of arrays share a
+compilation.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.kit import harness
 from tests.kit.harness import Variant
 from tests.kit.slow_cases import slow_cases
 
-# Masked keys may be NaN.
+# Keys that the mask hides are NaN, and the kernel multiplies them before it applies the mask.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 
 MOSAIC = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=2))
@@ -66,9 +67,8 @@ def check(case: RaggedCase, variant: Variant = MOSAIC) -> None:
 @slow_cases("interpreted-7", "interpreted-10")
 @pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.slow), 7, 10])
 def test_heads_share_a_block(group: int) -> None:
-    """A set has 2 or 7 heads, or 5 of 10. Some blocks end between the heads of a group of 8 queries.
-
-    With windows, with sinks, and with rows of no sequence.
+    """A block has the query rows of 2, 7 or (for a group of 10) 5 heads of a KV head, 8 queries at a time. Some blocks
+    end between the heads of 8 queries. The calls have sinks or a window, and queries of no sequence.
     """
     case = replace(BASE, q_heads=2 * group, kv_heads=2, q_lens=(3, 0, 30), kv_lens=(70, 9, 150), tokens=37)
     check(replace(case, sinks=True))
@@ -81,13 +81,13 @@ def test_heads_share_a_block(group: int) -> None:
     [
         pytest.param(True, 16, 2, id="causal, queue"),
         pytest.param(False, 512, 3, id="full, one work tile per CTA"),
-        # The two cases above have all four values.
+        # The two cases above have both values of each parameter.
         pytest.param(True, 512, 3, id="causal, one work tile per CTA", marks=pytest.mark.slow),
         pytest.param(False, 16, 2, id="full, queue", marks=pytest.mark.slow),
     ],
 )
 def test_split_keys(causal: bool, multiprocessors: int, stages: int) -> None:
-    """Some sequences have fewer tiles than splits, so some splits are empty."""
+    """Some sequences have fewer key tiles than splits, so some splits are empty."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=stages, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320, causal=causal)
     with harness.keys_cut(multiprocessors) as splits:
@@ -97,7 +97,7 @@ def test_split_keys(causal: bool, multiprocessors: int, stages: int) -> None:
 
 @slow_cases("interpreted")
 def test_split_keys_with_window_cap_and_sinks() -> None:
-    """The merge adds the sinks. Some splits see no key of their tiles."""
+    """Sinks are added when splits are merged. In some splits, the window hides all keys."""
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
     case = replace(BASE, q_lens=(5, 18), kv_lens=(3, 190), tokens=24, keys=200, window=100, soft_cap=5.0, sinks=True)
     with harness.keys_cut(2) as splits:
@@ -108,7 +108,9 @@ def test_split_keys_with_window_cap_and_sinks() -> None:
 @slow_cases("interpreted-whole", "interpreted-split")
 @pytest.mark.parametrize(("multiprocessors", "stages"), [(None, 4), (16, 5)], ids=["whole", "split"])
 def test_output_does_not_depend_on_return_lse(multiprocessors: int | None, stages: int) -> None:
-    """The stages differ from other tests, because calls are cached by their settings, not by the multiprocessors."""
+    """The numbers of stages differ from other tests. `harness.compiled` caches calls by their settings, and the patched
+    number of multiprocessors is not one of them.
+    """
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=stages, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 7, 50), kv_lens=(70, 9, 3, 230), tokens=64, keys=320)
     arrays = Inputs.draw(case, harness.fresh_rng()).arguments()
@@ -119,7 +121,9 @@ def test_output_does_not_depend_on_return_lse(multiprocessors: int | None, stage
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_tiles_of_a_window(splits: int) -> None:
-    """A sequence with 100 queries from row 13 on and 3,000 keys from row 77 on, in blocks of 64 rows."""
+    """The sequence has 100 queries that begin at row 13 of q and 3,000 keys that begin at row 77 of k. For each block
+    and window, the splits must have the tiles of all visible keys.
+    """
     static = FlashStatic(
         64, 64, tile_keys=64, stages=2, consumers=1, copies=1, score_scale=1.0, tile_rows=64, rows=ROWS
     )
@@ -141,9 +145,11 @@ def test_tiles_of_a_window(splits: int) -> None:
         assert [tile for tile in walked if tile < end_tile] == list(range((oldest - 72) // 64, end_tile))
 
 
-@pytest.mark.slow  # test_merge_of_large_maxima covers the merge
+@pytest.mark.slow  # in `make test`, test_merge_of_large_maxima tests the merge
 def test_split_keys_with_scores_near_5e5() -> None:
-    """Values of adjacent tiles cancel, so the result shows errors in the weights of splits but not float16 rounding."""
+    """Values are 1 and -1 in alternate tiles. They cancel in the output, which then shows errors in the weights of
+    splits, and no rounding error of float16 values.
+    """
     variant = Variant("mosaic", FlashConfig(tile_keys=64, stages=2, consumers=1))
     case = replace(BASE, q_lens=(3, 0, 0, 50), kv_lens=(70, 0, 0, 230), tokens=64, keys=320, dtype="float16")
     case = replace(case, exact=True)
@@ -158,9 +164,10 @@ def test_split_keys_with_scores_near_5e5() -> None:
 
 @pytest.mark.parametrize("level", [0, 7e5])
 def test_merge_of_large_maxima(level: float) -> None:
-    """Merge 5 rows of 3 splits, with memory for a fourth split that is not written.
+    """Merge the partial states of 3 splits for 5 query rows. The memory of a fourth split is NaN, because it is not
+    written.
 
-    One row sees no key, one row sees NaN. With one split the merge changes nothing.
+    One row sees no key and must be empty; one row sees NaN and must be NaN.
     """
     rng, nothing, seen_nan = harness.fresh_rng(), 1, 2
     o = rng.standard_normal((4, 5, 64), np.float32)
@@ -193,7 +200,9 @@ def test_merge_of_large_maxima(level: float) -> None:
 @slow_cases("interpreted-above it", "interpreted-below the rescaling threshold")
 @pytest.mark.parametrize("growth", [3, 30], ids=["below the rescaling threshold", "above it"])
 def test_rescaling_of_growing_scores(growth: int) -> None:
-    """Rescaling multiplies by powers of 2, so the bits of a row do not depend on whether other rows are rescaled."""
+    """All rows of a tile are rescaled if the maximum of one row grows by more than the threshold. The factors are
+    powers of 2, so this must not change the bits of the other rows.
+    """
     case = replace(BASE, q_lens=(0, 0, 0, 173), kv_lens=(0, 0, 0, 243))
     inputs = Inputs.draw(case, harness.fresh_rng())
     grows = np.arange(case.tokens) % 2 == 1

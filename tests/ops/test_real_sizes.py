@@ -1,4 +1,4 @@
-"""Shapes of real models: every implementation accepts them, and on a GPU the numbers are right."""
+"""Tests with the shapes of real models: every implementation supports them, and on a GPU the results are correct."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +17,8 @@ from tests.kit.real_sizes import decode_arrays, normal, prefill_arrays, static
 
 
 def lean(op: str) -> pytest.MarkDecorator:
-    """Run a test for each implementation, as users get it, but the dense reference, which needs more memory than a card
-    has.
+    """Return a decorator that runs a test with each implementation and its default configuration. The reference is left
+    out, because it stores all scores, which need more memory than a GPU has.
     """
     names = set(dispatch.implementations(op)) - {"reference"}
     return pytest.mark.parametrize("variant", [pytest.param(Variant(name), id=name) for name in sorted(names)])
@@ -32,12 +32,12 @@ def fresh_key() -> jax.Array:
     return jax.random.key(int(harness.fresh_rng().integers(2**32)))
 
 
-# --- anywhere
+# --- on any machine
 
 
 @pytest.fixture
 def as_on_hopper() -> Iterator[None]:
-    """Trace kernels for the interpreter, since no card is here. Nothing runs."""
+    """Trace Mosaic kernels for the interpreter, which needs no GPU. The tests only trace calls."""
     with plgpu.force_gpu_interpret_mode():
         yield
 
@@ -85,7 +85,7 @@ def test_decode_numbers(variant: Variant, case: shapes.Decode) -> None:
 @lean("paged_prefill")
 @every_prefill
 def test_prefill_numbers(variant: Variant, case: shapes.Prefill) -> None:
-    """A sample of the chunk's tokens is compared with the decode step of each."""
+    """A sample of the new tokens is compared with `paged_decode` for each of these tokens."""
     key = fresh_key()
     arrays = jax.jit(prefill_arrays, static_argnums=0)(case, key)
     out, lse = harness.compiled(paged_prefill, variant, return_lse=True, **static(case))(**arrays)
@@ -107,7 +107,9 @@ def test_prefill_numbers(variant: Variant, case: shapes.Prefill) -> None:
 @lean("paged_decode")
 @pytest.mark.parametrize("head_wise", [False, True])
 def test_a_pool_beyond_32_bit_offsets(variant: Variant, head_wise: bool) -> None:
-    """Pages at the end of a pool of more than 2**32 elements give the result of the same pages in a small pool."""
+    """Pages at the end of a pool with more than 2**32 elements give the same result as the same pages in a small
+    pool.
+    """
     num_pages, num_kv_heads, page_size, head_dim, pages = 2**16 + 512, 8, 64, 128, 16
     k, v, q = jax.random.split(fresh_key(), 3)
     small = PagedKV(*[normal(x, (2 * pages, num_kv_heads, page_size, head_dim)) for x in (k, v)])

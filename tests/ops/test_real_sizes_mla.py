@@ -1,4 +1,6 @@
-"""Shapes of DeepSeek's models: every implementation accepts them, and on a GPU the numbers are right."""
+"""Tests with the shapes of DeepSeek models: every implementation supports them, and on a GPU the results are
+correct.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,8 @@ def test_decode_numbers(variant: harness.Variant, case: shapes.MlaDecode) -> Non
 @lean("ragged_attention")
 @every_prefill
 def test_prefill_numbers(variant: harness.Variant, case: shapes.MlaPrefill) -> None:
-    """A sample of the chunk's tokens is compared with the absorbed decode step of each: tokens that see so many keys
-    that rounding errors average out, as the tolerances assume.
+    """A sample of the new tokens is compared with `mla_decode` for each of these tokens. The sample has only tokens
+    that see many keys, because the tolerances assume that rounding errors average out.
     """
     key = fresh_key()
     arrays = jax.jit(mla_prefill_arrays, static_argnums=0)(case, key)

@@ -1,4 +1,4 @@
-"""Rotary embedding and RMS norm, separately and in `write_kv`, compared with complex arithmetic in float64."""
+"""Tests of RoPE and RMS norms, alone and in `write_kv`, compared with complex arithmetic in float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def random_rope(rng: np.random.Generator, half: int = WIDTH // 2, **options: Any
 
 
 def normed_and_rotated(x: Any, rope: Rope, norm: Any = None) -> np.ndarray:
-    """Norm and rotate x [T, heads, D] in float64."""
+    """Apply the RMS norm and RoPE of `rope` to x [T, heads, D] in float64. `norm` is the weight of the norm, or
+    None.
+    """
     x = np.array(x).astype(np.float64)
     if norm is not None and rope.norm_order == "before_rope":
         x = normed(x, norm, rope.norm_eps)
@@ -134,7 +136,7 @@ def test_write_quantises_rotated_keys_from_float32(dtype: str, variant: Variant)
     rope, slots = random_rope(rng), np.arange(NUM_TOKENS, dtype=np.int32) * PAGE_SIZE
     k, v = tokens(rng, jnp.bfloat16)
     got = write(variant, PagedKV.allocate(cache_spec(dtype, PAGE_SIZE)), k, v, slots, rope=rope)
-    want = normed_and_rotated(k, rope)[:NUM_PAGES]  # the last slot is outside the pool
+    want = normed_and_rotated(k, rope)[:NUM_PAGES]  # the slot of the last token is outside the pool
     scale = np.asarray(got.k_scale)[:, :, :1]
     np.testing.assert_allclose(scale[..., 0], np.abs(want).max(-1) / QMAX[dtype], rtol=1e-5)
     step = scale if dtype == "int8" else np.maximum(np.abs(want) / 8, scale * 2.0**-9)

@@ -1,4 +1,7 @@
-"""`wgmma.hide` masks the scores of a tile as `Limits` defines, for any values. Compiled code has a bit per column."""
+"""Tests of `wgmma.hide`, which masks the scores of a tile by `Limits`, for any values of the limits.
+
+The compiled code differs from the interpreted code: it computes the mask of a row as one bit per column.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.ops.test_flash_schedule import compiled, running
 
 
 def hidden(page_tokens: int, names: tuple[str, ...], s: jax.Array, limits: list[jax.Array]) -> jax.Array:
-    """Hide scores [64, N] in a kernel."""
+    """Return scores s [64, N] masked by a kernel that calls `wgmma.hide`. `names` are the fields of `Limits`."""
 
     def kernel(s: Any, *refs: Any) -> None:
         *limits, out = refs

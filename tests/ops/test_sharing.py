@@ -1,4 +1,6 @@
-"""`Groups` of rows that share programs, and the places of rows in a plan."""
+"""Tests of `Groups`, which assigns groups of plan rows to groups of programs (CTAs), and of the order of rows in a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_shares_of_groups_differ_by_at_most_the_longest_row(lens: list[int], num
 
 def test_sort_keys_are_distinct_and_exact_in_float32() -> None:
     sharing = Sharing(overhead=4, cut=8, least=2, split_pages=0)
-    longest = 2**24 // MAX_SNAKE_ROWS - 1  # longer rows count as equally long
+    longest = 2**24 // MAX_SNAKE_ROWS - 1  # longer rows have the same key, up to the index of the row
     num_pages = jnp.asarray([3, 0, 2**27, 3, longest, 4], jnp.int32)
     keys = np.asarray(sharing.length_key(num_pages, jnp.arange(6, dtype=jnp.int32)))
     assert np.argsort(-keys).tolist() == [2, 4, 5, 0, 3, 1]

@@ -1,4 +1,4 @@
-"""Data model: arrays of a cache, and behaviour of its pytrees."""
+"""Tests of `pallas_attn.types`: arrays of the caches, pytrees, and checks of shapes and dtypes."""
 
 import dataclasses
 from typing import Any
@@ -40,7 +40,7 @@ def shapes(spec: CacheSpec) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_plain_cache(dtype: str) -> None:
+def test_unquantised_cache_has_keys_and_values(dtype: str) -> None:
     spec = kv_spec(dtype)
     pages = ((N, HKV, PS, D), dtype)
     assert shapes(spec) == {"k": pages, "v": pages}
@@ -54,7 +54,7 @@ def test_plain_cache(dtype: str) -> None:
     ("scales", "shape", "bytes_per_page"),
     [("head", (HKV,), 0), ("channel", (HKV, D), 0), *[(g, (N, HKV, g), 2 * HKV * g * 4) for g in (1, 2, 4, PS)]],
 )
-def test_quantised_cache(dtype: str, scales: Any, shape: tuple[int, ...], bytes_per_page: int) -> None:
+def test_quantised_cache_has_scales(dtype: str, scales: Any, shape: tuple[int, ...], bytes_per_page: int) -> None:
     spec = kv_spec(dtype, scales)
     pages, scale = ((N, HKV, PS, D), dtype), (shape, "float32")
     assert shapes(spec) == {"k": pages, "v": pages, "k_scale": scale, "v_scale": scale}
@@ -63,19 +63,21 @@ def test_quantised_cache(dtype: str, scales: Any, shape: tuple[int, ...], bytes_
 
 
 def test_a_pool_of_one_page_per_head_has_the_same_bytes_per_page() -> None:
-    """Static scales have the same number of entries as this pool has pages, but are not part of a page."""
+    """Static scales are not part of a page, also if their number equals the number of pages."""
     assert kv_spec("int8", "channel", num_pages=HKV).bytes_per_page == 2 * HKV * PS * D
 
 
-def test_latent_cache() -> None:
+def test_latent_cache_has_one_array() -> None:
     spec = latent_cache_spec(num_pages=N, page_size=PS, latent_dim=512, rope_dim=64, dtype=jnp.bfloat16)
     assert shapes(spec) == {"pages": ((N, PS, 576), "bfloat16")}
     assert spec.bytes_per_page == PS * 576 * 2
     assert spec.num_bytes == N * PS * 576 * 2
 
 
-def test_latent_cache_in_8_bits() -> None:
-    """656 bytes per token at DeepSeek's widths; rotated keys are bfloat16 by default."""
+def test_fp8_latent_cache_has_scales_and_rotated_keys() -> None:
+    """A token has 656 bytes at DeepSeek's widths: 512 fp8 values, 4 float32 scales and 64 bfloat16 rotated key
+    columns.
+    """
     sizes = {"num_pages": N, "page_size": PS, "latent_dim": 512, "rope_dim": 64}
     spec = latent_cache_spec(**sizes, dtype=jnp.float8_e4m3fn)
     assert shapes(spec) == {
@@ -144,7 +146,7 @@ def test_allocation_matches_the_spec(dtype: Any, scales: Any) -> None:
     for name, array in spec.arrays.items():
         value = getattr(kv, name)
         assert (value.shape, value.dtype) == (array.shape, array.dtype)
-        assert (value == jnp.full((), name.endswith("_scale"), value.dtype)).all()  # unit scales, zero values
+        assert (value == jnp.full((), name.endswith("_scale"), value.dtype)).all()  # scales are 1, pages are 0
     assert (kv.k_scale is None) == (scales is None)
     assert kv.page_size == PS
     assert sum(x.nbytes for x in jax.tree.leaves(kv)) == spec.num_bytes
@@ -189,8 +191,10 @@ INSTANCES = [
 
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=lambda instance: type(instance).__name__)
-def test_pytrees(instance: Any) -> None:
-    """Pytrees are frozen and rebuilt from their arrays, through jit and export, and keep their static fields."""
+def test_pytrees_are_frozen_and_rebuilt(instance: Any) -> None:
+    """Instances are frozen dataclasses. They keep their static fields when jit and export rebuild them from their
+    arrays.
+    """
     fields = dataclasses.fields(instance)
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(instance, fields[0].name, None)
@@ -225,7 +229,7 @@ def test_caches_are_updated_in_place_when_donated() -> None:
     assert float(after.k.sum()) == D
 
 
-# --- checking shapes
+# --- checks of shapes and dtypes
 
 
 def test_symbols_are_bound_by_the_first_argument_that_has_them() -> None:

@@ -1,4 +1,4 @@
-"""All implementations of `write_kv` compared with numpy: written bytes, their positions, and unchanged bytes."""
+"""Contract suite of `write_kv`: written bytes, their places, and unchanged bytes equal numpy in all implementations."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def test_tokens_in_the_cache_dtype_are_copied_bit_for_bit(variant: Variant) -> N
 @each_slot_rank
 @each_quantised
 @pytest.mark.parametrize("layout", ["head", "channel"])
-def test_static_scales(dtype: str, layout: Any, rank: int, variant: Variant) -> None:
-    """A head uses its own scale in pool rows of other heads. Values out of range saturate."""
+def test_static_scales_equal_numpy_bytes(dtype: str, layout: Any, rank: int, variant: Variant) -> None:
+    """With slots per head, a head may write to a page row of another head; it still uses its own scale. Values out of
+    range saturate.
+    """
     rng = fresh_rng()
     shape = cache_spec(dtype, layout).arrays["k_scale"].shape
     k_scale, v_scale = (jnp.asarray(10.0 ** rng.uniform(-4, -1, shape), jnp.float32) for _ in range(2))
@@ -92,7 +94,7 @@ def test_static_scales(dtype: str, layout: Any, rank: int, variant: Variant) -> 
 @pytest.mark.parametrize(("dtype", "rank"), [("int8", 1), ("float8_e4m3fn", 2)])
 @pytest.mark.parametrize("groups", [1, 2, 4, PAGE_SIZE])
 def test_dynamic_scales_equal_numpy_bytes(dtype: str, rank: int, groups: int, variant: Variant) -> None:
-    """Slots are in random order. The earlier tokens of a group are random bytes."""
+    """Slots are in random order. The slots of a group that are not written hold random bytes."""
     rng = fresh_rng()
     kv = jax.tree.map(
         lambda a: jnp.where(jnp.isfinite(a.astype(jnp.float32)), a, jnp.ones_like(a)), stale_cache(rng, dtype, groups)
@@ -152,7 +154,7 @@ OTHER_CACHES = pytest.mark.parametrize(
 
 
 def with_narrow_values(kv: PagedKV, width: int) -> PagedKV:
-    """The cache with `width` columns of values."""
+    """Return the cache with only the first `width` columns of its values."""
     scale = kv.v_scale
     return dataclasses.replace(
         kv, v=kv.values[0][..., :width], v_scale=scale[:, :width] if scale is not None and scale.ndim == 2 else scale
@@ -171,7 +173,9 @@ def finite(kv: PagedKV) -> PagedKV:
 @unsupported(mosaic="takes pages of keys and values of one width")
 @OTHER_CACHES
 def test_values_of_a_different_width(dtype: str, scales: Any, rank: int, variant: Variant) -> None:
-    """Keys are rotated. Values of a different width are cut into other column tiles than keys."""
+    """Values have 5 columns, and keys, which are also rotated, have 16. Implementations divide them into different
+    tiles.
+    """
     rng = fresh_rng()
     kv, (k, v), slots = finite(stale_cache(rng, dtype, scales)), tokens(rng), random_slots(rng, rank)
     rope = random_rope(rng, WIDTH // 4)
@@ -190,7 +194,7 @@ def test_values_of_a_different_width(dtype: str, scales: Any, rank: int, variant
 @OTHER_CACHES
 @pytest.mark.parametrize("lanes", [WIDTH, WIDTH + 5])
 def test_fused_caches_equal_separate_caches(dtype: str, scales: Any, rank: int, lanes: int, variant: Variant) -> None:
-    """Columns after a key and after a value are unchanged."""
+    """A fused cache has keys and values in one array. Unused columns after a key and after a value keep their bytes."""
     rng = fresh_rng()
     kv, (k, v), slots = finite(stale_cache(rng, dtype, scales)), tokens(rng), random_slots(rng, rank)
     behind = jnp.asarray(any_bits(rng, (*kv.k.shape[:3], lanes - WIDTH), kv.k.dtype))
@@ -203,9 +207,9 @@ def test_fused_caches_equal_separate_caches(dtype: str, scales: Any, rank: int, 
 
 
 class Group:
-    """The first scale group of page 2, half a page of stale bytes.
+    """Helper for tests of a scale group: the first half of page 2, which holds stale bytes at first.
 
-    `append` writes tokens whose columns all have one value.
+    `append` writes tokens; all columns of a token have the same value.
     """
 
     def __init__(self, variant: Variant, dtype: str):
@@ -274,7 +278,9 @@ class TestGroups:
         np.testing.assert_allclose(group.values[:2], [0.01, 0], rtol=1e-6)
 
     def test_overwritten_draft_token_does_not_affect_the_scale(self, dtype: str, variant: Variant) -> None:
-        """The draft 1000 leaves 1/100 of the range for the first token. Its successor has the full range."""
+        """The draft with value 1000 gives the group a scale with which the first token uses 1/100 of the range. When
+        the draft is overwritten by a token of value 10, the scale becomes small again.
+        """
         group = Group(variant, dtype).append(0, 10.0).append(1, 1000.0).append(1, 10.0)
         assert group.scale < 11 / QMAX[dtype]
         np.testing.assert_allclose(group.values[:2], 10, rtol=0.25 if dtype == "int8" else 0.05)
@@ -305,7 +311,12 @@ def test_requantisation_does_not_depend_on_the_block_size(monkeypatch: pytest.Mo
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
-    """Draw for each call the number of tokens appended to one sequence and the exponent of their values; and a seed."""
+    """Draw a list of calls that append tokens to one sequence.
+
+    Returns:
+      Number of tokens of each call, exponent of their magnitudes for each call, and a seed.
+
+    """
     calls = draw(st.lists(st.tuples(st.integers(1, NUM_TOKENS), st.integers(-8, 8)), min_size=1, max_size=8))
     counts, exponents = zip(*calls, strict=True)
     return list(counts), list(exponents), draw(st.integers(0, 2**32 - 1))
@@ -314,7 +325,9 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(histories(), st.sampled_from([("int8", 2), ("float8_e4m3fn", 2)]))
 def test_random_chunking_bounds_the_error(history: tuple[list[int], list[int], int], cache: tuple[str, int]) -> None:
-    """Pages are stale. All implementations write equal bytes."""
+    """Tokens are appended to a sequence in random chunks. All implementations must write the same bytes, and the error
+    of each stored token is bounded.
+    """
     (counts, exponents, seed), (dtype, groups) = history, cache
     rng = np.random.default_rng(seed)
     pages = rng.permutation(NUM_PAGES)
@@ -335,12 +348,14 @@ def test_random_chunking_bounds_the_error(history: tuple[list[int], list[int], i
 
 
 def _assert_near(kv: PagedKV, pages: np.ndarray, written: np.ndarray, roundings: np.ndarray) -> None:
-    """Check that errors are at most half a quantisation step per rounding. The steps of a group do not decrease."""
+    """Assert that the error of each stored value is at most about half a quantisation step per rounding. `roundings`
+    has the number of times that each token was rounded.
+    """
     position = np.arange(len(written))
     page, offset = pages[position // PAGE_SIZE], position % PAGE_SIZE
     assert kv.k_scale is not None
     scale = np.repeat(np.asarray(kv.k_scale), PAGE_SIZE // kv.k_scale.shape[-1], axis=-1)[page, :, offset][..., None]
     read = np.asarray(kv.k)[page, :, offset].astype(np.float32) * scale
     step = scale if kv.k.dtype == jnp.int8 else np.maximum(np.abs(written) / 8, scale * 2.0**-9)
-    # A float8 number that was rounded up can have a larger rounding step next time.
+    # 0.55 and not 0.5: a float8 value that was rounded up can have a larger step when it is rounded again.
     assert (np.abs(read - written) <= 0.55 * roundings[:, None, None] * step).all()

@@ -1,4 +1,6 @@
-"""Calls of `write_kv`: in place under jit and scan, traced once, exported; and errors for inconsistent arguments."""
+"""Tests of calls of `write_kv`: updates in place in jit and scan, one trace, export, and errors for invalid
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ XLA = VARIANTS["xla"]
 
 
 def scan_write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: str = "xla") -> PagedKV:
-    """Write in each step of a scan that carries the cache."""
+    """Write in each iteration of a scan whose carry is the cache."""
     write_step = lambda kv, x: (write_kv(kv, *x, implementation=implementation), None)  # noqa: E731
     return lax.scan(write_step, kv, (k, v, slots))[0]
 
@@ -59,7 +61,9 @@ def single_write(kv: PagedKV, k: Any, v: Any, slots: Any, implementation: str = 
 
 
 def shapes(dtype: str, scales: Any, rank: int, steps: tuple[int, ...] = ()) -> tuple[Any, ...]:
-    """Argument shapes of a call whose pool is much larger than its other arguments."""
+    """Return the shapes of the arguments of a call whose pool is much larger than its other arguments. `steps` are
+    leading axes of the other arguments.
+    """
     x = jax.ShapeDtypeStruct((*steps, NUM_TOKENS, HEADS, WIDTH), jnp.float32)
     slots = jax.ShapeDtypeStruct((*steps, *(NUM_TOKENS, HEADS)[:rank]), jnp.int32)
     arrays: dict[str, Any] = cache_spec(dtype, scales, num_pages=2000).arrays  # pyrefly: ignore[bad-assignment]
@@ -86,7 +90,7 @@ def test_cache_carried_by_a_scan_is_written_in_place(dtype: str, scales: Any) ->
 
 
 def test_float8_pool_is_not_converted() -> None:
-    """XLA's CPU backend copies the pool, but must not convert it to float16."""
+    """XLA's CPU backend copies the pool, which is accepted, but it must not convert the pool to float16."""
     args = shapes("float8_e4m3fn", "head", 1)
     module = jax.jit(single_write, donate_argnums=0).lower(*args).compile()
     assert not re.search(rf"\w+\[{','.join(map(str, args[0].k.shape))}\]\S* convert\(", str(module.as_text()))
@@ -145,7 +149,9 @@ def test_scan_equals_separate_calls(dtype: str, scales: Any, variant: Variant) -
 @each_variant
 @backends.in_every_run("xla", "mosaic")
 def test_scan_over_stacked_caches(variant: Variant) -> None:
-    """Each step slices a cache from a stack and returns it to another stack. Other rows are unchanged."""
+    """Each iteration slices a cache from a stack and writes it to another stack. Slots that are not written are
+    unchanged.
+    """
     rng = fresh_rng()
     calls = [(stale_cache(rng, "int8", 2), *tokens(rng), random_slots(rng, 1)) for _ in range(3)]
 
@@ -213,7 +219,9 @@ def test_call_without_tokens(variant: Variant) -> None:
 
 
 def good_call(**changes: Any) -> dict[str, Any]:
-    """A valid call with rope and q. Changes with the name of a field of `Rope` apply to rope, others to arguments."""
+    """Return the arguments of a valid call with `rope` and `q`. `changes` replace fields of `Rope` or arguments, by
+    name.
+    """
     fields = {field.name for field in dataclasses.fields(Rope)}
     angles = jnp.zeros((NUM_TOKENS, WIDTH // 2), jnp.float32)
     rope = dataclasses.replace(Rope(angles, angles), **{name: changes[name] for name in fields & changes.keys()})

@@ -1,4 +1,4 @@
-"""Tests of the Mosaic kernel of `write_kv` beyond the contract."""
+"""Tests of the Mosaic kernel of `write_kv` in addition to its contract suite (test_write_kv.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kit import harness
 from tests.kit.harness import Variant, assert_same_bits, fresh_rng
 from tests.ops.write_kv_case import HEADS, NUM_TOKENS, PAGE_SIZE, numpy_write, stale_cache, tokens, write
 
-# Few entries per CTA: the small inputs have many CTAs, and several CTAs have tokens of one group.
+# Each CTA writes few entries, so that a call has many CTAs, and several CTAs have tokens of one scale group.
 MOSAIC = Variant("mosaic", WriteKVConfig(row_threads=32, scan_tokens=2))
 KERNEL, XLA = Variant("mosaic"), Variant("xla")
 FP8 = "float8_e4m3fn"
@@ -28,7 +28,7 @@ FP8 = "float8_e4m3fn"
 
 @pytest.fixture
 def interpreter(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run kernels in the interpreter. A test can set the interpreter's parameters."""
+    """Interpret kernels. The parameter of the fixture, if any, has parameters of the interpreter."""
     with harness.interpreting(capsys, **getattr(request, "param", {})):
         yield
 
@@ -36,10 +36,13 @@ def interpreter(capsys: pytest.CaptureFixture[str], request: pytest.FixtureReque
 @pytest.mark.parametrize("interpreter", [{"uninitialized_memory": "zero"}], indirect=True)
 @pytest.mark.usefixtures("interpreter")
 def test_chunk_in_random_order(interpreter: None) -> None:
-    """Several CTAs have tokens of a group. Records of writers that no CTA wrote are 0, a valid index."""
+    """Several CTAs have tokens of one scale group. The kernel records which token writes each slot. Records of slots
+    that no token writes are uninitialised; the interpreter fills them with 0, a valid token index, which must not
+    matter.
+    """
     rng = fresh_rng()
     kv = stale_cache(rng, "int8", 2)
-    for start in (0, 6, 3):  # 3 overwrites tokens, like after a rejected draft
+    for start in (0, 6, 3):  # the third call overwrites tokens, as after a rejected draft
         slots = jnp.asarray(2 * PAGE_SIZE + start + rng.permutation(NUM_TOKENS), jnp.int32)
         k, v = tokens(rng, spread=2.0)
         want = numpy_write(kv, k, v, slots)
@@ -47,11 +50,13 @@ def test_chunk_in_random_order(interpreter: None) -> None:
         assert_same_bits(kv, want)
 
 
-# --- arithmetic with GPU instructions that the interpreter does not have
+# --- arithmetic with GPU instructions that the interpreter does not support
 
 
 def fma(a: Any, b: Any, c: Any) -> np.ndarray:
-    """Compute a · b + c in float32, rounded once: inexact float64 sums are rounded to odd."""
+    """Compute a * b + c, rounded once to float32. The float64 sum is rounded to odd, so that rounding it to float32
+    equals rounding the exact sum.
+    """
     a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
     product = a * b  # exact
     total = product + c
@@ -67,14 +72,14 @@ NUMPY = Arithmetic(np.multiply, fma, np.negative)
 
 
 def guessed_reciprocal(rng: np.random.Generator, x: Any) -> np.ndarray:
-    """Reciprocal with an error of about one unit in the last place, like the approximate instruction."""
+    """Return 1 / x in float32 with a random error of up to one unit in the last place, like `rcp.approx`."""
     exact = np.float32(1) / np.asarray(x, np.float32)
     return (exact.view(np.int32) + rng.integers(-1, 2, exact.shape, np.int32)).view(np.float32)
 
 
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
-    """Replace GPU instructions by numpy functions."""
+    """Replace the GPU instructions by numpy functions. Return the random generator of their errors."""
     rng = fresh_rng()
     instructions = {
         "rcp.approx.ftz.f32": lambda x: guessed_reciprocal(rng, x),
@@ -89,7 +94,9 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
 
 
 def test_quotients_are_correctly_rounded(on_numpy: np.random.Generator) -> None:
-    """Random numbers, and numbers with very few or very many bits set, whose quotients are closest to ties."""
+    """The mantissas have few or many bits set. Quotients of such numbers are closest to ties, which are the hardest to
+    round correctly.
+    """
     rng, shape = on_numpy, (2, 200_000)
     mantissas = rng.choice([0, 2**23 - 1], shape) ^ rng.integers(0, 2 ** rng.integers(0, 24, shape))
     x, y = (mantissas + (127 << 23)).astype(np.int32).view(np.float32)
@@ -102,7 +109,7 @@ def test_quotients_are_correctly_rounded(on_numpy: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", FP8])
 def test_quantised_bytes_equal_portable(dtype: str, on_numpy: np.random.Generator) -> None:
-    """Scales of all magnitudes, values out of range, and values near ties."""
+    """The inputs have scales of all magnitudes, values out of range, and values near ties."""
     rng = on_numpy
     scale = np.exp2(rng.uniform(-126, 120, (1000, 1))).astype(np.float32)
     values = rng.choice([1, 100, 1000], (1000, 1)) * rng.standard_normal((1000, 256))
@@ -145,7 +152,9 @@ def test_default_on_hopper(dtype: Any, scales: Any) -> None:
 
 @pytest.mark.parametrize("rotation", ["none", "neox", "interleaved"])
 def test_threads_divide_segments_evenly(rotation: Any) -> None:
-    """For all keys, the threads of a row have equal numbers of neighbouring columns of each segment."""
+    """A segment is a range of columns that is rotated as a whole or not rotated. For all keys, each thread of a row
+    must have the same number of adjacent columns of a segment.
+    """
     for head_dim, half, entries, group in itertools.product(range(8, 264, 8), (1, 4, 24), (1, 4096, 2**17), (0, 1, 4)):
         half = 0 if rotation == "none" else min(half, head_dim // 2)
         key = WriteKVKey(head_dim, half, rotation, entries, group)
@@ -196,11 +205,11 @@ CACHES = [
 
 
 def chunks(rng: np.random.Generator, num_tokens: int, num_pages: int, page_size: int) -> Iterator[jax.Array]:
-    """Slots of three steps. Two sequences grow by chunks that end at any position in a page."""
+    """Yield the slots of three calls. Two sequences grow by chunks that end at any position in a page."""
     pages = rng.permutation(num_pages).reshape(2, -1)
     position = np.zeros(2, int)
     for _ in range(3):
-        counts = rng.multinomial(num_tokens, [0.3, 0.7]) - 1  # the last two tokens are padding
+        counts = rng.multinomial(num_tokens, [0.3, 0.7]) - 1  # the two tokens that are left have slot -1
         slots = [np.full(2, -1)]
         for table, start, count in zip(pages, position, counts, strict=True):
             positions = start + np.arange(count)
@@ -217,7 +226,7 @@ def test_real_sizes_equal_xla_bytes(dtype: str, scales: Any, num_tokens: int) ->
 
 
 def check_bytes(dtype: str, scales: Any, num_tokens: int, page_size: int, head_dim: int) -> None:
-    """Append tokens in steps, and compare all bytes with the XLA implementation."""
+    """Append tokens in several calls, and compare all bytes with the XLA implementation."""
     rng, num_pages = fresh_rng(), 8 * -(-num_tokens // page_size)
     spec = kv_cache_spec(
         num_pages=num_pages, page_size=page_size, num_kv_heads=8, head_dim=head_dim, dtype=dtype, scales=scales
@@ -243,7 +252,9 @@ def test_real_sizes_with_norm_and_rotation(style: Any, half: int, norm_order: An
 
 
 def check_rotated(style: Any, half: int, norm_order: Any, num_tokens: int, page_size: int) -> None:
-    """Compare rotated keys and queries with XLA, up to one unit in the last place of bfloat16."""
+    """Compare rotated keys and queries with the XLA implementation. They may differ by one unit in the last place of
+    bfloat16.
+    """
     rng, num_pages = fresh_rng(), 8 * -(-num_tokens // page_size)
     angle = rng.uniform(0, 7, (num_tokens, half))
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))

@@ -1,4 +1,7 @@
-"""Inputs for tests of `write_kv`: small pools with stale contents, tokens and slots; and `write_kv` in numpy."""
+"""Inputs for tests of `write_kv`, and the expected results in plain numpy.
+
+Pools have stale contents: random bytes, as if other sequences had used them before.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ QMAX = {"int8": np.float32(127), "float8_e4m3fn": np.float32(448), "float8_e5m2"
 PLAIN = ["bfloat16", "float16", "float32"]
 
 RUNNABLE = [backend.variant for backend in backends.backends_of("write_kv", lambda backend: not backend.interpreted)]
-"""Variants without interpreted kernels, for tests that run all of them in one loop."""
+"""Variants of `write_kv` whose kernels are not interpreted on this machine, for tests that loop over variants."""
 
 each_variant = backends.every_variant("write_kv")
-"""Run a test with argument `variant` for each implementation."""
+"""Decorator: run a test with argument `variant` for each variant of `write_kv`."""
 
 
 def cache_spec(dtype: str, scales: ScaleLayout = None, num_pages: int = NUM_PAGES) -> CacheSpec:
@@ -33,7 +36,7 @@ def cache_spec(dtype: str, scales: ScaleLayout = None, num_pages: int = NUM_PAGE
 
 
 def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None) -> PagedKV:
-    """Cache of random bytes, including NaN, with huge, tiny, infinite and NaN scales."""
+    """Return a cache of random bytes, including NaN, with huge, tiny, infinite and NaN scales."""
     arrays: dict[str, Any] = {}
     for name, a in cache_spec(dtype, scales).arrays.items():
         if name.endswith("scale"):
@@ -44,14 +47,18 @@ def stale_cache(rng: np.random.Generator, dtype: str, scales: ScaleLayout = None
 
 
 def tokens(rng: np.random.Generator, dtype: Any = np.float32, spread: float = 1.0) -> tuple[Any, Any]:
-    """Draw keys and values. The logarithm of a token's magnitude has standard deviation `spread`."""
+    """Draw keys and values [T, Hkv, D]. Each token and head is multiplied by exp(`spread` * n), with n standard
+    normal.
+    """
     shape = (2, NUM_TOKENS, HEADS, WIDTH)
     x = rng.standard_normal(shape) * np.exp(spread * rng.standard_normal((*shape[:-1], 1)))
     return jnp.asarray(x[0].astype(dtype)), jnp.asarray(x[1].astype(dtype))
 
 
 def random_slots(rng: np.random.Generator, rank: int) -> Any:
-    """Draw distinct slots [T], or [T, Hkv] of pool rows with rank 2. Three slots are outside the pool."""
+    """Draw distinct slots: [T] with rank 1, or slots per head [T, Hkv] with rank 2. Three slots are outside the
+    pool.
+    """
     shape = (NUM_TOKENS, HEADS)[:rank]
     pool = NUM_PAGES * PAGE_SIZE * (HEADS if rank == 2 else 1)
     slots = rng.permutation(pool)[: np.prod(shape)].astype(np.int32)
@@ -60,7 +67,7 @@ def random_slots(rng: np.random.Generator, rank: int) -> Any:
 
 
 def write(variant: Variant, kv: PagedKV, k: Any, v: Any, slots: Any, **rope_and_q: Any) -> Any:
-    """Run `write_kv` under jit. Calls of equal shapes share a compiled function."""
+    """Run the jitted `write_kv`. Calls with equal shapes share a compiled function."""
     return compiled(write_kv, variant)(kv=kv, k=k, v=v, slots=slots, **rope_and_q)
 
 
@@ -71,7 +78,7 @@ def numpy_quantise(x: Any, scale: Any, dtype: str) -> Any:
 
 
 def numpy_write(kv: PagedKV, k: Any, v: Any, slots: Any) -> PagedKV:
-    """`write_kv` without rope, token by token, or group by group."""
+    """Return the expected result of `write_kv` without RoPE, computed token by token, or scale group by scale group."""
     arrays: dict[str, Any] = {
         f.name: np.array(a) for f in dataclasses.fields(kv) if (a := getattr(kv, f.name)) is not None
     }
@@ -88,7 +95,7 @@ def numpy_write(kv: PagedKV, k: Any, v: Any, slots: Any) -> PagedKV:
 
 
 def _targets(slots: Any) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield (token, head, page, head of the pool row, offset) for each token and head that is written."""
+    """Yield (token, head, page, head of the page row, offset in the page) for each token and head that is written."""
     slots = np.asarray(slots).astype(np.int64)
     for t in range(NUM_TOKENS):
         for h in range(HEADS):

@@ -1,4 +1,4 @@
-"""Fixtures that the tests of run_decode share."""
+"""Fixtures for the tests of scripts/run_decode.py."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ __all__ = ["compiled_steps", "shared_steps", "text_model", "usage_error", "write
 
 @pytest.fixture
 def write_ids(tmp_path):
-    """Return a function that writes a file of prompts and returns the flags that name it."""
+    """Return a function that writes a file of prompts and returns the arguments `--prompt-ids FILE`."""
 
     def write(content):
         path = tmp_path / "ids.json"
@@ -28,7 +28,7 @@ def write_ids(tmp_path):
 
 @pytest.fixture
 def text_model(tmp_path):
-    """Copy the golden model and add a tokenizer with one word per token id."""
+    """Return a copy of the golden model's folder with a tokenizer that has one word per token id."""
     directory = tmp_path / "model"
     shutil.copytree(GOLDEN, directory)
     core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
@@ -39,8 +39,8 @@ def text_model(tmp_path):
 
 @pytest.fixture
 def usage_error(capsys, monkeypatch):
-    """Return a function that runs a command line and returns its error. The command must fail with one line and status
-    2 before a step runs.
+    """Return a function that runs a command line and returns its error message. The command must end with exit status 2
+    and one line on stderr, before the engine runs a step.
     """
     monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("a step was run"))
 

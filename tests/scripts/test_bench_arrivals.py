@@ -1,4 +1,4 @@
-"""Benchmark of random arrivals: start of the waiting times, and a consistent report."""
+"""Tests of scripts/bench_serving.py: start of the waiting times, and a consistent report."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from scripts.bench.engine.arrivals import Arrivals
 
 
 class FakeEngine:
-    """Engine with a fake clock: a step takes a second and gives every request a token. Only steps and sleeping advance
-    the clock.
-    """
+    """Engine with a fake clock, which only steps and sleeping advance. Each step gives every request a token."""
 
     def __init__(self) -> None:
         self.now, self.durations, self.running = 0.0, [], []
@@ -66,7 +64,7 @@ def test_waiting_starts_when_a_request_is_due(monkeypatch):
     assert result["between_tokens_ms"]["max"] == pytest.approx(3e3)
     assert result["between_tokens_ms"]["p50"] == pytest.approx(3e3)
     assert result["tokens_per_s"] == pytest.approx(6 / 9)
-    assert result["longest_step_over_median"] == 1  # steps until the last arrival
+    assert result["longest_step_over_median"] == 1  # only steps until the last arrival count
 
 
 def test_longest_steps_are_described():

@@ -1,4 +1,4 @@
-"""Benchmark cases: minimum bytes and operations, arguments, and arguments of the baselines."""
+"""Tests of the cases in scripts/bench/cases and scripts/bench/ops: minimum bytes and operations, and arguments."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +112,7 @@ def test_latent_slots_are_written_once():
 
 
 def test_latents_are_written_in_place():
-    """A copy of the pool would be timed with the write."""
+    """If the compiled write copied the pool, the benchmark would measure the copy."""
     case = write_latent.WriteLatentCase(8, 4, "f32", 16, 8, page_size=16, pool_bytes=2**20)
     compiled: list[Any] = []
 

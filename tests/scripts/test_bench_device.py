@@ -1,4 +1,4 @@
-"""Device, versions and commit in the description of every result."""
+"""Tests of the description of device, versions and commit in benchmark results (scripts/bench/harness/device.py)."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ def nobody_names_a_commit(monkeypatch):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """Create a repository with one commit that has a kernel and a result."""
+    """Return a git repository with one commit, which has a source file and a benchmark result."""
     monkeypatch.setattr(device, "ROOT", tmp_path)
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "kernel.py").write_text("fast = False\n")

@@ -1,4 +1,4 @@
-"""Engine benchmark: it runs and its report is consistent. Times are not tested."""
+"""Tests of scripts/bench_engine.py with small models: options and a consistent report. Times are not tested."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Patch the benchmark to use a model of one layer, and one step size: each size is a compilation."""
+    """Patch the benchmark to use a model of one layer and one step size, so that little is compiled."""
     monkeypatch.setitem(bench_engine.PRESETS, "v3-tiny", dataclasses.replace(CONFIG, num_hidden_layers=1))
     one_bucket = functools.partial(bench_engine.Workload, max_batched_tokens=32)
     monkeypatch.setattr(bench_engine, "Workload", one_bucket)

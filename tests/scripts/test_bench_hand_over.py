@@ -1,4 +1,4 @@
-"""Benchmark of the KV-cache transfer: a consistent report."""
+"""Tests of scripts/bench_hand_over.py, the benchmark of KV-cache transfers: a consistent report."""
 
 import json
 from pathlib import Path

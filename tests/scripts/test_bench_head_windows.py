@@ -1,4 +1,4 @@
-"""Benchmark of head windows: its arithmetic, and a consistent report."""
+"""Tests of `scripts/bench_engine.py --head-windows`: its arithmetic, and a consistent report."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def test_bound_of_32k_contexts_and_4k_windows():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Return the report and the picture of a small run."""
+    """Run the benchmark with a small model. Return the report and the path of the plot."""
     with pytest.MonkeyPatch.context() as patch:
         small = dataclasses.replace(
             MODELS["cpu"], num_hidden_layers=1, hidden_size=32, num_attention_heads=8, head_dim=16, vocab_size=64
@@ -44,7 +44,7 @@ def files(tmp_path_factory):
         patch.setitem(head_windows.MODELS, "cpu", small)
         patch.setitem(head_windows.SIZES, "cpu", TINY)
         out, plot = (tmp_path_factory.mktemp("windows") / name for name in ("out.json", "rows.png"))
-        args = ["--head-windows", "--windowed", "7", "--implementation", "reference"]  # compiles fastest
+        args = ["--head-windows", "--windowed", "7", "--implementation", "reference"]  # the reference compiles fastest
         assert bench_engine.main([*args, "--json", str(out), "--plot", str(plot)]) == 0
     return json.loads(out.read_text()), plot
 
@@ -55,7 +55,7 @@ def test_recycling_reaches_the_bound(files):
     (case,) = report["cases"]
     assert case["windowed"] == 7
     assert case["allowed_ratio"] == pytest.approx(8 / (1 + 7 * 18 / 128))
-    assert case["off"]["contexts"] in (3, 4)  # more may fit before they reach their full length
+    assert case["off"]["contexts"] in (3, 4)  # a fourth request may fit until the others reach their full length
     assert case["on"]["contexts"] >= 10
     assert case["on"]["cache_bytes"] == case["off"]["cache_bytes"]
     assert case["on"]["steps"] < case["off"]["steps"]

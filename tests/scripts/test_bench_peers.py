@@ -1,7 +1,7 @@
-"""FlashMLA and FlashAttention-3 as baselines.
+"""Tests of the baselines FlashMLA and FlashAttention-3 (scripts/bench/peers) without these packages.
 
-The packages are replaced by numpy functions that follow their documentation. Equal results show that pages, tables,
-scales and masks are passed in the packages' form.
+The packages are replaced by numpy functions that follow their documentation. If the results equal ours, the baselines
+pass pages, tables, scales and masks in the form that the packages expect.
 """
 
 import functools
@@ -29,7 +29,9 @@ def softmax(x):
 
 
 def attend(scores, v, scale, causal):
-    """Attention from scores [Q, H, K] and values [K, H, D]. Queries end with the keys."""
+    """Return attention from scores [Q, H, K] and values [K, H, D]. The last query is at the position of the last
+    key.
+    """
     queries, _, keys = scores.shape
     later = np.arange(keys) > np.arange(queries)[:, None] + keys - queries
     masked = np.where(later[:, None] & causal, -np.inf, scale * scores)
@@ -96,7 +98,7 @@ def flash_attn_with_kvcache(
 
 def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal, num_splits=1):
     assert (max_q, max_k) == (np.diff(cu_q).max(), np.diff(cu_k).max())
-    assert num_splits in (0, 1)  # its default, or no splits
+    assert num_splits in (0, 1)  # 0: the package chooses; 1: no splits
     outs = []
     for queries, keys in zip(map(slice, cu_q, cu_q[1:]), map(slice, cu_k, cu_k[1:]), strict=True):
         own_q, own_k, own_v = (a.astype(np.float32) for a in (q[queries], k[keys], v[keys]))
@@ -137,7 +139,7 @@ def installed(monkeypatch):
 
 
 def first_output(contender, case, arrays):
-    """Return the first output of a baseline, and the number of its calls."""
+    """Return the output of the first call of a baseline, and the number of its calls."""
     found: list[Any] = []
 
     def graph(calls, *, compared):
@@ -151,7 +153,7 @@ def first_output(contender, case, arrays):
 
 
 def varied(case, *lens):
-    """Replace the random lengths of a case."""
+    """Replace the random lengths of a case by `lens`."""
     case.__dict__["lens"] = np.array(lens, np.int32)
     return case
 
@@ -161,7 +163,7 @@ def varied(case, *lens):
     ("queries", "contender"),
     [
         (1, flash_attention.mla),
-        pytest.param(1, flash_mla.decode, marks=pytest.mark.slow),  # the same arguments as of FlashAttention-3
+        pytest.param(1, flash_mla.decode, marks=pytest.mark.slow),  # has the same inputs as FlashAttention-3
         pytest.param(2, flash_attention.mla, marks=pytest.mark.slow),
         pytest.param(2, flash_mla.decode, marks=pytest.mark.slow),
     ],

@@ -1,4 +1,4 @@
-"""Engine benchmark with a model of real size: its floors, and a consistent report."""
+"""Tests of `scripts/bench_engine.py --config v2-lite`: its floors (roofline times), and a consistent report."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ def test_steps_read_the_experts_of_their_tokens(model):
     every = sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(nnx.state(model)))
     assert costs.dense_bytes + costs.routed_bytes == every - 2 * CONFIG.vocab_size * CONFIG.hidden_size
     experts = 2 * CONFIG.n_routed_experts * 3 * CONFIG.hidden_size * CONFIG.moe_intermediate_size
-    assert costs.routed_bytes == experts  # of the second layer, the only layer with experts
+    assert costs.routed_bytes == experts  # only the second layer has experts
     assert costs.weight_bytes(1) == costs.dense_bytes + experts * 2 / 4
     assert costs.weight_bytes(2) == costs.dense_bytes + experts * 3 / 4
     assert costs.weight_bytes(100) == pytest.approx(costs.dense_bytes + experts)
@@ -59,7 +59,7 @@ def test_steps_read_the_experts_of_their_tokens(model):
 def test_floors_are_bytes_and_operations():
     costs = Costs(CONFIG, dense_bytes=1000, routed_bytes=800, token_bytes=10, rates=RATES)
     assert costs.decode_floor(1, 50) == pytest.approx((1000 + 400 + 500) / 1e9)
-    pairs = 2 * 3 * (24 + 16) * (20 * 21 / 2)  # layers, heads, key and value dimensions, visible tokens
+    pairs = 2 * 3 * (24 + 16) * (20 * 21 / 2)  # layers * heads * (key + value dimension) * pairs of query and key
     weights = (1000 + 400) / 2 - 64 * 32
     assert costs.prefill_floor(3, 20, 2) == pytest.approx(2 * 3 * (20 * weights + pairs) / 1e10)
 
@@ -77,7 +77,7 @@ def test_early_requests_decode_until_the_last_prompt_is_done():
 # --- runs
 
 
-@pytest.mark.slow  # test_bench_engine.py has a report of small models
+@pytest.mark.slow  # in `make test`, test_bench_engine.py has a report of small models
 def test_report_is_consistent(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench_engine.PRESETS, "v2-lite", CONFIG)
     monkeypatch.setattr(bench_engine, "Serving", functools.partial(Serving, page_size=16))
@@ -101,7 +101,7 @@ def test_report_is_consistent(tmp_path, monkeypatch, capsys):
     assert "batch 3, context 40: prefill" in capsys.readouterr().out
 
 
-@pytest.mark.slow  # the number of tokens has a test in every run
+@pytest.mark.slow  # `make test` tests the number of tokens without an engine
 def test_all_requests_decode_together_despite_few_prompts_per_step(model):
     work = Serving((5,), (16,), new_tokens=2, limit_seconds=1, page_size=16, max_batched_tokens=128, prefill_seqs=2)
     engine = Engine(model, work.engine_config())
@@ -111,7 +111,7 @@ def test_all_requests_decode_together_despite_few_prompts_per_step(model):
 
 
 def test_cases_beyond_the_time_limit_are_skipped(monkeypatch, model):
-    """The second case reaches a tenth of the floor, so the third case would take ten times its floor."""
+    """The second case takes ten times its floor, so the third case is expected to take ten times its floor, too."""
     clock = iter([0.0, 1.0, 2.0, 3.0, 95.0])
     monkeypatch.setattr(serving.time, "perf_counter", lambda: next(clock))
     stats = SimpleNamespace(compile_s=0.0, compilations=3, cache_bytes=0, steps=(), num_steps=0)

@@ -1,4 +1,4 @@
-"""Benchmark of drafts: its bound, and drafts that are correct at the given rate."""
+"""Tests of scripts/bench_speculate.py: its bound, and drafts that are correct at the given rate."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -52,7 +52,7 @@ def test_drafts_are_correct_at_the_given_rate():
 def test_bound_is_the_longer_of_bytes_and_operations():
     costs = Costs(CONFIG, dense_bytes=1000, routed_bytes=800, token_bytes=10, rates=Rates(copy=1e3, matrix=1e9))
     assert verifying_s(costs, 2.0, 1, 0, 2) == 2.0
-    assert verifying_s(costs, 2.0, 1, 1, 2) == pytest.approx(2.2)  # 2 of 4 experts per token: 400 bytes, then 600
+    assert verifying_s(costs, 2.0, 1, 1, 2) == pytest.approx(2.2)  # one token reads 400 bytes of experts, two read 600
     slow = Costs(CONFIG, dense_bytes=1000, routed_bytes=800, token_bytes=10, rates=Rates(copy=1e9, matrix=1e3))
     assert verifying_s(slow, 2.0, 1, 3, 2) == pytest.approx(2 + 3 * 2 * 700 / 1e3)
     assert [expected_tokens(rate, 3) for rate in (0, 0.5, 1)] == [1, 1.875, 4]
@@ -75,7 +75,7 @@ def test_cases_have_room_for_all_tokens():
 
 @pytest.mark.slow
 def test_model_follows_its_table():
-    """Drafts of the table are accepted at their rate, whatever the layers compute."""
+    """Drafts that follow the model's table are accepted at the given rate, so the table has the model's next tokens."""
     work = DraftingWork((2,), (16,), (1.0, 0.0), num_drafts=1, new_tokens=8, page_size=16, max_batched_tokens=32)
     model, table = following_model(CONFIG, "float32", AttentionSettings())
     tabled = TabledProposer(table, 1.0)

@@ -1,4 +1,4 @@
-"""Cost of rounding a cache: the numbers, and the report of one model."""
+"""Tests of scripts/tools/cache_costs.py: the computed differences, and the report of one model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GOLDENS = cache_costs.ROOT / "tests" / "goldens"
 
 
 def test_costs_of_a_small_example() -> None:
-    """Two positions of two tokens; the logits of the second position are exchanged."""
+    """The logits of two positions and two tokens. The logits of the second position are exchanged."""
     wanted = np.array([[1.0, 0.0], [0.0, 2.0]], np.float32)
     found = cache_costs.cost(np.array([[1.0, 0.0], [2.0, 0.0]], np.float32), wanted)
     high = 1 / (1 + np.exp(-2.0))
-    divergence = (high - (1 - high)) * 2.0  # Σ p log(p/q), where q is p in the other order
+    divergence = (high - (1 - high)) * 2.0  # Σ p log(p/q), where q has the probabilities of p in reverse order
     assert found.largest == 2.0
     assert found.rms == pytest.approx(np.sqrt(8 / 4))
     assert (found.kl_mean, found.kl_largest) == (pytest.approx(divergence / 2), pytest.approx(divergence))
@@ -30,7 +30,9 @@ def test_costs_of_a_small_example() -> None:
 
 @pytest.mark.slow
 def test_cache_with_the_dtype_of_the_weights_gives_golden_logits() -> None:
-    """Therefore the differences of other dtypes are rounding, at the positions of prompts and continuations."""
+    """If the baseline of the tool equals the golden logits, differences of other cache dtypes are due to rounding
+    only.
+    """
     golden = GOLDENS / "qwen3-window"
     sequences = cache_costs.sequences_of(golden)
     model = cache_costs.load_model(golden, np.float32)
@@ -43,7 +45,7 @@ def test_cache_with_the_dtype_of_the_weights_gives_golden_logits() -> None:
             np.testing.assert_array_equal(greedy, arrays[f"tokens_{i}"])
 
 
-@pytest.mark.slow  # four compilations; the table of the committed report is made in every run
+@pytest.mark.slow  # compiles four models; `make test` makes the table of the committed report
 def test_each_cache_dtype_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,7 +69,7 @@ def test_unknown_goldens_are_errors(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_every_golden_is_in_the_committed_report() -> None:
-    """The report has both weight dtypes, each with all cache dtypes that the golden supports."""
+    """The report has, for each golden and both dtypes of weights, all cache dtypes that the model supports."""
     report = json.loads((cache_costs.ROOT / "benchmarks" / "results" / "cache_costs.json").read_text())
     names = {path.parent.name for path in GOLDENS.glob("*/golden.npz")}
     found = {(case["model"], case["weights"], case["cache"]) for case in report["cases"]}

@@ -1,4 +1,4 @@
-"""The command line calibrate: run_decode reads its file, and wrong input is an error."""
+"""Tests of scripts/calibrate.py: run_decode.py reads its file, and wrong input is an error."""
 
 import json
 
@@ -15,7 +15,7 @@ QWEN3 = GOLDEN.with_name("qwen3")
 IDS = ["--prompt-ids", str(QWEN3 / "prompts.json")]
 
 
-@pytest.mark.slow  # tests/models/test_calibration.py compares the scales
+@pytest.mark.slow  # in `make test`, tests/models/test_calibration.py compares the scales
 def test_run_decode_reads_the_scales(tmp_path, capsys):
     scales, out = tmp_path / "scales.safetensors", tmp_path / "out.json"
     assert calibrate.main(["--model", str(QWEN3), *IDS, "--out", str(scales)]) == 0

@@ -1,4 +1,4 @@
-"""Table, picture and demonstration prompts, without a model."""
+"""Tests of the output of run_decode.py (table, JSON, plot) and of its demonstration prompts, without a model."""
 
 import dataclasses
 import io
@@ -136,7 +136,7 @@ def test_drafts_are_shown_by_position():
         ("draft:C:/dir:2", SpeculateOption("draft", "C:/dir", 2)),
     ],
 )
-def test_values_of_speculate(given, option):
+def test_speculate_values_are_parsed(given, option):
     assert parse_speculate(given) == option
 
 
@@ -154,7 +154,7 @@ def test_values_of_speculate(given, option):
         ("draft:dir:65", "expected 1 to 64 drafts, got '65'"),
     ],
 )
-def test_invalid_values_of_speculate(given, why):
+def test_invalid_speculate_values_are_errors(given, why):
     with pytest.raises(UsageError, match=f"--speculate: {why}"):
         parse_speculate(given)
 

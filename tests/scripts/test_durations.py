@@ -1,4 +1,4 @@
-"""The table of test durations follows the JUnit files of runs."""
+"""Tests of scripts/tools/durations.py, which makes the table of test durations from JUnit files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The first run on a new GPU, tested without a GPU: time limits, counts and messages."""
+"""Tests of scripts/tools/first_run.py without a GPU: time limits, outcomes and messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_kernels_support_the_smallest_calls(capsys: pytest.CaptureFixture[str], 
 
 
 def test_hanging_process_is_killed() -> None:
-    """Its child processes are killed too, and its output is available."""
+    """The child processes are killed, too, and the output that was written before is returned."""
     began = time.monotonic()
     child = "import subprocess, sys; print('said', flush=True); subprocess.run(['sleep', '60'])"
     ended = first_run.run_process(["-c", child], 1.0)
@@ -102,7 +102,9 @@ def test_file_with_hanging_tests_only_is_abandoned(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_contract_suite_runs_as_on_a_gpu(tmp_path: Path) -> None:
-    """Without a GPU, the tests of a file have the same names and run interpreted. Runs one file only."""
+    """Without a GPU, the contract tests have the same names and are interpreted, so the part "contract" can run one
+    file.
+    """
     file = CONTRACT.with_name("test_surroundings.py")
     with mock.patch.object(first_run, "run_process", wraps=first_run.run_process) as process:
         entry = first_run.contract(file, tmp_path, 100)

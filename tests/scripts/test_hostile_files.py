@@ -1,4 +1,6 @@
-"""Files made to crash, hang or fill the machine: each one causes a one-line error that names the file."""
+"""Tests of malicious input files, which try to crash, hang or fill the machine: each causes a one-line error that names
+the file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.kit.slow_cases import slow_cases
 from tests.scripts.command_lines import GOLDEN, VOCAB_SIZE
 
 type Spoil = Callable[[Path], object]
-"""A function that makes one file of a model's folder hostile."""
+"""A function of a model's folder that makes one of its files malicious."""
 
 DEEP = 100_000
 
@@ -33,7 +35,7 @@ def theta(value: float) -> Spoil:
 
 
 def edited(name: str, **entries: Any) -> Spoil:
-    """Replace entries of a JSON file."""
+    """Return a `Spoil` that replaces entries of a JSON file."""
 
     def spoil(directory: Path) -> None:
         path = directory / name
@@ -56,7 +58,7 @@ def template(source: str) -> Spoil:
 
 
 def pipe(name: str) -> Spoil:
-    """Replace a file by a pipe without a writer."""
+    """Return a `Spoil` that replaces a file by a named pipe without a writer, so that reading it would block."""
 
     def spoil(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
@@ -69,7 +71,7 @@ SHARD = "model-00001-of-00005.safetensors"
 
 
 def header(content: Any) -> Spoil:
-    """Write a shard with this header and no tensors."""
+    """Return a `Spoil` that writes a safetensors file with this header and no tensors."""
     text = (content if isinstance(content, str) else json.dumps(content)).encode()
     return written(SHARD, len(text).to_bytes(8, "little") + text)
 
@@ -268,7 +270,7 @@ def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_model(tmp_path: Path) -> Callable[[str], Path]:
-    """Copies a golden model, with a tokenizer of one word for each of its ids."""
+    """Return a function that copies the folder of a golden model and adds a tokenizer with one word per token id."""
 
     def make(golden: str) -> Path:
         directory = tmp_path / "model"
@@ -293,7 +295,7 @@ def make_model(tmp_path: Path) -> Callable[[str], Path]:
 def test_hostile_model_is_a_one_line_error(
     make_model, usage_error, monkeypatch: pytest.MonkeyPatch, golden: str, spoil: Spoil, words: str
 ) -> None:
-    if "more than 1 s" in words:  # the other cases may take longer on a busy machine
+    if "more than 1 s" in words:  # the time limit stays long for other cases, which may be slow on a busy machine
         monkeypatch.setattr(checkpoints_tokenizer, "SECONDS", 1)
     directory = make_model(golden)
     spoil(directory)

@@ -1,4 +1,6 @@
-"""Output files: a complete file stays until its replacement is complete, for any target and any failure."""
+"""Tests of scripts/cli/output_files.py: an existing file stays complete until its replacement is complete, for any kind
+of target and any failure.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def umask(mask: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """Limit the size of files in the block."""
+    """Return a context in which the process cannot write more than `size` bytes to a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -185,7 +187,7 @@ def test_unwritable_paths_are_errors_beforehand(tmp_path: Path) -> None:
     assert refusal(both, folder / ".." / "both") == f"--1: cannot write {folder}/../both: --0 does"
     check_outputs({"--0": Path("/dev/null"), "--1": Path("/dev/null"), "--2": None})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+        patch.setattr(os, "access", lambda path, mode: False)  # the test may run as root, who may write anywhere
         assert refusal(both) == f"--0: cannot write {both}: permission denied"
 
 
@@ -193,7 +195,7 @@ WRITES = re.compile(r"""\.write_text\(|\.write_bytes\(|\bopen\([^)]*["'][wax]b?[
 
 
 def test_every_command_writes_files_with_output_file() -> None:
-    """Exceptions: new folders of goldens, of their widened copies and of tokenizers."""
+    """The exceptions in `own` are the implementation, and tools that create new folders."""
     tools = {f"scripts/tools/{name}.py" for name in ("make_goldens", "tokenizer_layouts", "wide_latents")}
     own = {"scripts/cli/output_files.py", *tools}
     files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "scripts").rglob("*.py")}

@@ -1,4 +1,4 @@
-"""The prose check finds hard wordings in prose, and only there."""
+"""Tests of scripts/tools/prose.py: it finds hard wordings in prose, and not in code."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""All input errors of run_decode: one line on stderr, status 2, nothing decoded."""
+"""Tests of input errors of scripts/run_decode.py: one line on stderr, exit status 2, and no step is run."""
 
 import json
 import shutil
@@ -147,7 +147,7 @@ class TestRefusals:
             (["--no-chunked-prefill", "--max-batched-tokens", "16"], "a step takes 16 unless prefill is chunked"),
         ],
     )
-    def test_wrong_flags(self, usage_error, args, message):
+    def test_wrong_flags_are_errors(self, usage_error, args, message):
         assert message in usage_error(*args)
 
     @slow_cases(
@@ -172,10 +172,10 @@ class TestRefusals:
             ([[1], [7] * MAX_POSITIONS], "prompt 1: the prompt has 1280 tokens, the model takes at most 1279"),
         ],
     )
-    def test_wrong_prompts(self, usage_error, write_ids, content, message):
+    def test_wrong_prompts_are_errors(self, usage_error, write_ids, content, message):
         assert message in usage_error("--model", GOLDEN, *write_ids(content))
 
-    def test_prompt_larger_than_the_pool(self, usage_error, write_ids):
+    def test_prompt_larger_than_the_pool_is_an_error(self, usage_error, write_ids):
         message = usage_error("--model", GOLDEN, *SIZES, *write_ids([[1] * 105]))
         assert "prompt 0: the prompt needs 27 pages, the pool has 26" in message
 
@@ -190,27 +190,27 @@ class TestRefusals:
             ("v3-tiny", [None, 8, 8], "--head-windows: head_windows: heads of latent attention share one latent"),
         ],
     )
-    def test_wrong_windows(self, usage_error, tmp_path, model, content, message):
+    def test_wrong_windows_are_errors(self, usage_error, tmp_path, model, content, message):
         path = tmp_path / "windows.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         assert message in usage_error("--random", model, "--head-windows", path)
 
-    def test_unreadable_prompts(self, usage_error, tmp_path):
+    def test_unreadable_prompts_are_errors(self, usage_error, tmp_path):
         assert "No such file" in usage_error("--prompt-ids", tmp_path / "none.json")
         assert "Is a directory" in usage_error("--prompt-ids", tmp_path)
         (tmp_path / "latin.json").write_bytes(b'["\xe9"]')
         assert "not JSON" in usage_error("--prompt-ids", tmp_path / "latin.json")
 
-    def test_text_without_a_tokenizer(self, usage_error):
+    def test_text_without_a_tokenizer_is_an_error(self, usage_error):
         assert "has no tokenizer.json" in usage_error("--model", GOLDEN, "--prompt", "What?")
 
     @pytest.mark.parametrize("flag", ["--json", "--dump-logits", "--plot"])
-    def test_files_that_cannot_be_written(self, usage_error, tmp_path, flag):
+    def test_files_that_cannot_be_written_are_errors(self, usage_error, tmp_path, flag):
         assert f"{flag}: cannot write" in usage_error(flag, tmp_path)
         assert "there is no directory" in usage_error(flag, tmp_path / "none" / "out")
         assert usage_error(flag, LONG).endswith(f"{flag}: cannot write {LONG}: File name too long")
 
-    def test_two_results_in_one_file(self, usage_error, tmp_path):
+    def test_two_results_in_one_file_are_an_error(self, usage_error, tmp_path):
         out = tmp_path / "out"
         assert usage_error("--json", out, "--plot", out).endswith(f"--plot: cannot write {out}: --json does")
 
@@ -218,7 +218,7 @@ class TestRefusals:
         (tmp_path / "file").write_text("")
         assert "--profile: cannot make" in usage_error("--profile", tmp_path / "file")
 
-    def test_a_plot_without_matplotlib(self, usage_error, monkeypatch, tmp_path):
+    def test_plot_without_matplotlib_is_an_error(self, usage_error, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         assert "pip install matplotlib" in usage_error("--plot", tmp_path / "plot.png")
 
@@ -226,7 +226,7 @@ class TestRefusals:
         monkeypatch.setenv("PALLAS_ATTN_IMPLEMENTATION", "cuda")
         assert "cuda" in usage_error()
 
-    def test_pool_larger_than_memory(self, usage_error, monkeypatch):
+    def test_pool_larger_than_memory_is_an_error(self, usage_error, monkeypatch):
         def full(*args, **kwargs):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 byte.")
 
@@ -240,7 +240,7 @@ class TestRefusals:
             (MemoryError(), "MemoryError"),
         ],
     )
-    def test_weights_larger_than_memory(self, usage_error, monkeypatch, error, reason):
+    def test_weights_larger_than_memory_are_an_error(self, usage_error, monkeypatch, error, reason):
         def full(*args, **kwargs):
             raise error
 
@@ -256,7 +256,7 @@ class TestRefusals:
         monkeypatch.setattr(Engine, "warmup", nothing)
         assert usage_error().endswith("mla_decode: no implementation; too wide; no")
 
-    def test_no_device(self, usage_error, monkeypatch):
+    def test_missing_device_is_an_error(self, usage_error, monkeypatch):
         def nothing():
             raise RuntimeError("no such backend")
 
@@ -271,21 +271,21 @@ class TestWrongCheckpoints:
         shutil.copytree(GOLDEN, directory)
         return directory
 
-    def test_missing_checkpoint(self, usage_error, tmp_path):
+    def test_missing_checkpoint_is_an_error(self, usage_error, tmp_path):
         assert "there is no config.json" in usage_error("--model", tmp_path / "none")
         assert "there is no config.json" in usage_error("--model", tmp_path)
 
-    def test_pickled_checkpoint(self, usage_error, directory):
+    def test_pickled_checkpoint_is_an_error(self, usage_error, directory):
         for path in [*directory.glob("*.safetensors"), directory / "model.safetensors.index.json"]:
             path.unlink()
         (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
         assert "pytorch_model.bin may run code" in usage_error("--model", directory)
 
-    def test_a_missing_shard(self, usage_error, directory):
+    def test_missing_shard_is_an_error(self, usage_error, directory):
         (directory / "model-00002-of-00005.safetensors").unlink()
         assert "model-00002-of-00005.safetensors: there is no such file" in usage_error("--model", directory)
 
-    def test_a_truncated_shard(self, usage_error, directory):
+    def test_truncated_shard_is_an_error(self, usage_error, directory):
         shard = directory / "model-00001-of-00005.safetensors"
         shard.write_bytes(shard.read_bytes()[:-100])
         assert "not a safetensors file" in usage_error("--model", directory)
@@ -308,13 +308,13 @@ class TestWrongCheckpoints:
 
 
 class TestWrongTexts:
-    def test_empty_text(self, text_model, usage_error):
+    def test_empty_text_is_an_error(self, text_model, usage_error):
         assert "text 1 is empty" in usage_error("--model", text_model, "--prompt", "w1", " ")
 
-    def test_broken_template(self, text_model, usage_error):
+    def test_broken_template_is_an_error(self, text_model, usage_error):
         (text_model / "chat_template.jinja").write_text("{% endif %}")
         assert "chat template is malformed" in usage_error("--model", text_model, "--prompt", "w1")
 
-    def test_broken_tokenizer(self, text_model, usage_error):
+    def test_broken_tokenizer_is_an_error(self, text_model, usage_error):
         (text_model / "tokenizer.json").write_text("{}")
         assert "tokenizer.json" in usage_error("--model", text_model)

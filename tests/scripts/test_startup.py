@@ -1,4 +1,4 @@
-"""Start-up times: measured in separate processes, and reported with device, versions and commit."""
+"""Tests of scripts/tools/startup.py, which measures first calls in new processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_operations_match_dispatch() -> None:
     assert tuple(startup.calls()) == startup.OPS
 
 
-@pytest.mark.slow  # starts three processes; the table of the committed report is made in every run
+@pytest.mark.slow  # starts three processes; `make test` makes the table of the committed report
 def test_each_mode_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

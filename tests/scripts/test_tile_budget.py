@@ -1,4 +1,4 @@
-"""Instruction budget of a kernel's listing: instruction groups, loops, and sums per tile."""
+"""Tests of scripts/tools/tile_budget.py and sass.py: instruction groups, loops, and cycles per tile of a listing."""
 
 import json
 import re
@@ -16,7 +16,7 @@ LISTING = Path(__file__).parent / "stream_matmul.sass"
 SAMPLE = LISTING.read_text()
 COUNTS = {
     "tensor": 4,
-    "load": 18,  # 16 of shared memory, 2 bulk copies of the tiles after the next
+    "load": 18,  # 16 from shared memory, and 2 TMA copies of later tiles
     "convert": 16,
     "barrier": 9,
     "uniform": 37,
@@ -27,14 +27,16 @@ COUNTS = {
 
 
 def listing(*lines: str) -> str:
-    """Format labels unchanged, and instructions with addresses."""
+    """Return a listing of these lines as nvdisasm prints it: instructions with addresses, and labels, which end with
+    ":".
+    """
     return "\n".join(
         line if line.endswith(":") else f"        /*{16 * n:04x}*/    {line} ;" for n, line in enumerate(lines)
     )
 
 
 def without_labels(text: str) -> str:
-    """Format a listing as cuobjdump prints it: jumps name addresses."""
+    """Return a listing as cuobjdump prints it: without labels, and with addresses as jump targets."""
     pairs = re.findall(r"(?m)^(\.L_x_\d+):\n(?:\.L_x_\d+:\n)*\s+/\*([0-9a-f]+)\*/", text)
     for label, address in pairs:
         text = text.replace(f"`({label})", f"0x{int(address, 16):x}")
@@ -65,7 +67,7 @@ def without_labels(text: str) -> str:
         ("other", "BRA EXIT NOP CALL.REL.NOINC"),
     ],
 )
-def test_groups(group, opcodes):
+def test_opcodes_have_instruction_groups(group, opcodes):
     for opcode in opcodes.split():
         assert Instruction(0, "", opcode, "").group == group, opcode
 
@@ -92,15 +94,17 @@ def test_groups(group, opcodes):
         ("BRA", {ISSUE: 1}),
     ],
 )
-def test_pipes(opcode, cycles):
+def test_opcodes_have_pipe_cycles(opcode, cycles):
     assert pipe_cycles(Instruction(0, "", opcode, "")) == cycles
 
 
 # --- loops
 
 
-def test_the_main_loop_of_a_kernel():
-    """The loop includes the path around its wait, but not the wait's inner loop and the trap after the end."""
+def test_main_loop_of_a_kernel_is_found():
+    """The main loop includes the branch around a barrier wait. It includes neither the inner loop that polls the
+    barrier nor the trap after the kernel's end.
+    """
     (body,) = main_loops(parse(SAMPLE))
     assert Counter(instruction.group for instruction in body) == COUNTS
     addresses = {instruction.address for instruction in body}
@@ -148,14 +152,14 @@ def test_jump_table_has_all_its_targets():
 # --- budgets
 
 
-def test_the_budget_of_a_kernel():
+def test_budget_counts_instructions_and_cycles():
     budget = tile_budget(SAMPLE)
     assert budget.counts == COUNTS
     assert budget.cycles == {
         ISSUE: sum(COUNTS.values()),
         "tensor": 4 * 64,
-        "alu": 2 * (13 - 2 + 32),  # the 32 are FSEL
-        "fma": 2 * 2,  # both IMAD
+        "alu": 2 * (13 - 2 + 32),  # integer instructions without two IMAD, and 32 FSEL
+        "fma": 2 * 2,  # two IMAD
         "convert": 2 * 16,
         "shared memory": 16 * 8,
     }
@@ -164,7 +168,9 @@ def test_the_budget_of_a_kernel():
 
 
 def test_loop_over_several_tiles_costs_the_same_per_tile():
-    """An iteration may cover two tiles of an unrolled loop, or half of a tile that two warpgroups share."""
+    """If a tile has half the multiply-adds of an iteration, the loop is unrolled twice; if it has twice as many, two
+    warpgroups share the tile.
+    """
     whole = tile_budget(SAMPLE)
     half = tile_budget(SAMPLE.replace("524288", str(524288 // 2)))
     shared = tile_budget(SAMPLE.replace("524288", str(524288 * 2)))
@@ -208,8 +214,8 @@ def test_the_table(capsys):
 
 
 def test_forecasts_and_times_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The multiply-adds of this call give more tiles than its bytes, and its tensor cores take longer than the
-    bytes.
+    """The number of tiles follows from the multiply-adds of the call, which give more tiles than its bytes. The tensor
+    cores take longer than the bytes.
     """
     sample = tmp_path / "paged-prefill-d128.sass"
     sample.write_text(SAMPLE)
@@ -227,7 +233,7 @@ def test_forecasts_and_times_are_compared(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_measured_cases_exist(name: str) -> None:
-    """Each case is in its result file, and each kernel in the compile gate."""
+    """Each measured case is in its result file, and each kernel is a case of the compile gate."""
     operation, case = MEASURED[name]
     report = json.loads((RESULTS / f"{operation}_nvidia_h200.json").read_text())
     assert [entry for entry in report["cases"] if entry["case"] == case and "mosaic" in entry["results"]]

@@ -1,4 +1,4 @@
-"""Launches of interpreted kernels on jax arrays, under all transformations; and dispatch of Triton kernels."""
+"""Tests of launches of interpreted Triton kernels from jax, in jit, vmap, loops and shard_map; and of dispatch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_under_jit_vmap_and_in_a_loop() -> None:
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_operation_inside_shard_map(check_vma: bool) -> None:
-    """Each device writes to its own shard of the pages."""
+    """Pages are sharded over two devices. Each device writes to its shard."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), "x")
     pages, latent = jnp.zeros((4, 2, 32)), jnp.ones((6, 32)) * jnp.arange(6.0)[:, None]
     slots = jnp.array([0, 3, -1, 2, 1, 0], jnp.int32)

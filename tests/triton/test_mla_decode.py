@@ -1,4 +1,8 @@
-"""`mla_decode` in Triton with Hopper tiles, which run steps without a mask separately."""
+"""Tests of the Triton kernel of `mla_decode` with the tiles for Hopper.
+
+With these tiles, the kernel has two loops over tokens: one for steps in which all tokens are visible, without a mask,
+and one for the other steps.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ from tests.kit.slow_cases import slow_cases
 
 TRITON = next(backend for backend in backends.BACKENDS if backend.name == "triton")
 
-# 64 rows, several steps of 64 tokens without a mask, and some with a mask. In the sequence of 128 tokens, the last
-# whole step has a token that the first of two queries does not see.
+# The cases have 64 query rows, and several steps of 64 tokens of both kinds. In the sequence of 128 tokens, the last
+# step needs a mask, because the first of two queries does not see the last token.
 LATENTS = {
     "one query, absent pages": MlaCase(
         kv_lens=(0, 200, 64), heads=64, page_size=64, pages_per_row=4, num_pages=16, dtype="bfloat16", absent_pages=True

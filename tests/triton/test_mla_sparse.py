@@ -1,4 +1,6 @@
-"""`mla_sparse` in Triton with Hopper tiles of 64 heads, and with the slots of a token in several splits."""
+"""Tests of the Triton kernel of `mla_sparse` with the tiles for Hopper (64 heads), and with splits: several programs
+share the selected latents of a token.
+"""
 
 from __future__ import annotations
 

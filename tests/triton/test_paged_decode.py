@@ -1,4 +1,6 @@
-"""`paged_decode` in Triton: widths and page sizes that the contract suite does not have, and tiles of other cards."""
+"""Tests of the Triton kernel of `paged_decode`: widths and page sizes that the contract suite does not have, and tiles
+for other GPUs.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_padded_widths(name: str) -> None:
 @slow_cases("8.6")
 @pytest.mark.parametrize("capability", ["8.6", "9.0", pytest.param("12.0", marks=pytest.mark.slow)])
 def test_tiles_of_other_cards(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
-    """Cards have smaller tiles with less shared memory, and instructions for float8 from sm89 on."""
+    """GPUs with less shared memory get smaller tiles. GPUs before sm89 have no instructions for float8."""
     monkeypatch.setenv(device.INTERPRET_VARIABLE, capability)
     case = paged_cases.shape(2, 1, 128, 16, cache_dtype=paged_cases.FP8, scales=4, kv_lens=(0, 64), q_lens=(0, 1))
     inputs = Inputs.draw(replace(case, dtype="bfloat16"), harness.fresh_rng())
@@ -64,7 +66,7 @@ def test_wide_heads_are_unsupported() -> None:
 
 
 def test_plan_decode_for_triton() -> None:
-    """XLA computes the plan, for the number of Triton programs that run at the same time."""
+    """XLA computes the plan. Its number of programs is the number of Triton programs that run at the same time."""
     case = replace(paged_cases.SAMPLE, dtype="bfloat16")
     arrays = jax.tree.map(jnp.asarray, Inputs.draw(case, harness.fresh_rng()).decode())
     shown = {name: arrays[name] for name in ("q_lens", "window") if name in arrays}

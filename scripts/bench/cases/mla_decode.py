@@ -1,4 +1,8 @@
-"""Benchmark cases of one layer's absorbed decode step: minimum bytes and operations, and arguments on the device."""
+"""Benchmark cases of `mla_decode`, the absorbed decode step of one MLA layer.
+
+A case computes its minimum bytes and operations, for the roofline, and makes its arguments on the device. Absorbed
+means that W_UK and W_UV are multiplied into queries and outputs, so that every head reads the same latents.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,13 @@ from scripts.bench.shapes import MlaDecode
 
 @dataclasses.dataclass(frozen=True)
 class MlaDecodeInputs:
-    """Arguments of a chain of calls.
+    """Arguments of a chain, a compiled program that calls the operation several times.
 
     Attributes:
       cache: pool that all calls read.
-      kv_lens: int32 [B].
-      owns: queries and a block table per call. All differ; otherwise XLA would merge calls.
+      kv_lens: int32 [B], tokens per sequence.
+      owns: `q_latent`, `q_rope` and `block_tables` of each call. They differ between calls, because XLA would merge
+        equal calls.
     """
 
     cache: PagedLatent
@@ -44,6 +49,7 @@ class MlaDecodeCase:
 
     Attributes:
       shape: shape of the step.
+      cache: kind of cache, a key of `pools.CACHES`; or "fp8".
       varied: whether lengths differ, with mean `context` and standard deviation `context` / 2.
     """
 
@@ -59,14 +65,16 @@ class MlaDecodeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the latents that the queries see."""
+        """Bytes of the latents of all tokens. The bytes of queries and outputs are not counted."""
         s = self.shape
         spec = latent_cache_spec(num_pages=1, dtype=latent_dtype(self.cache), rope_dtype=None, **self.pool_sizes)
         return int(self.lens.sum()) * spec.bytes_per_page // s.page_size
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of both products. Every query counts as seeing all latents."""
+        """Multiplications and additions of both GEMMs (scores and outputs), as if every query attended to all
+        latents.
+        """
         s = self.shape
         return 2 * s.heads * s.queries * int(self.lens.sum()) * (2 * s.latent_dim + s.rope_dim)
 
@@ -81,18 +89,18 @@ class MlaDecodeCase:
 
     @property
     def sm_scale(self) -> float:
-        """Score scale of DeepSeek for keys with 128 columns without rotation."""
+        """DeepSeek's scale of the scores: (128 unrotated + `rope_dim` rotated key columns) ** -0.5."""
         return (128 + self.shape.rope_dim) ** -0.5
 
     @property
     def table_pages(self) -> int:
-        """Width of the block table."""
+        """Number of columns of the block table."""
         return -(-int(self.lens.max()) // self.shape.page_size)
 
     @property
     def cold_calls(self) -> int:
-        """Number of calls with separate pages. Together they read more than the cache holds, so the first call finds no
-        page in it.
+        """Number of calls of a chain with separate pages. If a chain has more calls, they reuse these pages in order.
+        Unless a call reads less than a megabyte, these pages exceed the L2, so no call finds its pages there.
         """
         return calls_of(self.num_bytes)
 
@@ -102,7 +110,7 @@ class MlaDecodeCase:
         return {"page_size": s.page_size, "latent_dim": s.latent_dim, "rope_dim": s.rope_dim}
 
     def inputs(self, pools: Pools) -> MlaDecodeInputs:
-        """Make the arguments of a chain.
+        """Make the arguments of a chain of calls.
 
         Raises:
           MemoryError: the pages do not fit.

@@ -1,5 +1,6 @@
-"""Benchmark cases of sparse latent attention: decode rows or chunk tokens of a long context, with different latents in
-each call.
+"""Benchmark cases of `mla_sparse`: each new token attends to `top_k` selected latents of a long context.
+
+The new tokens are decode tokens (one per sequence) or tokens of a prefill chunk. Each call selects other latents.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ SM_SCALE = 192**-0.5
 
 @dataclasses.dataclass(frozen=True)
 class MlaSparseCase:
-    """A step of `batch` sequences of `context` tokens. Each new token attends to `top_k` of them.
+    """A step of `batch` sequences of `context` tokens. Each new token attends to `top_k` of the context's tokens.
 
     Attributes:
-      cache: kind of cache; "fp8" for fp8 latents.
+      cache: kind of cache, a key of `pools.CACHES`; or "fp8".
       new_tokens: new tokens per sequence.
     """
 
@@ -58,38 +59,40 @@ class MlaSparseCase:
 
     @property
     def spec(self) -> CacheSpec:
-        """Pool that all calls read."""
+        """Shapes of the pool that all calls read."""
         pages = self.batch * self.context // self.page_size
         sizes = {"page_size": self.page_size, "latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
         return latent_cache_spec(num_pages=pages, dtype=latent_dtype(self.cache), **sizes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the selected latents, each read once."""
+        """Minimum bytes of latents that a call reads. Each selected latent is read once, even if several new tokens
+        select it; a sequence cannot have more than `context` different latents.
+        """
         chosen = self.batch * min(self.context, self.new_tokens * self.top_k)
         return chosen * self.spec.bytes_per_page // self.page_size
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of a call's queries and outputs."""
+        """Bytes of the queries and outputs of a call, 2 bytes per element."""
         return 2 * self.num_rows * self.heads * (2 * self.latent_dim + self.rope_dim)
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of both products."""
+        """Multiplications and additions of both GEMMs (scores and outputs)."""
         return 2 * self.num_rows * self.heads * self.top_k * (2 * self.latent_dim + self.rope_dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class MlaSparseInputs:
-    """Arguments of a chain of calls: the cache, and queries and slots per call."""
+    """Arguments of a chain of calls: the cache, and `q_latent`, `q_rope` and `slots` of each call."""
 
     cache: PagedLatent
     owns: list[dict[str, Array]]
 
 
 def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
-    """Make the arguments of a chain.
+    """Make the arguments of a chain of calls.
 
     Raises:
       MemoryError: the pool does not fit.
@@ -110,8 +113,8 @@ def inputs(case: MlaSparseCase, pools: Pools) -> MlaSparseInputs:
 def _choose(rng: np.random.Generator, case: MlaSparseCase) -> np.ndarray:
     """Draw sorted positions [rows, top_k].
 
-    Decode rows draw without replacement. Chunks have many rows, for which this takes long: they draw one position from
-    each of `top_k` equal parts of the context.
+    For one new token per sequence, positions are drawn without replacement. This would take long for the many tokens of
+    a chunk. They draw one position from each of `top_k` equal intervals of the context instead.
     """
     if case.new_tokens == 1:
         chosen = [rng.choice(case.context, case.top_k, replace=False) for _ in range(case.num_rows)]

@@ -1,4 +1,7 @@
-"""Benchmark cases of one layer's decode step: minimum bytes and operations, and arguments on the device."""
+"""Benchmark cases of `paged_decode`, the decode step of one attention layer.
+
+A case computes its minimum bytes and operations, for the roofline, and makes its arguments on the device.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from scripts.bench.shapes import Decode
 
 @dataclasses.dataclass(frozen=True)
 class DecodeArrays:
-    """Arguments of a chain of calls.
+    """Arguments of a chain, a compiled program that calls the operation several times.
 
     Attributes:
       kv: pool that all calls read.
-      kv_lens: int32 [B].
-      q, block_tables: one array per call. All differ; otherwise XLA would merge calls.
+      kv_lens: int32 [B], tokens per sequence.
+      q, block_tables: one array per call. They differ between calls, because XLA would merge equal calls.
     """
 
     kv: PagedKV
@@ -39,10 +42,10 @@ class DecodeCase:
     Attributes:
       shape: shape of the step.
       cache: kind of cache, a key of `pools.CACHES`.
-      varied: whether lengths are drawn from 1 to `context`; otherwise all are `context`.
+      varied: whether lengths are drawn from `shape.queries` to `context`; otherwise all are `context`.
       windowed_heads: number of KV heads that see `shape.window` keys; the other heads see all keys. None for no head
         windows.
-      sink_tokens: sink tokens that windowed heads also see.
+      sink_tokens: number of first tokens that the windowed heads also see.
     """
 
     shape: Decode
@@ -64,7 +67,7 @@ class DecodeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the keys and values that the queries see; with windows, of all pages with a visible key."""
+        """Bytes of the keys and values of all tokens; with a window, of all pages that have a visible key."""
         page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
         if self.window is None:
             return page * int(self.lens.sum()) // self.shape.page_size
@@ -110,13 +113,13 @@ class DecodeCase:
 
     @property
     def table_pages(self) -> int:
-        """Width of the block table."""
+        """Number of columns of the block table."""
         return -(-self.shape.context // self.shape.page_size)
 
     @property
     def cold_calls(self) -> int:
-        """Number of calls with separate pages. Together they read more than the cache holds, so the first call finds no
-        page in it.
+        """Number of calls of a chain with separate pages. If a chain has more calls, they reuse these pages in order.
+        Unless a call reads less than a megabyte, these pages exceed the L2, so no call finds its pages there.
         """
         return calls_of(self.num_bytes)
 
@@ -127,15 +130,15 @@ class DecodeCase:
 
     @property
     def pool_pages(self) -> int:
-        """Number of pages that the calls of a chain read."""
+        """Number of different pages that the calls of a chain read."""
         return self.cold_calls * self.shape.batch * self.table_pages
 
     def repeated[Own](self, owns: Sequence[Own]) -> list[Own]:
-        """Repeat the arguments of the cold calls cyclically for all calls of a chain."""
+        """Return arguments for all calls of a chain: the arguments of the `cold_calls` calls, repeated cyclically."""
         return [owns[i % len(owns)] for i in range(self.calls)]
 
     def inputs(self, pools: Pools) -> DecodeArrays:
-        """Make the arguments of a chain.
+        """Make the arguments of a chain of calls.
 
         Raises:
           MemoryError: the pages do not fit.

@@ -1,4 +1,7 @@
-"""Benchmark cases of prefill chunks: sequences of new tokens after cached tokens."""
+"""Benchmark cases of prefill chunks: sequences of new tokens that follow cached tokens.
+
+A chain is one compiled program that calls an operation several times (scripts/bench/harness/timing.py).
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,28 @@ from scripts.bench.harness.pools import CACHES, Pools, cache_spec, random_values
 from scripts.bench.shapes import MlaPrefill, Prefill
 
 CHAIN_SECONDS = 2e-3
-"""Target time of a chain in seconds. Starting a chain takes about 15 microseconds."""
+"""Target time of a chain in seconds. It makes the start of a chain, about 15 microseconds, negligible."""
 
 PORTABLE_FLOPS = 4e12
-"""Maximum operations of a call for the portable implementations, which may take a second for this number."""
+"""Maximum operations per call of the XLA implementations, which take about a second for them on a GPU."""
 
 
 LENGTHS = tuple((new, cached) for cached in (0, 8192, 32768) for new in (8192, 2048, 512))
-"""(new tokens, cached tokens). The longest chunks come first, because they matter most."""
+"""(new tokens, cached tokens) of the cases. The longest chunks come first, in case a time limit ends the run."""
 
 
 def mixed(*lengths: tuple[int, int]) -> tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]:
-    """Return the first numbers of a shape with sequences of these (new tokens, cached tokens), and the lengths for a
-    case.
+    """Return the arguments of a case with sequences of different (new tokens, cached tokens).
+
+    Returns:
+      The first three fields of the shape (number of sequences, maximum of new and of cached tokens), and `lengths` of
+      `PrefillCase`.
     """
     return (len(lengths), max(new for new, _ in lengths), max(cached for _, cached in lengths)), lengths
 
 
 MIXED = mixed((1500, 0), (200, 9000), (3000, 1000), (64, 4000), (800, 0))
-"""A step of new, nearly complete and intermediate prompts. Its number of tokens is not a multiple of 8."""
+"""A step with first, middle and last chunks of prompts. The number of new tokens, 5,564, is not a multiple of 8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,19 +57,19 @@ class RaggedPrefill:
 
 
 def offsets(lengths: list[int]) -> Array:
-    """Offsets of sequences of these lengths, including the end of the last sequence."""
+    """Return the start offset of each sequence and the end of the last sequence, int32 [len(lengths) + 1]."""
     return jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillCase:
-    """Base of the cases of all three operations.
+    """Base of the cases of `ragged_attention`, `paged_prefill` and `mla_prefill`.
 
     Attributes:
       shape: shape of the chunk.
       cache: kind of cache (`pools.CACHES`); for contiguous arrays, their dtype.
-      lengths: (new tokens, cached tokens) per sequence, if they differ. The shape then has their number and maxima; see
-        `mixed`.
+      lengths: (new tokens, cached tokens) per sequence; empty if all sequences have the lengths of the shape. `mixed`
+      returns matching values of `shape` and `lengths`.
     """
 
     shape: Any
@@ -77,22 +83,22 @@ class PrefillCase:
 
     @property
     def new(self) -> int:
-        """Number of new tokens of all sequences."""
+        """Total number of new tokens."""
         return sum(new for new, _ in self.each)
 
     @property
     def held(self) -> int:
-        """Number of tokens of all sequences, including new tokens."""
+        """Total number of cached and new tokens."""
         return sum(self.held_by_each)
 
     @property
     def held_by_each(self) -> list[int]:
-        """Number of tokens per sequence, including new tokens."""
+        """Number of cached and new tokens per sequence."""
         return [new + cached for new, cached in self.each]
 
     @property
     def pairs(self) -> int:
-        """Number of (query, visible key) pairs; with a window, of pairs within the window."""
+        """Number of pairs of a query and a key that it sees (causal mask, and window if there is one)."""
         window = getattr(self.shape, "window", None)
         counts = collections.Counter(self.each)
         seen = {(new, cached): cached + 1 + np.arange(new) for new, cached in counts}
@@ -127,12 +133,14 @@ class PrefillCase:
             raise NotImplementedError("needs sequences of equal length")
 
     def calls(self, num_bytes: int, flops: int) -> int:
-        """Number of calls in a chain, 2 to 16, for about `CHAIN_SECONDS` at 800 TFLOP/s and 4.8 TB/s (H200)."""
+        """Number of calls in a chain, 2 to 16: as a call takes at least the time of the roofline of an H200 (800
+        TFLOP/s, 4.8 TB/s), a chain takes at least about `CHAIN_SECONDS`.
+        """
         seconds = max(flops / 8e14, num_bytes / 4.8e12)
         return max(2, min(16, round(CHAIN_SECONDS / seconds)))
 
     def check_portable(self, implementation: str, flops: int) -> None:
-        """Raise NotImplementedError for a call that would take the portable implementation too long."""
+        """Raise NotImplementedError if `implementation` is "xla" and the call exceeds `PORTABLE_FLOPS`."""
         if implementation == "xla" and flops > PORTABLE_FLOPS:
             raise NotImplementedError(f"would take too long for {flops / 1e12:.0f} TFLOP")
 
@@ -164,7 +172,7 @@ class RaggedAttentionCase(PrefillCase):
         return 2 * s.q_heads * (s.qk_dim + s.v_dim) * self.pairs
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Make the arguments: q per call, and the arguments that all calls share."""
+        """Make the arguments of a chain: a list with `q` of each call, and the arguments that all calls share."""
         pools.release()
         s = self.shape
         calls = range(self.calls(self.num_bytes, self.flops))
@@ -191,7 +199,7 @@ class PagedPrefillCase(PrefillCase):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of queries, outputs, and the pages of all tokens; with a window, of the pages with a visible token."""
+        """Bytes of queries, outputs, and keys and values of all tokens; with a window, of the visible tokens only."""
         s = self.shape
         page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
         seen = sum(new - 1 + min(cached + 1, s.window or cached + 1) for new, cached in self.each)
@@ -208,7 +216,7 @@ class PagedPrefillCase(PrefillCase):
         return {"page_size": s.page_size, "num_kv_heads": s.kv_heads, "head_dim": s.head_dim}
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Make the arguments: q per call, and the arguments that all calls share.
+        """Make the arguments of a chain: a list with `q` of each call, and the arguments that all calls share.
 
         Raises:
           MemoryError: the pages do not fit.
@@ -232,7 +240,8 @@ class MlaPrefillCase(PrefillCase):
     """A call of `mla_prefill`.
 
     Attributes:
-      piece_tokens: prefix tokens expanded per step; None for the operation's default.
+      piece_tokens: number of cached latents that are expanded to keys and values at a time; None for the operation's
+      default.
     """
 
     shape: MlaPrefill
@@ -247,14 +256,14 @@ class MlaPrefillCase(PrefillCase):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of queries, outputs, weights and latents, each read once."""
+        """Bytes of queries, outputs, weights (W_UK and W_UV) and latents, each moved once."""
         s = self.shape
         heads = self.new * (s.nope_dim + s.rope_dim + s.value_dim) + (s.nope_dim + s.value_dim) * s.latent_dim
         return (s.heads * heads + self.held * self.width) * jnp.dtype(self.dtype).itemsize
 
     @property
     def flops(self) -> int:
-        """Operations of the attention, and of the expansion of each latent once."""
+        """Operations of the attention, and of expanding each latent once to keys and values of all heads."""
         s = self.shape
         attention = self.pairs * (s.nope_dim + s.rope_dim + s.value_dim)
         return 2 * s.heads * (attention + self.held * s.latent_dim * (s.nope_dim + s.value_dim))
@@ -268,7 +277,7 @@ class MlaPrefillCase(PrefillCase):
         return (self.shape.nope_dim + self.shape.rope_dim) ** -0.5
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Make the arguments: queries and new latents per call, and the arguments that all calls share.
+        """Make the arguments of a chain: queries and new latents of each call, and the arguments that all calls share.
 
         Raises:
           MemoryError: the pages do not fit.

@@ -1,4 +1,8 @@
-"""Benchmark cases of writes into a pool that is updated in place. Each call of a chain writes to different slots."""
+"""Benchmark cases of writes into a page pool that is updated in place.
+
+A chain is one compiled program that calls an operation several times. Each call writes to different slots. A slot is
+the place of one token in the pool: page id * page size + position in the page.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ class WriteCase(abc.ABC):
 
     Attributes:
       cache: kind of cache (`pools.CACHES`).
-      pool_bytes: minimum size of the pool. A large pool makes L2 hits of the written pages rare.
+      pool_bytes: minimum size of the pool. The pages of a large pool are rarely in the L2 when they are written.
     """
 
     tokens: int
@@ -31,7 +35,7 @@ class WriteCase(abc.ABC):
 
     @abc.abstractmethod
     def spec(self, num_pages: int) -> CacheSpec:
-        """Shapes of a pool of `num_pages` pages."""
+        """Return the shapes of a pool of `num_pages` pages."""
 
     @property
     @abc.abstractmethod
@@ -49,13 +53,13 @@ class WriteCase(abc.ABC):
 
     @property
     def pool(self) -> CacheSpec:
-        """Pool with the pages that all calls of a chain write to, and with at least `pool_bytes`."""
+        """Shapes of the pool: separate pages for all calls of a chain, and at least `pool_bytes`."""
         return self.spec(max(-(-self.pool_bytes // self.spec(1).bytes_per_page), math.prod(self._run_pages)))
 
     @property
     def slots(self) -> list[Array]:
-        """Slots of each call. A run has separate pages and starts at a page boundary, or anywhere in the page if it
-        fits into one page.
+        """Slots (int32 [tokens]) of each call. Each run has its own pages. A run longer than a page starts at a page
+        boundary; a shorter run starts at a random position where it fits into its page.
         """
         rng = np.random.default_rng(0)
         pages = rng.permutation(self.pool.num_pages)[: math.prod(self._run_pages)].reshape(self._run_pages)
@@ -66,5 +70,5 @@ class WriteCase(abc.ABC):
 
     @property
     def _run_pages(self) -> tuple[int, int, int]:
-        """Number of calls per chain, of runs per call, and of pages per run."""
+        """Calls per chain, runs per call, and pages per run."""
         return self.calls, -(-self.tokens // self.run), -(-self.run // self.page_size)

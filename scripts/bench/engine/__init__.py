@@ -1,1 +1,1 @@
-"""Benchmarks of the engine: small models, a model of real size, windows of some KV heads."""
+"""Benchmarks of the engine. Each module describes its measurement and is run by a script `scripts/bench_*.py`."""

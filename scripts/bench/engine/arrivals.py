@@ -1,10 +1,10 @@
-"""Measure latencies with random arrivals: Poisson arrivals at given rates, random prompt and output lengths.
+"""Measure the latencies of an engine with Poisson arrivals at given rates, and random prompt and output lengths.
 
-Time to the first token starts when a request is due, so it includes the rest of a step that is running. Time between
-tokens is the interval between successive tokens of a request at its caller. The longest step between the first and the
-last arrival is compared with the median step: it shows how much an arriving prompt delays decoding requests. For the
-longest steps, the report has what they computed, how long the host took to launch them, and how long Python's garbage
-collection took.
+- Time to first token: from the scheduled arrival of a request, so it includes the rest of a step that is running.
+- Time between tokens: between two calls of the request's callback `on_token`.
+- Longest step: compared with the median step, for steps between the first and the last arrival. The ratio shows how
+much an arriving prompt delays decoding requests. For the five longest steps, the report has their decode and prefill
+tokens, and the time of their launch on the host and of Python's garbage collection.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Arrivals:
       rates: requests per second, one measurement per rate.
       requests: requests of a measurement.
       prompt_tokens, new_tokens: mean lengths. Each length is drawn from 0.5 to 1.5 of the mean.
-      step_tokens: maximum new tokens of a step; one engine per value.
+      step_tokens: maximum new tokens of a step. Each value is measured with a separate engine.
       max_num_seqs: maximum number of running requests.
       page_size: tokens per page.
     """
@@ -81,7 +81,7 @@ def run(
 
 
 def measure(engine: Engine, work: Arrivals, rate: float, vocab_size: int, rng: np.random.Generator) -> dict[str, Any]:
-    """Serve requests that arrive at a rate, until the last request ends."""
+    """Serve requests that arrive at `rate` requests per second until the last request ends, and summarise the times."""
     due = np.cumsum(rng.exponential(1 / rate, work.requests))
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in _lengths(rng, work.prompt_tokens, work.requests)]
     outputs = _lengths(rng, work.new_tokens, work.requests)
@@ -121,10 +121,10 @@ def measure(engine: Engine, work: Arrivals, rate: float, vocab_size: int, rng: n
 
 
 def longest(steps: Sequence[StepRecord], collected_s: Sequence[float], count: int = 5) -> list[dict[str, Any]]:
-    """Describe the longest steps, the longest first.
+    """Describe the `count` longest steps, the longest first.
 
-    Each entry has the index of the step, its milliseconds and tokens, and the milliseconds of its launch on the host
-    and of garbage collection. `collected_s` has the seconds of garbage collection per step.
+    Each entry has the index of the step, its duration and tokens, and the time of its launch on the host and of garbage
+    collection, in milliseconds. `collected_s` has the seconds of garbage collection of each step.
     """
     order = sorted(range(len(steps)), key=lambda i: -steps[i].duration_s)[:count]
     return [
@@ -142,7 +142,7 @@ def longest(steps: Sequence[StepRecord], collected_s: Sequence[float], count: in
 
 @contextlib.contextmanager
 def _garbage_collection() -> Iterator[list[float]]:
-    """Yield a list to which each garbage collection appends its seconds."""
+    """Yield a list. Inside the `with` block, each garbage collection appends its duration in seconds."""
     seconds: list[float] = []
     began = 0.0
 
@@ -161,7 +161,7 @@ def _garbage_collection() -> Iterator[list[float]]:
 
 
 def _noting(times: list[float], began: float) -> Callable[..., None]:
-    """Return a callback that records when each token arrives."""
+    """Return a callback that appends the seconds since `began` to `times` when it is called for a token."""
     return lambda *_: times.append(time.perf_counter() - began)
 
 

@@ -1,13 +1,15 @@
-"""Measure speculative decoding at given acceptance rates, compared with plain decoding and with an arithmetic bound;
-and n-gram drafts on text with and without repetition.
+"""Measure speculative decoding at given acceptance rates, and with n-gram drafts on repeating and on random text.
 
-The model has random weights of a real size. Its input embeddings are so large that layers hardly change them, so the
-next token is a known function of the newest token, at the cost of any other model of this size. A proposer that knows
-the function can be right at any given rate.
+Plain decoding, without drafts, is the baseline. A row is one decoding request of a step. A proposer is the component
+that drafts tokens.
 
-The bound of a case assumes that a verification step takes as long as a plain step, plus the longer of two times:
-reading what the additional tokens need (experts that no other token selected), and computing them. At acceptance rate p
-a row gets 1 + p + ... + p^d tokens. Drafting costs nothing in this bound.
+The model has random weights. Its input embeddings are scaled up until the layers hardly change them, so the next token
+depends on the newest token only. A table of all next tokens is computed once. The steps still cost as much as those of
+any other model of this size. A proposer that reads the table is right at any given rate.
+
+The bound of tokens per second assumes that drafting is free. A verification step takes the time of a plain step plus
+the longer of two times: reading the weights of the additional experts that the draft tokens select, and computing the
+draft tokens. With d drafts and acceptance rate p, a row gets 1 + p + ... + p^d tokens per step.
 """
 
 from __future__ import annotations
@@ -36,16 +38,18 @@ from scripts.bench.harness.device import measure_rates
 from scripts.bench.harness.timing import Stopwatch
 
 EMBEDDING_SCALE = 2.0**20
-"""Factor of the input embeddings. Adding the output of a layer then almost always rounds to the embedding."""
+"""Factor of the input embeddings. The embedding plus the output of a layer then almost always rounds to the
+embedding.
+"""
 
 SETTLING_STEPS = 32
-"""Number of steps after the last prompt that are not measured. The number of drafts adapts to the acceptance rate in
-this time.
+"""Number of steps between the end of the last prompt and the measurement. In these steps the adaptive engine adjusts
+its number of drafts to the acceptance rate.
 """
 
 
 FEWEST_TOKENS = 128
-"""Minimum number of measured tokens per request, if the total number allows it."""
+"""Minimum number of measured tokens per request, even if this exceeds `new_tokens` in total."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +59,7 @@ class DraftingWork:
     Attributes:
       batches, contexts, rates: values of the cases.
       num_drafts: maximum drafts per row.
-      new_tokens: measured tokens of all requests together.
+      new_tokens: measured tokens of all requests together; more if a request would get fewer than `FEWEST_TOKENS`.
       page_size, max_batched_tokens: settings of the engine.
     """
 
@@ -72,14 +76,16 @@ class DraftingWork:
         return max(self.new_tokens // batch, min(self.new_tokens, FEWEST_TOKENS))
 
     def output_tokens(self, batch: int, context: int) -> int:
-        """Tokens of a request until the measurement ends, for any acceptance rate. The first requests get tokens while
-        later prompts are computed.
+        """Upper bound of the tokens of a request until the measurement ends, for any acceptance rate. It includes the
+        tokens that the first requests get while the prompts of later requests are computed.
         """
         prompt_steps = batch * context // max(1, self.max_batched_tokens - batch) + batch
         return self.measured_tokens(batch) + (prompt_steps + SETTLING_STEPS + 4) * (1 + self.num_drafts)
 
     def engine_config(self, speculate: Speculation | None) -> EngineConfig:
-        """Engine sizes that hold every case, so that all cases run the same programs."""
+        """Return an engine configuration that is large enough for every case, so that all cases run the same
+        programs.
+        """
         cases = [(batch, context) for batch in self.batches for context in self.contexts]
         longest = [context + self.output_tokens(batch, context) + 1 for batch, context in cases]
         most = max(self.batches)
@@ -99,10 +105,10 @@ class DraftingWork:
 
 
 class TabledProposer(Proposer):
-    """Proposer that follows a table of next tokens and is right at a given rate.
+    """Proposer that drafts from a table of next tokens and makes a share of the drafts wrong.
 
     Attributes:
-      weights: int32 [V], the token after each token; and float32, the rate.
+      weights: the table (int32 [V], next token by token) and the rate of correct drafts (float32 scalar).
     """
 
     def __init__(self, next_tokens: Int32[Array, "V"], rate: float):
@@ -135,9 +141,9 @@ def _mixed(x: Array) -> Array:
 
 
 class ChosenProposer(Proposer):
-    """One of several stateless proposers, selected between steps.
+    """Proposer that forwards to one of several stateless proposers, selected between steps.
 
-    All proposers run the same compiled programs, which take minutes to compile.
+    The compiled step contains all proposers, so selecting another proposer compiles nothing. Compilation takes minutes.
 
     Attributes:
       weights: index of the selected proposer, and the weights of all proposers.
@@ -148,7 +154,7 @@ class ChosenProposer(Proposer):
         self.choose(0)
 
     def choose(self, index: int) -> None:
-        """Select a proposer, with its current weights, from the next step on."""
+        """Select the proposer of the following steps, and copy the current weights of all proposers."""
         self.weights = (jnp.asarray(index, jnp.int32), tuple(proposer.weights for proposer in self._proposers))
 
     def propose(
@@ -163,7 +169,7 @@ class ChosenProposer(Proposer):
 
 
 def following_model(config: DeepSeekConfig, dtype: str, settings: AttentionSettings) -> tuple[Decoder, Array]:
-    """Return a random model whose next token depends on the newest token only, and the table of next tokens."""
+    """Return a random model whose next token depends on the newest token only, and its table (int32 [V])."""
     model = random_model(config, dtype, settings)
     model.embed_tokens[...] = model.embed_tokens[...] * jnp.asarray(EMBEDDING_SCALE, dtype)
 
@@ -174,9 +180,9 @@ def following_model(config: DeepSeekConfig, dtype: str, settings: AttentionSetti
 
 @functools.partial(jax.jit, static_argnums=0)
 def _following(graph: Any, norm: Any, embeddings: Array, head: Array) -> Int32[Array, "V"]:
-    """Most likely token after each token, computed for some rows at a time.
+    """Return the most likely next token of each token, computed in batches of 2,048 tokens.
 
-    The weights are arguments: as constants of the program they would be copied to the host and back.
+    The weights are arguments of the compiled function, because constants would be copied to the host and back.
     """
 
     def of_row(row: Array) -> Int32[Array, ""]:
@@ -193,13 +199,14 @@ def decode(
     """Decode requests in one batch.
 
     Returns:
-      Tokens per second while all requests decode. For these steps: mean time, mean drafts and accepted drafts per
-        request, and by number of drafts per row the number of steps and their median time.
+      Results of the steps in which all requests decode: tokens per second; mean time of a step; mean number of drafts
+      and of accepted drafts per request and step; and, for each number of drafts per row, the number of steps and their
+      median time.
     """
     arrived: Counter[int | str] = Counter()
     ids = [
         engine.add_request(prompt, dataclasses.replace(params, seed=seed), on_token=lambda i, *_: arrived.update((i,)))
-        for seed, prompt in enumerate(prompts)  # one seed would give all requests the same tokens and experts
+        for seed, prompt in enumerate(prompts)  # with equal seeds, all requests would sample the same tokens
     ]
 
     def step() -> None:
@@ -238,21 +245,25 @@ def decode(
 
 
 def fastest(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fastest of some runs.
+    """Return the run with the most tokens per second.
 
-    A single run may be slow: plain decoding because it is measured first, any run because of a pause of the host. A
-    pause costs more than the 3% that an adaptive engine may lose.
+    Any run may be slowed down by a pause of the host, and plain decoding also because it is measured first. A pause can
+    cost more than 3%, the largest loss that an adaptive engine is allowed to have over plain decoding.
     """
     return max(runs, key=lambda run: run["tokens_per_s"])
 
 
 def expected_tokens(rate: float, num_drafts: int) -> float:
-    """Mean tokens per row, if each draft after accepted drafts is accepted with probability `rate`."""
+    """Return the mean number of tokens per row and step. Each draft is accepted with probability `rate`, if all drafts
+    before it were accepted.
+    """
     return sum(rate**i for i in range(num_drafts + 1))
 
 
 def verifying_s(costs: Costs, plain_s: float, batch: int, num_drafts: int, itemsize: int) -> float:
-    """Minimum seconds of a step with drafts, given the seconds of a plain step."""
+    """Return the minimum seconds of a verification step, given the seconds of a plain step; see the module
+    docstring.
+    """
     tokens, config = batch * (1 + num_drafts), costs.config
     read = (costs.weight_bytes(tokens) - costs.weight_bytes(batch)) / costs.rates.copy
     share = config.num_experts_per_tok / config.n_routed_experts
@@ -265,7 +276,7 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Yield the result of each case: tokens per second, the ratio to plain decoding, and the share of the bound.
 
-    For an adaptive engine, the bound is the bound of the best number of drafts.
+    The bound is the highest over all numbers of drafts that the engine may use (`draft_buckets`).
     """
     rates = measure_rates(Stopwatch(samples=3))
     model, table = following_model(config, dtype, settings)
@@ -279,7 +290,9 @@ def run(
     new_control = copy.deepcopy(scheduler._draft_control)
 
     def measure(prompts: Sequence[Sequence[int]], params: SamplingParams, repeats: int) -> dict[str, Any]:
-        """Return the fastest run. Each run starts without statistics of acceptance and step times."""
+        """Return the fastest of `repeats` runs. Each run starts without statistics of acceptance rates and step
+        times.
+        """
         runs = []
         for _ in range(repeats):
             scheduler._draft_control = copy.deepcopy(new_control)
@@ -318,8 +331,8 @@ def run(
 
 
 def warm_up(engines: Sequence[Engine]) -> None:
-    """Compile all steps of the engines, then run each program again. XLA drops all CUDA graphs when it creates another
-    one.
+    """Compile all steps of the engines, then run each program twice, so that its CUDA graph exists. Compilation also
+    creates graphs, but XLA drops them when it creates other graphs.
     """
     for engine in engines:
         engine.warmup()
@@ -329,7 +342,7 @@ def warm_up(engines: Sequence[Engine]) -> None:
 
 
 def follow(table: np.ndarray, first: int, length: int) -> list[int]:
-    """Return a text that the model would continue in the same way."""
+    """Return `length` tokens that start with `first` and follow the table, as the model would generate them."""
     tokens = [int(first)]
     while len(tokens) < length:
         tokens.append(int(table[tokens[-1]]))
@@ -337,7 +350,7 @@ def follow(table: np.ndarray, first: int, length: int) -> list[int]:
 
 
 def ratios(got: dict[str, Any], plain: dict[str, Any], bound: float | None = None) -> dict[str, float]:
-    """Tokens per second relative to plain decoding, and as a share of the bound if there is a bound."""
+    """Return tokens per second relative to plain decoding, and as a share of the bound unless `bound` is None."""
     rate, plain_rate = got["tokens_per_s"], plain["tokens_per_s"]
     result = {"plain_tokens_per_s": plain_rate, "plain_step_s": plain["step_s"], "of_plain": rate / plain_rate}
     return result if bound is None else result | {"bound_tokens_per_s": bound, "of_bound": rate / bound}

@@ -1,8 +1,11 @@
 """Measure decode steps over long contexts, with sparse and dense attention, over 16-bit and fp8 caches.
 
-No prompt is computed. Pages of random values are imported for every context, as from another engine, and each request
-appends one token to one context. The dense model is the same model without indexers. One engine serves all cases of a
-model and a cache dtype. A case is `batch` contexts of `context` tokens. Only steps in which all contexts decode count.
+No prompt is computed. The cache is filled with pages of random values, which are imported like a KV-cache transfer from
+another engine. Each request then has one imported context and a prompt of one more token.
+
+The sparse model has indexers (DeepSeek-V3.2). The dense model is the same model without indexers. One engine serves all
+cases of a model and a cache dtype. A case is `batch` contexts of `context` tokens. Only steps in which all contexts
+decode are measured.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ CONFIGS: dict[str, DeepSeekConfig] = {
         index_head_dim=128,
     ),
 }
-"""Configurations by name: a tiny one for tests, and two layers of DeepSeek-V3.2's widths with an eighth of the
-vocabulary, one dense layer and one with 16 of 256 experts. One of 16 devices reads about this much per layer.
+"""Configurations by name: a tiny one for tests, and a model of DeepSeek-V3.2's widths with two layers (one dense, one
+with 16 of the 256 experts) and an eighth of the vocabulary. With 16 experts, the expert layer reads about the weights
+that one device reads if the 256 experts are split over 16 devices.
 """
 
 
@@ -97,12 +101,14 @@ class FilledWork:
 
 
 def dense(config: DeepSeekConfig) -> DeepSeekConfig:
-    """Return the configuration without indexers."""
+    """Return the configuration without indexers, which attends to all tokens."""
     return dataclasses.replace(config, model_type="deepseek_v3", index_topk=0, index_n_heads=0, index_head_dim=0)
 
 
 def run(work: FilledWork, settings: AttentionSettings, dtype: str, limit_seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield the result of each case. No engine and no case is started after the limit."""
+    """Yield the result of each case. After `limit_seconds`, neither a case nor the compilation of an engine is
+    started.
+    """
     began = time.perf_counter()
     rates = measure_rates(Stopwatch(samples=3))
     config = CONFIGS[work.config]
@@ -126,11 +132,11 @@ def run(work: FilledWork, settings: AttentionSettings, dtype: str, limit_seconds
                 **measure(engine, work, batch, context, least / rates.copy),
             }
         del engine
-        gc.collect()  # free the caches before the next ones are allocated
+        gc.collect()  # free the cache before the next engine allocates its cache
 
 
 def decode_bytes(model: Decoder, costs: Costs, cache: str, batch: int, context: int) -> float:
-    """Bytes that a step must read: weights, index keys of all tokens, and the latents that are attended to."""
+    """Return the bytes that a step must read: weights, index keys of all tokens, and the latents of attended tokens."""
     specs = model.cache_specs(1, 1, cache)
     arrays = [named for spec in specs for named in spec.arrays.items()]
     index = sum(array.size * array.dtype.itemsize for name, array in arrays if name.startswith(INDEX))
@@ -140,7 +146,7 @@ def decode_bytes(model: Decoder, costs: Costs, cache: str, batch: int, context: 
 
 
 def measure(engine: Engine, work: FilledWork, batch: int, context: int, floor_s: float) -> dict[str, Any]:
-    """Fill the cache and measure decode steps."""
+    """Fill the cache and measure decode steps. `floor_s` is the roofline of a step in seconds."""
     began = time.perf_counter()
     prompts = fill(engine, batch, context)
     filled_s = time.perf_counter() - began
@@ -159,14 +165,16 @@ def measure(engine: Engine, work: FilledWork, batch: int, context: int, floor_s:
 
 
 def fill(engine: Engine, batch: int, context: int) -> list[list[int]]:
-    """Import pages of random values for `batch` contexts. Return a prompt of one more token for each context."""
+    """Import pages of random values for `batch` contexts. Return the prompts: `context` cached tokens and one new
+    token.
+    """
     rng = np.random.default_rng(batch)
     made_for, page_size = engine.cache_format, engine.config.page_size
     num_pages, vocabulary = context // page_size, made_for["config.vocab_size"]
     values = {}
     for arrays in made_for["arrays"].values():
         for name, (shape, dtype) in arrays.items():
-            if name not in values:  # layers may share a cache shape
+            if name not in values:  # all layers get the same values; their arrays of one name have one shape
                 drawn = rng.standard_normal((num_pages, *shape), np.float32)
                 values[name] = (np.abs(drawn) if name.endswith("scale") else drawn).astype(jnp.dtype(dtype))
     contents = {f"{layer}.{name}": values[name] for layer, arrays in made_for["arrays"].items() for name in arrays}

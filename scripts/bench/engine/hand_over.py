@@ -1,12 +1,16 @@
-"""Measure a KV-cache transfer: the cost of steps launched layer by layer, and the time to the first token of prompts
-that another process computes.
+"""Measure KV-cache transfers during prefill.
 
-- Cost. One engine computes prompts as whole steps and layer by layer (interleaved), with a consumer that drops the
-  pages. The report has the seconds to the first token of both, and the share of page bytes on the host at that time.
-- Whole. Time to export the same pages after the prompt, the minimum that an export of whole pages adds.
-- Two processes. A second process computes prompts, and this process continues them. The report has the seconds from
-  submission to the first token; the share of page bytes received within the time to the first token of whole steps; and
-  how many first tokens equal the tokens computed in this process.
+A whole step is one compiled program of all layers. A layered step is launched in several chunks of layers, so that the
+pages of early layers can be copied to the host, and to another process, while later layers run. The consumer is the
+callback that receives the pages (`Engine.watch_written`). There are three measurements:
+
+- Cost of layered steps. One engine computes prompts in whole steps and, interleaved, in layered steps with a consumer
+that drops the pages. The report has the time to the first token of both, and the share of the page bytes that the
+consumer had received when the first token of the layered run arrived.
+- Export. The time to export all pages after the prompt (`Engine.export_pages`), the alternative to layered steps.
+- Two processes. A second process computes prompts, and this process continues them. The report has the time from
+submission to the first token; the share of page bytes received within the time to the first token of whole steps; and
+the number of first tokens that equal the tokens computed in this process.
 
 Prompts are random, so no prompt is in a prefix cache.
 """
@@ -48,7 +52,7 @@ SECRET = "PALLAS_ATTN_TRANSFER_SECRET"
 """Environment variable with the secret that both processes share."""
 
 PIECES = 4
-"""Default number of chunks per step, like `Engine.watch_written` and `serve_prefill`."""
+"""Default number of chunks of layers per step, equal to the default of `Engine.watch_written` and `serve_prefill`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,7 @@ class HandOver:
       step_tokens: maximum tokens per step.
       page_size: tokens per page.
       repeats: repetitions of each measurement.
-      pieces: launches per step with a consumer.
+      pieces: chunks of layers per layered step, each launched separately.
     """
 
     config: str
@@ -77,8 +81,8 @@ class HandOver:
 
 
 def make_engine(work: HandOver) -> Engine:
-    """Return an engine for one prompt at a time, with room for two. Few step sizes are used, because each one is
-    compiled twice.
+    """Return an engine with a pool for two of the longest prompts. It has at most two sizes of prefill steps, because
+    each size is compiled as a whole and as a layered step.
     """
     settings = AttentionSettings(implementation=work.implementation)
     longest = max(work.lengths) + 2
@@ -107,7 +111,7 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
         connection, secret = connect()
         transport = _TimedTransport(connection)
         remote = RemotePrefill(engine, transport, timeout_s=600, secret=secret)
-        for length in (*work.lengths, *work.lengths):  # the first round loads kernels
+        for length in (*work.lengths, *work.lengths):  # the first round is unmeasured: it loads kernels
             _remote(engine, remote, prompt(length))
         for length in work.lengths:
             whole, layered, exported, arrived = [], [], [], []
@@ -122,7 +126,7 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
                 feed.wait(600)
                 feed.close()
                 arrived.append(_share(bytes_at, began + layered[-1]))
-            for _ in range(work.repeats):  # in a separate loop: memory left by exports slows down later steps
+            for _ in range(work.repeats):  # not interleaved with the other runs: exports slow down later steps
                 _local(engine, prompt(length), exported=exported.append)
             apart, read, equal, equal_to_whole = [], [], 0, 0
             for _ in range(work.repeats):
@@ -151,7 +155,9 @@ def run(work: HandOver, prefill_device: str | None) -> Iterator[dict[str, Any]]:
 
 
 def warm_up(engine: Engine, pieces: int, *, whole: bool) -> None:
-    """Compile and run the steps with prompts only, layer by layer and optionally whole. No request decodes here."""
+    """Compile the prefill steps as layered steps, and also as whole steps if `whole` is set. No step of this benchmark
+    decodes.
+    """
     buckets = [bucket for bucket in engine._runner.buckets() if not bucket.decode_rows]
     if whole:
         engine._runner.compile(buckets)
@@ -160,10 +166,10 @@ def warm_up(engine: Engine, pieces: int, *, whole: bool) -> None:
 
 
 class _TimedTransport(SocketTransport):
-    """Transport that records when page bytes were read.
+    """Transport that records when page bytes were received.
 
     Attributes:
-      arrived: time and bytes of each message with pages.
+      arrived: receive time (`time.perf_counter` seconds) and bytes of each message with pages.
     """
 
     def __init__(self, connection: socket.socket):
@@ -200,8 +206,8 @@ def line(result: dict[str, Any]) -> str:
 def _local(
     engine: Engine, prompt: list[int], *, salt: str = "", exported: Callable[[float], None] | None = None
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the seconds to the first token in this process, and the token. `exported` receives the seconds of an
-    export.
+    """Compute a prompt in this process. Return the seconds to the first token, and the output tokens. If `exported` is
+    given, export the pages afterwards and call it with the seconds of the export.
     """
     began = time.perf_counter()
     request = engine.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True), salt=salt)
@@ -215,7 +221,7 @@ def _local(
 
 
 def _remote(engine: Engine, remote: RemotePrefill, prompt: list[int]) -> tuple[float, tuple[int, ...]]:
-    """Return the seconds to the first token of a prompt that the other process computes, and the token."""
+    """Let the other process compute a prompt. Return the seconds to the first token, and the output tokens."""
     began, name = time.perf_counter(), "remote"
     remote.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True), request_id=name)
     while remote.pending:

@@ -1,16 +1,18 @@
 """Measure the savings of head windows in the engine: contexts per pool, throughput, latencies.
 
-In every layer some KV heads see all tokens, and the other heads see sink tokens and a window. Measurements:
+A model with head windows has, in every layer, full KV heads, which see all tokens, and windowed KV heads, which see a
+window of the newest tokens and the first tokens (sink tokens). A row of the pool is one page of one KV head. Recycling
+frees the rows of windowed heads when the window has passed them. There are three measurements:
 
-- Contexts. More requests than fit the pool arrive at once, with and without recycling of the pages of windowed heads.
-  The number of contexts is the maximum that decoded in one step. The arithmetic bound of the gain is Hkv / (F + (Hkv -
-  F)·resident/context), where F heads are full and the others have `resident` tokens (window and sinks) in the pool.
-- Waiting. The same requests run on a model with head windows and on a model without, interleaved: time to the first
-  token, time between tokens.
-- Rows in use over one long decode, for a plot.
+- Contexts. More requests than fit the pool arrive at once, with recycling and without. The result is the maximum number
+of requests that decoded in one step. Recycling increases it at most by the factor Hkv / (F + (Hkv -
+F)·resident/context), where F heads are full and a windowed head has `resident` tokens (window and sinks) in the pool.
+- Waiting. The same requests run, interleaved, on a model with head windows and on a model without: time to the first
+token and time between tokens.
+- Rows in use during one long decode, for a plot.
 
-On a CPU, sizes are a sixteenth of the sizes on a GPU (contexts of 32,768 tokens, windows of 4,096, pages of 64), and a
-quarter for the waiting times, so that the ratios are the same.
+On a CPU, the sizes are a sixteenth of the sizes on a GPU (contexts of 32,768 tokens, windows of 4,096, pages of 64);
+contexts and windows of the waiting measurement are a quarter. The ratio of window to context is the same.
 """
 
 from __future__ import annotations
@@ -38,16 +40,16 @@ class HeadWindowSizes:
 
     Attributes:
       context: final length of a request, prompt and output.
-      new_tokens: length of each output. It exceeds the number of steps that compute prompts, so that all requests that
-        fit decode at the same time.
-      window, sink_tokens: window and sink tokens of a windowed head.
+      new_tokens: tokens of each output. They must exceed the number of steps that compute prompts: the first request
+      then still decodes when the last request that fits starts to decode.
+      window, sink_tokens: numbers of newest and of first tokens that a windowed head sees.
       page_size: tokens per page.
       pool_contexts: number of contexts that fill the pool without recycling.
-      step_tokens: tokens of a step, decode and prefill together.
+      step_tokens: maximum tokens of a step, decode and prefill together.
       waiting_context, waiting_window, waiting_batch, waiting_tokens: prompt length, window, number of requests and
         output length of the waiting measurement.
-      repeats: repetitions of the waiting measurement.
-      serving_repeats: repetitions of the contexts and throughput measurement.
+      repeats: runs of the waiting measurement.
+        serving_repeats: runs of the measurement of contexts and throughput.
     """
 
     context: int
@@ -70,7 +72,9 @@ class HeadWindowSizes:
         return self.pool_contexts * -(-self.context // self.page_size)
 
     def allowed(self, num_heads: int, windowed: int) -> float:
-        """Maximum gain in contexts from recycling: the ratio of rows without recycling to rows with recycling."""
+        """Return the maximum factor by which recycling increases the number of contexts: rows of a context without
+        recycling divided by its rows with recycling. `windowed` of the `num_heads` KV heads have a window.
+        """
         resident = min(1.0, (self.window + self.sink_tokens) / self.context)
         return num_heads / (num_heads - windowed + windowed * resident)
 
@@ -133,10 +137,10 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class HeadWindowBench:
-    """A model without windows, and its run settings.
+    """A model configuration without windows, and the settings of the measurement.
 
     Attributes:
-      config, dtype, settings: the model. Its weights are random.
+      config, dtype, settings: arguments of the models. Weights are random.
       sizes: sizes of requests and pools.
       windowed: numbers of KV heads with windows, one case each.
     """
@@ -148,8 +152,8 @@ class HeadWindowBench:
     windowed: tuple[int, ...]
 
     def model(self, windowed: int = 0, window: int = 0) -> Decoder:
-        """Return the model with this window in the last `windowed` heads of every layer. The weights do not depend on
-        the window.
+        """Return the model in which the last `windowed` KV heads of every layer have a window of `window` tokens. Its
+        weights do not depend on the windows.
         """
         heads, sinks = self.config.num_key_value_heads, self.sizes.sink_tokens
         widths = (FULL,) * (heads - windowed) + (window,) * windowed
@@ -162,7 +166,7 @@ class HeadWindowBench:
 
 
 def run(bench: HeadWindowBench, limit_seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield the report, first without cases and then after each case. No case starts after `limit_seconds`."""
+    """Yield the report before the first case and after each case. No case starts after `limit_seconds`."""
     began = time.perf_counter()
     report: dict[str, Any] = {
         "model": bench.config.to_hf(),
@@ -180,8 +184,8 @@ def run(bench: HeadWindowBench, limit_seconds: float) -> Iterator[dict[str, Any]
 
 
 def contexts(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
-    """Measure contexts per pool and throughput with and without recycling, interleaved. The report has the runs of
-    median time.
+    """Measure contexts per pool and throughput, in interleaved runs with and without recycling. Return the run of
+    median duration of each.
     """
     sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
     allowed = sizes.allowed(bench.config.num_key_value_heads, windowed)
@@ -206,8 +210,8 @@ def contexts(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
 
 
 def _serve(engine: Engine, sizes: HeadWindowSizes, prompts: list[list[int]]) -> dict[str, Any]:
-    """Measure how many requests decode at once, the total throughput, and the throughput while nearly this number
-    decodes.
+    """Measure the maximum number of requests that decode in one step, the total throughput, and the decode throughput
+    of the steps in which at least 90% of this number decode.
     """
     preempted = engine.stats().preemptions
     _, steps = generate(engine, prompts, [sizes.new_tokens] * len(prompts))
@@ -226,7 +230,9 @@ def _serve(engine: Engine, sizes: HeadWindowSizes, prompts: list[list[int]]) -> 
 
 
 def _engine(model: Decoder, sizes: HeadWindowSizes, max_num_seqs: int, recycling: bool) -> Engine:
-    """Return an engine with two sizes of decode steps, so that padding is small with and without recycling."""
+    """Return an engine with two sizes of decode steps: one for the number of requests that fit without recycling, one
+    for the number that fits with recycling. Padding is then small in both cases.
+    """
     return Engine(
         model,
         EngineConfig(
@@ -245,7 +251,9 @@ def _engine(model: Decoder, sizes: HeadWindowSizes, max_num_seqs: int, recycling
 
 
 def waiting(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
-    """Measure latencies with head-wise and with uniform tables, and the saved share."""
+    """Measure latencies of a model with head windows ("head_wise") and of a model without windows ("uniform"), and the
+    share of the time that head windows save.
+    """
     sizes = bench.sizes
     models = {"uniform": bench.model(), "head_wise": bench.model(windowed, sizes.waiting_window)}
     longest = sizes.waiting_context + sizes.waiting_tokens
@@ -279,7 +287,9 @@ def waiting(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
 
 
 def long_decode(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
-    """Count rows in use after each step of a request that grows to a whole context, with and without recycling."""
+    """Count the pool rows in use after each step of a request that grows from one page to `sizes.context` tokens, with
+    and without recycling.
+    """
     sizes, model = bench.sizes, bench.model(windowed, bench.sizes.window)
     prompt = bench.prompts(1, sizes.page_size)
     series: dict[str, Any] = {"windowed": windowed, "prompt_tokens": sizes.page_size}
@@ -291,7 +301,9 @@ def long_decode(bench: HeadWindowBench, windowed: int) -> dict[str, Any]:
 
 
 def most_rows(bench: HeadWindowBench, windowed: int, tokens: int) -> int:
-    """Upper bound of the rows of a sequence of `tokens` tokens with recycling, decoding one token per step."""
+    """Return the maximum number of pool rows of a sequence of `tokens` tokens that decodes one token per step, with
+    recycling.
+    """
     sizes = bench.sizes
     pages = -(-tokens // sizes.page_size)
     in_window = (sizes.window + sizes.page_size - 2) // sizes.page_size + 1  # the window may begin anywhere in a page
@@ -300,7 +312,7 @@ def most_rows(bench: HeadWindowBench, windowed: int, tokens: int) -> int:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """Table of the results, one line per case."""
+    """Make a table of the results, one line per case."""
     sizes, heads = report["sizes"], report["model"]["num_key_value_heads"]
     title = (
         f"contexts of {sizes['context']:,} in a pool for {sizes['pool_contexts']}, windows of {sizes['window']:,};"

@@ -1,4 +1,7 @@
-"""Models with random weights. The device makes one parameter at a time, because a model of real size fits only once."""
+"""Models with random weights, which are drawn on the device.
+
+One parameter is drawn at a time, because the device memory has no room for a second copy of a large model.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ from models.decoder.mesh import num_devices, over_mesh
 def random_model(
     config: ModelConfig, dtype: DTypeLike, settings: AttentionSettings, seed: int = 0, mesh: Mesh | None = None
 ) -> Decoder:
-    """Return a model whose weights keep activations near 1, so that experts are selected evenly and nothing overflows.
+    """Return a model with random weights whose scale keeps activations near 1.
 
-    On a mesh, each device makes its slices. The values differ from a model on one device.
+    Nothing then overflows, and the router selects experts evenly. On a mesh, each device draws its own slices of the
+    weights, so the values differ from the values of a model on one device.
     """
     model = nnx.eval_shape(lambda: Decoder(config, settings, dtype, mesh))
     graph, state = nnx.split(model)
@@ -44,7 +48,7 @@ def random_model(
 
 
 def _centre_and_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Mean and standard deviation of a parameter's values."""
+    """Return the mean and the standard deviation of a parameter's values."""
     if name.endswith("norm.weight"):
         return 1.0, 0.1
     if len(shape) == 1 or name == "embed_tokens":
@@ -54,7 +58,7 @@ def _centre_and_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]
 
 
 type Split = tuple[Mesh, tuple[str, ...]]
-"""Devices that make a weight, and the mesh axes along which their slices differ."""
+"""Mesh whose devices draw a weight, and the mesh axes that split the first dimension of the weight."""
 
 
 def _random(
@@ -65,10 +69,11 @@ def _random(
 
 @functools.cache
 def _maker(shape: tuple[int, ...], dtype: DTypeLike, split: Split | None) -> Any:
-    """Return a compiled function that draws values of a shape, different ones on each device.
+    """Return a compiled function that draws the values of a parameter. Each slice of a split parameter has other
+    values.
 
-    Matrices of experts and heads are drawn one after the other: the random bits take twice the memory of 16-bit
-    weights.
+    A parameter with three or more dimensions, such as the matrices of all experts, is drawn one matrix at a time,
+    because the 32-bit random bits take twice the memory of 16-bit weights.
     """
     mesh, axes = split or (None, ())
     own = shape if mesh is None else (shape[0] // num_devices(mesh, axes), *shape[1:])

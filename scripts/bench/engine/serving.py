@@ -1,10 +1,13 @@
-"""Measure the engine with a model of real size: prefill, decode and latencies by batch and context, compared with the
-roofline of the card.
+"""Measure prefill, decode and latencies of an engine with a model of real size, compared with the roofline.
 
 A case is `batch` requests that arrive at once, each with a prompt of `context` random tokens. One engine serves all
-cases; its steps are compiled before. Requests with early prompts get more tokens, so that at the end all requests
-decode at the same time. Only these steps count as decoding. Cases run in the order of their cost. A case whose prompts
-would exceed the remaining time is skipped, with a note in the report.
+cases. All its steps are compiled before the first case.
+
+The first requests of a case start to decode while later prompts are computed. They get more tokens, so that at the end
+all requests decode at the same time. Only the steps in which all requests decode are measured as decode steps.
+
+Cases run in the order of their cost. A case whose prompts would not be computed in the remaining time is skipped, and
+the report has the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from scripts.bench.harness.device import Rates, measure_rates
 from scripts.bench.harness.timing import Stopwatch
 
 ROUTED = ("mlp.gate_up_proj", "mlp.down_proj")
-"""Suffixes of the names of routed expert weights."""
+"""Suffixes of the names of the weights of routed experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +40,11 @@ class Serving:
 
     Attributes:
       batches, contexts: batches and contexts of the cases, in all combinations.
-      new_tokens: new tokens of the last request.
-      limit_seconds: time limit, starting with the first weight.
-      page_size: tokens per page.
-      max_batched_tokens, prefill_seqs: maximum new tokens of a step, and maximum number of requests whose prompts are
-        in one step.
+      new_tokens: output tokens of the last request. Requests that start earlier get more.
+        limit_seconds: time limit of the run. It includes making the model and compiling the steps.
+        page_size: tokens per page.
+        max_batched_tokens: maximum new tokens of a step.
+        prefill_seqs: maximum number of prompts in a step.
       most_tokens: maximum prompt tokens of a case; larger cases are skipped.
     """
 
@@ -56,16 +59,17 @@ class Serving:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """(batch, context) of every case, in rising order of prompt cost."""
+        """(batch, context) of each case, in rising order of batch * context**2, an estimate of the prefill time."""
         every = [(batch, context) for batch in self.batches for context in self.contexts]
         if self.most_tokens is not None:
             every = [(batch, context) for batch, context in every if batch * context <= self.most_tokens]
         return sorted(every, key=lambda case: case[0] * case[1] ** 2)
 
     def tokens_each(self, batch: int, context: int) -> list[int]:
-        """New tokens of each request: one more for every step that may compute prompts of later requests.
+        """Return the output tokens of each request.
 
-        Such a step is full of prompt tokens, or completes the maximum number of prompts.
+        A request gets `new_tokens`, and one more for each step that may compute prompts of later requests. Such a step
+        has the maximum number of prompt tokens or completes the maximum number of prompts.
         """
         prompt_tokens = max(1, self.max_batched_tokens - batch)
         return [
@@ -92,13 +96,13 @@ class Serving:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Minimum costs of a model's steps.
+    """Minimum bytes and operations of the steps of a mixture-of-experts model.
 
     Attributes:
-      config: the model.
-      dense_bytes: bytes of the weights that every step reads.
-      routed_bytes: bytes of all routed experts.
-      token_bytes: cache bytes per token, all layers.
+      config: configuration of the model.
+      dense_bytes: bytes of the weights that every step reads, which are all weights except routed experts.
+      routed_bytes: bytes of the routed experts.
+      token_bytes: cache bytes per token in all layers together.
       rates: rates of the card, measured in the same run.
     """
 
@@ -119,21 +123,23 @@ class Costs:
             for path, weight in nnx.to_flat_state(nnx.state(model, nnx.Param))
         }
         routed = sum(size for name, size in sizes.items() if name.endswith(ROUTED))
-        rows_only = 0 if model.lm_head is None else sizes["embed_tokens"]  # a step reads the rows of its tokens only
+        rows_only = 0 if model.lm_head is None else sizes["embed_tokens"]  # a step reads only a few rows of it
         token_bytes = sum(spec.bytes_per_page for spec in model.cache_specs(1, 1))
         return Costs(model.config, sum(sizes.values()) - routed - rows_only, routed, token_bytes, rates)
 
     def weight_bytes(self, tokens: int) -> float:
-        """Expected bytes of weights that a step of `tokens` tokens reads, if experts are selected evenly."""
+        """Return the expected bytes of weights that a step of `tokens` tokens reads, if experts are selected evenly."""
         missed = (1 - self.config.num_experts_per_tok / self.config.n_routed_experts) ** tokens
         return self.dense_bytes + (1 - missed) * self.routed_bytes
 
     def decode_floor(self, batch: int, context: float) -> float:
-        """Seconds to move the weights and latents of a decode step."""
+        """Return the seconds to read the weights and latents of a decode step at the copy rate."""
         return (self.weight_bytes(batch) + batch * context * self.token_bytes) / self.rates.copy
 
     def prefill_floor(self, batch: int, context: int, itemsize: int) -> float:
-        """Seconds for the GEMMs of each token and for expanded causal attention."""
+        """Return the seconds to compute prompts at the matrix rate: all GEMMs except the LM head, and causal attention
+        with expanded keys and values.
+        """
         c = self.config
         share = c.num_experts_per_tok / c.n_routed_experts
         weights = (self.dense_bytes + share * self.routed_bytes) / itemsize - c.vocab_size * c.hidden_size
@@ -163,7 +169,7 @@ def run(config: DeepSeekConfig, serving: Serving, settings: AttentionSettings, d
         "cases": [],
     }
     yield report
-    reached = 1.0  # best share of the floor of all prefills until now
+    reached = 1.0  # floor / time of the newest prefill, to estimate the time of the next prefill
     for batch, context in serving.cases:
         floor = costs.prefill_floor(batch, context, np.dtype(model.embed_tokens.dtype).itemsize)
         left = began + serving.limit_seconds - time.perf_counter()
@@ -181,7 +187,7 @@ def run(config: DeepSeekConfig, serving: Serving, settings: AttentionSettings, d
 def generate(
     engine: Engine, prompts: list[list[int]], new_tokens: list[int]
 ) -> tuple[list[RequestOutput], list[StepRecord]]:
-    """Run requests that arrive at once; return their outputs and steps."""
+    """Run requests that arrive at once. Return their outputs and the records of the engine's steps."""
     before = engine.stats().num_steps
     outputs = engine.generate(prompts, [SamplingParams(max_tokens=tokens, ignore_eos=True) for tokens in new_tokens])
     for output, tokens in zip(outputs, new_tokens, strict=True):
@@ -193,7 +199,9 @@ def generate(
 def measure(
     engine: Engine, costs: Costs, serving: Serving, batch: int, context: int, prefill_floor: float
 ) -> dict[str, Any]:
-    """Measure one case: times of its steps and requests, and their ratios to the floors."""
+    """Measure one case: times of its steps and requests, and floor / time for prefill and decode. The floors are the
+    roofline times of `Costs`.
+    """
     prompts = np.random.default_rng(batch).integers(0, costs.config.vocab_size, (batch, context)).tolist()
     new_tokens = serving.tokens_each(batch, context)
     outputs, steps = generate(engine, prompts, new_tokens)
@@ -218,7 +226,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def latest(report: dict[str, Any]) -> str:
-    """Format the newest case of a report as one line; before the first case, the model."""
+    """Format the newest case of a report as one line. Before the first case, describe the model instead."""
     if not report["cases"]:
         return (
             f"{report['parameters'] / 1e9:.2f}B parameters made in {report['made_s']:.1f} s,"

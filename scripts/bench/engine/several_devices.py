@@ -1,10 +1,12 @@
-"""Measure the engine on several devices: prefill and decode speed of each mesh layout compared with one device, and the
-exchanges of the layouts.
+"""Measure the engine on several devices.
 
-- Cases. Requests that arrive at once, as in scripts/bench/engine/serving.py. The models run one after another: on one
-  device, then in each layout. Weights are random and made on their devices.
-- Exchanges. An all-reduce and an all-to-all among all devices, by bytes, in a compiled program.
-- Operation. `mla_decode` of 128 heads, with contexts on one device and split over all devices (`decode_over_contexts`).
+A layout is a mesh: the number of devices along each axis. There are three measurements:
+
+- Engine (`run`). Prefill and decode speed of requests that arrive at once, as in scripts/bench/engine/serving.py, for
+each layout. A new model with random weights is made for each layout.
+- Exchanges (`exchanges`). The time of an all-reduce and of an all-to-all among all devices, by number of bytes.
+- Operation (`decode_over_contexts`). `mla_decode` with 128 heads on one device, and with the tokens of each context
+split over several devices.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "v3-2-layers": DEEPSEEK_V3,
     "v3-3-layers": dataclasses.replace(DEEPSEEK_V3, num_hidden_layers=3),
 }
-"""Configurations by name: tiny ones for tests, DeepSeek-V2-Lite, a dense model of Llama-3-8B's widths, and models of
-DeepSeek-V3's widths with a dense layer and one or two expert layers (28 and 51 GB of weights).
+"""Configurations by name: tiny ones for tests, DeepSeek-V2-Lite, a model of Llama-3-8B's sizes, and models of
+DeepSeek-V3's widths with one dense layer and one or two expert layers (28 and 51 GB of weights).
 """
 
 type Layout = Mapping[str, int]
@@ -65,17 +67,18 @@ type Layout = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class MeshWork:
-    """Measured models, layouts and traffic.
+    """Measured model, layouts and requests. A data rank is a group of devices that serves its own requests.
 
     Attributes:
       config: name of a configuration in `CONFIGS`.
       layouts: meshes, in order.
-      batches: requests that arrive at once on all devices together; with `per_device`, on each device.
-      contexts: tokens per prompt.
-      new_tokens: new tokens of the last request.
+      batches: numbers of requests that arrive at once.
+        contexts: tokens per prompt.
+        new_tokens: output tokens of the last request.
+        per_device: whether `batches` are per device, instead of totals of all devices.
       max_batched_tokens: maximum new tokens of a step on each data rank.
       page_size: tokens per page.
-      most_tokens: maximum prompt tokens of a case on a data rank; larger cases are skipped.
+      most_tokens: maximum total prompt tokens of a case on a data rank; larger cases are skipped. None for no limit.
     """
 
     config: str
@@ -89,7 +92,7 @@ class MeshWork:
     most_tokens: int | None = None
 
     def serving(self, mesh: Mesh | None) -> Serving:
-        """Workload of each data rank of a mesh."""
+        """Return the workload of each data rank of a mesh; None is one device without a mesh."""
         devices, ranks = (1, 1) if mesh is None else (mesh.size, mesh.shape[DATA])
         total = [batch * devices if self.per_device else batch for batch in self.batches]
         of_rank = tuple(sorted({-(-batch // ranks) for batch in total}))
@@ -107,8 +110,8 @@ class MeshWork:
 def run(
     work: MeshWork, settings: AttentionSettings, dtype: str, processes: Processes | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the result of each layout after its compilation and after each case. All processes of the devices run this
-    function.
+    """Yield the result of each layout after its compilation and after each case. With several processes, every process
+    runs this function.
     """
     for layout in work.layouts:
         mesh = make_mesh(layout) if layout else None
@@ -133,7 +136,7 @@ def run(
 
 
 def measure(engine: Engine, serving: Serving, prompts: list[list[int]], ranks: int) -> dict[str, Any]:
-    """Measure prompts of equal lengths, assigned to data ranks round-robin."""
+    """Measure prompts of equal lengths. Prompt i is computed by data rank i % `ranks`."""
     batch, context = len(prompts), len(prompts[0])
     new_tokens = [tokens for tokens in serving.tokens_each(batch // ranks, context) for _ in range(ranks)]
     outputs, steps = generate(engine, prompts, new_tokens)
@@ -166,13 +169,15 @@ def line(result: dict[str, Any]) -> str:
 
 
 ROWS = (1, 8, 64, 512, 4096)
-"""Rows of an exchange."""
+"""Numbers of rows per device for which the exchanges of [rows, 2048] arrays are measured."""
 
 
 def exchanges(stopwatch: Stopwatch, num_calls: int = 32) -> list[dict[str, Any]]:
-    """Time exchanges among all devices in chains of dependent calls: bytes per device, and microseconds.
+    """Time all-reduce and all-to-all among all devices, in chains of `num_calls` dependent exchanges.
 
-    For `device_us`, GEMMs before the chain occupy the devices while the host starts the chain.
+    Each result has the bytes per device and two times per exchange in microseconds. `us` is wall time and may include
+    waiting for the host to launch. `device_us` excludes it: `PRODUCTS` GEMMs before the chain occupy the devices while
+    the host launches the chain, and the time of the GEMMs alone is subtracted.
     """
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("all",), axis_types=(AxisType.Auto,))
@@ -205,7 +210,7 @@ def exchanges(stopwatch: Stopwatch, num_calls: int = 32) -> list[dict[str, Any]]
 
 
 PRODUCTS = 3
-"""Number of GEMMs before a chain, about 1.6 ms each on an H100. The host starts the chain in this time."""
+"""Number of GEMMs before a chain, about 1.6 ms each on an H100. The host launches the chain during this time."""
 
 
 def _all_to_all(x: jax.Array) -> jax.Array:
@@ -218,16 +223,16 @@ EXCHANGES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "all-reduce": lambda x: lax.psum(x, "all"),
     "all-to-all": _all_to_all,
 }
-"""Exchanges of [rows, 2048] in bfloat16."""
+"""Exchanges by name, as functions of bfloat16 [rows, 2048] per device."""
 
 
 def serial() -> dict[str, str]:
-    """Compiler options that run a chain in order."""
+    """Return compiler options with which a GPU runs the kernels of a program one after another."""
     return SERIAL if jax.default_backend() == "gpu" else {}
 
 
 def _time(run: Callable[[Any], Any], given: Any, stopwatch: Stopwatch) -> float:
-    """Median seconds of a program that returns its argument."""
+    """Return the median seconds of a program whose result is the argument of its next run."""
     held = [given]
 
     def repeat(count: int) -> float:
@@ -235,7 +240,7 @@ def _time(run: Callable[[Any], Any], given: Any, stopwatch: Stopwatch) -> float:
         for _ in range(count):
             held[0] = run(held[0])
             if jax.default_backend() == "cpu":
-                jax.block_until_ready(held[0])  # devices share threads; pending runs of others could block them forever
+                jax.block_until_ready(held[0])  # CPU devices share threads: several pending runs can deadlock
         jax.block_until_ready(held[0])
         return time.perf_counter() - began
 
@@ -248,11 +253,11 @@ def _time(run: Callable[[Any], Any], given: Any, stopwatch: Stopwatch) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class SplitDecode:
-    """Latent decode with split contexts.
+    """Sizes of a measurement of `mla_decode` with the tokens of each context split over devices.
 
     Attributes:
-      batch, context, heads: sizes of the call.
-      calls: calls in a chain. The queries of a call depend on the output of the call before.
+      batch, context, heads, page_size: sizes of the call.
+      calls: calls in a chain. The queries of a call depend on the output of the previous call.
     """
 
     batch: int = 64
@@ -263,12 +268,14 @@ class SplitDecode:
 
 
 def decode_over_contexts(work: SplitDecode, stopwatch: Stopwatch) -> Iterator[dict[str, Any]]:
-    """Time `mla_decode` on one device, and with contexts split over two, four, ... up to all devices."""
+    """Time `mla_decode` on one device, and with the pages of each context distributed over 2, 4, ... and all
+    devices.
+    """
     columns = -(-work.context // work.page_size)
     table = np.random.default_rng(0).permutation(work.batch * columns).astype(np.int32).reshape(work.batch, columns)
     for devices in sorted({2**i for i in range(jax.device_count().bit_length())} | {jax.device_count()}):
         mesh = Mesh(np.array(jax.devices()[:devices]), ("context",), axis_types=(AxisType.Auto,))
-        # Page j of a sequence is on device j % devices.
+        # Page j of a sequence is on device j % devices. `ids` has the index of each page among the pages of its device.
         order = np.arange(columns) % devices
         ids = np.empty_like(table)
         each = work.batch * columns // devices
@@ -299,7 +306,7 @@ def _decode_seconds(work: SplitDecode, mesh: Mesh, table: jax.Array, stopwatch: 
             out, _ = parallel.decode_over_contexts(
                 mla_decode, [q_latent, q_rope], latent, table, lens, axis="context", sm_scale=192**-0.5, plan=plan
             )
-            # The output becomes the queries of this device's heads, so that the next call depends on this one.
+            # Add 0 * output to the queries of this device's heads, so that the next call depends on this call.
             first = lax.axis_index("context") * (work.heads // devices)
             own = lax.dynamic_slice_in_dim(q_latent, first, work.heads // devices, axis=2)
             q_latent = lax.dynamic_update_slice_in_dim(q_latent, own + 0 * out, first, axis=2)

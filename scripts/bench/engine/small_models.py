@@ -1,5 +1,7 @@
-"""Measure the engine with models small enough to be written to disk: prefill and decode speed by batch size, savings of
-the prefix cache, and transformers' `generate` with the same weights.
+"""Measure engines with small models: prefill and decode speed by batch size, and savings of the prefix cache.
+
+The models have random weights, which are written to disk, so that Hugging Face transformers' `generate` can be measured
+with the same weights.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from models.decoder import AttentionSettings
 from models.engine import Engine, EngineConfig, SamplingParams
 
 OWN_TOKENS = 32
-"""Tokens of a request after the shared prefix, for the prefix-cache measurement."""
+"""Prompt tokens of a request after the prefix that all requests share, in the measurement of the prefix cache."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Workload: prompts of `prompt_tokens`, each continued by `new_tokens`, run `repeats` times."""
+    """Prompts of `prompt_tokens` tokens, each continued by `new_tokens` tokens. A measurement is the median of
+    `repeats` runs.
+    """
 
     prompt_tokens: int
     new_tokens: int
@@ -40,7 +44,7 @@ class Workload:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of the shared prefix, for the prefix-cache measurement."""
+        """Tokens of the prefix that all requests share, in the measurement of the prefix cache."""
         return 4 * self.prompt_tokens
 
     @property
@@ -70,7 +74,7 @@ def prompts(rng: np.random.Generator, vocab_size: int, batch: int, length: int) 
 
 
 def timed_run(engine: Engine, batch: list[list[int]], new_tokens: int) -> float:
-    """Seconds from the first request to the last token."""
+    """Generate `new_tokens` tokens for each prompt of `batch`. Return the seconds that this takes."""
     began = time.perf_counter()
     outputs = engine.generate(batch, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
     elapsed = time.perf_counter() - began
@@ -87,7 +91,7 @@ def make_engine(model: Any, work: Workload, batch: int, max_len: int, *, prefix_
 
 
 def bench_batch(model: Any, work: Workload, batch: int) -> dict[str, Any]:
-    """Measure prefill and decode speed of `batch` simultaneous requests without a common prefix."""
+    """Measure prefill and decode speed of `batch` requests that arrive at once. Prompts have no common prefix."""
     engine = make_engine(model, work, batch, work.prompt_tokens + work.new_tokens, prefix_caching=False)
     rng = np.random.default_rng(batch)
     vocab_size = model.config.vocab_size
@@ -111,8 +115,8 @@ def bench_batch(model: Any, work: Workload, batch: int) -> dict[str, Any]:
 
 
 def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]:
-    """Measure requests that share all but `OWN_TOKENS` tokens of a long prompt, after a request that computed the
-    prefix, with prefix cache off and on.
+    """Measure requests with a long common prefix and `OWN_TOKENS` further prompt tokens, with the prefix cache off and
+    on. An unmeasured request computes the prefix first.
     """
     shared, own, requests = work.shared_tokens, OWN_TOKENS, 2 * batch
     rng = np.random.default_rng(0)
@@ -123,7 +127,7 @@ def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]
         for _ in range(work.repeats):
             prefix = prompts(rng, model.config.vocab_size, 1, shared)[0]
             tails = prompts(rng, model.config.vocab_size, requests, own)
-            timed_run(engine, [prefix + tails[0]], 1)  # the first request computes the prefix
+            timed_run(engine, [prefix + tails[0]], 1)  # computes the prefix, which the prefix cache then holds
             seconds.append(timed_run(engine, [prefix + tail for tail in tails], work.new_tokens))
         row[f"total_s_{name}"] = statistics.median(seconds)
         row[f"prefix_hit_rate_{name}"] = engine.stats().prefix_hit_rate
@@ -134,7 +138,7 @@ def bench_prefix_cache(model: Any, work: Workload, batch: int) -> dict[str, Any]
 def bench_transformers(
     python: str, checkpoint: Path, work: Workload, batches: Sequence[int], dtype: str
 ) -> dict[str, Any]:
-    """Time transformers' `generate` with the same weights."""
+    """Time transformers' `generate` on the checkpoint, in a process of the Python at path `python`."""
     script = Path(__file__).parents[1] / "peers" / "transformers_generate.py"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "transformers.json"
@@ -153,13 +157,13 @@ def bench_config(
     dtype: str,
     transformers: str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the measurements of a configuration, and again with transformers' times if `transformers` is given.
+    """Yield the measurements of a configuration. If `transformers` is given, yield them again with its times.
 
     Args:
       name: name of the configuration in `PRESETS`.
       work: workload, run for each of `batches`.
       settings, dtype: settings of the model.
-      transformers: path of a Python with torch and transformers.
+      transformers: path of a Python that has torch and transformers; None to skip this measurement.
     """
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / name

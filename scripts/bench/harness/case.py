@@ -1,6 +1,7 @@
-"""Benchmarks of one operation: cases, their minimum work, and baselines.
+"""Types of a benchmark of one operation: cases, and the functions that measure implementations and baselines.
 
-An operation is a module in `bench.ops` with a `BENCH`, listed in `session.OPERATIONS`.
+The benchmark of an operation is the `BENCH` of its module in `scripts.bench.ops`. `session.OPERATIONS` lists the
+modules.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 class Case(Protocol):
-    """One set of arguments: a frozen dataclass whose fields are written to the report."""
+    """Sizes of the arguments of a call: a frozen dataclass whose fields are written to the report."""
 
     @property
     def name(self) -> str:
@@ -26,18 +27,20 @@ class Case(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that must be read or written."""
+        """Minimum bytes that a call reads and writes, for the roofline."""
         ...
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions that must be done."""
+        """Minimum number of multiplications and additions of a call, for the roofline."""
         ...
 
 
 type Contender = Callable[[Any, Any, Stopwatch], Timing]
-"""contender(case, inputs, stopwatch) times one implementation, ours or a baseline. It raises NotImplementedError or
-ImportError with the reason if it does not support the case; any other exception is a failure.
+"""contender(case, inputs, stopwatch) times one implementation: ours, or another project's as a baseline.
+
+It raises NotImplementedError if the implementation does not support the case, and ImportError if it is not installed.
+Any other exception is reported as a failure.
 """
 
 
@@ -48,8 +51,8 @@ class Bench:
     Attributes:
       grids: cases by name of the grid.
       contenders: our implementations and baselines, by name.
-      inputs: inputs(case, pools) returns the arguments of a case on the device, shared by all contenders. Raises
-        MemoryError with the reason if they do not fit.
+      inputs: inputs(case, pools) makes the arguments of a case on the device. All contenders use the same arguments. It
+      raises MemoryError if they do not fit.
     """
 
     grids: Mapping[str, Sequence[Any]]
@@ -58,13 +61,13 @@ class Bench:
 
 
 def by_name(ours: Callable[[str, Any, Any, Stopwatch], Timing]) -> dict[str, Contender]:
-    """Make contenders of our implementations from a function whose first argument is the name of the implementation."""
+    """Make a contender for each of our implementations. The first argument of `ours` is the implementation's name."""
     return {name: functools.partial(ours, name) for name in ("mosaic", "triton", "xla")}
 
 
 @contextlib.contextmanager
 def noting_configs() -> Iterator[dict[str, Any]]:
-    """Record the configurations that are looked up in the block, by operation and backend."""
+    """Record the kernel configurations that are looked up inside the `with` block, by their name in `tuning`."""
     noted: dict[str, Any] = {}
 
     def note(op: str, key: Mapping[str, Any], config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The device of a benchmark, its rates, and the versions and commit of the result."""
+"""Description of the machine of a benchmark: device, measured rates, software versions, and commit of this project."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PACKAGES += ("flashinfer-python", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvi
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "PALLAS_ATTN_COMMIT"
-"""Environment variable with the commit of a source tree without git."""
+"""Environment variable that names the commit, for a source tree without git."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates that this card reached in this run.
+    """Copy bandwidth and matrix rate, measured on this device in this run.
 
     Attributes:
-      copy: bytes per second of a copy in device memory, counting reads and writes.
+      copy: bytes per second, read plus written, of a large copy in device memory.
       matrix: operations per second of a bfloat16 GEMM.
     """
 
@@ -38,12 +38,12 @@ class Rates:
     matrix: float
 
     def floor(self, num_bytes: int, flops: int) -> float:
-        """Minimum seconds to move `num_bytes` and compute `flops`."""
+        """Return the roofline time in seconds: the longer of the times to move `num_bytes` and to compute `flops`."""
         return max(num_bytes / self.copy, flops / self.matrix)
 
 
 def measure_rates(stopwatch: Stopwatch) -> Rates:
-    """Measure both rates with random data. The clock of a card depends on the operands."""
+    """Measure both rates with random data, because a GPU lowers its clock for operands that take more power."""
     on_gpu = jax.default_backend() == "gpu"
     elements, width = (2**28, 8192) if on_gpu else (2**24, 512)
     stopwatch = dataclasses.replace(stopwatch, kernels=False)
@@ -58,18 +58,18 @@ def measure_rates(stopwatch: Stopwatch) -> Rates:
 
 
 def memory_bytes() -> int:
-    """Bytes of device memory that arrays may use."""
+    """Return the bytes of device memory that arrays may use; a quarter of the RAM if the device has no limit."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 def multiprocessors() -> int:
-    """Number of multiprocessors of a GPU; 1 for other devices."""
+    """Return the number of multiprocessors (SMs) of a GPU; 1 for other devices."""
     return getattr(jax.local_devices()[0], "core_count", 1) if jax.default_backend() == "gpu" else 1
 
 
 def driver() -> str | None:
-    """Version of NVIDIA's driver; None without a driver."""
+    """Return the version of NVIDIA's driver; None without a driver."""
     answer = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return answer.splitlines()[0].strip() if answer else None
 
@@ -85,10 +85,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> dict[str, Any]:
-    """Return the measured commit, and whether files differ from it; both None if unknown.
+    """Return the commit of this source tree, and whether files differ from it; both None if unknown.
 
-    The environment variable `COMMIT` overrides git, for a source tree without git or inside another repository. The
-    suffix "-dirty" marks changed files. Files in benchmarks/, such as results, do not count as changed.
+    The environment variable PALLAS_ATTN_COMMIT overrides git. It is for source trees without git, or inside another
+    repository; the suffix "-dirty" marks changed files. Files in benchmarks/, such as results, do not count as changed.
     """
     if given := os.environ.get(COMMIT):
         sha, _, dirty = given.partition("-")
@@ -112,6 +112,6 @@ def _output(*command: str) -> str | None:
 
 
 def description() -> dict[str, Any]:
-    """Device, software versions, commit and today's date (UTC), for JSON."""
+    """Return the device, software versions, commit and today's date (UTC) for a JSON report."""
     here = {"device": jax.local_devices()[0].device_kind, "driver": driver(), "versions": versions()}
     return here | commit() | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}

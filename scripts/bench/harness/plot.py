@@ -14,7 +14,9 @@ _GREY = "#666666"
 
 
 def plot_report(file: BinaryIO, report: dict[str, Any]) -> None:
-    """Write a PNG: arithmetic by intensity under the roofline, and the fraction of the floor by the bytes of a call.
+    """Write a PNG with two plots: operations per second by operations per byte, under the roofline; and the fraction
+    floor / time by the bytes of a call, where floor is the roofline time of the case.
+
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -42,7 +44,7 @@ def plot_report(file: BinaryIO, report: dict[str, Any]) -> None:
 
 
 def _draw_roof(axes: Any, report: dict[str, Any]) -> None:
-    """Draw the roofline over all intensities of the report, with a margin."""
+    """Draw the roofline over the range of operations per byte of the report's cases, with a margin."""
     rates = report["rates"]
     ridge = rates["matrix"] / rates["copy"]
     intensities = [case["flops"] / case["bytes"] for case in report["cases"] if case["flops"]] or [ridge]
@@ -53,7 +55,7 @@ def _draw_roof(axes: Any, report: dict[str, Any]) -> None:
 
 
 def _styles(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every contender with a result, and its plot style."""
+    """Yield the name and the plot style of each implementation or baseline that has a result."""
     names = list(dict.fromkeys(name for case in report["cases"] for name in case.get("results", ())))
     for number, name in enumerate(name for name in names if any(_measured(report, name))):
         colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
@@ -61,7 +63,7 @@ def _styles(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _measured(report: dict[str, Any], name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the cases with a time of this contender, and its entry."""
+    """Yield the cases in which the implementation or baseline `name` has a time, and its entry in the report."""
     for case in report["cases"]:
         entry = case.get("results", {}).get(name, {})
         if "median_us" in entry:

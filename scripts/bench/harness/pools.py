@@ -1,5 +1,8 @@
-"""Page pools for benchmarks: random pages, with separate pages for every call of a chain, so that no page is in a
-cache.
+"""Page pools with random contents for benchmarks.
+
+A chain is one compiled program that calls an operation several times. The calls read separate pages, so that no page is
+in the L2 when it is read. When no separate pages are left, the following calls reuse the pages of the first calls,
+which have left the L2 by then (they are cold).
 """
 
 from __future__ import annotations
@@ -26,42 +29,46 @@ CACHES: dict[str, tuple[Any, Any]] = {
     "fp8-token": (jnp.float8_e4m3fn, "token"),
     "f32": (jnp.float32, None),
 }
-"""Kinds of caches by name: dtype, and the layout of scales. "token" means one group per token."""
+"""Kinds of caches by name: dtype, and argument `scales` of `kv_cache_spec`. "token" stands for `page_size` groups per
+page, so that each token has a scale.
+"""
 
 COLD_BYTES = 2 * 2**30
-"""Bytes that the calls of a chain read before a page is read again. This is many times the L2 (60 MB on an H200), and
-enough work for the host to stay ahead.
+"""Bytes that the calls of a chain read before a page is read again, unless `MAX_CALLS` is reached first. This is many
+times the L2 (60 MB on an H200), and enough work that the host can launch the next run in time.
 """
 
 MIN_CALLS = 16
-"""Minimum number of calls in a chain that only reads, for calls of any size. Starting a chain takes about 15
-microseconds, which would count in a short chain.
+"""Minimum number of calls in a chain that only reads. Starting a chain takes about 15 microseconds, which would distort
+the time of a short chain.
 """
 
 MAX_CALLS = 64
-"""Maximum number of calls in a chain: enough for calls of 10 microseconds, and few enough to compile."""
+"""Maximum number of calls in a chain. It limits the compilation time; a chain of calls of 10 microseconds is still long
+compared with its start.
+"""
 
 PORTABLE_CALLS = 8
-"""Maximum number of calls in a chain of XLA's own code, because each call is compiled separately. A chain of few calls
-over small caches may hit the L2.
+"""Maximum number of calls in a chain of an XLA implementation, because XLA compiles the code of each call again. With
+small caches, the calls of a shorter chain may find their pages in the L2.
 """
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes of the chunks in which random pages are made."""
+"""Maximum bytes of pages that are drawn at a time."""
 
 
 def latent_dtype(cache: str) -> Any:
-    """Dtype of latents or index keys of this kind. "fp8" has 8 bits."""
+    """Return the dtype of latents or index keys of the kind `cache`: a key of `CACHES`, or "fp8" (float8_e4m3fn)."""
     return jnp.float8_e4m3fn if cache == "fp8" else CACHES[cache][0]
 
 
 def latent_query_dtype(cache: str) -> Any:
-    """Dtype of queries over latents or index keys of this kind."""
+    """Return the dtype of queries over latents or index keys of the kind `cache`: a key of `CACHES`, or "fp8"."""
     return jnp.bfloat16 if cache == "fp8" else CACHES[cache][0]
 
 
 def cache_spec(cache: str, *, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> CacheSpec:
-    """Shapes of a pool of this kind."""
+    """Return the shapes of a pool of the kind `cache`, a key of `CACHES`."""
     dtype, scales = CACHES[cache]
     return kv_cache_spec(
         num_pages=num_pages,
@@ -74,39 +81,43 @@ def cache_spec(cache: str, *, num_pages: int, page_size: int, num_kv_heads: int,
 
 
 def calls_of(num_bytes: int) -> int:
-    """Number of calls of `num_bytes` bytes with separate pages, until the pages of the first call are cold again."""
+    """Return the number of calls with separate pages, at most `MAX_CALLS`, that together read `COLD_BYTES` if each call
+    reads `num_bytes`.
+    """
     return max(1, min(MAX_CALLS, math.ceil(COLD_BYTES / num_bytes)))
 
 
 def at_least(calls: int) -> int:
-    """Number of calls in a chain that only reads, if `calls` calls have separate pages."""
+    """Return the number of calls in a chain that only reads, if `calls` calls have separate pages."""
     return max(MIN_CALLS, calls)
 
 
 def chain_of[Own](implementation: str, owns: list[Own]) -> list[Own]:
-    """Select the calls for a chain of this implementation."""
+    """Return the arguments `owns` of the calls for this implementation: at most `PORTABLE_CALLS` calls for XLA."""
     return owns if implementation in ("mosaic", "triton") else owns[:PORTABLE_CALLS]
 
 
 def check_fits(num_bytes: int) -> None:
-    """Raise MemoryError if a pool would exceed its share of the memory."""
+    """Raise MemoryError if a pool would exceed 80% of the device memory."""
     limit = int(0.8 * memory_bytes())
     if num_bytes > limit:
         raise MemoryError(f"its pages take {num_bytes / 1e9:.1f} GB, and the limit is {limit / 1e9:.1f}")
 
 
 def random_pool(spec: CacheSpec) -> PagedKV:
-    """Make pages of normal values, with scales that bring quantized values back to about this size."""
+    """Make keys and values with a normal distribution. Int8 values have a standard deviation of 40. Scales are drawn
+    from 0.01 to 0.04, so dequantised int8 values have a standard deviation of about 1.
+    """
     return PagedKV(**_random_arrays(spec))
 
 
 def random_latents(spec: CacheSpec) -> PagedLatent:
-    """Make pages of normal values, with scales like `random_pool`."""
+    """Make latents with values and scales like `random_pool`."""
     return PagedLatent(**_random_arrays(spec))
 
 
 def random_index_keys(spec: CacheSpec) -> PagedIndexKeys:
-    """Make index keys of normal values, with scales like `random_pool`."""
+    """Make index keys with values and scales like `random_pool`."""
     return PagedIndexKeys(**_random_arrays(spec))
 
 
@@ -119,14 +130,14 @@ def _random_arrays(spec: CacheSpec) -> dict[str, Array]:
 
 
 def random_values(key: Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Array:
-    """Draw normal values; for an integer dtype, integers with the spread of int8."""
+    """Draw values with a standard deviation of 1; for an integer dtype, integers from -127 to 127 with one of 40."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(40.0 * jax.random.normal(key, shape)), -127, 127).astype(dtype)
     return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
 
 
 def _random_pages(key: Array, array: jax.ShapeDtypeStruct) -> Array:
-    """Make pages chunk by chunk. The intermediate values take several times the memory of the pages."""
+    """Draw pages, at most `CHUNK_BYTES` at a time, because the intermediate values take several times their memory."""
     page_bytes = math.prod(array.shape[1:]) * array.dtype.itemsize
     pages = max(1, min(array.shape[0], CHUNK_BYTES // page_bytes))
 
@@ -143,13 +154,13 @@ def _random_scales(key: Array, array: jax.ShapeDtypeStruct) -> Array:
 
 
 class Pools:
-    """Holder of the last pool, which following cases may reuse."""
+    """Owner of the newest pool. The next cases reuse it if it has the same kind and enough pages."""
 
     def __init__(self) -> None:
         self._cached: tuple[Any, int, Any] | None = None
 
     def get(self, cache: str, num_pages: int, **sizes: int) -> PagedKV:
-        """Return a pool of this kind with at least `num_pages` pages.
+        """Return a pool of the kind `cache` with at least `num_pages` pages.
 
         Raises:
           MemoryError: the pool does not fit.
@@ -157,7 +168,7 @@ class Pools:
         return self._get((cache, sizes), cache_spec(cache, num_pages=num_pages, **sizes), random_pool)
 
     def get_latents(self, cache: str, num_pages: int, **sizes: int) -> PagedLatent:
-        """Return a latent pool of this kind with at least `num_pages` pages.
+        """Return a latent pool of the kind `cache` with at least `num_pages` pages.
 
         Raises:
           MemoryError: the pool does not fit.
@@ -180,6 +191,6 @@ class Pools:
 
 
 def tables(rng: np.random.Generator, num_pages: int, calls: int, shape: tuple[int, ...]) -> list[Array]:
-    """Draw a block table for each call, with random pages that no other call reads."""
+    """Draw a block table (int32 `shape`) for each of `calls` calls. No page id is in two tables."""
     ids = rng.permutation(num_pages)[: calls * math.prod(shape)].astype(np.int32)
     return [jnp.asarray(table) for table in ids.reshape(calls, *shape)]

@@ -8,7 +8,10 @@ from rich.table import Table
 
 
 def cell(entry: dict[str, Any]) -> str:
-    """Format a contender's result in a few characters."""
+    """Format the result of one implementation or baseline in a few characters.
+
+    "of the host" marks a time in which the device waited for the host's launches.
+    """
     if "median_us" not in entry:
         return "absent" if "absent" in entry else "failed"
     waits = " of the host" if entry.get("host_us", 0.0) > 0.9 * entry["median_us"] else ""
@@ -24,7 +27,7 @@ def summary(case: dict[str, Any]) -> str:
 
 
 def results_table(report: dict[str, Any]) -> Table:
-    """Return a table of medians and fractions of the floor."""
+    """Return a table of median times and of floor / median, where floor is the roofline time of the case."""
     names = list(dict.fromkeys(name for case in report["cases"] for name in case.get("results", ())))
     title = f"{report['operation']} on {report['device']}: median, and floor / median"
     table = Table(title=title, title_justify="left", header_style="bold")
@@ -41,7 +44,7 @@ def results_table(report: dict[str, Any]) -> Table:
 
 
 def reasons(report: dict[str, Any]) -> list[str]:
-    """Collect the reasons for missing results, without repetition."""
+    """Return the reasons for missing results, each reason once with the first case that has it."""
     found = {}
     for case in report["cases"]:
         if "skipped" in case:
@@ -54,7 +57,7 @@ def reasons(report: dict[str, Any]) -> list[str]:
 
 
 def cache_ratios(report: dict[str, Any]) -> list[str]:
-    """Compare times of quantized caches with bfloat16, for cases that are otherwise equal."""
+    """Return lines with the time of each case relative to the same case with a bfloat16 cache."""
     plain: dict[str, dict[str, Any]] = {}
     lines = []
     for case in report["cases"]:

@@ -1,6 +1,4 @@
-"""One run of a benchmark: every contender in each case, one case after the other. The report is complete after each
-case.
-"""
+"""One run of a benchmark of an operation: measure each contender (implementation or baseline) in each case."""
 
 from __future__ import annotations
 
@@ -37,10 +35,10 @@ OPERATIONS = (
     "cascade_decode",
     "ragged_paged_attention",
 )
-"""Operations with a benchmark: modules of this name in scripts/bench/ops, with a `BENCH`."""
+"""Operations with a benchmark: names of the modules in scripts/bench/ops that have a `BENCH`."""
 
 ABSENT = (ImportError, NotImplementedError, ExceptionGroup)
-"""Exceptions of a contender that is not installed or does not support a case."""
+"""Exceptions of a contender that is not installed (ImportError) or does not support a case (the others)."""
 FAILURES = (AttributeError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """Exceptions that other projects' code may raise when it fails."""
 
@@ -53,7 +51,8 @@ class Session:
       bench: benchmark of the operation.
       contenders: names of the measured contenders.
       stopwatch: settings of the measurement.
-      rates: rates of the device.
+      rates: measured rates of the device, for the roofline.
+        pools: owner of the page pool, which cases share.
     """
 
     bench: Bench
@@ -63,7 +62,7 @@ class Session:
     pools: Pools = dataclasses.field(default_factory=Pools)
 
     def run(self, case: Case) -> dict[str, Any]:
-        """Measure one case for the report."""
+        """Measure all contenders in one case. Return the entry of the report."""
         floor = self.rates.floor(case.num_bytes, case.flops)
         bound = "memory" if case.num_bytes / self.rates.copy == floor else "math"
         report: dict[str, Any] = {"case": case.name, "bytes": case.num_bytes, "flops": case.flops, "bound": bound}
@@ -82,7 +81,8 @@ class Session:
         """Measure one contender. Return its times, or the reason why it has none.
 
         Args:
-          outputs: outputs of earlier contenders by name; the output of this contender is added.
+          floor: roofline time of the case in seconds.
+          outputs: outputs of the contenders that were measured before, by name. The output of this contender is added.
         """
         began = time.perf_counter()
         try:
@@ -104,7 +104,9 @@ class Session:
 
 
 def differences(output: np.ndarray, others: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Distance of an output from the first of the others. It shows contenders that compute something else."""
+    """Return the maximum difference from the first of the other outputs. A large one reveals a contender that computes
+    something else.
+    """
     for name, other in others.items():
         distance, largest = np.abs(output.reshape(other.shape) - other).max(), np.abs(other).max()
         return {"compared_with": name, "largest_difference": float(distance), "largest_value": float(largest)}
@@ -112,7 +114,7 @@ def differences(output: np.ndarray, others: Mapping[str, np.ndarray]) -> dict[st
 
 
 def reason(error: BaseException) -> str:
-    """Describe an exception in a few words, including the parts of a group."""
+    """Describe an exception in at most about 300 characters. An exception group is described by its members."""
     if isinstance(error, ExceptionGroup):
         return "; ".join(reason(part) for part in error.exceptions)
     text = " ".join(str(error).split())
@@ -121,7 +123,7 @@ def reason(error: BaseException) -> str:
 
 
 def cases_until(end: float, cases: list[Any]) -> Iterator[Any]:
-    """Yield the cases that start before `end` (in `time.perf_counter` seconds)."""
+    """Yield cases until `time.perf_counter()` reaches `end`."""
     for case in cases:
         if time.perf_counter() >= end:
             return

@@ -2,16 +2,18 @@
 
 A chain is one compiled program that calls an operation many times with different data. It runs repeatedly. On a GPU,
 XLA turns a chain of five or more kernels into a CUDA graph and replays it. The outputs of a run are donated to the next
-run, so that the graph is never rewritten for other addresses. The host queues runs faster than the device finishes
-them. The time of a call is the difference in wall time between more and fewer runs (`Stopwatch.take`), divided by the
-difference in calls. It includes kernels and the gaps between them, but neither host time nor the nearly constant
-millisecond of the first launch and the completion notice.
+run. All runs then use the same addresses, and XLA does not have to update the graph. The host queues runs faster than
+the device finishes them.
 
-XLA's dumps show if graphs are used (XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"): kCommandBuffer in the
-sequence of thunks. The difference to the sum of kernel times, from CUPTI, is the gaps.
+The time of a call is the difference in wall time between more and fewer runs (`Stopwatch.take`), divided by the
+difference in the number of calls. It includes kernels and the gaps between them. It includes neither host time nor the
+latency of the first launch and of the completion, together nearly constant and about a millisecond.
 
-Calls cannot overlap: the graph is serial (`SERIAL`), and runs follow one another on a stream. No call can be
-eliminated: each has different operands, and every output is returned.
+XLA's dumps (XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text") show whether graphs are used: the sequence of thunks
+has a kCommandBuffer. The gaps between kernels are the time of a call minus the sum of its kernel times from CUPTI.
+
+Calls cannot overlap, because the graph is serial (`SERIAL`) and runs are queued on one stream. XLA cannot eliminate a
+call, because each call has different operands and every output is returned.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 """XLA option that runs the kernels of a graph one after another, as on a stream."""
 
 type Call = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""call(carried, shared, own) -> carried, output: one call of an operation. Each call updates `carried` in place for the
-next call. All calls have the same `shared`, and each call has its `own`. Each argument may be any pytree of arrays, or
-None.
+"""call(carried, shared, own) -> carried, output: one call of an operation in a chain.
+
+`carried` is state that a call updates in place and passes to the next call, such as a page pool. `shared` are arguments
+that all calls share. `own` are arguments of this call only. Each may be any pytree of arrays, or None.
 """
 
 
@@ -44,11 +47,12 @@ class Timing:
 
     Attributes:
       samples: seconds per call, one value per sample.
-      calls: number of calls in a sample.
-      method: description of the measurement.
+      calls: number of calls that a sample ran.
+        method: description of the measurement, for the report.
       kernels: seconds per call by kernel, from CUPTI; None if not measured.
       output: output of the first call, for a comparison; None if it cannot be compared.
-      host: seconds per call to queue a run on the host. If they equal the samples, the samples measure the host.
+      host: seconds of the host per call to queue runs. If they nearly equal the samples, the device waited for the
+      host.
     """
 
     samples: Sequence[float]
@@ -63,7 +67,7 @@ class Timing:
         return statistics.median(self.samples)
 
     def fields(self) -> dict[str, Any]:
-        """Fields of a JSON report, times in microseconds."""
+        """Return the fields of the JSON report, times in microseconds."""
         fields: dict[str, Any] = {
             "median_us": 1e6 * self.median,
             "min_us": 1e6 * min(self.samples),
@@ -84,10 +88,10 @@ class Stopwatch:
     """Settings of a measurement.
 
     Attributes:
-      sample_seconds: minimum time of a sample.
+      sample_seconds: approximate time of a sample.
       samples: number of samples. The report has their median.
-      kernels: whether to also measure the times of single kernels on a GPU with CUPTI, in a second compilation of the
-        chain.
+      kernels: whether to also measure the time of each kernel with CUPTI, on a GPU. This compiles the chain a second
+      time.
     """
 
     sample_seconds: float = 0.04
@@ -95,13 +99,13 @@ class Stopwatch:
     kernels: bool = False
 
     def take(self, run: Callable[[int], float]) -> tuple[list[float], int]:
-        """Take samples of run(repeats), which returns the seconds of `repeats` repeats.
+        """Take samples of `run`, where run(n) returns the seconds of n repeats.
 
-        A sample is the additional time of three times as many repeats, per repeat. The difference cancels the constant
-        time of a run, such as the latency of the first launch and of the last result.
+        A sample is (run(3n) - run(n)) / 2n. The difference cancels constant times, such as the latency of the first
+        launch and of the last result.
 
         Returns:
-          Seconds per repeat of each sample, and the repeats of a sample.
+          Seconds per repeat of each sample, and the number of repeats that a sample runs (4n).
         """
         run(1)
         repeats = 1
@@ -111,7 +115,8 @@ class Stopwatch:
 
         def sample() -> float:
             shorter, longer = run(repeats), run(3 * repeats)
-            # The difference is not positive only if noise exceeds the sample. The longer run is then the best estimate.
+            # The difference can be negative or 0 if noise exceeds the time of the runs. Use the mean of the longer run
+            # then.
             return (longer - shorter) / (2 * repeats) if longer > shorter else longer / (3 * repeats)
 
         return [sample() for _ in range(self.samples)], 4 * repeats
@@ -125,11 +130,11 @@ class Stopwatch:
         shared: Any = None,
         options: Mapping[str, Any] | None = None,
     ) -> Timing:
-        """Time calls of an operation, one for each of `owns`, in order.
+        """Time a chain of calls of an operation: one call for each element of `owns`, in order.
 
         Args:
-          carried: state that calls pass on; donated.
-          options: compiler options for GPUs.
+          call, owns, carried, shared: see `Call`. `carried` is donated.
+          options: additional compiler options, used on a GPU only.
         """
         on_gpu = jax.default_backend() == "gpu"
         kernels = _kernel_times(call, carried, shared, owns) if self.kernels and on_gpu else None
@@ -141,12 +146,12 @@ class Stopwatch:
         return Timing(samples, repeats * len(owns), method, kernels, runs.first_output(), host)
 
     def graph(self, calls: Sequence[Callable[[], Any]], *, compared: bool = False) -> Timing:
-        """Time torch calls that are captured in a CUDA graph, one after another.
+        """Time torch calls that one CUDA graph runs in order.
 
         Args:
-          compared: whether to store the first call's result for a comparison.
+          compared: whether to store the result of the first call, for a comparison with other implementations.
         """
-        torch: Any = importlib.import_module("torch")  # used by baselines only, so not a dependency
+        torch: Any = importlib.import_module("torch")  # an optional dependency, for baselines
         calls[0]()  # the first call may compile
         graph, began, ended = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -168,7 +173,7 @@ class Stopwatch:
 
 
 class _Runs:
-    """A compiled chain, and the arrays that its last run returned for the next run."""
+    """A compiled chain, and the outputs of its newest run, which are donated to the next run."""
 
     def __init__(self, call: Call, carried: Any, shared: Any, owns: Sequence[Any], options: Mapping[str, Any]):
         chain = _chain(call)
@@ -183,14 +188,14 @@ class _Runs:
         )
 
     def run(self, repeats: int) -> float:
-        """Seconds of `repeats` runs."""
+        """Run the chain `repeats` times. Return the seconds until the last run ends."""
         began = time.perf_counter()
         self._queue(repeats)
         jax.block_until_ready((self._outputs, self._carried))
         return time.perf_counter() - began
 
     def host_seconds(self) -> float:
-        """Seconds to queue a run on an idle device."""
+        """Return the seconds of the host to queue one run, while no earlier run is pending on the device."""
         began = time.perf_counter()
         self._queue(4)
         took = time.perf_counter() - began
@@ -202,14 +207,14 @@ class _Runs:
             self._outputs, self._carried = self._run(self._outputs, self._carried, self._shared, self._owns)
 
     def first_output(self) -> np.ndarray | None:
-        """Output of the first call in float32; None if it is not a single array."""
+        """Return the output of the first call in float32; None if it is not a single array."""
         output = self._outputs[0]
         return np.asarray(output.astype(jnp.float32)) if isinstance(output, jax.Array) else None
 
 
 def _chain(call: Call) -> Callable[[Any, Any, Sequence[Any]], tuple[list[Any], Any]]:
-    """Return a function that calls once for each of `owns`. The operation is traced and lowered once, as a function of
-    `own`.
+    """Return a function that calls `call` for each element of `owns`. `call` is jitted, so that JAX traces and lowers
+    it once for all elements.
     """
     once = jax.jit(call)
 
@@ -224,9 +229,10 @@ def _chain(call: Call) -> Callable[[Any, Any, Sequence[Any]], tuple[list[Any], A
 
 
 def _kernel_times(call: Call, carried: Any, shared: Any, owns: Sequence[Any]) -> dict[str, float]:
-    """Seconds per call by kernel name.
+    """Return the seconds per call by kernel name.
 
-    Nothing is donated, so XLA first copies arrays that are updated in place. These copies are not kernels.
+    Nothing is donated here, so XLA copies arrays before a kernel updates them in place. These copies are not in the
+    result, because they are memory copies and not kernels.
     """
     from jax.experimental.mosaic.gpu import profiler  # available on Linux only
 

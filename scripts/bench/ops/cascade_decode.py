@@ -1,5 +1,6 @@
-"""Benchmark of `cascade_decode`: a decode step of samples with a common prompt, compared with `paged_decode` on the
-same tables.
+"""Benchmark of `cascade_decode`: a decode step of sequences that share the pages of their prompt.
+
+Contenders: `cascade_decode`, and `paged_decode` with the same block tables.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from scripts.bench.harness.pools import Pools, cache_spec, random_values, tables
 from scripts.bench.harness.timing import Stopwatch, Timing
 
 CALLS = (4, 8)
-"""Minimum and maximum number of calls in a chain. Each kernel of each call takes a third of a second to compile."""
+"""Minimum and maximum number of calls in a chain (one compiled program). The maximum limits the compilation time: each
+kernel of each call takes a third of a second.
+"""
 
 COLD_BYTES = 2e8
-"""Bytes that a chain reads, if the number of calls allows it: four times the L2."""
+"""Bytes that a chain reads, unless `CALLS` limits the number of calls: more than three times the L2 of an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CascadeCase:
-    """A step of `samples` sequences with `shared` tokens in common pages and `own` tokens in separate pages.
+    """A step of `samples` sequences.
 
     Attributes:
-      shared, own: multiples of the page size.
+      shared: number of first tokens whose pages all sequences share; a multiple of the page size.
+      own: number of following tokens per sequence, in separate pages; a multiple of the page size.
     """
 
     samples: int
@@ -55,7 +59,7 @@ class CascadeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the shared keys and values, once, and of all separate keys and values."""
+        """Bytes of keys and values: the shared ones counted once, the separate ones for each sequence."""
         page = cache_spec(self.cache, num_pages=1, **self.pool_sizes).bytes_per_page
         return page * (self.shared + self.samples * self.own) // self.page_size
 
@@ -64,7 +68,7 @@ class CascadeCase:
         return 4 * self.q_heads * self.head_dim * self.samples * (self.shared + self.own)
 
     def inputs(self, pools: Pools) -> DecodeArrays:
-        """Make the arguments of a chain.
+        """Make the arguments of a chain of calls.
 
         Raises:
           MemoryError: the pages do not fit.
@@ -90,7 +94,12 @@ class CascadeCase:
 
 
 def cascade(case: CascadeCase, arrays: DecodeArrays, stopwatch: Stopwatch, *, found: bool) -> Timing:
-    """Time cascades. Each call finds the shared pages, or receives their number. Each call also makes its plans."""
+    """Time `cascade_decode`, including its plans (the assignment of pages to CTAs).
+
+    Args:
+      found: whether each call searches the block table for shared pages; otherwise it receives their number.
+
+    """
     pages = None if found else case.shared // case.page_size
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
@@ -100,7 +109,7 @@ def cascade(case: CascadeCase, arrays: DecodeArrays, stopwatch: Stopwatch, *, fo
 
 
 def plain(case: CascadeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Time `paged_decode`, which reads the shared pages once per sequence, with a plan that was made before."""
+    """Time `paged_decode`, which reads the shared pages once per sequence. Its plan is made before and not timed."""
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
         return None, paged_decode(**own, **shared)
@@ -118,7 +127,7 @@ def _owns(arrays: DecodeArrays) -> list[dict[str, Any]]:
 SAMPLES = [CascadeCase(samples, shared) for samples, shared in itertools.product((16, 64), (2048, 8192, 32768))]
 LARGE = [CascadeCase(256, shared) for shared in (2048, 8192, 32768)]
 LARGE += [CascadeCase(16, 64, 2048), CascadeCase(64, 64, 2048), CascadeCase(64, 1024, 8192)]
-"""Many samples, and samples with long separate parts."""
+"""256 sequences, and sequences with more separate tokens than shared tokens."""
 
 BENCH = Bench(
     grids={

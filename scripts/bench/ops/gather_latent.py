@@ -1,4 +1,4 @@
-"""Benchmark of `gather_latent`: prefixes from pages that no other call reads, followed by new latents."""
+"""Benchmark of `gather_latent`, which copies the latents of cached prefixes from pages, followed by new latents."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class GatherCase:
 
     @property
     def length(self) -> int:
-        """Number of rows of the result."""
+        """Number of latents in the result."""
         return self.sequences * (self.cached + self.new)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of latents, read and written, and of page ids, read."""
+        """Bytes that are moved: latents read and written, and page ids read."""
         return 2 * self.length * self.width * jnp.dtype(self.dtype).itemsize + 4 * self.sequences * self.table_pages
 
     @property
@@ -61,8 +61,8 @@ class GatherCase:
 
     @property
     def cold_calls(self) -> int:
-        """Number of calls with separate pages. Together they read more than the cache holds, so the first call finds no
-        page in it.
+        """Number of calls of a chain with separate pages. If a chain has more calls, they reuse these pages in order.
+        Unless a call reads less than a megabyte, these pages exceed the L2, so no call finds its pages there.
         """
         return calls_of(self.num_bytes)
 
@@ -73,12 +73,12 @@ class GatherCase:
 
 @dataclasses.dataclass(frozen=True)
 class GatherInputs:
-    """Arguments of a chain of calls.
+    """Arguments of a chain, a compiled program that calls the operation several times.
 
     Attributes:
       cache: pool that all calls read.
-      cu_q_lens, kv_lens: lengths, the same for all calls.
-      owns: new latents and a block table per call.
+      cu_q_lens, kv_lens: lengths of the sequences, the same for all calls.
+      owns: `latent_new` and `block_tables` of each call.
     """
 
     cache: PagedLatent
@@ -88,7 +88,7 @@ class GatherInputs:
 
 
 def inputs(case: GatherCase, pools: Pools) -> GatherInputs:
-    """Make the arguments of a chain.
+    """Make the arguments of a chain of calls.
 
     Raises:
       MemoryError: the pages do not fit.

@@ -1,4 +1,7 @@
-"""Benchmark of `index_top_k`: decode rows that select keys of a long context, each call in different pages."""
+"""Benchmark of `index_top_k`: new tokens select the keys of a long context that have the highest index scores.
+
+A chain is one compiled program that calls the operation several times. Its calls read different pages.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class IndexTopKCase:
     """A selection of `top_k` keys by each new token of `batch` sequences of `context` tokens.
 
     Attributes:
-      cache: kind of the index keys; "fp8" for 8 bits.
+      cache: kind of the index keys, a key of `pools.CACHES`; or "fp8".
     """
 
     batch: int
@@ -57,36 +60,36 @@ class IndexTopKCase:
 
     @property
     def spec(self) -> CacheSpec:
-        """Pool of all calls. Calls have separate pages until the pages of the first call are cold again."""
+        """Shapes of the pool: separate pages for `calls_of(num_bytes)` calls. Further calls of a chain reuse them."""
         pages = calls_of(self.num_bytes) * self.batch * self.table_pages
         return self.pool_spec(pages)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the keys."""
+        """Bytes of the index keys of all tokens. The bytes of queries and results are not counted."""
         return self.batch * self.context * self.pool_spec(1).bytes_per_page // self.page_size
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of all products. Every new token counts as seeing all keys."""
+        """Multiplications and additions of the index scores, as if every new token saw all keys."""
         return 2 * self.batch * self.new_tokens * self.context * self.heads * self.index_dim
 
     def pool_spec(self, num_pages: int) -> CacheSpec:
-        """Pool of `num_pages` pages."""
+        """Return the shapes of a pool of `num_pages` pages."""
         sizes = {"page_size": self.page_size, "index_dim": self.index_dim}
         return index_cache_spec(num_pages=num_pages, dtype=latent_dtype(self.cache), **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class IndexTopKInputs:
-    """Arguments of a chain of calls: shared arguments, and queries, weights and block table per call."""
+    """Arguments of a chain: arguments that all calls share, and `q`, `weights` and `block_tables` of each call."""
 
     shared: dict[str, Any]
     owns: list[dict[str, Array]]
 
 
 def inputs(case: IndexTopKCase, pools: Pools) -> IndexTopKInputs:
-    """Make the arguments of a chain.
+    """Make the arguments of a chain of calls.
 
     Raises:
       MemoryError: the pool does not fit.

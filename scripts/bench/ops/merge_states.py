@@ -1,4 +1,4 @@
-"""Benchmark of `merge_states`: partial attention states of the same queries merged into one."""
+"""Benchmark of `merge_states`, which merges attention outputs of the same queries over separate parts of the keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 @dataclasses.dataclass(frozen=True)
 class MergeCase:
-    """A merge of `parts` states of `tokens` queries with `heads` heads."""
+    """A merge of `parts` states. A state is the outputs and log-sum-exps (LSEs) of `tokens` queries with `heads`
+    heads.
+    """
 
     parts: int
     tokens: int
@@ -29,7 +31,7 @@ class MergeCase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of bfloat16 outputs and float32 LSEs, of the parts and of the result."""
+        """Bytes of bfloat16 outputs and float32 LSEs: all parts read, the result written."""
         return (self.parts + 1) * self.tokens * self.heads * (2 * self.head_dim + 4)
 
     @property
@@ -38,7 +40,7 @@ class MergeCase:
 
 
 def inputs(case: MergeCase, pools: Pools) -> list[tuple[Array, Array]]:
-    """Make the outputs and LSEs of each call."""
+    """Make the outputs [parts, tokens, heads, head_dim] and LSEs [parts, tokens, heads] of each call."""
     pools.release()
     shape = case.parts, case.tokens, case.heads
     keys = jax.random.split(jax.random.key(0), calls_of(case.num_bytes))

@@ -1,4 +1,4 @@
-"""Benchmark of `mla_decode`: one layer's absorbed step over a pool. Each call reads different pages."""
+"""Benchmark of `mla_decode`: the decode step of one MLA layer over a page pool. Each call reads different pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from scripts.bench.shapes import MlaDecode
 
 
 def ours(implementation: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Time calls with a plan that was made before, as an engine makes one plan per step for all layers."""
+    """Time one of our implementations. The plan is made before the calls and not timed, because an engine makes one
+    plan per step for all layers.
+    """
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
         return None, mla_decode(**own, **shared, sm_scale=case.sm_scale, implementation=implementation)
@@ -48,7 +50,7 @@ def _small_batches() -> list[MlaDecodeCase]:
 
 
 def _widths(batch: int, context: int, heads: Iterable[int]) -> list[MlaDecodeCase]:
-    """All widths with a kernel."""
+    """Return a case for each pair of latent and rotated width that the Hopper kernels support."""
     widths = ((512, 64), (448, 64), (256, 64), (256, 32), (128, 32))
     sizes = itertools.product(widths, heads)
     return [
@@ -57,7 +59,7 @@ def _widths(batch: int, context: int, heads: Iterable[int]) -> list[MlaDecodeCas
 
 
 def _quick() -> list[MlaDecodeCase]:
-    """The most informative sizes, in an order that reuses pools."""
+    """Return a small selection of sizes. Neighbours that can share a page pool follow each other."""
     sizes = [(128, 8192, 128), (128, 8192, 16), (128, 8192, 64), (128, 8192, 128, 2), (128, 8192, 16, 2)]
     sizes += [(128, 2048, 128), (128, 2048, 16), (32, 8192, 128), (32, 8192, 16), (1, 32768, 128), (1, 32768, 16)]
     sizes += [(1, 8192, 128), (1, 8192, 16), (2, 1024, 16)]
@@ -70,14 +72,14 @@ FP8 = (
     MlaDecode(128, 8192, 16, 2),
     *(MlaDecode(batch, 32768, 16) for batch in (1, 8)),
 )
-"""Few heads over 16-bit and fp8 latents."""
+"""Shapes with 8 to 24 heads, for the comparison of 16-bit and fp8 latents."""
 
 FP8_ROWS = (
     *(MlaDecode(128, context, 128) for context in (2048, 8192)),
     *(MlaDecode(128, context, 64) for context in (2048, 8192)),
     MlaDecode(8, 32768, 128),
 )
-"""Many heads over 16-bit and fp8 latents."""
+"""Shapes with 64 and 128 heads, for the comparison of 16-bit and fp8 latents."""
 
 UNEVEN = (
     MlaDecodeCase(MlaDecode(23, 3000, 128)),
@@ -85,7 +87,7 @@ UNEVEN = (
     MlaDecodeCase(MlaDecode(128, 2048, 16, 2), varied=True),
     MlaDecodeCase(MlaDecode(128, 4096, 16, 2), varied=True),
 )
-"""Sizes that no number of CTAs divides."""
+"""Cases whose pages cannot be divided evenly among the CTAs."""
 
 BENCH = Bench(
     grids={

@@ -1,4 +1,9 @@
-"""Benchmark of `mla_prefill`: expanded latent attention of chunks after prefixes in pages."""
+"""Benchmark of `mla_prefill`: MLA attention of prompt chunks to themselves and to a prefix of cached latents.
+
+In the expanded form, latents become keys and values of each head. In the absorbed form, W_UK and W_UV are multiplied
+into queries and outputs instead. The contenders "expanded" and "absorbed" are the Mosaic implementation with a given
+form; the contender "mosaic" selects the form itself.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +52,7 @@ FORMS = [
     MlaPrefillCase(MlaPrefill(8, 64, 8192, 128)),
     MlaPrefillCase(MlaPrefill(8, 64, 8192, 16)),
 ]
-"""Short chunks after expanded and absorbed prefixes, the most informative first."""
+"""Short chunks with long prefixes, for which the absorbed form can be faster than the expanded form."""
 
 BENCH = Bench(
     grids={

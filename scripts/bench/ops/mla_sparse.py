@@ -1,4 +1,4 @@
-"""Benchmark of `mla_sparse`: decode rows or chunk tokens that attend to selected latents of a long context."""
+"""Benchmark of `mla_sparse`: decode tokens or prefill tokens that attend to selected latents of a long context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmark of `paged_decode`: one layer's step over a pool. Each call reads different pages."""
+"""Benchmark of `paged_decode`: the decode step of one layer over a page pool. Each call reads different pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from scripts.bench.shapes import Decode
 
 
 def ours(implementation: str, case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Time calls with a plan that was made before, as an engine makes one plan per step for all layers."""
+    """Time one of our implementations. The plan is made before the calls and not timed, because an engine makes one
+    plan per step for all layers.
+    """
     width = case.window if not isinstance(case.window, HeadWindow) else None
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
@@ -61,7 +63,7 @@ def _gqa() -> list[DecodeCase]:
 
 
 def _gqa_quick() -> list[DecodeCase]:
-    """The most informative sizes, ordered by cache."""
+    """Return a small selection of sizes for each kind of cache."""
     shapes = [Decode(*size, 32, 8, 128) for size in ((1, 8192), (1, 131072), (16, 2048), (64, 2048), (64, 8192))]
     shapes += [Decode(256, 2048, 32, 8, 128), Decode(64, 8192, 32, 8, 128, queries=4)]
     shapes += [Decode(64, 8192, 32, 8, 128, page_size=16), Decode(64, 8192, 64, 8, 128), Decode(64, 8192, 64, 8, 64)]
@@ -78,7 +80,7 @@ def _head_wise() -> list[DecodeCase]:
 
 
 def _ordered(grid: Iterable[DecodeCase]) -> list[DecodeCase]:
-    """Sort cases so that cases that can share a pool are neighbors."""
+    """Sort cases so that cases that can share a page pool follow each other."""
     return sorted(grid, key=lambda case: (case.cache, *case.pool_sizes.values(), -case.pool_pages))
 
 

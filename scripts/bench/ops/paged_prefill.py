@@ -1,4 +1,4 @@
-"""Benchmark of `paged_prefill`: prefill chunks over pages that hold the chunks and their prefixes."""
+"""Benchmark of `paged_prefill`: prompt chunks whose keys and values are in pages, after a cached prefix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def ours(implementation: str, case: PagedPrefillCase, arrays: dict[str, Any], st
 
 
 def _tune() -> list[PagedPrefillCase]:
-    """Head dimensions and kinds of caches, with one and several sequences, in an order that reuses pools."""
+    """Return 8,192 new tokens in 1 and in 16 sequences, for each head dimension and kind of cache. Neighbours that can
+    share a page pool follow each other.
+    """
     kinds = itertools.product((64, 128, 256), ("bf16", "int8-head", "fp8-token"), (1, 16))
     return [PagedPrefillCase(Prefill(n, 8192 // n, 0, 32, 8, width), cache) for width, cache, n in kinds]
 
@@ -45,7 +47,9 @@ def _of_mixed_lengths(heads: tuple[int, int], page_size: int, cache: str = "bf16
 
 
 def _wide() -> list[PagedPrefillCase]:
-    """Batches, chunks, prefixes and heads that the other grids lack. Each case takes less than 10 ms."""
+    """Return cases with batches, chunks, prefixes and heads that the other grids lack. A call takes less than 10 ms on
+    an H200.
+    """
     lengths = ((1, 16, 65536), (1, 1000, 65536), (1, 9000, 0), (5, 200, 9000), (16, 100, 1000), (64, 16, 2000))
     cases = [
         PagedPrefillCase(Prefill(*sizes, *heads, 128, page_size))
@@ -69,12 +73,12 @@ WIDE_QUICK = [
     PagedPrefillCase(Prefill(3, 3000, 0, 28, 4, 128, 64, window=1000)),
     PagedPrefillCase(Prefill(5, 200, 9000, 40, 8, 128, 16), "int8-head"),
 ]
-"""The most informative cases of the wide grid."""
+"""A small selection of the cases of the grid "wide"."""
 
 
 def _peers() -> list[PagedPrefillCase]:
-    """Each batch, chunk, prefix, page size and head count of the wide grid at least once, for a comparison with
-    baselines.
+    """Return cases for the comparison with baselines: each batch, chunk, prefix, page size and head count of the grid
+    "wide" at least once.
     """
     shapes_of = (
         ((1, 16, 65536), (16, 16), 16),

@@ -1,4 +1,7 @@
-"""Benchmark of `plan_decode`, which an engine runs once per step, before the layers that share the plan."""
+"""Benchmark of `plan_decode`, which assigns the pages of all sequences to the CTAs of a decode kernel.
+
+An engine makes one plan per step. All layers share it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ HEAD_DIM = 128
 
 @dataclasses.dataclass(frozen=True)
 class PlanCase:
-    """Lengths of `batch` sequences of up to `context` tokens.
+    """A plan for `batch` sequences with lengths from 1 to `context` tokens.
 
     Attributes:
-      windowed: whether half of the heads see only 1,024 keys and 128 sink tokens.
+      windowed: whether half of the KV heads see only the newest 1,024 tokens and the first 128 tokens.
     """
 
     batch: int
@@ -50,7 +53,7 @@ class PlanCase:
 
 
 def inputs(case: PlanCase, pools: Pools) -> list[Array]:
-    """Draw the lengths of each call."""
+    """Draw the lengths (int32 [batch]) of each call."""
     del pools
     lens = np.random.default_rng(0).integers(1, case.context + 1, (MAX_CALLS, case.batch), np.int32)
     return [jnp.asarray(row) for row in lens]

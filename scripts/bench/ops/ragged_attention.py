@@ -1,4 +1,4 @@
-"""Benchmark of `ragged_attention`: prefill chunks with contiguous keys and values."""
+"""Benchmark of `ragged_attention`: prompt chunks whose keys and values are contiguous arrays, without pages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def ours(implementation: str, case: RaggedAttentionCase, arrays: dict[str, Any],
 
 
 def _quick() -> list[RaggedAttentionCase]:
-    """The most informative sizes."""
+    """Return a small selection of sizes."""
     sizes = [(8192, 0, heads) for heads in HEADS] + [(2048, 8192, heads) for heads in HEADS]
     sizes += [(512, 32768, HEADS[1]), (512, 0, HEADS[1])]
     return [RaggedAttentionCase(RaggedPrefill(1, new, cached, *heads)) for new, cached, heads in sizes]
 
 
 GROUPED = ((28, 4, 128, 128), (40, 8, 128, 128), (64, 8, 128, 128), (128, 8, 128, 128))
-"""Heads of other models, in the order of `HEADS`."""
+"""More (query heads, KV heads, key dimension, value dimension), with 5 to 16 query heads per KV head."""
 
 
 def _of_mixed_lengths(heads: tuple[int, int, int, int]) -> RaggedAttentionCase:
@@ -41,7 +41,9 @@ def _of_mixed_lengths(heads: tuple[int, int, int, int]) -> RaggedAttentionCase:
 
 
 def _wide() -> list[RaggedAttentionCase]:
-    """Batches, chunks, prefixes and heads that the other grids lack. Each case takes less than 10 ms."""
+    """Return cases with batches, chunks, prefixes and heads that the other grids lack. A call takes less than 10 ms on
+    an H200.
+    """
     lengths = (
         (1, 1000, 65536),
         (1, 9000, 0),
@@ -63,11 +65,13 @@ WIDE_QUICK = [
     RaggedAttentionCase(RaggedPrefill(5, 200, 9000, *GROUPED[1])),
     RaggedAttentionCase(RaggedPrefill(64, 57, 1024, *GROUPED[0])),
 ]
-"""The most informative cases of the wide grid."""
+"""A small selection of the cases of the grid "wide"."""
 
 
 def _peers() -> list[RaggedAttentionCase]:
-    """Each batch, chunk, prefix and head count of the wide grid at least once, for a comparison with baselines."""
+    """Return cases for the comparison with baselines: each batch, chunk, prefix and head count of the grid "wide" at
+    least once.
+    """
     shapes = (
         ((1, 1000, 65536), HEADS[1]),
         ((1, 1000, 65536), GROUPED[3]),

@@ -1,7 +1,8 @@
-"""Benchmark of `ragged_paged_attention`: decode rows and prompt chunks in one call.
+"""Benchmark of `ragged_paged_attention`: decoding sequences and prompt chunks in one call.
 
-Baselines: a caller that knows the decode rows and calls `paged_decode` and `paged_prefill`, and `paged_prefill` for all
-rows.
+Contenders: "one_call" is `ragged_paged_attention`. "split" calls `paged_decode` for the decoding sequences, whose
+number it knows on the host, and `paged_prefill` for the chunks. "prefill_alone" calls `paged_prefill` for all
+sequences.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.shapes import Prefill
 
 CALLS = 4
-"""Maximum number of calls in a chain. Each kernel of each call takes a third of a second to compile."""
+"""Maximum number of calls in a chain (one compiled program). It limits the compilation time: each kernel of each call
+takes a third of a second.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class MixedCase:
-    """A step in which the first sequences decode.
+    """A step of decoding sequences followed by prompt chunks.
 
     Attributes:
-      rows, context: number of decoding sequences, and tokens of each.
-      chunks, new, cached: number of the other sequences, and their tokens.
+      rows: number of decoding sequences, each with one new token.
+      context: tokens of each decoding sequence, including the new token.
+      chunks: number of prompt chunks, each of another sequence.
+      new, cached: numbers of new and of cached tokens of each chunk.
     """
 
     rows: int
@@ -53,7 +58,7 @@ class MixedCase:
 
     @property
     def as_prefill(self) -> PagedPrefillCase:
-        """The step as a case of chunks only. A decode row is a chunk of one token."""
+        """The step as a case of prompt chunks only: a decoding sequence is a chunk of one token."""
         sizes, lengths = mixed(*[(1, self.context - 1)] * self.rows, *[(self.new, self.cached)] * self.chunks)
         shape = Prefill(*sizes, self.q_heads, self.kv_heads, self.head_dim, self.page_size)
         return PagedPrefillCase(shape, self.cache, lengths)
@@ -72,13 +77,15 @@ class MixedCase:
         return self.head_dim**-0.5
 
     def inputs(self, pools: Pools) -> dict[str, Any]:
-        """Make the arguments of a chain: q per call. All layers of a step have the same tables."""
+        """Make the arguments of a chain: a list with `q` of each call, and the arguments that all calls share. Block
+        tables are shared because all layers of a step use the same tables.
+        """
         arrays = self.as_prefill.inputs(pools)
         return arrays | {"q": arrays["q"][:CALLS]}
 
 
 def one_call(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time calls that find the decode rows on the device."""
+    """Time `ragged_paged_attention`, which finds the decoding sequences on the device."""
 
     def call(_: None, shared: dict[str, Any], q: Any) -> tuple[None, Any]:
         lens, pages, offsets = shared["kv_lens"], shared["block_tables"], shared["cu_q_lens"]
@@ -89,7 +96,9 @@ def one_call(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> T
 
 
 def split(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time a caller that splits the step by static slices and concatenates the outputs. One plan serves all layers."""
+    """Time a caller that splits the step with static slices and concatenates the outputs. The plan of `paged_decode` is
+    made before the calls and not timed.
+    """
     rows, sm_scale = case.rows, case.sm_scale
     shared = _shared(arrays)
 
@@ -112,7 +121,7 @@ def split(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timi
 
 
 def prefill_alone(case: MixedCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time `paged_prefill` for all rows."""
+    """Time `paged_prefill` for all sequences."""
 
     def call(_: None, shared: dict[str, Any], q: Any) -> tuple[None, Any]:
         return None, paged_prefill(q, **shared, sm_scale=case.sm_scale)
@@ -145,7 +154,7 @@ FEW_OR_NARROW: Sequence[MixedCase] = [
     MixedCase(256, 1024, 0, 1, 0, 64, 8, 64),
     MixedCase(16, 2048, 1, 256, 0, page_size=16),
 ]
-"""Few rows, int8 and fp8 caches, other group sizes, small pages."""
+"""Steps with few decoding sequences, int8 and fp8 caches, other numbers of query heads per KV head, or small pages."""
 
 BENCH = Bench(
     grids={"mixed": MIXED, "mixed-varied": FEW_OR_NARROW, "small": [MixedCase(3, 40, 2, 8, 24, 4, 2, 16, 16, "f32")]},

@@ -1,7 +1,8 @@
-"""Benchmark of the attention step of a DeepSeek-V3.2 layer: sparse, or dense over the same latents.
+"""Benchmark of the attention of a DeepSeek-V3.2 layer in a decode step: sparse, or dense over the same latents.
 
-Sparse is the selection of keys by index scores and the attention to the selected latents. Dense is `mla_decode`.
-Neither includes projections or writes of new tokens. Dispatch chooses the implementations.
+"sparse" is `index_top_k`, which selects keys by index scores, `token_slots`, and `mla_sparse`, which attends to the
+selected latents. "dense" is `mla_decode`. Neither includes projections or writes of new tokens. Each operation runs its
+default implementation.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class SparseLayerCase:
     """A decode step of `batch` sequences of `context` tokens, with DeepSeek-V3.2's index heads.
 
     Attributes:
-      cache: kind of latents and index keys; "fp8" for 8 bits.
+      cache: kind of latents and index keys, a key of `pools.CACHES`; or "fp8".
     """
 
     batch: int
@@ -46,12 +47,12 @@ class SparseLayerCase:
 
     @property
     def dense(self) -> MlaDecodeCase:
-        """The step as a case of `mla_decode`, with the same arguments."""
+        """The dense step as a case of `mla_decode`."""
         return MlaDecodeCase(MlaDecode(self.batch, self.context, self.heads, page_size=self.page_size), self.cache)
 
     @property
     def index(self) -> IndexTopKCase:
-        """The selection of keys as a case."""
+        """The selection of keys as a case of `index_top_k`."""
         return IndexTopKCase(self.batch, self.context, self.cache, top_k=self.top_k, page_size=self.page_size)
 
     @property
@@ -61,13 +62,15 @@ class SparseLayerCase:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of index scores and of attention to the selected latents."""
+        """Multiplications and additions of the index scores and of the attention to the selected latents."""
         return self.index.flops + self.dense.flops * min(self.top_k, self.context) // self.context
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseLayerInputs:
-    """Arguments of a chain of calls: shared arguments, and queries, weights and block table per call."""
+    """Arguments of a chain of calls. `owns` has queries, index weights and block table of each call; all calls share
+    the others.
+    """
 
     cache: PagedLatent
     index: PagedIndexKeys
@@ -76,7 +79,7 @@ class SparseLayerInputs:
 
 
 def inputs(case: SparseLayerCase, pools: Pools) -> SparseLayerInputs:
-    """Make the arguments of a chain.
+    """Make the arguments of a chain of calls.
 
     Raises:
       MemoryError: the pages do not fit.
@@ -106,7 +109,9 @@ def sparse(case: SparseLayerCase, arrays: SparseLayerInputs, stopwatch: Stopwatc
 
 
 def dense(case: SparseLayerCase, arrays: SparseLayerInputs, stopwatch: Stopwatch) -> Timing:
-    """Time `mla_decode` with a plan that was made before, as an engine makes one plan per step for all layers."""
+    """Time `mla_decode`. The plan is made before the calls and not timed, because an engine makes one plan per step for
+    all layers.
+    """
 
     def call(_: None, shared: dict[str, Any], own: dict[str, Any]) -> tuple[None, Any]:
         own = {name: own[name] for name in ("q_latent", "q_rope", "block_tables")}

@@ -1,4 +1,7 @@
-"""Benchmark of `write_kv`: new tokens into a pool that is updated in place, to different slots in every call."""
+"""Benchmark of `write_kv`, which writes keys and values of new tokens into a page pool that is updated in place.
+
+Each call writes to different slots. A slot is the place of one token in the pool.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class WriteKVCase(WriteCase):
     """A call of `write_kv`.
 
     Attributes:
-      rope: whether keys and queries are rotated.
+      rope: whether the call also rotates keys and queries (RoPE).
     """
 
     rope: bool
@@ -38,8 +41,8 @@ class WriteKVCase(WriteCase):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values, read in bfloat16 and written in the cache's dtype; with rope also of queries, read
-        and written.
+        """Bytes of keys and values, read in bfloat16 and written in the cache's dtype. With `rope` also the bytes of
+        queries, read and written, and of the float32 cosines and sines.
         """
         written = self.tokens * self.spec(1).bytes_per_page // self.page_size
         rotated = 2 * self.q_heads if self.rope else 0
@@ -52,7 +55,7 @@ class WriteKVCase(WriteCase):
 
 
 def inputs(case: WriteKVCase, pools: Pools) -> list[dict[str, Array]]:
-    """Make the arguments of each call, including slots.
+    """Make the arguments of each call.
 
     Raises:
       MemoryError: the pool does not fit.
@@ -69,7 +72,7 @@ def inputs(case: WriteKVCase, pools: Pools) -> list[dict[str, Array]]:
 
 
 def ours(implementation: str, case: WriteKVCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
-    """Time calls over a separate pool, because they change it."""
+    """Time one of our implementations. The calls change the pool, so each implementation gets a new pool."""
 
     def call(kv: Any, rope: Any, own: dict[str, Any]) -> tuple[Any, Any]:
         written: Any = write_kv(kv, **own, rope=rope, implementation=implementation)
@@ -81,7 +84,7 @@ def ours(implementation: str, case: WriteKVCase, owns: list[dict[str, Array]], s
 
 
 def _grid() -> list[WriteKVCase]:
-    """Tokens of a decode step, one per sequence, and prefill chunks."""
+    """Return writes of decode steps (one token per sequence) and of prompt chunks (one sequence)."""
     sizes = ((64, 1), (256, 1), (2048, 2048), (8192, 8192))
     caches = ("bf16", "int8-head", "fp8-head", "fp8-token")
     return [

@@ -1,4 +1,7 @@
-"""Benchmark of `write_latent`: new latents into a pool that is updated in place, to different slots in every call."""
+"""Benchmark of `write_latent`, which writes latents of new tokens into a page pool that is updated in place.
+
+Each call writes to different slots. A slot is the place of one token in the pool.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class WriteLatentCase(WriteCase):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of latents, read and written, and of slots, read."""
+        """Bytes that are moved: latents read and written, and slots read."""
         return self.tokens * (2 * self.spec(1).bytes_per_page // self.page_size + 4)
 
     def spec(self, num_pages: int) -> CacheSpec:
@@ -38,7 +41,7 @@ class WriteLatentCase(WriteCase):
 
 
 def inputs(case: WriteLatentCase, pools: Pools) -> list[dict[str, Array]]:
-    """Make the arguments of each call, including slots.
+    """Make the arguments of each call.
 
     Raises:
       MemoryError: the pool does not fit.
@@ -54,7 +57,7 @@ def inputs(case: WriteLatentCase, pools: Pools) -> list[dict[str, Array]]:
 
 
 def ours(implementation: str, case: WriteLatentCase, owns: list[dict[str, Array]], stopwatch: Stopwatch) -> Timing:
-    """Time calls over a separate pool, because they change it."""
+    """Time one of our implementations. The calls change the pool, so each implementation gets a new pool."""
 
     def call(cache: Any, _: None, own: dict[str, Any]) -> tuple[Any, None]:
         return write_latent(cache, **own, implementation=implementation), None

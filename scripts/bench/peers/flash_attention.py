@@ -1,8 +1,8 @@
 """FlashAttention-3 as a baseline, over the same pages and arrays as our kernels.
 
-Its schedule of a decode step depends on lengths only and serves all layers. It is made before the calls, like our plan,
-and not timed. Its second kernel, which merges splits, is timed. A prefill of sequences of different lengths makes its
-schedule in a kernel, which is timed. Sequences of equal length need no schedule.
+FlashAttention-3 decodes with a schedule, like our plan. The schedule depends on lengths only and serves all layers, so
+it is made before the calls and not timed. The kernel that merges KV splits is timed. In a prefill of sequences of
+different lengths, a kernel of each call makes the schedule and is timed. Sequences of equal length need no schedule.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 MAX_ROPE_DIM = 64
-"""Maximum number of rotated key columns for latents."""
+"""Maximum width of the rotated keys that FlashAttention-3 supports in latent attention."""
 LATENT_DIMS = range(256, 513)
-"""Value dimensions that it supports for latents, which are keys too."""
+"""Latent widths that FlashAttention-3 supports. Latents are values and, together with rotated keys, keys."""
 
 
 def import_interface() -> Any:
-    """Import its module.
+    """Import FlashAttention-3.
 
     Raises:
       ImportError: torch or FlashAttention-3 is not installed.
@@ -42,9 +42,10 @@ def check_bf16(cache: str) -> None:
 def of_a_step(
     case: MlaDecodeCase | DecodeCase, lens: Any, heads: tuple[int, int], widths: tuple[int, int]
 ) -> dict[str, Any]:
-    """Arguments that the calls of one step share.
+    """Return the arguments that the calls of one decode step share, including the schedule.
 
     Args:
+      lens: tensor int32 [B], tokens per sequence.
       heads: numbers of query heads and KV heads.
       widths: key dimension and value dimension.
     """
@@ -52,7 +53,7 @@ def of_a_step(
     schedule = import_interface().get_scheduler_metadata(
         s.batch,
         s.queries,
-        case.table_pages * s.page_size,  # as a call derives it from its table
+        case.table_pages * s.page_size,  # maximum length, as a call computes it from its block table
         *heads,
         widths[0],
         lens,
@@ -65,8 +66,8 @@ def of_a_step(
 
 
 def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Time latent attention. Its keys are the rotated keys; its values are the latents, which a second query array also
-    uses as keys.
+    """Time latent attention. The argument k has the rotated keys and the argument v the latents. The queries `qv` are
+    also multiplied with v, as the unrotated part of the scores.
     """
     attend = import_interface().flash_attn_with_kvcache
     check_bf16(case.cache)
@@ -85,7 +86,7 @@ def mla(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> T
 
 
 def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Time paged decode. Our pages have heads before tokens; it supports any strides."""
+    """Time paged decode. Our pages [N, Hkv, ps, D] are passed as strided views [N, ps, Hkv, D]."""
     attend = import_interface().flash_attn_with_kvcache
     check_bf16(case.cache)
     s = case.shape
@@ -101,10 +102,10 @@ def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timi
 
 
 def ragged(num_splits: int, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time sequences one after another, like ours.
+    """Time packed sequences of any lengths, the same arrays that our kernel reads.
 
     Args:
-      num_splits: splits of the keys; 0 lets it choose. Its default is 1.
+      num_splits: number of KV splits; 0 lets FlashAttention-3 choose. Its default is 1.
     """
     attend = functools.partial(import_interface().flash_attn_varlen_func, num_splits=num_splits)
     check_bf16(case.cache)
@@ -115,7 +116,7 @@ def ragged(num_splits: int, case: RaggedAttentionCase, arrays: dict[str, Any], s
 
 
 def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time chunks over pages; it supports any strides."""
+    """Time prompt chunks over pages. Our pages [N, Hkv, ps, D] are passed as strided views [N, ps, Hkv, D]."""
     attend = import_interface().flash_attn_with_kvcache
     check_bf16(case.cache)
     s = case.shape
@@ -136,7 +137,7 @@ def paged(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
 
 
 def of_one_length(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time sequences as rows of one array. Our kernels cannot use this regularity."""
+    """Time sequences of equal length as a dense batch [B, tokens, heads, D]. Our kernels have no such variant."""
     attend = import_interface().flash_attn_func
     check_bf16(case.cache)
     case.check_one_length()

@@ -15,16 +15,16 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 WIDTHS = (512, 64)
-"""Supported widths of latents and of rotated keys."""
+"""Widths of latents and of rotated keys that FlashMLA supports."""
 PAGE_SIZE = 64
-"""Supported page size (tokens)."""
+"""Page size in tokens that FlashMLA supports."""
 
 
 def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Time its dense kernel for Hopper.
+    """Time FlashMLA's dense decode kernel for Hopper, and the kernel that merges its KV splits.
 
-    Two things are not timed: its schedule, which like our plan depends on lengths only and serves all layers of a step,
-    and the concatenation of the two query parts into one array. Its second kernel, which merges splits, is timed.
+    Not timed are the schedule, which like our plan depends on lengths only and serves all layers of a step, and the
+    concatenation of `q_latent` and `q_rope` into one array.
     """
     torch = import_torch()
     flash_mla = importlib.import_module("flash_mla")
@@ -34,8 +34,8 @@ def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -
     if (s.latent_dim, s.rope_dim) != WIDTHS or s.page_size != PAGE_SIZE:
         raise NotImplementedError(f"supports only widths of {WIDTHS} in pages of {PAGE_SIZE}")
     lens, pages = as_torch(arrays.kv_lens), as_torch(arrays.cache.pages)[:, :, None]
-    # In newer versions the first call fills in the metadata, which a graph cannot record. Older versions return it
-    # complete.
+    # In newer versions this is empty and the first call fills it in. `Stopwatch.graph` makes this call before it
+    # captures the graph. Older versions return it complete.
     schedule = flash_mla.get_mla_metadata(lens, s.queries * s.heads, 1)
 
     def call(q: Any, table: Any) -> Any:
@@ -51,10 +51,10 @@ def decode(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -
 
 
 def sparse(case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -> Timing:
-    """Time its sparse kernels for Hopper: decode over its fp8 records, and prefill over 16-bit latents.
+    """Time FlashMLA's sparse kernels for Hopper: decode for fp8 caches, prefill for 16-bit caches.
 
-    Not timed are the conversion of latents to records, the schedule, which depends on sizes only, and the concatenation
-    of the two query parts.
+    Its fp8 cache has one record per token: values, scales and rotated key. Not timed are the conversion of our latents
+    to records, the schedule, which depends on sizes only, and the concatenation of `q_latent` and `q_rope`.
     """
     torch = import_torch()
     flash_mla = importlib.import_module("flash_mla")
@@ -65,7 +65,7 @@ def sparse(case: MlaSparseCase, arrays: MlaSparseInputs, stopwatch: Stopwatch) -
     calls, options = [], {"softmax_scale": SM_SCALE, "is_fp8_kvcache": True}
     if case.cache == "fp8":
         records = as_torch(jax.jit(to_records)(arrays.cache))[:, :, None]
-        schedule = flash_mla.get_mla_metadata()[0]  # filled in by the first call
+        schedule = flash_mla.get_mla_metadata()[0]  # empty; the first call fills it in
     else:
         latents = as_torch(arrays.cache.pages).flatten(0, 1)[:, None]
 

@@ -1,5 +1,6 @@
-"""Compile FlashInfer's kernels before their first use, in a separate process with a time limit. To compile kernels by
-hand:
+"""Compile FlashInfer's kernels before their first use, in a separate process with a time limit.
+
+The benchmarks do this themselves. To compile kernels by hand:
 
     python -m scripts.bench.peers.flashinfer_build mla fa3 512 64 bfloat16
     python -m scripts.bench.peers.flashinfer_build attention fa2 192 128 bfloat16 0 0
@@ -19,12 +20,12 @@ from pathlib import Path
 from scripts.bench.peers.torch_decode import import_torch
 
 BUILD_SECONDS = 150
-"""Time limit for one kind of kernel."""
+"""Time limit in seconds for one set of command-line arguments."""
 
 
 @functools.cache
 def unbuilt(*arguments: str | int) -> str | None:
-    """Reason why the kernels of these command-line arguments cannot be built; None after they are built."""
+    """Build the kernels of these command-line arguments. Return the reason if that fails; None on success."""
     command = [sys.executable, "-m", "scripts.bench.peers.flashinfer_build", *map(str, arguments)]
     root = Path(__file__).resolve().parents[3]
     try:
@@ -36,7 +37,7 @@ def unbuilt(*arguments: str | int) -> str | None:
 
 
 def require(*arguments: str | int) -> None:
-    """Raise NotImplementedError if kernels of this kind cannot be built."""
+    """Build the kernels of these command-line arguments. Raise NotImplementedError if they cannot be built."""
     if why := unbuilt(*arguments):
         raise NotImplementedError(why)
 

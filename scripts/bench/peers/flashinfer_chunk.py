@@ -16,7 +16,7 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 
 def ragged(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time ragged prefill. It is planned on the host before the calls, as FlashInfer requires."""
+    """Time ragged prefill. `wrapper.plan`, which FlashInfer runs on the host once per step, is not timed."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape
@@ -40,7 +40,7 @@ def ragged(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stop
 
 
 def paged(backend: str, case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time paged prefill. It is planned on the host before the calls, as FlashInfer requires."""
+    """Time paged prefill. `wrapper.plan`, which FlashInfer runs on the host once per step, is not timed."""
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
     s = case.shape

@@ -15,17 +15,17 @@ from scripts.bench.peers import flashinfer_build
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 WORKSPACE_BYTES = 256 * 2**20
-"""Bytes of the workspace for its partial results."""
+"""Bytes of the workspace in which FlashInfer stores partial results."""
 
 CACHES = {"bf16": "bfloat16", "f16": "float16", "fp8-head": "float8_e4m3fn"}
-"""Supported caches and torch's name of their dtype. FlashInfer has one scale for all heads, which is less work than our
-scales per head.
+"""Torch dtype by kind of cache that this baseline supports. For fp8, FlashInfer has one scale for all heads, which is
+less work than our scale per head.
 """
 
 
 def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Time its tensor-core kernels, which support any group of heads. They are planned on the host before the calls, as
-    FlashInfer requires.
+    """Time FlashInfer's tensor-core kernels, which support any number of query heads per KV head. Planning, which
+    FlashInfer does on the host once per step, is not timed.
     """
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
@@ -46,7 +46,13 @@ def decode(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timi
 
 
 def page_lists(torch: Any, lens: np.ndarray, table: np.ndarray, page_size: int) -> tuple[Any, Any]:
-    """Make its tables: the index at which each sequence's pages begin, on the host, and all page ids, on the device."""
+    """Convert a block table to FlashInfer's page lists.
+
+    Returns:
+      Offset of each sequence in the list of page ids, int32 [B + 1] on the host; and the page ids of all sequences,
+      int32 on the device.
+
+    """
     counts = -(-lens // page_size)
     pages = np.concatenate([row[:n] for row, n in zip(table, counts, strict=True)])
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -56,7 +62,7 @@ def page_lists(torch: Any, lens: np.ndarray, table: np.ndarray, page_size: int) 
 def planned(
     flashinfer: Any, torch: Any, workspace: Any, case: DecodeCase, table: np.ndarray, q_dtype: Any, kv_dtype: Any
 ) -> Callable[..., Any]:
-    """Return its function of queries and pages, planned for one table."""
+    """Plan a call for one block table. Return FlashInfer's function of queries and pages."""
     s = case.shape
     offsets, indices = page_lists(torch, case.lens, table, s.page_size)
     last = torch.from_numpy((case.lens - 1) % s.page_size + 1)
@@ -71,7 +77,7 @@ def planned(
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
         queries = torch.arange(s.batch + 1, dtype=torch.int32) * s.queries
         wrapper.plan(queries, offsets, indices, last, *sizes, causal=True, **options)
-    scale = 0.02 if case.cache.startswith("fp8") else None  # a scale of values would take another kernel
+    scale = 0.02 if case.cache.startswith("fp8") else None  # no v_scale: it would launch one more kernel
     return functools.partial(wrapper.run, k_scale=scale)
 
 

@@ -18,14 +18,15 @@ from scripts.bench.peers.flashinfer_decode import WORKSPACE_BYTES, page_lists
 from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 CACHES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
-"""Supported caches and torch's name of their dtype."""
+"""Torch dtype by kind of cache that this baseline supports."""
 
 
 def decode(backend: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Time one of its backends, planned on the host before the calls, as FlashInfer requires.
+    """Time one of FlashInfer's backends ("fa2" or "fa3"). Planning, which FlashInfer does on the host once per step, is
+    not timed.
 
-    Over fp8 latents (FlashInfer 0.7 or newer; only its kernel runs, without the package) it has the same values and
-    scales, but also fp8 rotated keys: 592 bytes per token instead of our 656.
+    With fp8 latents (FlashInfer 0.7 or newer), FlashInfer reads the same fp8 values and scales as our kernel, but its
+    rotated keys are also fp8. It reads 592 bytes per token and our kernel 656.
     """
     torch = import_torch()
     flashinfer = importlib.import_module("flashinfer")
@@ -49,7 +50,7 @@ def decode(backend: str, case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch
 
 
 def planned(wrapper: Any, torch: Any, case: MlaDecodeCase, table: np.ndarray) -> Callable[..., Any]:
-    """Return its function of queries and pages, planned for one table."""
+    """Plan a call for one block table. Return FlashInfer's function of queries and pages."""
     s = case.shape
     offsets, indices = page_lists(torch, case.lens, table, s.page_size)
     wrapper.plan(

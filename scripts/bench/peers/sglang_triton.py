@@ -17,14 +17,16 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 OPS = "sglang.kernels.ops.attention"
 SPLITS, MLA_TOKENS_OF_SPLIT = 8, 32
-"""Maximum number of splits per row, and tokens per split over latents. Over latents the number of splits may reach the
-number of multiprocessors. SGLang's Triton backend uses the same values.
+"""Maximum number of KV splits per sequence in decode, and tokens per split in decode over latents.
+
+Over latents, the maximum number of splits is the number of multiprocessors or of splits of `MLA_TOKENS_OF_SPLIT`
+tokens, whichever is smaller, rounded up to a power of two. SGLang's Triton backend uses the same values.
 """
 
 
 def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Time its decode over keys and values. The number of splits and the slot list, which it makes once per step, are
-    not timed.
+    """Time SGLang's decode attention over keys and values. SGLang computes the number of KV splits and the list of
+    slots once per step, so they are not timed.
     """
     torch = import_torch()
     s = case.shape
@@ -48,7 +50,9 @@ def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timin
 
 
 def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Time its decode over latents. The slot list and the concatenation of the two query parts are not timed."""
+    """Time SGLang's decode attention over latents. The list of slots and the concatenation of `q_latent` and `q_rope`
+    are not timed.
+    """
     torch = import_torch()
     s = case.shape
     decode = importlib.import_module(f"{OPS}.decode_attention").decode_attention_fwd
@@ -73,8 +77,8 @@ def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) 
 
 
 def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time its attention of new tokens to themselves and to a cached prefix. It reads the new keys and values from
-    contiguous arrays.
+    """Time SGLang's prefill attention. It reads a cached prefix from the pool, and the keys and values of new tokens
+    from contiguous arrays.
     """
     torch = import_torch()
     case.check_one_length()
@@ -99,7 +103,9 @@ def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
 
 
 class _Rows:
-    """Metadata of a decode step, as in its backend: number of splits per sequence, and buffers of their results."""
+    """Metadata of a decode step, as in SGLang's Triton backend: number of KV splits per sequence, and buffers for the
+    results of the splits.
+    """
 
     def __init__(self, torch: Any, lens: Any, heads: int, kv_heads: int, width: int, most_splits: int):
         self._torch, self._lens, self._most = torch, lens, most_splits
@@ -114,7 +120,7 @@ class _Rows:
         self._lse = torch.empty(batch, heads, most_splits, device="cuda")
 
     def slots(self, table: Any, page_size: int) -> Any:
-        """Slots of all tokens of a block table, one sequence after another."""
+        """Return the slots [sum of lengths] of the tokens of all sequences, in the order of the sequences."""
         every = _all_slots(self._torch, table, page_size)
         held = self._torch.arange(every.shape[1], device="cuda") < self._lens[:, None]
         return every[held]
@@ -124,13 +130,15 @@ class _Rows:
 
 
 def _all_slots(torch: Any, table: Any, page_size: int) -> Any:
-    """Slots [B, tokens] of a block table, int64."""
+    """Return the slots (int64 [B, tokens]) of all tokens of a block table. The slot of a token is page * page size +
+    position.
+    """
     slots = table.long()[:, :, None] * page_size + torch.arange(page_size, device="cuda")
     return slots.reshape(len(table), -1)
 
 
 def _pool(pages: Any) -> Any:
-    """Copy pages [N, H, ps, D] to a tensor [slots, H, D] of its pool layout."""
+    """Copy pages [N, H, ps, D] to SGLang's pool layout [N * ps, H, D]."""
     tokens = as_torch(pages).transpose(1, 2)
     return tokens.reshape(-1, *tokens.shape[2:])
 

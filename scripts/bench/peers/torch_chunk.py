@@ -1,4 +1,4 @@
-"""torch's attention as a baseline, for prefill chunks of sequences of equal length."""
+"""torch's attention as a baseline, for prompt chunks of equal length with contiguous keys and values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from scripts.bench.peers.torch_decode import as_torch, check_accepted, import_to
 
 
 def by_head(case: RaggedAttentionCase, array: Any) -> Any:
-    """View [S·tokens, H, D] as [S, H, tokens, D] in the same memory."""
+    """View an array [S·tokens, H, D] of S sequences as a tensor [S, H, tokens, D] in the same memory."""
     return as_torch(array).unflatten(0, (case.shape.sequences, -1)).transpose(1, 2)
 
 
 def time_calls(
     call: Callable[..., Any], case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch
 ) -> Timing:
-    """Time a function of queries, keys and values by head. Its outputs are reordered to the layout of ours."""
+    """Time call(q, k, v) with tensors [S, H, tokens, D]. The output is transposed to [S, tokens, H, D], our layout."""
     k, v = (by_head(case, arrays[name]) for name in ("k", "v"))
 
     def attend(q: Any) -> Any:
@@ -31,7 +31,7 @@ def time_calls(
 
 
 def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time torch's scaled_dot_product_attention with one of its backends."""
+    """Time torch's scaled_dot_product_attention with one backend, a name of `torch.nn.attention.SDPBackend`."""
     torch = import_torch()
     case.check_one_length()
     s = case.shape
@@ -54,11 +54,11 @@ def scaled_dot_product(backend: str, case: RaggedAttentionCase, arrays: dict[str
 
 
 def flex(case: RaggedAttentionCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time torch's flex_attention, compiled for the case."""
+    """Time torch's flex_attention, compiled for the shapes of the case."""
     torch = import_torch()
     case.check_one_length()
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    torch.compiler.reset()  # dynamo stops compiling a function after a few shapes
+    torch.compiler.reset()  # dynamo stops compiling a function after a few different shapes
     s = case.shape
 
     def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:

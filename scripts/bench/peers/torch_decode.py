@@ -1,7 +1,7 @@
 """torch's attention as a baseline, over contiguous keys and values.
 
-torch has no paged kernel. The closest is attention over contiguous keys and values of the same number of tokens,
-without tables. The baseline reads the memory of the pool in order, which needs no additional memory.
+torch has no paged kernel. The baseline is its attention over contiguous keys and values of the same number of tokens.
+It views the memory of our page pool as contiguous arrays, so it needs no additional memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scripts.bench.harness.timing import Stopwatch, Timing
 
 
 class _Memory:
-    """Exposes a JAX array's bytes through the CUDA array interface and keeps the array alive."""
+    """Expose the bytes of a JAX array through the CUDA array interface, and keep the array alive."""
 
     def __init__(self, array: jax.Array):
         self._array = jax.block_until_ready(array)
@@ -42,14 +42,16 @@ def import_torch() -> Any:
 
 
 def as_torch(array: jax.Array) -> Any:
-    """View the same memory as a tensor of any dtype. DLPack has fp8 only in new versions of jax and torch."""
+    """Return a tensor of the same memory. DLPack is not used, because it supports fp8 only in new versions of jax and
+    torch.
+    """
     torch = import_torch()
     flat = torch.as_tensor(_Memory(array), device="cuda")
     return flat.view(getattr(torch, array.dtype.name)).view(array.shape)
 
 
 def contiguous(case: DecodeCase, arrays: DecodeArrays) -> tuple[list[Any], list[Any]]:
-    """View the memory of the pool as keys and values [B, Hkv, S, D] of each call."""
+    """View the memory of the pool as keys and as values [B, Hkv, context, D] of each call."""
     s = case.shape
     shape = (case.cold_calls, s.batch, s.kv_heads, case.table_pages * s.page_size, s.head_dim)
     elements = case.pool_pages * s.kv_heads * s.page_size * s.head_dim
@@ -58,7 +60,7 @@ def contiguous(case: DecodeCase, arrays: DecodeArrays) -> tuple[list[Any], list[
 
 
 def check_supported(case: DecodeCase) -> None:
-    """Raise NotImplementedError for cases without an equivalent over contiguous keys."""
+    """Raise NotImplementedError for a case that torch's attention over contiguous keys cannot compute."""
     if case.cache not in ("bf16", "f16"):
         raise NotImplementedError(f"does not support {case.cache} caches")
     if case.varied:
@@ -68,7 +70,9 @@ def check_supported(case: DecodeCase) -> None:
 
 
 def check_accepted(call: Callable[..., Any], *arguments: Any) -> None:
-    """Call once. Raise NotImplementedError with torch's warnings if torch does not support the arguments."""
+    """Call once. If torch does not support the arguments, raise NotImplementedError with the text of torch's
+    warnings.
+    """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -79,9 +83,10 @@ def check_accepted(call: Callable[..., Any], *arguments: Any) -> None:
 
 
 def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Time torch's scaled_dot_product_attention with one of its backends.
+    """Time torch's scaled_dot_product_attention with one backend, a name of `torch.nn.attention.SDPBackend`.
 
-    The query heads of a KV head are passed as queries of this head: all see all keys, which are read once.
+    The G query heads of a KV head are passed as G queries of one head [B, Hkv, G, D], so that the kernel reads the keys
+    once. No mask is needed, because each query sees all keys.
     """
     torch = import_torch()
     check_supported(case)
@@ -104,11 +109,11 @@ def scaled_dot_product(backend: str, case: DecodeCase, arrays: DecodeArrays, sto
 
 
 def flex(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Time torch's flex_attention over contiguous keys, compiled for the case."""
+    """Time torch's flex_attention over contiguous keys, compiled for the shapes of the case."""
     torch = import_torch()
     check_supported(case)
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    torch.compiler.reset()  # dynamo stops compiling a function after a few shapes
+    torch.compiler.reset()  # dynamo stops compiling a function after a few different shapes
     s = case.shape
     past = s.context - s.queries
     mask = None

@@ -5,10 +5,12 @@
                                          [--prompt-tokens 128] [--new-tokens 64]
                                          [--dtype float32 bfloat16] [--threads 2] [--json OUT]
 
-Greedy decoding with the KV cache. All prompts of a batch have equal length (no padding, the best case of transformers),
-with the attention and expert implementations that transformers chooses. The report has the median of several runs after
-a warm-up. The first token ends the prefill: prefill speed is batch x prompt tokens divided by the time to it, decode
-speed is batch x (new tokens - 1) divided by the time after it.
+It decodes greedily with the KV cache, and with the attention and expert implementations that transformers chooses. All
+prompts of a batch have equal length, so there is no padding, which is the best case for transformers. The report has
+the median of several runs after a warm-up.
+
+Prefill speed is batch x prompt tokens divided by the time to the first token. Decode speed is batch x (new tokens - 1)
+divided by the time from the first to the last token.
 """
 
 import argparse
@@ -60,7 +62,7 @@ class StepClock(StoppingCriteria):
 
 
 def load(directory: Path, dtype: str) -> PreTrainedModel:
-    """Load the model of a checkpoint; make random weights if the folder has only a config.json."""
+    """Load the model of a checkpoint. If the folder has no weights, make random weights for its config.json."""
     if any(directory.glob("*.safetensors")):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
     else:
@@ -72,7 +74,7 @@ def load(directory: Path, dtype: str) -> PreTrainedModel:
 
 
 def time_generate(model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds until the first token of a run, and from the first token to the last."""
+    """Run `generate` once. Return the seconds to the first token, and from the first to the last token."""
     clock = StepClock()
     start = time.perf_counter()
     model.generate(prompts, max_new_tokens=new_tokens, do_sample=False, use_cache=True, stopping_criteria=[clock])

@@ -4,11 +4,14 @@
     python scripts/bench/peers/vllm_engine.py --model DIR [--cases 1x1024 64x1024 64x8192 1x8192] [--step-tokens 16384]
                                               [--new-tokens 64] [--eager] [--json OUT]
 
-DIR has a config.json. The engine runs in this process, with its compiled graphs unless `--eager` is given, and chooses
-its kernels. There is no tokenizer. A case is BATCHxCONTEXT: requests that arrive at once. The prompts are first
-computed several times with one new token each. The best time counts as prefill, because the first times compile
-kernels. Then, as in our benchmark, requests with early prompts get more tokens, so that at the end all requests decode
-together. Only these steps count as decoding. Cases with few prompt tokens run twice, and the better run counts.
+DIR has a config.json. The engine runs in this process without a tokenizer, with compiled CUDA graphs unless `--eager`
+is given, and with the kernels that vLLM chooses.
+
+A case BATCHxCONTEXT is BATCH requests that arrive at once, each with a prompt of CONTEXT random tokens. For the prefill
+speed, each request gets one new token. This is repeated, and the fastest run counts, because the first runs compile
+kernels. For the decode speed, requests whose prompts are computed first get more tokens, so that at the end all
+requests decode together; only the steps in which all requests decode are measured, as in `scripts/bench_engine.py`.
+Cases with at most `FEW_TOKENS` prompt tokens run twice, and the run with the shorter median step counts.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # this process modifies weights and times steps
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # run the engine here, to time its steps
 
 import numpy as np
 import torch  # pyrefly: ignore[missing-import]
@@ -34,17 +37,18 @@ import vllm  # pyrefly: ignore[missing-import]
 from scripts.cli.output_files import output_file
 
 FEW_TOKENS = 2**16
-"""Maximum number of prompt tokens of a case that is repeated. A larger case takes seconds."""
+"""Maximum total number of prompt tokens of a case that is repeated often. A larger case takes seconds per run."""
 
 PREFILL_SEQS = 16
-"""Maximum number of prompts that one step completes. The number of additional tokens is computed from it."""
+"""Assumed maximum number of prompts that one step completes, for `tokens_each`."""
 
 
 def spread_weights(model: torch.nn.Module, latent_dim: int) -> int:
-    """Draw weights that keep activations near 1, like our random weights. vLLM's own random weights are far smaller:
-    rows may become equal and select the same experts.
+    """Replace the weights by random weights that keep activations near 1, like our random models.
 
-    Returns the number of absorbed projections, which vLLM had computed from the earlier weights.
+    vLLM's random weights are far smaller. The activations of different tokens may then become equal and select the same
+    experts. vLLM has already computed absorbed projections (`W_UK_T`, `W_UV`) from its weights; they are replaced, too.
+    Return the number of replaced absorbed projections.
     """
     absorbed = 0
     with torch.no_grad():
@@ -65,8 +69,12 @@ def spread_weights(model: torch.nn.Module, latent_dim: int) -> int:
 
 
 class Requests:
-    """Requests that arrive at once: end time of each step, number of its tokens, and number of requests with at least
-    one token.
+    """Run requests that arrive at once.
+
+    Attributes:
+      steps: end time of each step in seconds, number of its new tokens, and number of requests that had a token by
+      then.
+      newest: newest token of each request, by request id.
     """
 
     def __init__(self, llm: Any, prompts: list[list[int]], new_tokens: list[int], name: str):
@@ -88,11 +96,11 @@ class Requests:
                 self.steps.append((ended, grown, len(counts)))
 
     def all_began(self, batch: int) -> float:
-        """Seconds until each of `batch` requests had a token."""
+        """Return the seconds until each of the `batch` requests had a token."""
         return next(ended for ended, _, begun in self.steps if begun == batch)
 
     def between_tokens(self, batch: int) -> list[float]:
-        """Seconds of the steps in which all of `batch` requests decode."""
+        """Return the seconds of each step in which all `batch` requests decode."""
         return [
             after - before
             for (before, _, _), (after, grown, _) in itertools.pairwise(self.steps)
@@ -101,7 +109,9 @@ class Requests:
 
 
 def tokens_each(batch: int, context: int, new_tokens: int, step_tokens: int) -> list[int]:
-    """New tokens of each request: one more for every step that may compute prompts of later requests."""
+    """Return the output tokens of each request: `new_tokens`, and one more for each step that may compute prompts of
+    later requests.
+    """
     prompt_tokens = max(1, step_tokens - batch)
     return [
         new_tokens + behind * context // prompt_tokens + -(-behind // PREFILL_SEQS) for behind in reversed(range(batch))
@@ -109,7 +119,9 @@ def tokens_each(batch: int, context: int, new_tokens: int, step_tokens: int) -> 
 
 
 def measure(llm: Any, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one case."""
+    """Measure one case. `prefill_beside_decoding_tokens_per_s` is the prefill speed of the run in which requests also
+    decode.
+    """
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
     num_alone, num_together = (5, 2) if batch * context <= FEW_TOKENS else (2, 1)
     shape = (num_alone + num_together, batch, context)
@@ -134,7 +146,7 @@ def measure(llm: Any, batch: int, context: int, args: argparse.Namespace) -> dic
 
 
 def copy_rate() -> float:
-    """Bytes per second that a copy on the card reads and writes."""
+    """Measure a copy in device memory. Return the bytes per second, read plus written."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
     target, seconds = torch.empty_like(source), []
     for _ in range(10):

@@ -14,13 +14,15 @@ from scripts.bench.peers.torch_decode import as_torch, import_torch
 
 OPS = "vllm.v1.attention.ops"
 SEGMENTS, SEQUENCES_IN_SEGMENTS = 16, 128
-"""Number of segments into which its decode attention splits keys, and maximum query rows for this. vLLM's Triton
-backend uses the same values.
+"""Number of segments (KV splits) per sequence in decode, and maximum number of sequences * KV heads with which the
+kernel splits keys at all. vLLM's Triton backend uses the same values.
 """
 
 
 def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) -> Timing:
-    """Time its decode over latents, split like its backend does. Concatenating the two query parts is not timed."""
+    """Time vLLM's decode attention over latents, with as many KV splits as vLLM's Triton backend uses. The
+    concatenation of `q_latent` and `q_rope` is not timed.
+    """
     torch = import_torch()
     decode = importlib.import_module(f"{OPS}.triton_decode_attention").decode_attention_fwd
     splits_of = importlib.import_module("vllm.v1.attention.backends.mla.triton_mla")._compute_num_kv_splits
@@ -47,7 +49,9 @@ def latents(case: MlaDecodeCase, arrays: MlaDecodeInputs, stopwatch: Stopwatch) 
 
 
 def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) -> Timing:
-    """Time its attention of chunks over pages. It supports the strides of our pages."""
+    """Time vLLM's attention of prompt chunks over pages. Our pages [N, Hkv, ps, D] are passed as strided views [N, ps,
+    Hkv, D].
+    """
     import_torch()
     attend = importlib.import_module(f"{OPS}.triton_unified_attention").unified_attention
     s = case.shape
@@ -78,7 +82,7 @@ def chunk(case: PagedPrefillCase, arrays: dict[str, Any], stopwatch: Stopwatch) 
 
 
 def pages(case: DecodeCase, arrays: DecodeArrays, stopwatch: Stopwatch) -> Timing:
-    """Time its decode attention over pages, split into segments like its backend does."""
+    """Time vLLM's decode attention over pages, with the KV splits that vLLM's Triton backend uses."""
     torch = import_torch()
     attend = importlib.import_module(f"{OPS}.triton_unified_attention").unified_attention
     s = case.shape
