@@ -146,14 +146,15 @@ def _finish(
       report: the report without verification.
       stopped: exception that interrupted the run; None for a complete run.
       failures: failures of earlier parts of the report; failures of this function are added.
-      check: function that verifies the tokens.
+      check: function that compares the tokens with an independent computation (`_verify`).
       display: shows progress.
 
     Raises:
       Failure: `stopped` is a Failure, or a part of the report failed.
       BaseException: `stopped`, after the results have been written.
     """
-    # Every part runs even if others fail. Printing is last, because it fails if the reader of a pipe is gone.
+    # Every part of the report is written even if other parts fail. Printing is last, because it fails if the reader of
+    # a pipe is gone.
     try:
         try:
             _write_files(options, report, engine, failures)
@@ -201,11 +202,11 @@ def _prompts(options: argparse.Namespace, config: ModelConfig, tokenizer: Tokeni
 
 def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[Sequence[int]]) -> EngineConfig:
     """Return the engine configuration. Sizes that are not given as options are derived from the prompts and other
-    sizes.
+    sizes. All sizes are per data rank: a group of devices with its own requests.
 
     With --batch-invariant, sizes that affect the bits of the results do not depend on the prompts.
     """
-    of_rank = -(-len(prompts) // (options.mesh or {}).get("data", 1))  # maximum number of requests per index along data
+    of_rank = -(-len(prompts) // (options.mesh or {}).get("data", 1))  # maximum number of requests per data rank
     lengths = sorted(len(prompt) for prompt in prompts)[-of_rank:]
     num_seqs, num_tokens, num_pages = options.max_num_seqs, options.max_batched_tokens, options.num_pages
     if num_seqs is None:
@@ -236,7 +237,8 @@ def _engine_config(options: argparse.Namespace, config: ModelConfig, prompts: Se
     )
     if options.batch_invariant:
         return sizes
-    # Reduce the sizes to those of the whole batch. Larger buckets would never be used, but take time to compile.
+    # Limit the sizes to the number of requests and tokens of the batch. Larger buckets (padded sizes of compiled steps)
+    # would never be used, but take time to compile.
     if options.decode_buckets is None:
         num_seqs = min(num_seqs, of_rank)
         sizes = dataclasses.replace(sizes, max_num_seqs=num_seqs, decode_buckets=_buckets(num_seqs))
@@ -267,8 +269,8 @@ def _kv_scales(path: Path) -> KVScales:
 
 
 def _buckets(size: int) -> tuple[int, ...] | None:
-    """Return a single bucket for small sizes, for which padding takes less time than compiling several buckets; None
-    for the engine's default."""
+    """Return the buckets (padded sizes of compiled steps) up to `size`: only `size` if it is at most 64, because
+    padding then takes less time than compiling several buckets; otherwise None, the engine's default."""
     return (size,) if size <= 64 else None
 
 
@@ -295,7 +297,8 @@ def _engine(
     With several processes, compare models, sizes and requests of all processes, which must be equal.
 
     Raises:
-      UsageError: a prompt is refused, the cache does not fit the device, or no implementation supports a step.
+      UsageError: a prompt is refused, the --prefix-cache file is invalid, the cache does not fit the device, or no
+        implementation supports a step.
       ProcessError: another process has failed, or its model, sizes or requests differ.
     """
     with as_usage_error(ValueError, NotImplementedError, MemoryError, jax.errors.JaxRuntimeError):
@@ -313,7 +316,8 @@ def _engine(
     ):
         engine.warmup()
     if processes is not None:
-        # Proposers cannot be compared by their text, so options.speculate is compared instead.
+        # Settings are compared as text (`repr`). The text of a proposer does not describe it, so options.speculate is
+        # compared instead.
         engine_sizes = dataclasses.replace(sizes, speculate=None)
         settings = (model.config, model.settings, dtype_of(options, model.config), engine_sizes, options.speculate)
         shared = (

@@ -1,8 +1,8 @@
 """Calibration: computes static scales of a quantised KV cache from the keys and values of sample prompts.
 
 An int8 or fp8 cache stores x / scale, clipped to [-qmax, qmax], with qmax = 127 for int8 and 448 for float8_e4m3fn. A
-scale is chosen so that the largest magnitude in the sample prompts is stored as qmax. Keys are measured as they are
-cached, after norm and rotation.
+scale is chosen so that the largest magnitude in the sample prompts, or a percentile of the magnitudes, is stored as
+qmax. Keys are measured as they are cached, after norm and rotation.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def calibrate(
       prompts: token ids, at least one prompt of at least one token.
       dtype: int8 or float8_e4m3fn, the dtype of the quantised cache.
       layout: "head" for one scale per KV head, "channel" for one scale per channel of a KV head.
-      percentile: percentile of the magnitudes in a prompt that is stored as qmax, in (0, 100]. Of several prompts the
-        largest percentile is used. Below 100, the largest magnitudes are clipped, and all others are quantised more
-        finely.
+      percentile: number p in (0, 100]. The p-th percentile of the magnitudes is computed for each prompt, and the
+        largest of these values is stored as qmax. If p is below 100, larger magnitudes are clipped, and all others are
+        quantised more finely.
 
     Returns:
-      Scales [layers, Hkv] or [layers, Hkv, D]: percentile / qmax, or 1 if all magnitudes are zero.
+      Scales [layers, Hkv] or [layers, Hkv, D]: largest percentile value / qmax, or 1 if all magnitudes are zero.
 
     Raises:
       ValueError: an argument is invalid (see `check_inputs`), or keys or values are not finite.

@@ -16,7 +16,7 @@ def load_kv_scales(path: Path) -> KVScales:
     """Read a safetensors file with the float32 tensors `k_scale` and `v_scale`, both [layers, Hkv] or [layers, Hkv, D].
 
     Raises:
-      ValueError: the file is missing or has other contents.
+      ValueError: the file is missing, has other contents, or has scales that are not positive and finite.
       OSError: the file cannot be read.
     """
     try:

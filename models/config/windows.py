@@ -168,7 +168,8 @@ def read_layer_types(config: Json, kinds: Sequence[str]) -> Windows | None:
 
     Args:
       config: contents of a config.json, with the entry `sliding_window` if a layer has a window.
-      kinds: kind of each layer: "full_attention", or "sliding_attention" for a window of `sliding_window` keys.
+      kinds: kind of each layer: "full_attention" for no window, or "sliding_attention" for a window of `sliding_window`
+        keys.
 
     Raises:
       ValueError: a layer is "sliding_attention", and `sliding_window` is missing or invalid.
@@ -185,7 +186,7 @@ def read_layer_types(config: Json, kinds: Sequence[str]) -> Windows | None:
 
 
 def layer_kinds(config: Json, num_layers: int) -> list[str] | None:
-    """Return the entry `layer_types` of a config.json, a name per layer; None if it is absent.
+    """Return the entry `layer_types` of a config.json, a name per layer; None if it is absent, null or empty.
 
     Raises:
       ValueError: the entry is not a list with one name per layer.

@@ -1,4 +1,7 @@
-"""KV caches of a model: shapes and allocation of each layer's pages, and static scales of quantised keys and values."""
+"""KV caches of a model: shapes and allocation of each layer's pages, and static scales of quantised keys and values.
+
+A cache slot is the index of a token's place in the cache: page · page size + offset.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class KVScales:
         D].
 
     Raises:
-      ValueError: k and v have different or other shapes, or a scale is not positive and finite.
+      ValueError: k and v have different shapes, or not two or three axes, or a scale is not positive and finite.
     """
 
     k: Float32[np.ndarray, "..."]
@@ -179,8 +182,10 @@ def move_tokens(cache: LayerCache, sources: Int32[Array, "n"], targets: Int32[Ar
     """Copy the entries of tokens in a layer's cache from source slots to target slots, in place. Pairs with a target of
     -1 are skipped.
 
+    Static scales do not change, because they apply to all tokens.
+
     Raises:
-      NotImplementedError: the cache has scales that several tokens share.
+      NotImplementedError: a page of the cache has fewer scales than tokens.
     """
     page_size = (cache.latent if isinstance(cache, IndexedLatent) else cache).page_size
     of_heads = isinstance(cache, PagedKV)  # [N, Hkv, ps, ...], else [N, ps, ...]
@@ -217,7 +222,7 @@ def allocate_caches(
     Args:
       config: configuration of the model, or of one device's part of it.
       specs: result of `cache_spec` for each layer.
-      scales: static scales of all KV heads of the model; None for MLA or scales per token.
+      scales: static scales of all KV heads of the model; None for MLA, unquantised caches, or scales per token.
       own_heads: function that selects, from the scales [Hkv, ...] of a layer, the scales of the KV heads in these
         caches. The default selects all.
     """

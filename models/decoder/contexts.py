@@ -4,11 +4,12 @@
  device 0            0 1 2 3                  page p of its cache, which has pages of 4 tokens
  device 1                    4 5 6 7          page p of its cache
 
-Block tables, page pools and the prefix cache are the same as on one device. The numbers of cached tokens on two devices
-differ by at most one page of a device.
+Block tables, page pools and the prefix cache are the same as on one device. For each sequence, the numbers of cached
+tokens on two devices differ by at most one page of a device. A cache slot is the index of a token's place in the cache:
+page · page size + offset.
 
-Decode: each device attends to its own tokens with all heads. Then the devices exchange results, so that each device
-merges the partial results of all devices for Hq / n of the heads, weighted by their log-sum-exp.
+Decode: each device attends to its own tokens with all Hq query heads. Then the devices exchange results, so that each
+device merges the partial results of all devices for Hq / n of the heads, weighted by their log-sum-exp.
 
 Prefill: the cached prefix is handled like in decode. The new tokens of a chunk and their keys are on all devices, so
 each device attends to the whole chunk with Hq / n of the heads, which takes 1 / n of the time.

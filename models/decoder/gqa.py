@@ -2,7 +2,9 @@
 
 `write_kv` normalises and rotates keys and queries and writes keys and values of the new tokens to the cache. Then
 `paged_decode` computes the decode rows, and `paged_prefill` the prompt chunks. A decode plan (assignment of pages to
-thread blocks) is computed once per step for all layers of a cache group, a set of layers with equal windows.
+thread blocks) is computed once per step for all layers of a cache group, a set of layers with equal windows. A cache
+slot is the index of a token's place in the cache: page · page size + offset. If the KV heads of a cache group have
+different windows, each head has its own pages, and a token has one cache slot per head.
 
 If the tokens of each page are split over devices (`contexts`), queries and keys are rotated before `write_kv`, and each
 device attends to its cached tokens.
@@ -51,7 +53,8 @@ class GQAStep:
       metadata: metadata of the step.
       tables: block tables and cache slots of the group.
       plan: decode plan of the decode rows; None without decode rows.
-      decode_kv_lens: [Bd], number of cached tokens of each decode row on this device, including the step's.
+      decode_kv_lens: [Bd], number of cached tokens of each decode row on this device, including the tokens of this
+        step.
       window: attention window of the layers of the group.
     """
 
@@ -187,8 +190,8 @@ class GQA(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         out: Any = None
         if num_decode < metadata.num_tokens:
-            # The prefix sums start after the decode rows, so paged_prefill treats decode rows as padding. Then
-            # paged_decode writes their results into the same array.
+            # With num_decode added, the prefix sums start after the decode rows, so paged_prefill treats decode rows as
+            # padding. Then paged_decode writes the results of decode rows into the same array.
             out = paged_prefill(
                 q,
                 cache,

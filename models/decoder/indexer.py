@@ -39,7 +39,7 @@ class Indexer(nnx.Module):
         Args:
           residual: normed low-rank projection of x, from which attention computes its queries as well.
           x: normed hidden states.
-          rope: rotation angles of the tokens.
+          rope: cosines and sines of the rotation angles of the tokens.
         """
         q = self.wq_b(residual).reshape(residual.shape[0], self.heads, -1)
         return self._rotate(q, rope), self.weights_proj(x.astype(jnp.float32)) * self.heads**-0.5

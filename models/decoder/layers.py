@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Float32
 from pallas_attn import capability
 
 MAX_UNSPLIT_ROWS = 8
-"""Maximum number of bfloat16 rows that are multiplied by float32 weights in a float32 GEMM on a GPU, which is faster
-for few rows. More rows use `project_split_weights`. A single row is repeated this number of times (see `project`)."""
+"""Maximum number of bfloat16 rows for which a GPU multiplies by float32 weights in a float32 GEMM. For more rows,
+`project_split_weights` is faster. A single row is repeated this number of times (see `project`)."""
 
 
 def project(
@@ -48,7 +48,8 @@ def project(
 
 
 MAX_SPLIT_K_ROWS = 64
-"""Maximum number of rows for which XLA may use split-K GEMMs, which sum over up to 16 ranges of K in parallel."""
+"""Maximum number of rows for which `project` may split the sum over K itself (`num_k_splits`). Up to this number of
+rows, XLA may use split-K GEMMs, which sum over up to 16 ranges of K in parallel."""
 
 
 def num_k_splits(depth: int) -> int:
@@ -103,7 +104,7 @@ def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
 
 class RMSNorm(nnx.Module):
     """RMS norm: x / sqrt(mean(x²) + eps) · weight (Zhang and Sennrich, arXiv:1910.07467). The division is computed in
-    float32, the product with the weight in the dtype of x."""
+    float32. The quotient is converted to the dtype of x before it is multiplied by the weight."""
 
     def __init__(self, width: int, eps: float, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones(width, dtype))

@@ -65,17 +65,21 @@ EXPERTS = (DATA, EXPERT)
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Make a mesh of the first devices, or of all devices if there are several processes.
+    """Make a mesh of the first devices of `jax.devices()`. With several processes, it must have all devices.
 
-    In `sizes`, as in the option --mesh of the scripts, `expert` is the number of groups that experts are divided into:
-    a multiple of `data` that divides `data` x `tensor`. The hidden columns of each expert are split over the remaining
-    factor data · tensor / expert. The axes of the returned mesh are independent of each other instead: heads are split
-    over `tensor` x `expert`, and experts over `data` x `expert`. Example: sizes {data: 2, tensor: 4, expert: 4} give a
-    mesh of data 2, tensor 2 and expert 2.
+    `sizes` has the meaning of the option --mesh of the scripts, which differs from the sizes of the returned mesh:
+
+    - In `sizes`, the number of devices is data · tensor · context. `expert` is the number of groups that the experts
+      are divided into: a multiple of `data` that divides data · tensor. The hidden columns of each expert are split
+      over the remaining factor data · tensor / expert, and over `context`.
+    - In the returned mesh, the number of devices is the product of the sizes of all axes. Heads are split over `tensor`
+      x `expert`, and experts over `data` x `expert`.
+
+    Example: sizes {data: 2, tensor: 4, expert: 4} give a mesh of data 2, tensor 2 and expert 2.
 
     Args:
-      sizes: number of devices along each axis, in this sense. Axes that are left out have size 1, except that `expert`
-        defaults to `data`, and `tensor` to `expert` / `data`.
+      sizes: sizes by name of the axis. Axes that are left out have size 1, except that `expert` defaults to `data`, and
+        `tensor` to `expert` / `data`.
 
     Raises:
       ValueError: unknown axis, size below 1, more devices than available, not all devices with several processes, or
@@ -242,7 +246,7 @@ def device_part[Config: DeepSeekConfig | GQAConfig](config: Config, mesh: Mesh |
         changes = {
             "num_key_value_heads": heads.kv_heads,
             "windows": config.windows and tuple(_split_window(window, heads) for window in config.windows),
-            "mxfp4_experts": False,  # how the checkpoint stores experts, which does not matter here
+            "mxfp4_experts": False,  # describes the files of the checkpoint, not the model on the devices
         }
     for name, over in widths.items():
         if getattr(config, name) % over:
@@ -329,7 +333,7 @@ def place(values: Callable[[Mapping[str, int]], np.ndarray], mesh: Mesh, axes: S
     """Copy a weight to the devices, one slice at a time, so that the host needs memory for one slice only.
 
     Args:
-      values: function from a device's index along each of `axes` (dict by axis name) to its slice.
+      values: function from the index of a device along each of `axes` (dict by axis name) to the slice of this device.
       mesh: the devices.
       axes: mesh axes that the weight is split over; devices that differ only along other axes get the same slice.
 

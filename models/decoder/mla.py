@@ -10,6 +10,9 @@ the keys and values of all heads from the latent. There are two equivalent forms
 
 In sparse attention, tokens attend only to keys that an indexer selects, in absorbed form. A layer without an indexer
 may use the selection of an earlier layer.
+
+A decode row has the newest token of a sequence, and, with speculation, drafts (guesses of later tokens) that the step
+verifies. A cache slot is the index of a token's place in the cache: page · page size + offset.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ class Rows:
       kv_lens: int32 [B], number of cached tokens that the last token of each row sees, including itself; 0 for an idle
         row.
       q_lens: int32 [B], number of tokens of each row without padding; None if no row is padded.
-      queries: Q.
+      queries: Q, number of tokens per row, including padding.
       draft_mask: bool [B, Q, Q], for trees of drafts: entry [b, i, j] is True if token i of the row sees token j.
       plan: decode plan (assignment of pages to thread blocks); None until `plan_rows` computes it.
     """

@@ -4,8 +4,10 @@ A `Decoder` has the weights. Caches are arguments and results of a call. A step 
 new tokens of several sequences. The families differ in attention (`mla` or `gqa`), in the cache (`caches`) and in the
 mixture of experts (`models.moe.layer`). All other code is shared.
 
-A cache group is a set of layers with equal attention windows. A decode plan assigns the pages of decode rows to thread
-blocks. It is computed once per step for all layers of a cache group.
+A cache group is a set of layers with equal attention windows. A cache slot is the index of a token's place in the
+cache: page · page size + offset. If the KV heads of a cache group have different windows, each head has its own pages,
+and a token has one cache slot per head. A decode plan assigns the pages of decode rows (newest tokens of sequences) to
+thread blocks. It is computed once per step for all layers of a cache group.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ class DecoderLayer(nnx.Module):
         step: AttentionStep,
         choice: Choice | None = None,
     ) -> tuple[Float[Array, "T D"], LayerCache, Choice | None]:
-        """Apply the layer. Arguments and results are described in `apply_layers`."""
+        """Apply the layer. `apply_layers` describes arguments and results; (slots, step) is an entry of its `steps`."""
         attend: Callable[..., Any] = self.self_attn
         arguments = (self.input_layernorm(x), rope, cache, slots, step)
         if isinstance(self.self_attn, MLA):
@@ -138,7 +140,7 @@ class Decoder(nnx.Module):
       mesh: devices that the model is split over (see module `mesh`). The model must then be called inside
         `jax.shard_map` over this mesh. None for one device.
       part: configuration of one device's part of the model; `config` without a mesh.
-      contexts: number of devices that the tokens of each page are split over.
+      contexts: number of devices that the tokens of each page are split over; 1 if they are not split.
     """
 
     def __init__(self, config: ModelConfig, settings: AttentionSettings, dtype: DTypeLike, mesh: Mesh | None = None):
@@ -207,7 +209,7 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: token ids.
-          cache: cache of the first layer, of which only shapes and dtypes are used.
+          cache: cache of the first layer. Only its shapes and dtypes are used.
           metadata: sequences, positions and cache slots of the tokens.
 
         Returns:
@@ -289,8 +291,8 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> list[CacheSpec]:
-        """Return the result of `cache_spec` for each layer. `num_pages` is equal for all layers or a number per
-        layer."""
+        """Return the result of `cache_spec` for each layer. `num_pages` is one number for all layers, or a sequence
+        with one number per layer."""
         pages = [num_pages] * len(self.layers) if isinstance(num_pages, int) else num_pages
         return [self.cache_spec(n, page_size, dtype, scales, layer=layer) for layer, n in enumerate(pages)]
 
@@ -301,7 +303,7 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scales: KVScales | None = None,
     ) -> Caches:
-        """Allocate empty caches of all layers. Arguments as in `cache_specs`.
+        """Allocate empty caches of all layers. Arguments and errors as in `cache_specs`.
 
         On a mesh, call this method inside `jax.shard_map`, where it returns the caches of one device.
         """
@@ -370,8 +372,9 @@ def rows_to_attend(metadata: StepMetadata, settings: AttentionSettings, contexts
     """Convert metadata of a step to the rows that attention operations take.
 
     With batch_invariant, each token becomes a decode row. If `contexts` is above 1 (the tokens of each page are split
-    over devices), decode rows of several tokens are split into rows of one token: the operations compute from the
-    length of a row how many keys each of its tokens sees, but a device has only some of these keys.
+    over devices), decode rows of several tokens are split into rows of one token. The reason: the operations compute
+    the number of keys that each token of a row sees from the length of the row, but a device has only some of these
+    keys.
     """
     if settings.batch_invariant:
         return metadata.as_decode_rows()
@@ -396,7 +399,7 @@ def apply_layers(
 
     Args:
       layers: the layers.
-      x: hidden states before the first of these layers.
+      x: hidden states before these layers.
       rope: cosines and sines of the rotation angles of the tokens.
       caches: cache of each layer.
       steps: cache slots, metadata and decode plans of attention for each layer, from `Decoder.begin`.

@@ -3,7 +3,8 @@
 A module is one decoder layer with an input projection. At position i, its input joins the hidden state of position i
 with the embedding of token i + 1. Its outputs are logits of token i + 2 and a hidden state. To draft another token, the
 hidden state is joined with the drafted token i + 2 as the input of position i + 1. Each module has a latent cache with
-the same pages and slots as the decoder's caches: the entry of position i is in the slot of token i.
+the same pages as the decoder's caches: the entry of position i has the same page and offset as token i in the decoder's
+caches.
 
 Hidden states are used after the norm that precedes the output head: `norm` of the decoder, `shared_head.norm` of a
 module. The paper does not specify this. vLLM's deepseek_v2.py and SGLang's deepseek_nextn.py also return normed states.
@@ -74,7 +75,8 @@ class MTP(nnx.Module):
     Attributes:
       config, part, settings, mesh, contexts: attributes of the model, see `Decoder`.
       embed_tokens, lm_head: embedding and output head of the model, not copies.
-      depths: the modules. After the decoder has computed the next token, module k drafts the (k + 1)-th token after it.
+      depths: the modules. After the decoder has computed the next token, module 0 drafts the token after it, module 1
+        the token after this draft, and so on.
     """
 
     def __init__(self, model: Decoder, depths: Sequence[MTPModule]):
@@ -95,7 +97,8 @@ class MTP(nnx.Module):
 
         At every depth, the input for position i is token i + 1 and a hidden state, and the output predicts token i + 2.
         At depth 0 the hidden state is the decoder's at position i. At a depth above 0 it is the previous module's at
-        position i - 1, which predicted token i + 1. Therefore the caches of all modules use the same slots.
+        position i - 1, which predicted token i + 1. Therefore the caches of all modules use the same cache slots (page
+        · page size + offset).
 
         Args:
           next_tokens: for each position i of `metadata`, token i + 1.

@@ -59,7 +59,7 @@ def _yarn_share(yarn: YarnConfig, theta: float, width: int) -> np.ndarray:
 
 
 def rope_table(config: ModelConfig, positions: Int32[Array, "T"]) -> CosSin:
-    """Return cosines and sines of the angles of each token, multiplied by the attention scale of YaRN if it is used."""
+    """Return cosines and sines of the angles of each token. With YaRN, both are multiplied by its attention scale."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(config))[None, :]
     scale = config.rope_scaling.rotary_scale if config.rope_scaling else 1.0
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale

@@ -1,7 +1,7 @@
 """Forward pass of one sequence with an empty cache, without splitting it into chunks and without other sequences.
 
-`engine.verify` compares outputs of the engine with its logits. `checkpoints.calibration` measures keys and values in
-the caches that it fills.
+`engine.verify` compares tokens of the engine with tokens chosen from the logits of this pass. `checkpoints.calibration`
+measures the keys and values that this pass writes to the caches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run_sequence(
     from position i · PAGE_SIZE on.
 
     Args:
-      step, weights: the model, as `split_model` returns it.
+      step, weights: the model as a function and its weights, from `split_model`.
       allocate: `allocate(num_pages, page_size)` returns empty caches of all layers.
       tokens: result of `pad_tokens`.
       num_tokens: number of tokens that are not padding.

@@ -111,8 +111,8 @@ def _devices(mesh: Mesh | None) -> str:
 
 
 def _draft_control(model: Decoder, config: EngineConfig) -> DraftControl | None:
-    """Make the control of the number of drafts per step; None without speculation. Its estimate of step times needs the
-    bytes of weights that a device reads per step."""
+    """Make the control of the number of drafts (guessed tokens that a step verifies) per step; None without
+    speculation. The control estimates step times from the bytes of weights that a device reads per step."""
     if config.speculate is None:
         return None
     sizes, (_, weights) = model.part, split_model(model)

@@ -1,4 +1,8 @@
-"""XLA compile options of the engine's steps on GPUs, and the measurements that they are based on."""
+"""XLA compile options of the engine's steps on GPUs, and the measurements that they are based on.
+
+A step is one forward pass of the model over a batch. A bucket is the padded shape of a step, for which its program is
+compiled.
+"""
 
 from __future__ import annotations
 

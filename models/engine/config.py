@@ -33,7 +33,8 @@ class EngineConfig:
       page_size: tokens per page.
       max_batched_tokens: maximum number of new tokens per step, decode and prefill together.
       max_num_seqs: maximum number of running requests; others wait.
-      max_prefill_seqs: maximum number of prompts per step; None for the smaller of max_num_seqs and 8.
+      max_prefill_seqs: maximum number of prefill rows (prompt chunks) per step; None for the smaller of max_num_seqs
+        and 8.
       max_model_len: maximum number of tokens per sequence, prompt and output together; None for the model's limit.
       chunked_prefill: whether a prompt may be split over several steps.
       prefix_caching: whether requests with equal prefixes share pages.
@@ -41,13 +42,14 @@ class EngineConfig:
         changes no token.
       cache_dtype: dtype of the cached keys and values, or of the cached latents (MLA); None for the model's dtype.
         float8_e4m3fn is supported for both, int8 only for keys and values.
-      kv_scales: static scales of quantised keys and values; None for one scale per token and head.
+      kv_scales: static scales of quantised keys and values. None for scales that are computed when a token is written:
+        one per token and KV head.
       decode_buckets: numbers of decode rows to which steps are padded, ascending, the last one equal to max_num_seqs.
         None for powers of two up to max_num_seqs, and max_num_seqs.
       prefill_buckets: numbers of prompt tokens to which steps are padded, ascending, the last one equal to
-        max_batched_tokens. None for 32, 128, 512, ... (factor 4) up to max_batched_tokens, and max_batched_tokens. A
-        step takes fewer prompt tokens if padding to the next size would cost more than another step. Steps are compiled
-        once per padded shape.
+        max_batched_tokens. None for 32, 128, 512, ... (factor 4) up to max_batched_tokens, and max_batched_tokens.
+        Without data parallelism, a step takes fewer prompt tokens if padding to the next size would cost more than
+        another step. Steps are compiled once per padded shape.
       batch_invariant: whether logits and tokens of a request have the same bits in every run, independent of other
         requests, of the split of its prompt into chunks, and of the prefix cache. All steps are then padded to the
         largest shape, and every prompt token attends as a decode row, which is slower. The bits depend on all sizes in
@@ -56,10 +58,11 @@ class EngineConfig:
         token. They do not count towards max_batched_tokens.
       history: number of finished requests, and of steps, whose records are stored. Older records are deleted. None to
         store all.
-      mesh: devices that run each step together; the model must be loaded for the same mesh. None for one device. Heads,
-        hidden columns and vocabulary are split over the axes tensor and expert, experts over data and expert, and the
-        tokens of each page over context. Each data rank (index along data) has its own requests. All sizes in
-        this class are per data rank. Each device of a data rank has num_pages pages.
+      mesh: devices that run each step together; the model must be loaded for the same mesh. None for one device. Heads
+        are split over the axes tensor and expert; hidden columns of dense layers and the vocabulary over tensor, expert
+        and context; experts over data and expert; and the tokens of each page over context. Each data rank (index along
+        data) has its own requests. All sizes in this class are per data rank. Each device of a data rank has num_pages
+        pages.
 
     Raises:
       ValueError: a size is out of range; buckets are not ascending or do not end at the required size; batch_invariant
@@ -176,7 +179,8 @@ class RunnerConfig:
     """Sizes that the runner allocates and compiles for.
 
     Attributes:
-      num_pages: pages of every layer's cache if `groups` is None. Otherwise each group has its number of pages.
+      num_pages: pages of every layer's cache if `groups` is None. Otherwise `GroupSizes.num_pages` has the number of
+        pages of each group.
       page_size: tokens per page.
       table_pages: maximum number of pages per sequence.
       max_num_seqs: maximum number of running requests.

@@ -5,7 +5,8 @@
 
 A step is one forward pass of the model over a batch. The batch has at most one row per running request: a decode row
 with the newest token of the request, or a prefill row with a chunk of its prompt. A token is sampled after each decode
-row, and after a prefill row that ends the prompt.
+row, and after a prefill row that ends the prompt. With speculation, a decode row also has drafts (guesses of later
+tokens), and yields one more token per accepted draft.
 
 Main loop. The caller calls `Engine.step` as long as `Engine.has_unfinished` is true. Call n does:
 
@@ -15,8 +16,8 @@ Main loop. The caller calls `Engine.step` as long as `Engine.has_unfinished` is 
     schedulers.retire(tokens)              # append the tokens to the requests; end requests and release their pages
     for each new token: on_token(...)      # callbacks run last, so an exception in a callback loses no token
 
-With data parallelism, each data rank (a group of devices) has different requests, and a scheduler and page pools for
-them. All data ranks run the same step together. Otherwise there is one data rank.
+A data rank is a group of devices with its own requests, scheduler and page pools. All data ranks run the same step
+together. Without data parallelism there is one data rank.
 
 Other modules: `scheduler` (plans steps), `runner` (compiled programs and caches on the device),
 `kv_transfer.engine_transfers` (copies cache pages to and from other engines), `step_log` (statistics), `assembly`
@@ -85,17 +86,19 @@ class Engine:
 
         Raises:
           ValueError: max_model_len is below 2 or above the model's limit; the model was loaded for another mesh than
-            `config.mesh`; or the mesh spans several processes and `processes` is None.
+            `config.mesh`; the mesh spans several processes and `processes` is None; or cache_dtype, kv_scales or the
+            proposer does not fit the model.
           ProcessError: another process has failed. Calls that launch or read a step may raise this error, too.
-          NotImplementedError: `config` sets batch_invariant or speculate, and the model does not support the option.
+          NotImplementedError: the model, on its mesh, does not support the value of batch_invariant, cache_dtype or
+            speculate in `config`.
         """
         check_mesh(model, config, processes)
         self.config = config
         self.max_model_len = checked_model_len(model, config)
         self._vocab_size = model.config.vocab_size
         self._capture_logits = capture_logits
-        # With speculation, the number of drafts (guessed tokens) per step may depend on measured step times. It must be
-        # equal in all processes, which measure different times.
+        # With speculation, recorded step times affect the number of drafts per step. All processes must choose the same
+        # number, but they measure different times. Therefore several processes record no times.
         self._decides_by_time = processes is None
         self._groups = make_groups(model, config, self.max_model_len)
         self._pools = make_rank_pools(model, config, self._groups, self.max_model_len)
@@ -118,8 +121,9 @@ class Engine:
 
     @property
     def max_sequence_len(self) -> int:
-        """Maximum number of tokens of a sequence, prompt and output: the smaller of `max_model_len` and the number of
-        tokens that fit the cache plus 1, because the last token is not cached. A request ends at this length."""
+        """Maximum number of tokens of a sequence, prompt and output. A request ends at this length. It is
+        `max_model_len`, or, if this is smaller, 1 + (tokens that fit the cache): the last token of a sequence is not
+        cached."""
         return self._ranks.max_len
 
     @property
@@ -247,7 +251,7 @@ class Engine:
         self._due_calls = deque(t for t in with_callbacks for _ in range(t.num_due_calls))
         self._finished = deque()
         for t in tracked:
-            t.is_owned = False  # `generate`, which would have deleted the record, was interrupted
+            t.is_owned = False  # the interrupted call may be `generate`, which then may not delete the record
             if t.finish_reason is not None:
                 self._retain(t)
 
@@ -292,8 +296,8 @@ class Engine:
           request_id: an int or str that no other recorded request has; None for the next free number.
           salt: requests share cached prefixes only with requests of the same salt.
           on_token: function (request_id, token, finish_reason) that `step` calls for each token.
-          incoming: receiver of pages of the prompt, from `receive_pages`. When the request is admitted, it uses the
-            pages that have arrived, and the receiver is closed.
+          incoming: receiver of pages of the prompt, from `receive_pages`. When the request is admitted (starts to run),
+            it uses the pages that have arrived, and the receiver is closed.
 
         Returns:
           The request's id.
@@ -485,8 +489,8 @@ class Engine:
         step on.
 
         Each step whose prefill rows fill a page is then launched as several programs, each with consecutive layers.
-        Pages of the first layers are copied to the host while later layers compute. All other steps remain single
-        programs. Logits of the several programs equal the logits of the single program up to rounding.
+        Pages of the first layers are copied to the host while later layers compute. All other steps run as before.
+        Logits of the several programs equal the logits of the single program up to rounding.
 
         `WrittenLayer` describes one call of the consumer and the order of the calls. Pages that a request found in the
         prefix cache are passed to the consumer together with the first page that the request fills.
@@ -495,8 +499,9 @@ class Engine:
           consumer: function called on a thread of the feed. It must not call the engine. No step waits for it.
           max_bytes: maximum bytes of page copies that the consumer has not processed. The feed ends if a step would
             exceed this limit. A single step may exceed it if the consumer has processed all earlier copies.
-          pieces: number of programs per step. More programs deliver pages earlier and make the step slower. If `pieces`
-            equals the number of layers, the pages of each layer are copied while the next layer computes.
+          pieces: maximum number of layer ranges of a step. Each range is one program. Two more programs compute the
+            embedding and the logits. More ranges deliver pages earlier and make the step slower. If `pieces` equals the
+            number of layers, the pages of each layer are copied while the next layer computes.
 
         Returns:
           The feed. Its methods wait for pages, report its state and close it.
@@ -573,7 +578,8 @@ class Engine:
 
     def _retain(self, tracked: TrackedRequest) -> None:
         """Add a finished request to the history. If the history is then longer than `EngineConfig.history`, delete the
-        records of its oldest request. Requests of `generate` are not added, because `generate` deletes them."""
+        records of its oldest request. Requests of `generate` are not added, because `generate` deletes them. If
+        `EngineConfig.history` is None, the history stays empty, because only `forget` deletes records."""
         if tracked.is_owned or self.config.history is None:
             return
         self._finished.append(tracked)

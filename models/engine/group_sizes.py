@@ -78,8 +78,8 @@ def group_sizes(
       max_model_len: maximum number of tokens per sequence.
       max_num_seqs: maximum number of running sequences.
       step_tokens: maximum number of new tokens of a sequence per step.
-      recycling: whether pages before the windows are released while a sequence runs. If False, the result has no
-        windows, so the pools release no pages early.
+      recycling: whether pages before the windows are released while a sequence runs. If False, `heads` of the result
+        has windows that see all tokens, so the pools release no pages early.
     """
     groups = cache_groups(config)
     heads = [_heads(group.window if recycling else _unlimited(group.window)) for group in groups]

@@ -3,7 +3,8 @@
 A page row is the unit of cache allocation: one page of one KV head if the heads of a layer have different windows,
 otherwise one page of all heads. A cache group is a set of layers with equal windows, which share a page pool. A data
 rank is a group of devices with its own requests and page pools; without data parallelism there is one. A draft is a
-proposed token that a step verifies (speculation). A mixed step has both decode rows and prefill rows.
+proposed token that a step verifies (speculation). A mixed step has both decode rows and prefill rows. A request is
+admitted when it starts to run, and again after each preemption.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class RequestOutput:
     Attributes:
       request_id: the id given to `add_request`.
       prompt_tokens: number of prompt tokens.
-      cached_tokens: prompt tokens found in the prefix cache when the request was first admitted.
+      cached_tokens: prompt tokens found in the prefix cache when the request was first admitted; 0 before.
       output_ids: generated tokens.
       finish_reason: "stop", "length", "abort", "refused" or "nonfinite", as in `Request.finish_reason`; None while the
         request waits or runs.
       refusal: why the request was refused; None if it was accepted.
       ttft_s: seconds from `add_request` to the first token; None before the first token.
       itl_s: seconds between consecutive tokens; 0 between tokens of the same step.
-      drafted, accepted: entry i is the number of steps that verified, and that accepted, a draft i + 1 positions after
-        the newest token.
+      drafted: entry i is the number of steps that verified a draft i + 1 positions after the newest token.
+      accepted: entry i is the number of steps that accepted a draft i + 1 positions after the newest token.
     """
 
     request_id: RequestId
@@ -55,10 +56,12 @@ class StepRecord:
         later than the previous step ended, seconds from the start of planning.
       prefill_tokens: number of tokens computed in prefill rows.
       decode_tokens: number of tokens sampled by decode rows: one per row, plus accepted drafts.
-      cached_tokens: prompt tokens that requests admitted by this step found in the prefix cache.
+      cached_tokens: tokens that requests admitted by this step found in the prefix cache. If a request is admitted
+        again after a preemption, they include generated tokens.
       used_pages: pages owned by requests after planning, counted as in `EngineStats`.
       used_rows: page rows owned by requests in each cache group, counted as in `GroupStats`.
-      drafted_tokens, accepted_tokens: number of verified drafts, and number of accepted drafts.
+      drafted_tokens: number of verified drafts. If drafts form trees, several drafts for one position count once.
+      accepted_tokens: number of accepted drafts.
       launch_s: host time to plan and launch the step in seconds, without compilation.
     """
 
@@ -82,7 +85,8 @@ class GroupStats:
       layers: indices of the group's layers.
       num_heads: page rows per page: the number of KV heads if they have different windows, otherwise 1.
       num_rows: page rows of the pool.
-      used_rows, peak_rows: page rows that requests own now, and the maximum since the engine was made.
+      used_rows: page rows that requests own now.
+      peak_rows: maximum of `used_rows` since the engine was made.
     """
 
     layers: tuple[int, ...]
@@ -141,15 +145,17 @@ class EngineStats:
         proportion to its tokens.
       prefix_hit_rate: share of the prompt tokens of admitted requests that were found in the prefix cache at the first
         admission; 0 without requests.
-      used_pages, peak_pages, num_pages: pages that requests own now, their maximum, and all pages, summed over data
-        ranks. A page counts as one page of every layer. If requests own different numbers of pages in different layers
-        or heads, their memory is converted to pages of all layers and rounded up.
+      used_pages: number of pages that requests own now, summed over data ranks. A page counts as one page of every
+        layer. If requests own different numbers of pages in different layers or heads, their memory is converted to
+        pages of all layers and rounded up.
+      peak_pages: maximum of `used_pages` since the engine was made.
+      num_pages: number of all pages, summed over data ranks.
       preemptions: number of preemptions.
       compilations, compile_s: number of compiled step shapes, and compile time in seconds.
       cache_bytes: bytes of all layers' caches and of the state of speculation, on each device.
       groups: statistics of every cache group.
       num_steps: number of all steps.
-      drafted_tokens, accepted_tokens: number of verified drafts, and number of accepted drafts.
+      drafted_tokens, accepted_tokens: as in `StepRecord`.
     """
 
     steps: tuple[StepRecord, ...]

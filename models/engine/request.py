@@ -15,8 +15,8 @@ NONFINITE = -1
 
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-6, 1e6
 """Limits of a temperature other than 0. Temperatures beyond the limits would be useless: below the lower limit a draw
-always returns the likeliest token, and above the upper limit all tokens are equally likely. Temperatures below 1e-34 or
-above 1e37 would also overflow float32, because logits are divided and multiplied by the temperature."""
+nearly always returns the likeliest token, and above the upper limit all tokens are almost equally likely. Temperatures
+below 1e-34 or above 1e37 would also overflow float32, because logits are divided and multiplied by the temperature."""
 
 
 class RequestRefused(Exception):
@@ -130,23 +130,25 @@ class Request:
       num_drafts_in_flight: Number of drafts that launched steps verify and whose results the host has not read.
       num_computed: Number of leading tokens whose keys and values are in the request's pages, or will be written by
         launched steps. A draft counts after the host has read that it was accepted.
-      prefill_end: Number of tokens that the host knew when the request was last admitted: the prompt, and after a
-        preemption also generated tokens. Prefill rows compute these tokens, decode rows compute all later tokens.
+      prefill_end: Number of tokens that the host knew when the request was last admitted (when it became a running
+        request): the prompt, and after a preemption also generated tokens. Prefill rows compute these tokens, decode
+        rows compute all later tokens. 0 if the request is not running.
       num_published: Number of leading pages that the request published in the prefix cache or found there.
       request_slot: Index of the running request in the page pools and in device arrays with one entry per running
         request; None if the request is not running.
       num_cached: Number of prompt tokens found in the prefix cache at the first admission; None before.
-      drafted, accepted: Statistics by distance from the newest token: entry i is the number of steps that verified, and
-        that accepted, a draft at distance i + 1.
-      draft_trials: Two sums over the steps of the request, from which its acceptance rate is estimated: of accepted
-        drafts, and of accepted drafts plus the first rejected draft of each step. Older steps have lower weights.
+      drafted: Entry i is the number of steps that verified a draft i + 1 positions after the newest token.
+      accepted: Entry i is the number of steps that accepted a draft i + 1 positions after the newest token.
+      draft_trials: (hits, trials), from which `DraftControl.rate` estimates the acceptance rate of the request. Each
+        step adds its accepted drafts to hits, and its accepted drafts and the first rejected draft to trials. Older
+        steps have lower weights.
       finish_reason: None until the request ends. "stop": a stop or end-of-sequence token, which stays in the output.
         "length": `max_tokens`, or the maximum sequence length of the model or of the page pools. "abort": ended by the
         caller. "refused": the prompt is too long to run. "nonfinite": the logits of the next token were NaN or
         infinite, for example because of a broken checkpoint.
 
     Raises:
-      ValueError: the prompt is empty, or params or salt has the wrong type.
+      ValueError: the prompt is empty, params has the wrong type, or salt is not a str that UTF-8 can encode.
     """
 
     request_id: int | str
@@ -176,7 +178,8 @@ class Request:
         self.token_ids = list(self.prompt_ids)
 
     def requeue(self) -> None:
-        """Reset the state of computation to that of a waiting request. Tokens that the host has read stay."""
+        """Reset the fields that describe the computation: the request waits, and no token is computed or in flight.
+        Tokens that the host has read stay."""
         self.request_slot = None
         self.num_in_flight = self.num_computed = self.prefill_end = self.num_published = 0
         self.num_drafts_in_flight = 0

@@ -44,7 +44,8 @@ class SamplingRows:
 def sample(logits: Float[Array, "n V"], rows: SamplingRows) -> tuple[Int32[Array, "n"], Float[Array, "n"]]:
     """Choose the next token of each row, and compute the margin of the choice.
 
-    Temperature, top-k and top-p are applied in this order. The token with the highest perturbed logit is chosen.
+    Temperature, top-k and top-p are applied in this order. The allowed token with the highest perturbed logit is
+    chosen. At temperature 0, top-k and top-p are ignored.
 
     Returns:
       Token ids int32 [n], NONFINITE for rows with a logit that is NaN or infinite; and margins float32 [n], the

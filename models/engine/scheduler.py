@@ -11,7 +11,8 @@ guesses of the tokens after the newest token of a request. One call of `Schedule
         allocate pages for its chunk
     publish full pages of prompts      # in the prefix cache, where later requests find them
 
-`Scheduler.retire` receives the sampled tokens of a step, appends them to the requests, and ends requests.
+`Scheduler.retire` receives the sampled tokens of a step, appends them to the requests, publishes the pages that they
+fill, and ends requests.
 """
 
 import bisect
@@ -44,8 +45,8 @@ class Scheduler:
       may sample further tokens of this request, which `retire` drops.
     - Pages of a request that ends or is preempted are released at once, although launched steps may still use them.
       This is safe: the device runs steps in launch order, and the next owner of a page writes it in a later step.
-    - For the same reason other requests may use a page of the prefix cache as soon as the step that fills the page has
-      been launched.
+    - Other requests may use a page of the prefix cache as soon as the step that fills the page has been launched: they
+      read the page in later steps.
     - Before `schedule` allocates pages, it releases the pages that lie before the attention window of all later
       queries. Launched steps may still read these pages. The position of the next query includes tokens in flight,
       because they are final. It does not include drafts in flight, because they may be rejected.
@@ -151,7 +152,7 @@ class Scheduler:
 
     @property
     def max_len(self) -> int:
-        """Maximum sequence length in tokens: the smaller limit of `max_model_len` and the pools."""
+        """Maximum sequence length in tokens: the smaller of `max_model_len` and 1 + (tokens that fit the pools)."""
         return self._max_len
 
     @property
@@ -276,10 +277,11 @@ class Scheduler:
         Call it after an exception has interrupted a call of the scheduler, or after the contents of the cache were
         lost. For example, the contents are lost if a step raises after its caches were donated.
 
-        The method resets pools, slots, queues, the prefix cache and the progress of every request, without use of their
-        previous state. Therefore it may itself be interrupted and called again. Requests keep the tokens that have been
-        read. Launched plans must not be retired any more. Their tokens are sampled again with equal results, because a
-        draw depends only on the request's seed and the token's position.
+        The method resets pools, request slots (indices of running requests), queues, the prefix cache and the progress
+        of every request, without use of their previous state. Therefore it may itself be interrupted and called again.
+        Requests keep the tokens that have been read. Launched plans must not be retired any more. Their tokens are
+        sampled again with equal results, because the random numbers of a draw depend only on the request's seed and the
+        token's position.
 
         Args:
             requests: All requests that the caller does not know to have ended, in order of arrival.
@@ -388,14 +390,15 @@ class Scheduler:
     def _admit(self) -> Request | None:
         """Move the first waiting request to the running requests, with the pages of its prefix that are cached.
 
-        Return None if no request waits, no slot is free, or, while other requests run, the free pages are too few for
-        all tokens of the request.
+        Return None in four cases: no request waits; all request slots are in use; the first waiting request was
+        preempted and has tokens in flight; or other requests run, and the free pages are too few for all tokens of the
+        request.
         """
         if not self._waiting or not self._free_slots:
             return None
         request = self._waiting[0]
         if request.num_in_flight:
-            return None  # it was preempted, and its last sampled tokens must be read first
+            return None  # it was preempted; its tokens in flight become part of the prefill, so the host must know them
         cache, known = self._prefix_cache, request.token_ids
         prefix = None if cache is None else cache.lookup(known, request.salt)
         step_tokens = self._max_batched_tokens
@@ -459,7 +462,8 @@ class Scheduler:
     def _publish(self, request: Request) -> None:
         """Make full pages of a request available to other requests through the prefix cache.
 
-        A page can be published once the host knows all its tokens, and the steps that write it have been launched.
+        A page can be published once the host knows all its tokens, and the steps that write it are in flight or have
+        been planned by the present call of `schedule`.
         """
         num_tokens = min(request.num_computed, len(request.token_ids))
         num_full = num_tokens // self._page_size
@@ -481,7 +485,7 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def _give_up(self, request: Request) -> None:
-        """Release the pages and the slot of a running request."""
+        """Release the pages and the request slot of a running request."""
         self._running.remove(request)
         self._free_slots.append(cast(int, request.request_slot))
         self._pools.release(cast(int, request.request_slot))

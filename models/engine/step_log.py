@@ -20,9 +20,10 @@ class LaunchedStep:
 
     Attributes:
       result: tokens and logits on the device.
-      planned_s, launched_s: times at which planning began and at which the launch returned, in seconds of the engine's
-        clock.
-      cached_tokens: number of prompt tokens that the requests admitted by this step found in the prefix cache.
+      planned_s: time at which planning began, in seconds of the engine's clock, which stops during compilation.
+      launched_s: time at which the call that launched the step returned, in seconds of the same clock.
+      cached_tokens: number of tokens that the requests admitted by this step found in the prefix cache. If a request is
+        admitted again after a preemption, they include generated tokens.
       used_rows: number of page rows that requests own in each cache group, after planning. A cache group is a set of
         layers with equal attention windows. A page row is one page of one KV head if the heads of a layer have
         different windows, otherwise one page of all heads.
@@ -82,7 +83,7 @@ class StepLog:
 
         Args:
           step: the step.
-          rows: tokens of its sampling rows.
+          rows: tokens of the rows of the step after which tokens are sampled (`StepPlan.sampling_rows`), rank by rank.
           now: time at which the tokens were read, in seconds of the engine's clock.
         """
         previous_end = self.records[-1].ended_s + self._start_s if self.records else 0.0

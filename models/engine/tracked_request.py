@@ -12,9 +12,10 @@ from models.engine.outputs import RequestId, RequestOutput
 from models.engine.request import NONFINITE, FinishReason, Request
 
 type OnToken = Callable[[RequestId, int, FinishReason | None], None]
-"""Callback (request_id, token, finish_reason), called once per generated token. The finish reason is None except in the
-call for the last token. If a request ends because its logits are NaN or infinite, a last call has token -1 and the
-reason "nonfinite"."""
+"""Callback (request_id, token, finish_reason), called once per generated token. The finish reason is "stop" or "length"
+in the call for the token that ends the request, and None in all other calls. If a request ends because its logits are
+NaN or infinite, a last call has token -1 and the reason "nonfinite". If a request is aborted, no call has a finish
+reason."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,7 +50,8 @@ class TrackedRequest:
 
     @property
     def num_due_calls(self) -> int:
-        """Number of pending calls of `on_token`: for tokens that the host has read, without a call yet."""
+        """Number of pending calls of `on_token`: one for each token that the host has read and not passed to it, and
+        one for the end of a request with reason "nonfinite". 0 if there is no callback."""
         if self.on_token is None:
             return 0
         request = self.request

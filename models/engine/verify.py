@@ -1,18 +1,18 @@
 """Verification of an engine's tokens against an independent computation with the same weights, the plain run.
 
 The plain run computes the prompt and output of a request in one forward pass, with an empty cache, without other
-requests, without prompt chunks, and with expanded (not absorbed) MLA. After each prefix of the output it chooses the
-next token, with the request's sampling parameters, seed and position. Its token i thus follows the engine's tokens 0 to
-i - 1, so a wrong token of the engine does not make later tokens differ.
+requests, and without prompt chunks. MLA is expanded (not absorbed), except in sparse attention. After each prefix of
+the output the plain run chooses the next token, with the request's sampling parameters, seed and position. Its token i
+thus follows the engine's tokens 0 to i - 1, so a wrong token of the engine does not make later tokens differ.
 
 The loss of a token of the engine is the amount by which its logit in the plain run would have to rise for the plain run
 to choose it (`losses` of `sampler.py`). The loss is 0 if both chose the same token. For greedy sampling it is the
 difference between the highest logit and the logit of the engine's token.
 
 Models in float32. The loss of every token must be at most `TOLERANCE`. In 28,000 tokens of small random models and of
-the goldens, logits differed by at most 4e-5, and no token differed. Quantised caches have a larger tolerance, because a
-tiny difference before quantisation can change a cached value by one of 255 steps. In 5,800 tokens with quantised
-caches, logits differed by at most 0.012.
+the models in `tests/goldens`, logits differed by at most 4e-5, and no token differed. Quantised caches have a larger
+tolerance, because a tiny difference before quantisation can change a cached value by one of 255 steps. In 5,800 tokens
+with quantised caches, logits differed by at most 0.012.
 
 Models in bfloat16. Logits usually differ by 0.05, but by several units if rounding changes the experts that a token
 selects. In a small random model 20% of the tokens then differ. A fixed tolerance that accepts these tokens would also
@@ -73,8 +73,8 @@ from models.engine.request import NONFINITE, SamplingParams
 from models.engine.sampler import SamplingRows, losses, sample
 
 TOLERANCE = {"float32": 1e-3, "int8": 0.05, "float8_e4m3fn": 0.05}
-"""Maximum loss of a token of a float32 model, in units of logits, by the dtype of the cache: the model's or a quantised
-one."""
+"""Maximum loss of a token of a float32 model, in units of logits. The key is the dtype of the cache: float32, or the
+dtype of a quantised cache."""
 
 MOST_TIED = 0.05
 """Maximum share of tokens of a float32 model that differ from the plain run's, even if their losses are within the
@@ -111,8 +111,9 @@ class Difference:
       position: index in the output.
       got: the engine's token; None if its output ended too early.
       wanted: the plain run's token; None if the output should have ended before, or if the logits are not finite.
-      margin: difference between the best and second-best perturbed logits of the plain run, whose best token is
-        `wanted`; 0 if `wanted` is None.
+      margin: difference between the highest and second-highest perturbed logits of the plain run (`sampler.py`; logits
+        with scaled Gumbel noise, equal to the logits at temperature 0). The highest is the perturbed logit of `wanted`.
+        0 if `wanted` is None.
       finite: whether the plain run's logits are finite. If False, every token of the engine counts as wrong.
     """
 
@@ -163,17 +164,20 @@ class RoundingLoss:
 class RequestCheck:
     """Comparison of one request's tokens with the plain run's tokens.
 
-    With a tolerance (float32 models), each token is compared. Without a tolerance (16-bit models), only the sum of the
-    losses is limited.
+    There are two kinds of comparison. If a tolerance is given (the default for float32 models), the loss of each token
+    must be within the tolerance. Otherwise (16-bit models), only the sum of the losses is limited.
 
     Attributes:
       equal: number of equal tokens.
-      tied: number of tokens that differ with a loss within the tolerance. Without a tolerance, all tokens that differ.
-      difference: the error that was found; None if the request passes. With a tolerance, it is the first token with a
-        larger loss; later tokens are not counted. Without a tolerance, it is the token with the largest loss, if the
-        sum of losses is too large. In both cases it may be a wrong end of the output.
-      rounding: sum of losses without a tolerance; None with a tolerance.
-      worst: the token with the largest loss without a tolerance; None with a tolerance, or if all tokens are equal.
+      tied: number of tokens that differ. If a tolerance is given, only tokens whose loss is within the tolerance.
+      difference: the error that was found; None if the request passes. If a tolerance is given, the error is the first
+        token whose loss exceeds it; this token and later tokens are in neither `equal` nor `tied`. Otherwise, if the
+        sum of the losses is too large, the error is the token with the largest loss. In both kinds of comparison, the
+        error may also be that the output ends too early or too late, or that the plain run's logits are not finite.
+      rounding: sum of the losses, and its limit; None if a tolerance is given, or if the plain run's logits are not
+        finite.
+      worst: the token with the largest loss; None if `rounding` is None, the output is empty, or this token equals the
+        plain run's.
     """
 
     equal: int
@@ -237,7 +241,8 @@ class Choices(NamedTuple):
 
     Attributes:
       tokens: int32 [outputs + 1], chosen token; NONFINITE where logits are NaN or infinite.
-      margins: float32 [outputs + 1], difference between the best and second-best perturbed logits.
+      margins: float32 [outputs + 1], difference between the highest and second-highest perturbed logits (see
+        `Difference.margin`).
       losses: float32 [outputs], loss of each output token of the engine.
       expected, variance, largest: float32 [outputs], mean, variance and maximum of the losses that rounding causes at
         each position; None for float32 models.
@@ -322,7 +327,7 @@ class PlainRun:
         first needed.
 
         Args:
-          model: the model. Attention runs in the implementation "xla", with expanded MLA.
+          model: the model. Attention runs in the implementation "xla". MLA is expanded, except in sparse attention.
           max_output: maximum number of tokens of an output.
           cache_dtype, kv_scales: dtype and static scales of the engine's cache. Keys and values are quantised like in
             the engine.
@@ -435,17 +440,17 @@ def _choose(
     following: Int32[Array, "n"],
     num_outputs: Int32[Array, ""],
 ) -> tuple[Array, ...]:
-    """Choose a token at n positions with float32 weights, and compute the losses of the engine's tokens there.
+    """Choose a token after each of n positions with float32 weights, and compute the loss of the engine's token there.
 
     Args:
-      step: the model, as `split_model` returns it.
+      step: the model as a function (weights, tokens, caches, metadata) -> (logits, caches), from `split_model`.
       allocate: functions (num_pages, page_size) that allocate a cache: for the float32 run, and, unless the model is in
         float32, for the run in the model's dtype.
       weights: the model's weights.
       tokens: prompt and output, padded.
       num_tokens: number of tokens that are not padding.
       rows: positions after which a token is chosen.
-      sampling: sampling parameters of each position.
+      sampling: sampling parameters for the token after each position.
       following: the engine's token after each position.
       num_outputs: number of leading entries of `rows` that are followed by an output token, at least 1.
 

@@ -3,7 +3,8 @@
 Each row selects k experts, so T rows have T · k pairs (row, expert). `apply_experts` computes the result of each pair
 and sums the results of each row by their weights. For few rows it uses a method that takes the pairs in any order
 (`few_rows_method`). Otherwise it sorts the pairs by expert, so that each expert is applied to one contiguous group of
-rows. The methods are in `expert_gemms`.
+rows. The methods are in `expert_gemms`. GEMM1 is the gate and up projections of an expert, GEMM2 is the down
+projection.
 """
 
 from __future__ import annotations
@@ -39,19 +40,21 @@ MAX_UNSPLIT_PAIRS = 1024
 experts of the layer."""
 
 UNUSED_ROWS = 512
-"""Number of different result rows that pairs read whose expert is on another device. The contents of these rows are
-ignored. A small number of rows stays in the L2 cache. A single row would be too few: all reads would go to the same
-part of the cache, which took 676 us per layer on four H200s instead of about 60.
+"""Number of result rows for pairs whose expert is on another device. Each of these pairs reads one of the rows, and
+ignores the contents. A small number of rows stays in the L2 cache. A single row would be too few: all reads would go to
+the same part of the cache, which took 676 us per layer on four H200s instead of about 60.
 """
 
 MAX_FEW_ROWS = 64
 """Maximum number of rows for which a Hopper method for few rows takes any number of pairs, if the experts have the
 SwiGLU activation and no biases. GEMM2 then multiplies the weights of an expert only by the results of this expert, at
-most one per row. In other cases it may multiply them by the results of all pairs, at most `gather_gemm.MAX_ROWS`."""
+most one per row. In other cases GEMM2 may multiply the weights by the results of all pairs, so a method for few rows
+takes at most `gather_gemm.MAX_ROWS` pairs."""
 
 MIN_PAIRS_PER_EXPERT = 3.5
-"""Minimum average number of pairs per expert for which a kernel reads the weights of all experts, also of experts
-without a pair. Such a kernel can start to read before the router has selected experts.
+"""Minimum average number of pairs per expert for which a kernel that reads the weights of all experts is used
+(`hopper_all_experts`). This kernel also reads the weights of experts without a pair, but its GEMM1 can start before the
+router has selected experts.
 
 With 3.5 pairs per expert, 97% of the experts have a pair if all experts are equally likely. On an H100, reading all
 experts makes steps of DeepSeek-V2-Lite 1.4% slower with 3 pairs per expert, and 1.9% faster with 3.75.
@@ -62,7 +65,7 @@ def few_rows_method(
     num_rows: int, num_pairs: int, experts: Experts, *, expected: int | None = None, are_distinct: bool = False
 ) -> Callable[[Array, Experts, Int32[Array, "M"]], Float[Array, "M D"]] | None:
     """Return a method for few rows: a function (rows, experts, expert of each pair) -> result of each pair, which takes
-    the pairs unsorted. Return None if there are too many rows, or the device is not a GPU.
+    the pairs unsorted. Return None if there are too many rows or pairs, or the device is not a GPU.
 
     On an H100, the experts of a layer of DeepSeek-V2-Lite take 163 us for 30 pairs with `hopper_gather` and 196 us with
     `row_by_row`. For 96 pairs they take 301 us with `hopper_gather`, and 392 us with JAX's Pallas kernel `ragged_dot`.
@@ -70,7 +73,7 @@ def few_rows_method(
     Args:
       num_rows, num_pairs: number of rows and of pairs.
       experts: weights of the experts on this device.
-      expected: expected number of pairs whose expert is on this device; None if all experts are.
+      expected: expected number of pairs whose expert is on this device; None if all experts are on this device.
       are_distinct: whether no two pairs have the same expert.
     """
     if capability().platform != "gpu":
@@ -104,8 +107,9 @@ def apply_experts(
       chosen: selected experts of each row, numbered from 0 to E - 1; E for an expert that is not on this device.
       weights: weight of each selected expert.
       experts: weights of the E experts on this device.
-      expected: expected number of pairs whose expert is on this device; None if all experts are. Pairs are multiplied
-        in chunks of 1.25 times this number: usually one chunk is enough, and more pairs than expected take more chunks.
+      expected: expected number of pairs whose expert is on this device; None if all experts are on this device. If a
+        number is given, and there are more than `MAX_UNSPLIT_PAIRS` pairs, the pairs whose expert is on this device are
+        multiplied in chunks of 1.25 times this number. Usually one chunk is enough.
     """
     num_experts, copies = experts.gate_up.shape[0], chosen.shape[1]
     num_pairs = chosen.size
@@ -156,7 +160,7 @@ class ExpertGroups(NamedTuple):
     """Order of M (row, expert) pairs sorted by expert. Pairs with expert E (no expert on this device) come last.
 
     Attributes:
-      row: index of the pair at each place of the sorted order.
+      row: index (in the unsorted order) of the pair at each place of the sorted order.
       place: place of each pair in the sorted order.
       sizes: number of pairs of each expert from 0 to E - 1.
     """

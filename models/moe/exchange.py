@@ -1,7 +1,7 @@
 """Exchange of rows between devices that have different tokens and different experts, inside `jax.shard_map`.
 
 Each device sends a token's row to the device of every expert that the token selected, and receives the expert's result.
-The figure shows device 0 of three devices:
+The figure shows the arrays of device 0 of three devices. M is the number of rows of each device:
 
  rows by destination      received, space for M rows from each device              results, in the order of the rows
  ┌───┬──────┬─┐           ┌───┬───────┐ ┌──────┬────┐ ┌─┬─────────┐                ┌───┬──────┬─┐
@@ -31,8 +31,8 @@ class ExpertExchange:
 
     Attributes:
       axis: name of the mesh axis of the devices.
-      sent: number of rows that this device sends to each device for each of its E experts.
-      received: number of rows that this device receives from each device for each of its own E experts.
+      sent: entry [i, e] is the number of rows that this device sends to device i for expert e of device i.
+      received: entry [i, e] is the number of rows that this device receives from device i for its own expert e.
       starts: index of the first row of the segment that this device sends to each device.
       their_starts: index, in the sender's rows, of the first row of the segment that each device sends to this device.
     """

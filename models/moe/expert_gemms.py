@@ -1,4 +1,6 @@
-"""Methods to apply experts to rows (tokens). A pair is (row, expert selected by the row); an expert is two GEMMs.
+"""Methods to apply experts to rows (tokens). A pair is (row, expert selected by the row).
+
+An expert is two GEMMs with an activation between them: GEMM1 (gate and up projections) and GEMM2 (down projection).
 
 Methods for few rows take pairs in any order and return the result of each pair:
 
@@ -49,7 +51,8 @@ def row_by_row(x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M
     Args:
       x: rows.
       experts: weights of E experts.
-      expert: expert of each pair, M / T pairs per row; E for none, whose result is arbitrary.
+      expert: expert of each pair, M / T pairs per row; E for a pair without an expert on this device, whose result is
+        arbitrary.
     """
     rows = jnp.repeat(x, expert.shape[0] // x.shape[0], axis=0)
     expert = jnp.minimum(expert, experts.gate_up.shape[0] - 1)
@@ -79,7 +82,8 @@ def hopper_gather(
     Args:
       x: rows.
       experts: weights of E experts.
-      expert: expert of each pair, M / T pairs per row; E for none.
+      expert: expert of each pair, M / T pairs per row; E for a pair without an expert on this device, whose result is
+        arbitrary.
       are_distinct: whether no two pairs have the same expert, as for the pairs of a single row.
     """
     from models.moe.kernels.gather_gemm import GatherGemm, Pairs, gather_gemm, split_k_helps
@@ -111,13 +115,14 @@ def hopper_gather(
 def hopper_all_experts(
     x: Float[Array, "T D"], experts: Experts, expert: Int32[Array, "M"], shared: SharedExperts | None = None
 ) -> Float[Array, "results D"]:
-    """Return the result of each pair, and of shared experts. The weights of all experts are read.
+    """Return the result of each pair, and the results of shared experts. The weights of all experts are read.
 
     Args:
       x: rows.
       experts: weights of E routed experts.
-      expert: expert of each pair, M / T pairs per row; E for none.
-      shared: weights of shared experts, which are applied to every row; None for none.
+      expert: expert of each pair, M / T pairs per row; E for a pair without an expert on this device, whose result is
+        arbitrary.
+      shared: weights of shared experts, which are applied to every row; None if shared experts are not computed.
 
     Returns:
       Results of the pairs [M, D]. With shared experts, the results of the pairs are padded to a multiple of 8 and
@@ -160,13 +165,14 @@ def hopper_grouped_pairs(
     Args:
       x: rows.
       source: index of the row of each pair.
-      expert: expert of each pair; E or more for none.
+      expert: expert of each pair; E or more for a pair without an expert on this device, whose result is arbitrary.
       place: place of each pair in the order sorted by expert.
       experts: weights of E experts.
       sizes: number of pairs of each expert.
 
     Returns:
-      Results, in groups of one expert that are padded to whole tiles; and the index of each pair's result.
+      Results, sorted by expert, where the results of each expert are padded to a multiple of 8 rows; and the index of
+      each pair's result.
     """
     from models.moe.kernels.grouped_gemm import TILE_ROWS, GroupedGemm, grouped_gemm
     from models.moe.kernels.row_tiles import RowTiles, first_rows, padded_rows, sums_before

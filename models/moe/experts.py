@@ -34,7 +34,8 @@ class ClampedSwiglu:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Weights of E experts of hidden width F. An expert computes down(activation(gate_up(x))) from x of width D.
+    """Weights of E experts of hidden width F. From x of width D, an expert computes activation(x @ gate_up) @ down,
+    where both products have a bias added if the experts have biases.
 
     Attributes:
       gate_up: [E, D, 2F], weights of GEMM1, the gate projection in the first F columns, the up projection in the
@@ -58,7 +59,12 @@ class Experts:
 
 class SharedExperts(NamedTuple):
     """Weights of the S shared experts of a layer, which are applied to every token. They are stored as one MLP that is
-    S times as wide as a routed expert."""
+    S times as wide as a routed expert.
+
+    Attributes:
+      gate_up: [D, 2 · S · F], the gate projection in the first half of the columns, the up projection in the other.
+      down: [S · F, D], the down projection.
+    """
 
     gate_up: Float[Array, "D SF2"]
     down: Float[Array, "SF D"]

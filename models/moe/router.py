@@ -46,11 +46,16 @@ class Router(nnx.Module):
 def best_experts(
     choice: Float32[Array, "T E"], scores: Float32[Array, "T E"], count: int
 ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
-    """Return the `count` experts of each row with the largest `choice`, and their `scores`.
+    """Return the `count` experts of each row with the largest `choice`, in descending order, and their `scores`.
 
     Of experts with equal `choice`, the first is selected. A row with NaN selects arbitrary valid experts. Few rows are
     ranked by counting the better experts of each expert, which takes two kernels. XLA's top_k and the gather of the
     scores take two kernels and two copies.
+
+    Args:
+      choice: value of each expert by which experts are selected: the scores, with the router's bias if it has one.
+      scores: score of each expert.
+      count: k, number of experts to select.
     """
     if choice.shape[0] * choice.shape[1] ** 2 > MAX_COMPARISONS:
         experts = jax.lax.top_k(choice, count)[1]
@@ -65,9 +70,10 @@ def best_experts(
 
 
 def _mask_groups(choice: Float32[Array, "T E"], config: DeepSeekConfig) -> Float32[Array, "T E"]:
-    """Return `choice` with -inf for experts outside the `topk_group` best groups of experts.
+    """Return `choice` (the value of each expert by which experts are selected) with -inf for experts outside the
+    `topk_group` best groups of experts.
 
-    The score of a group is the choice of its best expert in DeepSeek-V2, and the sum of its two best experts in V3.
+    The score of a group is the largest choice of its experts in DeepSeek-V2, and the sum of the two largest in V3.
     """
     grouped = choice.reshape(choice.shape[0], config.n_group, -1)  # [T, groups, E / groups]
     counted = 2 if config.topk_method == "noaux_tc" else 1

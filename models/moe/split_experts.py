@@ -16,7 +16,7 @@ from models.moe.exchange import ExpertExchange
 from models.moe.experts import Experts
 
 NOT_LIVE = -1
-"""Expert number of padding rows. No expert has this number."""
+"""Expert number of padding rows. No expert has this number, so no device computes these rows."""
 
 
 def routed_experts(

@@ -365,8 +365,9 @@ class HeadPagePool:
         self._held.update(rows)
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Remove references that `take` or `hold` have added. Of the rows that become free, the last one is allocated
-        again first.
+        """Release references that `take` or `hold` added.
+
+        The pool allocates the rows that become free again in reverse order: the last row of `rows` first.
 
         Raises:
           PageError: a row occurs more often than `take` and `hold` have added references to it.

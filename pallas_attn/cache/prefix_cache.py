@@ -103,8 +103,9 @@ class PrefixCache:
         self._seed = secrets.token_bytes(32)
         self._by_digest: dict[bytes, _Node] = {}
         self._by_row: tuple[dict[int, _Node], ...] = tuple({} for _ in pools.pools)
-        # For each lane: its group, and the range of pages that a sequence of maximum length has recycled at its end.
-        # Pages outside this range are needed by every prefix that includes them.
+        # Two lists with one entry per lane (one KV head of one cache group): the index of its group, and the range of
+        # pages that a sequence of maximum length has recycled at its end. A prefix that includes a page outside this
+        # range needs the page's row.
         self._groups = [group for group, pool in enumerate(pools.pools) for _ in range(pool.num_heads)]
         starts, ends = self._unseen_pages(pools.pools[0].table_tokens)
         self._unseen = list(zip(starts.tolist(), ends.tolist(), strict=True))

@@ -233,14 +233,15 @@ def _write(
 
 @kernel
 def _lowest(held, least, top_bit, numbers_ptr, candidates, equals, HELD: tl.constexpr):
-    """Return a threshold (uint32): all candidates above it are among the `equals` highest candidates, and the others
-    of the `equals` highest are equal to it.
+    """Return a threshold (uint32) for the `equals` highest candidates: they are all candidates above the threshold, and
+    as many candidates equal to the threshold as are still missing.
 
     Args:
       held: [HELD], the first candidates, 0 if fewer exist; the others are loaded from numbers_ptr.
       least: common leading bits of all candidates, followed by zeros.
       top_bit: highest bit below the common bits; 0 if all candidates are equal.
       candidates: number of candidates.
+      equals: number of candidates to select.
     """
     bit = tl.full([], 1, tl.uint32) * top_bit
     while bit > 0:
@@ -256,7 +257,13 @@ def _lowest(held, least, top_bit, numbers_ptr, candidates, equals, HELD: tl.cons
 
 @kernel
 def _common(numbers_ptr, candidates, HELD: tl.constexpr):
-    """Return `least`, `top_bit` and `held`, the arguments of `_lowest`, from all candidates of a row."""
+    """Return arguments of `_lowest` for the candidates of a row.
+
+    Returns:
+      least: the leading bits that all candidates have in common, followed by zeros.
+      top_bit: the highest bit in which candidates differ; 0 if all candidates are equal.
+      held: [HELD], the first candidates, 0 if fewer exist.
+    """
     held = _candidates(numbers_ptr, tl.arange(0, HELD), candidates)
     high, low = held, tl.where(tl.arange(0, HELD) < candidates, held, 0xFFFFFFFF).to(tl.uint32)
     for start in range(HELD, candidates, HELD):

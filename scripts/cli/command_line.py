@@ -1,7 +1,8 @@
 """Errors and exit statuses of command-line scripts.
 
 If the input is wrong, a script prints one line to stderr, without a traceback, and exits with status 2. If it fails
-with correct input, it prints one line and exits with status 3.
+with correct input, it prints one line and exits with status 3. After Ctrl-C it exits with status 130. A bug (any other
+exception) prints a traceback, and the script exits with status 3.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def decimal(text: str) -> int | None:
 
 
 class StandardOutput(Console):
-    """rich console for standard output. If the reader has closed the pipe, printing raises Failure; rich would exit
-    with status 1. Characters that the encoding cannot represent are escaped.
+    """rich console for standard output. Characters that the encoding cannot represent are escaped. If the reader has
+    closed the pipe, printing raises Failure; a plain `Console` would exit with status 1.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,8 @@ class StandardOutput(Console):
 def exit_status(prog: str, command: Callable[[], int]) -> int:
     """Run a command and return the exit status: the command's result, or the status for the exception that it raised.
 
-    UsageError and Failure print one line. Other exceptions are bugs and print a traceback.
+    UsageError, Failure and KeyboardInterrupt print one line. SystemExit, from argparse's --help, is raised again. All
+    other exceptions are bugs and print a traceback.
     """
     try:
         return command()
@@ -106,7 +108,7 @@ def exit_status(prog: str, command: Callable[[], int]) -> int:
         return INTERRUPTED
     except SystemExit:  # argparse's --help
         raise
-    except BaseException:  # noqa: BLE001  panics of Rust libraries, too; Python would exit with status 1
+    except BaseException:  # noqa: BLE001  includes panics of Rust libraries; Python would exit with status 1
         traceback.print_exc()
         return FAILED
 
@@ -193,7 +195,7 @@ def check_outputs(paths: Mapping[str, Path | None], *, make_folders: bool = Fals
       make_folders: whether missing folders are created.
 
     Raises:
-      UsageError: a file cannot be written, or two flags name the same file.
+      UsageError: a file cannot be written, or two flags name the same regular or new file.
     """
     flags: dict[str, str] = {}
     for flag, path in paths.items():

@@ -92,8 +92,8 @@ def _replaceable(found: os.stat_result) -> bool:
 
 
 def _standard_stream(found: os.stat_result) -> int | None:
-    """Return the descriptor of standard output or standard error if it is this file, else None. The file must then not
-    be replaced, because later output of the script goes to it, too."""
+    """Return the descriptor of standard output or standard error if this file is one of them, else None. A file with a
+    descriptor must not be replaced, because later output of the script goes to it, too."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):  # the stream is closed
             if os.path.samestat(os.fstat(descriptor), found):
@@ -102,7 +102,7 @@ def _standard_stream(found: os.stat_result) -> int | None:
 
 
 def _open_in_place(path: Path, found: os.stat_result) -> BinaryIO:
-    """Open a file that cannot be replaced for writing."""
+    """Open a pipe, a character device, or the file of standard output or standard error for writing."""
     descriptor = _standard_stream(found)
     if descriptor is None:
         return open(path, "wb")

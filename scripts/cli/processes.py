@@ -71,8 +71,8 @@ class Joined:
 
     Attributes:
       prog: name of the command, for error messages.
-      alone: whether an exception ends this process. Collective operations with the other processes may then never
-        complete.
+      alone: whether an exception ends this process. Collective operations that this process has started with the other
+        processes may then never complete.
     """
 
     prog: str

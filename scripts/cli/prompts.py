@@ -68,7 +68,7 @@ def read_prompts(options: argparse.Namespace, tokenizer: Tokenizer | None) -> li
 
     Args:
       options: the options.
-      tokenizer: tokenizer of the model; None if the model has no tokenizer or --prompt is not given.
+      tokenizer: tokenizer of the model, which --prompt needs; None if there is no tokenizer.
 
     Raises:
       UsageError: as `encode_texts` and `read_ids`; or --prompt is given, but the model has no tokenizer.

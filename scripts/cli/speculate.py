@@ -58,7 +58,8 @@ def _draft_model(option: SpeculateOption, options: argparse.Namespace, model: De
 
 
 KINDS: dict[str, tuple[bool, _Maker]] = {"ngram": (False, _ngram), "mtp": (False, _mtp), "draft": (True, _draft_model)}
-"""For each kind of proposer: whether its value names a source, and the function that makes the proposer."""
+"""For each kind of proposer: whether the value of the option names a folder (KIND:DIR), and the function that makes the
+proposer."""
 
 
 def add_speculate(group: argparse._ActionsContainer) -> None:
@@ -79,7 +80,7 @@ def parse_speculate(given: str) -> SpeculateOption | None:
     """Parse the value of --speculate; None for "none".
 
     Raises:
-      UsageError: an unknown kind, an invalid number of drafts, or a missing or unexpected folder.
+      UsageError: an unknown kind, an invalid number of drafts or alternatives, or a missing or unexpected folder.
     """
     if given == "none":
         return None

@@ -49,10 +49,11 @@ class Report:
       texts: texts of the outputs; None without a tokenizer.
       stats: statistics of the engine.
       page_size: tokens per page.
-      run_s: seconds from the first step to the last, without compilation.
+      run_s: seconds from the first step to the last. Steps are compiled before the first step.
       implementation: name of the attention implementation of each operation.
-      verification: result of --verify; None without this option, or if the run was interrupted.
-      speculate: value of --speculate; None for none.
+      verification: result of --verify; None without this option, if the run was interrupted, or if verification failed
+        or has not run yet.
+      speculate: value of --speculate; None if it is "none".
       mesh: number of devices along each axis of --mesh; None for one device.
       loading: time and memory of loading; None if they were not measured.
     """
@@ -123,12 +124,14 @@ class Report:
 
     @property
     def drafted(self) -> list[int]:
-        """Number of verified drafts of all requests: entry i counts drafts i + 1 positions after the newest token."""
+        """Entry i is the sum of `RequestOutput.drafted[i]` of all requests: how often a step verified a draft i + 1
+        positions after the newest token of a request. Several drafts of one step for the same position count once."""
         return _by_position([output.drafted for output in self.outputs])
 
     @property
     def accepted(self) -> list[int]:
-        """Number of accepted drafts of all requests: entry i counts drafts i + 1 positions after the newest token."""
+        """Entry i is the sum of `RequestOutput.accepted[i]` of all requests: how often a step accepted a draft i + 1
+        positions after the newest token of a request."""
         return _by_position([output.accepted for output in self.outputs])
 
     def print(self, console: Console) -> None:
@@ -234,7 +237,8 @@ def nonfinite(outputs: Sequence[RequestOutput]) -> list[str]:
 def differences(verification: Verification) -> list[str]:
     """Return the error messages of a verification: one for each request that differs from the plain run (an independent
     computation, see `models.engine.verify`), one if the sum of the losses of all requests is too large, and one if too
-    many tokens differ within the tolerance.
+    many tokens differ within the tolerance. The loss of a token is the amount by which its logit would have to rise for
+    the plain run to choose it.
     """
     found = [(i, check.difference) for i, check in enumerate(verification.requests)]
     sentences = [_difference(i, difference) for i, difference in found if difference is not None]

@@ -72,8 +72,8 @@ class DraftControl:
     requests.
 
     Step time. Times are recorded separately for each number of drafts and each number of rows, rounded up to a power of
-    two. For each of these kinds of steps, the second-shortest of the newest times is used: the longest ones contain
-    delays of the host, and the shortest one may be of a step after a pause.
+    two. For each of these kinds of steps, the second-shortest of the newest times is used: the longest times contain
+    delays of the host, and the shortest time may be the time of a step after a pause.
 
     - If no kind with the present number of rows has been measured, all times are estimated with the cost function.
     - Otherwise, the time of a number of drafts that has not been measured is the smaller of two values: the time of the
@@ -190,7 +190,7 @@ class DraftControl:
         return (hits + self._hits / self._trials) / (trials + 1)
 
     def record(self, request: Request, num_drafts: int, accepted: int) -> None:
-        """Record the result of a decode row.
+        """Record how many drafts of a decode row were accepted.
 
         Args:
             request: The request of the row.

@@ -2,7 +2,8 @@
 
 The target is the engine's model, which verifies the drafts. A cache group is a set of layers of the target with equal
 attention windows. If the KV heads of a group have different windows, their pages are allocated separately: a page row
-is one page of one head. Otherwise a page row is one page of all heads.
+is one page of one head. Otherwise a page row is one page of all heads. A cache slot is the index of a token's place in
+the cache: page row · page size + offset.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class DraftModelProposer(Proposer):
             raise ValueError("draft model: expected one loaded for the engine's mesh, got one on other devices")
 
     def allocate(self, sizes: ProposerSizes) -> Caches:
-        """Allocate empty caches with one page for each page row of a cache group of the target (`ProposerSizes.lane`).
-        Therefore the draft model can use the block tables of one head of this group."""
+        """Allocate empty caches with one page for each page row of the cache group in `sizes.lane` (the group with the
+        longest window). Therefore the draft model can use the block tables of one head of this group. The dtype is the
+        draft model's, also if the target's caches are quantised."""
         group, _ = sizes.lane
         return self._model.allocate_caches(sizes.groups[group].num_rows, sizes.page_size)
 
@@ -74,8 +76,8 @@ class DraftModelProposer(Proposer):
         return jnp.stack(drafts, axis=1), state
 
     def observe(self, weights: Any, state: Caches, step: ObservedStep) -> Caches:
-        """Compute the cache entries that `propose` has not computed in this step: of prompt tokens, and, in a step
-        without drafts, of the newest token of each decode row."""
+        """Compute the cache entries that `propose` has not computed in this step: the entries of prompt tokens, and, in
+        a step without drafts, the entries of the newest tokens of decode rows."""
         metadata = in_lane(step.metadata, step.lane)
         if metadata.num_decode and not step.num_drafts:
             _, state = self._newest(weights, state, step.rows)
@@ -86,9 +88,9 @@ class DraftModelProposer(Proposer):
         return self._decode(weights, tokens, state, metadata)[1]
 
     def _newest(self, weights: Any, caches: Caches, rows: DraftRows) -> tuple[Array, Caches]:
-        """Compute the newest token of each row and the token before it. The token before is computed because it may be
-        missing in the cache: if the last step accepted all drafts, it is the last draft, which was never an input of
-        the draft model.
+        """Run the draft model on the newest token of each row and the token before it, and write their cache entries.
+        The entry of the token before may be missing: if the last step accepted all drafts, this token is the last
+        draft, which was never an input of the draft model.
 
         Returns:
           Logits of the newest tokens, and the caches.
@@ -110,7 +112,7 @@ def in_lane(metadata: StepMetadata, lane: tuple[int, int]) -> StepMetadata:
 
     Args:
       metadata: metadata of a step of the target.
-      lane: indices (cache group, head) of the head.
+      lane: indices (cache group, head) of the head, from `ProposerSizes.lane`.
     """
     group, head = lane
 

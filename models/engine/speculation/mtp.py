@@ -30,8 +30,8 @@ class MTPState:
 
     Attributes:
       caches: the module's caches. They have the same pages and block tables as the caches of the target.
-      hidden: [request slots, D], output of the module for the position before the newest token of each running request.
-        The logits of the first draft are computed from it.
+      hidden: [request slots, D], output of the module for the position before the newest token of each running request
+        (a request slot is the index of a running request). The logits of the first draft are computed from it.
     """
 
     caches: MTPCaches
@@ -41,9 +41,9 @@ class MTPState:
 class MTPProposer(Proposer):
     """Proposes drafts with the MTP module that was trained with the model.
 
-    The module computes a hidden state for the next position from a hidden state and the next token. For the first draft
-    it uses the target's hidden state. For each later draft it uses its own previous hidden state and the previous
-    draft.
+    The input of the module for a position is a hidden state of this position and the token at the next position. The
+    draft after this token is chosen from the output. For the first draft, the hidden state is the target's. For each
+    later draft, the hidden state is the module's previous output, and the token is the previous draft.
 
     Drafts are sampled with the request's sampling parameters and with the random numbers of the target's draw at the
     same position. If both distributions are similar, draft and target therefore mostly agree.

@@ -48,8 +48,8 @@ def continue_ngrams(
 
     Args:
       tokens: token ids by position; negative for unknown tokens.
-      lens: number of tokens of each sequence.
-      num_drafts: number of drafts.
+      lens: number of tokens of each sequence, including the newest.
+      num_drafts: number of drafts per sequence.
       longest, shortest: maximum and minimum number of matching tokens.
 
     Returns:

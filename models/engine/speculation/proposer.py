@@ -6,21 +6,21 @@ sampled token of a position is the token that decoding without drafts would give
 request's seed and the position.
 
 A draft is accepted if it equals the token sampled at its position, and all drafts before it are accepted. The row gains
-the accepted drafts and the token sampled after the last one. Therefore the output does not depend on the drafts. The
-acceptance probability is that of rejection sampling (Leviathan et al., arXiv:2211.17192) with a proposal distribution
-that always gives draft x: x is accepted with its probability p(x) under the target; otherwise the token has the
-distribution p without x, renormalised.
+the accepted drafts and the token sampled after the last accepted draft. Therefore the output does not depend on the
+drafts. A draft x is accepted with its probability p(x) under the target. If x is rejected, the sampled token has the
+distribution p without x, renormalised. Rejection sampling (Leviathan et al., arXiv:2211.17192) has the same
+probabilities if its proposal distribution always gives x.
 
-Drafts are in a line (one draft per position) or form a tree (several drafts for a position, and several drafts after
-each of these). In a tree, each draft attends to the drafts before it on its branch. The branch whose drafts equal the
-sampled tokens is accepted.
+Drafts are in a line (one draft per position), or form a tree, in which several drafts may follow the same token. In a
+tree, each draft attends to the drafts before it on its branch. The drafts of one branch are accepted: the drafts that
+equal the tokens sampled at their positions.
 
 Drafts are proposed, verified and accepted on the device within one step. Therefore the host can launch the next step
 before it has read the tokens of this one.
 
 A page row is the unit of cache allocation: one page of one KV head if the heads of a layer have different windows,
 otherwise one page of all heads. The entries of a block table are indices of page rows; indices of pages of all heads
-are called page ids.
+are called page ids. A cache slot is the index of a token's place in the cache: page row · page size + offset.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class DraftRows:
       tables: block tables of each cache group, [B, P] of page ids or [B, Hkv, P] of page rows. They have pages for the
         newest token and max_drafts drafts.
       sampling: sampling parameters of the token after the newest token, which is at the position of the first draft.
-      written: [page rows, ps], token ids of all cached tokens, by page row and offset. token_tables has the page rows.
-      token_tables: [B, P], block table of cache group and head `lane`, for `written`.
+      written: [page rows, ps], token ids of all cached tokens, by page row and offset in the page.
+      token_tables: [B, P], page rows of each sequence in `written`: the block table of the cache group and head `lane`.
       page_size: ps, tokens per page.
       lane: `ProposerSizes.lane`.
     """
@@ -140,8 +140,7 @@ class DraftRows:
     lane: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
     def written_at(self, positions: Int32[Array, "B"]) -> Int32[Array, "B"]:
-        """Return the cached token at one position of each row, [B]; an arbitrary token if the position is not
-        cached."""
+        """Return the token id at one position of each row, [B]; an arbitrary id if the position is not cached."""
         entry, offset = jnp.divmod(jnp.maximum(positions, 0), self.page_size)
         rows = jnp.take_along_axis(self.token_tables, entry[:, None], axis=1)[:, 0]
         return self.written[jnp.maximum(rows, 0), offset]
@@ -297,7 +296,8 @@ class ObservedStep:
         return tuple(move_tokens(cache, written, places) for cache in caches)
 
     def kept(self, slots: Array) -> Array:
-        """Return cache slots [T] or [T, Hkv] with -1 for padding and rejected drafts, which are then not written."""
+        """Return `slots` (cache slots, [T] or [T, Hkv]) with -1 for padding and rejected drafts, whose cache entries
+        are then not written."""
         counts = self.counts if slots.ndim == 1 else self.counts[:, None]
         return jnp.where(counts, slots, PAGE_NONE)
 

@@ -15,7 +15,8 @@ sampling parameters.
 
 A bucket is the padded shape of a step, for which its program is compiled. A cache group is a set of layers with equal
 attention windows, which share block tables. A page row is the unit of cache allocation: one page of one KV head if the
-heads of the group have different windows, otherwise one page of all heads. Block tables have indices of page rows.
+heads of the group have different windows, otherwise one page of all heads. Block tables have indices of page rows. A
+cache slot is the index of a token's place in the cache: page row · page size + offset.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from models.engine.step.plan import RowTokens
 from pallas_attn import FULL, slot_mapping
 
 _NOTHING = -2
-"""Entry of an array of sampled tokens where a row has no further token."""
+"""Entry of an array of tokens that stands for no token: padding after the last token of a row, or no sampled token."""
 
 
 @typing.no_type_check  # fields may be shapes or shardings (jax.tree.map), which run-time type checks would reject
@@ -113,7 +114,7 @@ def check_trees(config: ModelConfig, settings: AttentionSettings, contexts: int 
     Args:
       config: configuration of the model.
       settings: attention settings of the model.
-      contexts: number of devices that the tokens of each page are split over.
+      contexts: number of devices that the tokens of each page are split over; 1 if they are not split.
     """
     reason = None
     if any(group.window is not None for group in cache_groups(config)):
@@ -217,16 +218,17 @@ def run_speculative_step(
     """Run one step on the device.
 
     Args:
-      model_step: the model, as `split_model` returns it.
-      config, bucket: static sizes.
-      weights: weights of the model, and weights of the proposer.
+      model_step: the model as a function (weights, tokens, caches, metadata) -> (logits, caches), from `split_model`.
+      config: sizes for which the runner compiles.
+      bucket: padded shape of the step.
+      weights: (weights of the model, weights of the proposer).
       caches: caches of all layers.
       state: state of the running requests.
-      packed: the step's metadata, a packed `PackedStep`.
+      packed: the step's metadata, from `PackedStep.pack`.
 
     Returns:
-      Sampled tokens in the format of `read_tokens`; logits of the prefill tokens if the bucket has all_logits, else
-      None; caches with the new tokens; and the new state.
+      Sampled tokens in the format of `read_tokens`; logits of the prefill tokens, or None if `bucket.all_logits` is
+      False; caches with the new tokens; and the new state.
     """
     if config.speculate is None:
         raise ValueError("speculate: expected a Speculation, got None")
@@ -280,7 +282,7 @@ def _propose(
     """Call the proposer, unless the step has no decode rows or no drafts, and check its result.
 
     Returns:
-      The tree, None for drafts in a line; the drafts; and the proposer's state.
+      The tree, or None for drafts in a line; the drafts [Bd, d]; and the proposer's state.
     """
     num_rows = bucket.decode_rows
     if not num_rows or not bucket.num_drafts:
@@ -323,8 +325,9 @@ def read_tokens(result: np.ndarray, bucket: Bucket, num_decode: int) -> tuple[li
     """Split the tokens that `run_speculative_step` returns into rows, on the host.
 
     Args:
-      result: int32 [Bd · (2 + d) + prefill rows]. For each decode row its Q = 1 + d tokens, padded with _NOTHING, and
-        the number of verified drafts; then one token per prefill row.
+      result: int32 [Bd · (2 + d) + prefill rows]. Each decode row has Q = 1 + d tokens, padded with _NOTHING, and then
+        `RowTokens.drafted`: the number of verified drafts, or for a tree the length of the longest branch of verified
+        drafts. The decode rows are followed by one token per prefill row.
       bucket: padded shape of the step.
       num_decode: number of decode rows that are not padding.
 

@@ -38,24 +38,24 @@ from models.engine.step.plain import read_step, sample_rows
 
 type OnLayer = Callable[[int, RowCopies], None]
 """Function (layer, copies), called on the host when the copies of the layer's page rows have been launched. The device
-makes the copies after it has run the layer, so they may not be ready yet."""
+makes the copies after it has run the program with this layer, so they may not be ready yet."""
 
 type LayerKind = tuple[Any, Any, int]
 """Graph definition of a layer for `nnx.merge`, tree structure of its weights, and index of its cache group (layers with
 equal attention windows). Layers with equal kinds differ only in their weights."""
 
 type OnProgram = Callable[[range, Caches], None]
-"""Function (layer_range, caches), called on the host after the program of these layers has been launched. `caches` are
-the program's outputs: the updated caches of the layers."""
+"""Function (layer_range, caches), called on the host after the program of the layers in `layer_range` has been
+launched. `caches` are outputs of the program: the updated caches of the layers."""
 
 
 class LayeredStep:
-    """Splits the steps of a model into programs. Logits equal those of a single program up to rounding.
+    """Splits the steps of a model into programs. Their logits equal the logits of a single program up to rounding.
 
     Attributes:
       layers: the model's layers.
-      num_programs: requested number of layer ranges.
-      layer_ranges: the layers of each program between begin and finish; at most `num_programs` ranges.
+      num_programs: maximum number of layer ranges.
+      layer_ranges: consecutive layers of each program between begin and finish.
       compiled: the compiled steps by bucket (padded batch shape).
     """
 
@@ -82,10 +82,10 @@ class LayeredStep:
         Args:
           bucket: padded shape of the step.
           weights, caches, last_tokens: as in `run_step`.
-          start: function that starts to compile a lowered program in another thread.
+          start: function that starts the compilation of a lowered program in another thread.
 
         Returns:
-          A function that waits for all programs, stores the step in `compiled`, and returns it.
+          A function that waits until all programs are compiled, stores the step in `compiled`, and returns the step.
         """
         packed = jax.ShapeDtypeStruct((PackedStep.size(self._config, bucket),), jnp.int32)
 
@@ -128,7 +128,7 @@ class LayeredStep:
         Args:
           bucket: padded shape of the step.
           weights, packed, last_tokens: as in `run_step`.
-          cache: cache of the first layer, of which only shapes and dtypes are used.
+          cache: cache of the first layer. Only its shapes and dtypes are used.
 
         Returns:
           Hidden states x [T, D] before the first layer, RoPE inputs, and attention metadata for each cache group.
@@ -243,13 +243,14 @@ def apply_layer_range(
       kinds: kind of each layer.
       weights: flat list of weights of each layer.
       caches: cache of each layer.
-      x: hidden states before the first of these layers.
-      choice: keys selected by the last indexer before these layers (DeepSeek sparse attention); None without one.
+      x: [T, D], hidden states before these layers.
+      choice: cache slots of the keys that the last indexer before these layers selected (DeepSeek sparse attention);
+        None if no layer before has an indexer.
       rope: RoPE inputs of the step's tokens.
       groups: attention metadata of each cache group.
 
     Returns:
-      The layers' caches; x and choice for the next layer.
+      The layers' caches with the new tokens; and x and choice, the arguments for the next layer.
     """
     layers = [
         nnx.merge(graph, jax.tree.unflatten(structure, of_layer))

@@ -35,13 +35,15 @@ class PackedStep:
       decode_request_slots: [Bd], request slot; -1 for idle rows.
       decode_kv_lens: [Bd], tokens of the sequence including the row's token; 0 for idle rows. With speculation it is a
         lower bound, because earlier steps may accept drafts that the host has not read.
-      decode_tables: block tables of the decode rows, one array for each cache group (layers with equal windows).
+      decode_tables: block tables of the decode rows, one array for each cache group (layers with equal windows): [Bd,
+        P] of page ids. If the KV heads of the group have different windows, [Bd, Hkv, P] of page rows (one page of one
+        KV head).
       decode_limits: [Bd], maximum length of the sequence in tokens; empty without speculation.
       decode_drafts: [Bd], maximum number of drafts; empty without speculation.
       prefill_ids: [prefill tokens], token ids of all prefill rows, one row after the other.
       cu_q_lens: [S + 1], prefix sums of the number of tokens of each prefill row.
       prefill_kv_lens: [S], tokens of the sequence up to and including the row's last token.
-      prefill_tables: block tables of the prefill rows, one array for each cache group.
+      prefill_tables: block tables of the prefill rows, one array for each cache group: [S, P] or [S, Hkv, P].
       prefill_request_slots: [S], request slot for the token sampled after the row; -1 if no token is sampled.
       prefill_next: [S], the known token after the row's last token; -1 if this token is sampled. Empty without
         speculation.
@@ -143,8 +145,8 @@ class PackedStep:
         self.top_k[i] = min(params.top_k, np.iinfo(np.int32).max)
 
     def sampling_rows(self) -> SamplingRows:
-        """Return the sampling parameters of each row. The position of the token to sample equals the number of tokens
-        of the sequence before it."""
+        """Return the sampling parameters of each row, of the decode rows first. The position of the token to sample
+        equals the number of tokens of the sequence before it."""
         bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
         return SamplingRows(
             temperature=bits(self.temperature),
@@ -157,13 +159,15 @@ class PackedStep:
     def metadata(
         self, page_size: int, logit_rows: Int32[Array, "n"], drafting: StepMetadata | None = None
     ) -> StepMetadata:
-        """Compute the model's metadata of the step, with position and cache slot of each token, on the device.
+        """Compute the model's metadata of the step, with position and cache slot of each token, on the device. A cache
+        slot is the index of a token's place in the cache: page · page_size + offset.
 
         Args:
           page_size: tokens per page.
           logit_rows: indices of the tokens for which logits are computed.
-          drafting: metadata of a step with only the decode rows and their drafts. The result then has these decode
-            rows. None if decode rows have one token.
+          drafting: metadata of a step with only the decode rows, which have drafts. The result has these decode rows
+            and the prefill rows of this step. None if decode rows have one token; the result then has all rows of this
+            step.
         """
         parts, begun = self._parts(), () if drafting is None else (drafting.positions,)
         if drafting is not None:

@@ -1,7 +1,8 @@
 """The function of a step without drafts, which the runner compiles for each bucket (padded batch shape).
 
 The inputs of decode rows are the tokens that the previous steps sampled, which stay on the device. The inputs of
-prefill rows are prompt tokens from the host.
+prefill rows are prompt tokens from the host. A request slot is the index of a running request. Idle rows (padding), and
+prefill rows whose prompt continues in a later step, have no request slot.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ def run_step(
     """Run one step on the device.
 
     Args:
-      model_step: the model, as `split_model` returns it.
-      config, bucket: static sizes.
+      model_step: the model as a function (weights, tokens, caches, metadata) -> (logits, caches), from `split_model`.
+      config: sizes for which the runner compiles.
+      bucket: padded shape of the step.
       weights: the model's weights.
       caches: caches of all layers.
       last_tokens: int32 [request slots], the last sampled token of each running request.
-      packed: the step's metadata, a packed `PackedStep`.
+      packed: the step's metadata, from `PackedStep.pack`.
 
     Returns:
-      Sampled tokens int32 [rows], of the bucket's decode rows, then of its prefill rows; logits of the prefill tokens
-      if the bucket has all_logits, else None; caches with the new tokens; and the new `last_tokens`.
+      Sampled tokens int32 [rows], of the bucket's decode rows, then of its prefill rows; logits of the prefill tokens,
+      or None if `bucket.all_logits` is False; caches with the new tokens; and the new `last_tokens`.
     """
     step, tokens, sampling, logit_rows = read_step(config, bucket, packed, last_tokens)
     logits, caches = model_step(weights, tokens, caches, step.metadata(config.page_size, logit_rows))
@@ -73,10 +75,17 @@ def sample_rows(
     sampling: Int32[Array, "rows"],
     last_tokens: Int32[Array, "slots"],
 ) -> tuple[Int32[Array, "rows"], Float[Array, "tokens V"] | None, Int32[Array, "slots"]]:
-    """Sample a token for each row from the logits of a step. Arguments as returned by `read_step` and the model.
+    """Sample a token for each row from the logits of a step.
+
+    Args:
+      bucket: padded shape of the step.
+      step: metadata of the step, from `read_step`.
+      logits: result of the model: logits of all input tokens if `bucket.all_logits`, else of the tokens `sampling`.
+      sampling: index of the input token after which a token is sampled, for each row, from `read_step`.
+      last_tokens: int32 [request slots], the last sampled token of each running request.
 
     Returns:
-      Sampled tokens; logits of the prefill tokens if the bucket has all_logits, else None; and `last_tokens` with the
+      Sampled tokens; logits of the prefill tokens, or None if `bucket.all_logits` is False; and `last_tokens` with the
       sampled tokens of rows that have a request slot.
     """
     chosen = draw(logits[sampling] if bucket.all_logits else logits, step.sampling_rows())

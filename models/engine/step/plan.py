@@ -43,7 +43,7 @@ class RowTokens(NamedTuple):
       tokens: Sampled token ids in order of position: one, plus one per accepted draft. The last id is NONFINITE if its
         logits were NaN or infinite. Empty if the row was idle, because the request reached its limit in an earlier
         step.
-      drafted: Number of verified drafts.
+      drafted: Number of verified drafts. If the drafts form a tree, length of its longest branch of verified drafts.
     """
 
     tokens: Sequence[int]
@@ -78,7 +78,7 @@ class StepPlan:
 
     @property
     def num_drafts(self) -> int:
-        """Largest number of drafts of any decode row."""
+        """Largest `num_drafts` of any decode row; 0 without decode rows."""
         return max((row.num_drafts for row in self.decode), default=0)
 
     @property

@@ -22,11 +22,12 @@ class StepResult:
 
     Attributes:
       plans: the plan of each data rank; None for a rank without rows.
-      tokens: int32 [ranks · n], sampled tokens of each data rank: of all decode rows of the bucket, then of all prefill
-        rows, including padding. NONFINITE where logits were NaN or infinite.
+      tokens: int32 [ranks · n], sampled tokens of each data rank, NONFINITE where logits were NaN or infinite. If
+        `speculates` is False, the tokens of all decode rows of the bucket, then of all prefill rows, including padding.
+        Otherwise in the format that `speculation.step.read_tokens` describes.
       bucket: the bucket of the step.
-      logits: float32 [ranks · prefill tokens, V] if the bucket has all_logits; else None.
-      speculates: whether the step verified drafts. `tokens` then has the format of `speculation.step.read_tokens`.
+      logits: float32 [ranks · prefill tokens, V]; None if `bucket.all_logits` is False.
+      speculates: whether the step's program verifies drafts.
       read: function that waits until an array is computed and copies it to the host.
     """
 

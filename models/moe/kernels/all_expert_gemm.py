@@ -93,7 +93,7 @@ class AllExpertGemm(NamedTuple):
         64, the columns are a multiple of 128.
       shared: joined weights of the shared experts; None if the layer has none. GEMM1: experts side by side, all gates
         in the first half of the columns. GEMM2: experts one below the other.
-      num_rows: rows of each expert, a multiple of 8.
+      num_rows: number of rows that each expert multiplies: the rows of the step, rounded up to a multiple of 8.
       chains: pairs of each expert in GEMM2; None in GEMM1.
       pairs_per_row: number of pairs of each row, used in GEMM2.
     """
@@ -107,7 +107,8 @@ class AllExpertGemm(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """Number of routed and shared experts. Shared experts are counted in widths of a routed expert."""
+        """Number of routed and shared experts. Shared experts count as (their joined width) / (width of a routed
+        expert)."""
         routed = self.weights.shape[0]
         return routed if self.shared is None else routed + self.shared.size * routed // self.weights.size
 

@@ -8,8 +8,9 @@ other experts. It multiplies the weights of an expert with all rows of the step,
 in the time of one, and 64 rows in less time than reading the weights takes. Each pair then stores its own row.
 
 A layer calls the kernel twice. GEMM1 (gate and up) multiplies the rows of the step. GEMM2 (down) multiplies the results
-of GEMM1. These are stored per pair [P, N] if pairs are few, so that GEMM2 multiplies all pairs at once. Otherwise they
-are stored per expert [E, rows, N]; GEMM2 multiplies the rows of one expert, and ignores rows that GEMM1 did not write.
+of GEMM1. If there are few pairs, these results are stored per pair [pairs, N], and GEMM2 multiplies the weights of an
+expert by the results of all pairs. Otherwise they are stored per expert [E, rows, N], and GEMM2 multiplies the weights
+of an expert by the results of this expert. Results of rows that GEMM1 did not write are ignored.
 
 Operands are swapped, so that few rows suffice: weight columns fill the 64 rows of a wgmma.
 
@@ -101,8 +102,8 @@ class GatherGemm(NamedTuple):
     """Arguments of `gather_gemm`: GEMM1 of (row, expert) pairs, or GEMM2 of the results of GEMM1.
 
     Attributes:
-      x: 16-bit dtype. GEMM1: the rows of the step, padded to `round_up(num_rows)`; pair p has row
-        p // pairs_per_row. GEMM2: the output of GEMM1, in which rows of no pair may be undefined.
+      x: 16-bit dtype. GEMM1: the rows of the step, padded to `round_up(num_rows)`; pair p has row p // pairs_per_row.
+        GEMM2: the output of GEMM1, in which rows that belong to no pair may be undefined.
       weights: weights of each expert. K is a multiple of 64, the columns as `column_blocks` requires.
       pairs: `Pairs.of(...)`, or `Pairs(expert)` if no two pairs have the same expert.
       num_rows: number of rows of the step. A row has each expert at most once.
@@ -147,7 +148,7 @@ def column_blocks(columns: int, *, gated: bool) -> int:
 def split_k_helps(num_pairs: int, shape: tuple[int, ...], are_distinct: bool) -> bool:
     """Return whether GEMM2 finishes earlier if work items take half of K and 64 columns instead of K and 128 columns.
 
-    The busiest CTA decides: its number of work items, times the size of an item.
+    The busiest CTA determines the time: its number of work items times the size of an item.
 
     Args:
       num_pairs: number of pairs.

@@ -38,13 +38,15 @@ DEPTH = 64
 """Columns of x and rows of the weights in one pipeline stage: the part of K that a step multiplies."""
 
 ROW_ALIGNMENT = 8
-"""Row ranges that TMA copies start at a multiple of this many rows: a swizzled tile of shared memory has 8 rows."""
+"""The row ranges of TMA copies start at a multiple of this number: a swizzled tile of shared memory has 8 rows."""
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-"""Registers per thread with two consumer warpgroups."""
+"""Registers per thread of the consumers and of the producer if there are two consumer warpgroups. With one consumer,
+the registers are not changed."""
 
 DEFAULT_CTAS = 132
-"""Number of CTAs if the device does not report its multiprocessors, as on H100 SXM. Any number is correct."""
+"""Number of CTAs if the number of multiprocessors of the device is unknown: the number of an H100 SXM. Results are
+correct for any number of CTAs."""
 
 
 def num_ctas() -> int:

@@ -27,9 +27,12 @@ class RowTiles(NamedTuple):
 
     @staticmethod
     def of(sizes: Int32[Array, "groups"], num_rows: int, tile_rows: int) -> RowTiles:
-        """Cover groups of these sizes, `num_rows` rows at most, with tiles of `tile_rows` rows.
+        """Cover groups of rows with tiles. Group g starts at row `first_rows(sizes)[g]`.
 
-        Group g starts at row `first_rows(sizes)[g]`.
+        Args:
+          sizes: number of rows of each group.
+          num_rows: maximum sum of `sizes`.
+          tile_rows: maximum number of rows of a tile.
         """
         aligned = _align(sizes)
         tiles = (aligned + (tile_rows - 1)) // tile_rows

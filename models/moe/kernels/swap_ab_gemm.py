@@ -8,9 +8,10 @@ the output: weight columns fill the 64 rows of a wgmma, and the rows of the grou
 
     (W[:, 64 columns])ᵀ  [64, K]   @   Xᵀ  [K, tile_rows]   ->   [64, tile_rows], stored as its transpose
 
-A work item is a tile of up to `tile_rows` rows of one group and 256 weight columns (128 gate columns and their up
-columns in the gated form). The weights of a group are read once per row tile; its rows stay in L2. Two consumer
-warpgroups multiply half of the columns each, in one or two blocks of 64 columns. Narrow weights have one consumer:
+A work item is a tile of up to `tile_rows` rows of one group and 256 weight columns, or 128 or 64 if 256 does not divide
+the number of columns (`column_split`). In the gated form, half of them are gate columns, and half are the corresponding
+up columns. The weights of a group are read once per row tile; its rows stay in L2. One or two consumer warpgroups
+multiply an equal share of the columns each, in one or two blocks of 64 columns:
 
     for (row tile, columns) in the work items of this CTA:
         for k in range(K / DEPTH):

@@ -12,8 +12,7 @@ Terms:
 
 The scores are S [128 rows, 64 tokens] = Q Cᵀ. The left operand Q may be in TMEM or in shared memory. Its own and
 rotated columns are in TMEM, its other columns in shared memory: all of Q [128, 576] in shared memory would leave no
-  room for two
-tiles. The output O has one of two forms:
+room for two tiles. The output O has one of two forms:
 
     many rows    O [128 rows, own columns] += P C      P in TMEM. If L is over 256, two CTAs share O: each owns half of
                                                        the columns and scores every tile

@@ -36,7 +36,7 @@ As pseudocode, for warpgroup w (tile index t = 2 · pair + w; tile t - 1 belongs
 
 In the first pair of a split, warpgroup 0 has no tile t - 1 and skips the steps for it. After the loop, it adds the last
 tile of warpgroup 1. A slot is in use from the scores of its tile until the other warpgroup has added the tile. This is
-little more than half of the duration of a pair, so the copies have time to refill the slot.
+about the duration of a pair. Tile t + 3 uses the slot next, so copies have half of this duration to refill it.
 
 m [rows] is the number that is subtracted from the scores, in shared memory and common to both warpgroups. It changes
 only if a score exceeds it by more than `RESCALE_THRESHOLD_LOG2`. The warpgroup that changes m also stores the factors

@@ -571,8 +571,8 @@ class RightOperand:
         """
         count = len(lefts.offsets if isinstance(lefts, Descriptors) else lefts)
         rights: Any = Descriptors(self._first, list(itertools.islice(self._offsets, count)))
-        # If the left operand is in registers, enough registers are left to keep descriptors. LLVM then computes each of
-        # them once, also if several products use it.
+        # If the left operand is in registers, emit all right descriptors first. LLVM then computes each descriptor once
+        # and keeps it in a register, also if several products use it. In the other case, registers do not suffice.
         if not isinstance(lefts, Descriptors):
             rights = list(rights.each())
         return _products(total, lefts, rights, columns=self._columns, dtype=self._dtype, transposed=False)

@@ -116,11 +116,11 @@ class QueryPacking:
         return x[:, : self.queries]
 
     def head_block(self, block: Any) -> Any:
-        """In a kernel, index of the group of heads in a block, less than `head_blocks`."""
+        """In a kernel, return which of the `head_blocks` sets of heads a block has, given the index of the block."""
         return lax.rem(block, self.head_blocks)
 
     def query_block(self, block: Any) -> Any:
-        """In a kernel, index of the group of queries in a block, less than `query_blocks`."""
+        """In a kernel, return which of the `query_blocks` sets of queries a block has, given the index of the block."""
         return lax.div(block, self.head_blocks)
 
     def first_head(self, block: Any, kv_head: Any) -> Any:
