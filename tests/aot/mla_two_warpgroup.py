@@ -7,10 +7,8 @@ Names of cases contain "seesaw", FlashMLA's name for this scheme.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import Any, Literal
 from unittest import mock
 
@@ -32,9 +30,6 @@ from tests.aot.plans import fitted
 
 ROWS = 64
 """Number of query rows of a CTA."""
-
-OPERATION = "mla_decode/mosaic"
-"""Key of the operation in the files of packaged tunings."""
 
 mla_decode = functools.partial(pallas_attn.mla_decode, sm_scale=0.1, return_lse=True, implementation="mosaic")
 
@@ -116,15 +111,14 @@ class Configuration:
         return shared_memory.block_bytes(static.scratch_types(self.dtype), reduction_bytes=reductions)
 
     @deferred
-    def case(self, arguments: dict[str, Any] | None = None, *, device: str = "untuned") -> Case:
-        """Return the case of a call with the tunings packaged for `device`; "untuned" has none and uses heuristic
-        sizes.
+    def case(self, arguments: dict[str, Any] | None = None) -> Case:
+        """Return the case of a call with heuristic sizes.
 
-        Its temporary memory is mostly partial states: 128 KB for each KV split and 64 query rows.
+        The temporary memory is mostly partial states: 128 KB for each KV split and 64 query rows.
         """
 
         def call(**arguments: Any) -> Any:
-            with mock.patch.object(tuning, "device_name", return_value=device):
+            with mock.patch.object(tuning, "device_name", return_value="untuned"):  # has no packaged tunings
                 return mla_decode(**arguments, out_dtype=self.out)
 
         return Case(
@@ -132,7 +126,7 @@ class Configuration:
             fitted(arguments or self.arguments()),
             cache="cache",
             temporaries=160 * 2**20,
-            scratch_bytes=0 if arguments or device != "untuned" else self.scratch_bytes,
+            scratch_bytes=0 if arguments else self.scratch_bytes,
             tile=self.tile,
         )
 
@@ -156,13 +150,6 @@ def configurations() -> Iterator[Configuration]:
 
 
 CONFIGURATIONS = list(configurations())
-
-
-def tuned_devices() -> list[str]:
-    """Return the names of the devices that have packaged tunings of the kernel."""
-    folder = resources.files(pallas_attn) / "tuned"
-    files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
-    return [file.name.removesuffix(".json") for file in files if OPERATION in json.loads(file.read_text())]
 
 
 # --- other calls
@@ -236,7 +223,6 @@ MLA_TWO_WARPGROUP: dict[str, DeferredCase] = {
 
 MLA_TWO_WARPGROUP_MORE: dict[str, DeferredCase] = {
     **{str(c): c.case() for c in CONFIGURATIONS},
-    **{f"{c}@{device}": c.case(device=device) for device in tuned_devices() for c in CONFIGURATIONS},
     **{f"mla-decode-{name}": case for name, case in UNLIKE.items()},
 }
 """Cases with all configurations, and all calls of `UNLIKE`."""

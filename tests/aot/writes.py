@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-from collections.abc import Iterator
 from dataclasses import replace
-from importlib import resources
 from typing import Any
 from unittest import mock
 
@@ -20,7 +17,6 @@ from jax import export, lax
 
 import pallas_attn
 from pallas_attn import PagedKV, Rope, kv_cache_spec
-from pallas_attn.ops.write_kv.config import WriteKVKey
 from pallas_attn.runtime import tuning
 from tests.aot.case import Case, DeferredCase, allocated, deferred, shape
 
@@ -70,13 +66,11 @@ def write(
     *,
     num_pages: int = 8192,
     head_slots: bool = False,
-    device: str = "untuned",
     **more: Any,
 ) -> Case:
     """Return a case of `write_kv`.
 
     Args:
-      device: name of the device whose packaged layouts are used; "untuned" has none and uses the default layouts.
       more: further arguments of the call, such as the ones of `rope`.
 
     With scales per group of tokens, the temporary memory has, for each slot of the pool, the index of the token that is
@@ -89,7 +83,7 @@ def write(
     temporaries = 1024 + (4 * slots_of_pool if "-by-" in cache else 0)
 
     def call(**arguments: Any) -> Any:
-        with mock.patch.object(tuning, "device_name", return_value=device):
+        with mock.patch.object(tuning, "device_name", return_value="untuned"):  # has no packaged layouts
             return write_kv(**arguments)
 
     return Case(call, arguments, cache="kv", donated=True, tensor_cores=False, temporaries=temporaries)
@@ -130,20 +124,6 @@ def mapped(plain: DeferredCase) -> Case:
     return replace(case, function=function, arguments=arguments, temporaries=2 * case.temporaries)
 
 
-def tuned() -> Iterator[tuple[str, DeferredCase]]:
-    """Yield the name and the case of each key that has packaged layouts."""
-    by_group = {0: "bf16", 1: "fp8-by-1", 16: "fp8-by-16", 64: "int8-by-64"}
-    folder = resources.files(pallas_attn) / "tuned"
-    for file in folder.iterdir() if folder.is_dir() else ():
-        device, _, kind = file.name.partition(".")
-        for entry in json.loads(file.read_text()).get("kv_write/mosaic", ()) if kind == "json" else ():
-            key = WriteKVKey(**entry["key"])
-            tokens, style = key.entries // KV_HEADS, key.rotation
-            options = {} if style == "none" else rope(tokens, key.head_dim, key.rotary_half, style=style)
-            case = write(by_group[key.group_tokens], tokens, key.head_dim, device=device, **options)
-            yield f"write-kv-{'-'.join(map(str, entry['key'].values()))}@{device}", case
-
-
 ROTATED: dict[str, dict[str, Any]] = {
     "neox-partial-norm-after": {"half": 32, "norm_order": "after_rope"},
     "interleaved": {"style": "interleaved"},
@@ -160,7 +140,6 @@ WRITES = {
     "write-kv-vmap": mapped(write("bf16", FEW)),
     "write-kv-export": exported(write("fp8-head", FEW)),
     "write-kv-large-pool": write("fp8-by-16", FEW, num_pages=2**17),
-    **dict(tuned()),
 }
 """Cases with each kind of cache, rotation and slots, and calls in `scan`, `vmap` and `jax.export`."""
 
