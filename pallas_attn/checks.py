@@ -1,6 +1,11 @@
 """Static validation of shapes, dtypes and sizes. A ValueError names the argument, the expectation and the actual value.
 
-Lengths are on the device and cannot be validated here. Implementations clip them to the sizes of the arrays.
+The values of lengths, tables and slots are on the device and cannot be validated here. The `bounded` method of a call
+clips lengths to the sizes of the arrays (`bound_lens`, `bound_sums`) before an implementation receives the call.
+
+Shape symbols are defined in `docs/concepts.md`: B sequences and Q queries per sequence of a decode step, T packed
+query tokens, U packed key tokens, S sequences of a ragged batch, Hq query heads, Hkv KV heads, D and Dv widths of keys
+and values, L and R widths of latents and rotated keys, N pages, ps tokens per page, P entries of a block table.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ INT32_RANGE = np.iinfo(np.int32)
 
 
 class Dims:
-    """Sizes of shape symbols. The first argument with a symbol binds its size; later arguments must match it.
+    """Sizes of shape symbols. The first array with a symbol determines its size; later arrays must have the same size.
 
     >>> dims = Dims()
     >>> dims.check("q", q, "B Q Hq D")
@@ -75,8 +80,10 @@ class Dims:
             check_dtype(name, array, dtypes)
 
     def bind(self, symbol: str, size: int, why: str = "") -> None:
-        """Bind a symbol to a size that no shape contains; raise ValueError with the reason `why` if it has another
-        size.
+        """Bind a symbol to a size that follows from other arguments.
+
+        Raises:
+          ValueError: the symbol is already bound to another size. The message starts with the reason `why`.
         """
         if self._sizes.setdefault(symbol, size) != size:
             raise ValueError(f"{why}, expected {symbol} = {size}, got {self._sizes[symbol]}")
@@ -131,7 +138,7 @@ def int32(**arguments: Any) -> list[Any]:
     JAX arrays, shapes and None are returned unchanged.
 
     Raises:
-      ValueError: values are no integers or do not fit int32.
+      ValueError: a value is not an integer or does not fit int32.
     """
     return [_as_int32(name, values) for name, values in arguments.items()]
 
@@ -154,7 +161,8 @@ def number(name: str, value: Any, wanted: str = "a positive finite number, or No
     """Return a positive finite number of any numeric class as a Python float; return None for None.
 
     Raises:
-      ValueError: another number or class, or a traced array, because kernels are compiled for the number.
+      ValueError: the value is not a positive finite number, or is a traced array. Kernels are compiled for the number,
+        so it must be known while tracing.
     """
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name}: expected a number that is known while tracing, got {_described(value)}")
@@ -190,7 +198,7 @@ def size(name: str, value: Any, most: int = INT32_RANGE.max) -> int:
     """Return an integer from 1 to `most` as a Python int.
 
     Raises:
-      ValueError: another number or class.
+      ValueError: the value is not an integer in this range.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{name}: expected an int of at least 1, got {_described(value)}")
@@ -207,7 +215,7 @@ def window(value: Any) -> Any:
 
 
 def _described(value: Any) -> str:
-    """Return a value for messages: numbers and strings themselves, for other values the type and the shape."""
+    """Describe a value for an error message: a number or string by its repr, another value by its type and shape."""
     if value is None or isinstance(value, str | numbers.Number):
         return repr(value)
     shaped = f" of shape {list(value.shape)}" if hasattr(value, "shape") and hasattr(value, "dtype") else ""
@@ -225,7 +233,11 @@ def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
 
 
 def check_block_tables(block_tables: Any, dims: Dims, *, rows: str) -> None:
-    """Check tables of page ids [rows, P] or of row ids [rows, Hkv, P]; bind P."""
+    """Check tables of page ids [sequences, P], or of page_row ids (page · Hkv + head) [sequences, Hkv, P]; bind P.
+
+    Args:
+      rows: symbol of the number of sequences, "B" or "S".
+    """
     check_array("block_tables", block_tables)
     dims.check("block_tables", block_tables, f"{rows} P" if block_tables.ndim == 2 else f"{rows} Hkv P", INT)
 
@@ -237,7 +249,7 @@ def check_class(name: str, value: Any, wanted: type) -> None:
 
 
 def check_kv(kv: PagedKV, dims: Dims) -> None:
-    """Check a K/V cache, also against D and Dv if they are bound; bind N, Hkv, ps, D and Dv."""
+    """Check a K/V cache; bind N, Hkv, ps, D and Dv. If D or Dv is bound already, the cache must have this width."""
     check_class("kv", kv, PagedKV)
     if kv.is_fused:
         _check_fused(kv.k, dims)
@@ -262,7 +274,7 @@ def check_kv(kv: PagedKV, dims: Dims) -> None:
 
 
 def query_scale(q_scale: Any, q: Any) -> Any:
-    """Return a scale of queries as an array with one entry per head; return arrays and None unchanged."""
+    """Return a number `q_scale` as an array with one equal entry per head; return arrays and None unchanged."""
     if q_scale is None or hasattr(q_scale, "dtype"):
         return q_scale
     check_array("q", q)
@@ -270,13 +282,13 @@ def query_scale(q_scale: Any, q: Any) -> Any:
 
 
 def query_dtypes(kv: PagedKV, q_scale: Any) -> tuple[Any, ...]:
-    """Return the dtypes that queries may have: with a scale, also the cache's float8."""
+    """Return the dtypes that queries may have: with a `q_scale`, also the cache's dtype if it is a float8 dtype."""
     is_float8 = q_scale is not None and jnp.dtype(kv.k.dtype) in FLOAT8
     return (*PLAIN, kv.k.dtype) if is_float8 else PLAIN
 
 
 def check_8_bit_queries(q: Any, kv: PagedKV, out_dtype: Any) -> None:
-    """Check the requirements of 8-bit queries, which a call has if it has a `q_scale`.
+    """Check a call with a `q_scale`, whose queries are rounded to 8 bits.
 
     Raises:
       NotImplementedError: the cache is not in a float8 dtype.
@@ -292,8 +304,9 @@ def check_8_bit_queries(q: Any, kv: PagedKV, out_dtype: Any) -> None:
 
 
 def _check_fused(pages: Any, dims: Dims) -> None:
-    """Check pages with keys and values in one array of W >= D columns each. D is half of the columns if it is not
-    bound.
+    """Check fused pages [N, Hkv, ps, 2 · W]: keys in the first half of the columns, values in the second, with W >= D.
+
+    If D is not bound, bind it to W.
     """
     dims.check("kv.k", pages, "N Hkv ps columns", (*PLAIN, *QMAX))
     width = dims["D"] if "D" in dims else dims["columns"] // 2
@@ -317,7 +330,7 @@ def _check_scale_shape(name: str, scale: Any, dims: Dims, width: str) -> None:
 
 
 def check_latent(cache: PagedLatent, dims: Dims, *, unscaled: bool = False) -> None:
-    """Check a latent cache, also against L and R if they are bound; bind N and ps.
+    """Check a latent cache; bind N and ps. If L and R are bound already, the cache must have these widths.
 
     Args:
       unscaled: whether to accept 8-bit latents and rotated keys in one array without scales.
@@ -347,8 +360,8 @@ def check_latent(cache: PagedLatent, dims: Dims, *, unscaled: bool = False) -> N
 def check_new_latents(name: str, latents: Any, cache: PagedLatent, dims: Dims, *, cast: bool = False) -> None:
     """Check new latents [T, L + R] against a checked cache.
 
-    The latents must have the cache's dtype, unless the cache is quantised or `cast` permits a conversion. 8-bit latents
-    are accepted only if the cache has no scales.
+    The latents must have the cache's dtype, unless the cache is quantised or `cast` permits a conversion. A cache of
+    8-bit latents without scales accepts its own dtype, and also 16-bit and 32-bit latents.
     """
     dtypes = PLAIN if cast or cache.is_quantised else (cache.pages.dtype,)
     if not cache.is_quantised and cache.pages.dtype not in PLAIN:
@@ -370,14 +383,18 @@ def check_index_keys(index: PagedIndexKeys, dims: Dims) -> None:
 
 
 def check_rope(rope: Rope, dims: Dims, *, has_q: bool) -> None:
-    """Check rotation and norms against the bound T and D; bind half."""
+    """Check the arguments of RoPE and of the norms of queries and keys; bind half. T and D must be bound.
+
+    Args:
+      has_q: whether the call has queries.
+    """
     check_class("rope", rope, Rope)
     dims.check("rope.cos", rope.cos, "T half", F32)
     dims.check("rope.sin", rope.sin, "T half", F32)
     if 2 * dims["half"] > dims["D"]:
         raise ValueError(f"rope.cos: expected at most D/2 = {dims['D'] // 2} columns, got {dims['half']}")
     if rope.q_norm is not None and not has_q:
-        raise ValueError("rope.q_norm: expected None without q, there is nothing to norm")
+        raise ValueError("rope.q_norm: expected None without q, because the call has no queries to normalise")
     for name, norm in (("rope.q_norm", rope.q_norm), ("rope.k_norm", rope.k_norm)):
         if norm is not None:
             dims.check(name, norm, "D", PLAIN)
@@ -409,9 +426,7 @@ def check_int_window(window: int | None, name: str = "window") -> None:
 
 
 def check_causal_window(window: int | HeadWindow | None, *, causal: bool, name: str = "window") -> None:
-    """Raise ValueError for a window without causality: without causality, a query has no position that a window could
-    end at.
-    """
+    """Raise ValueError for a window without causality: a non-causal query has no position where a window could end."""
     if window is not None and not causal:
         raise ValueError(
             f"{name}: expected None with causal=False, where queries have no positions; got {_described(window)}"
@@ -448,19 +463,19 @@ def window_key(window: int | HeadWindow | None) -> int | str | None:
 def bound_sums(cu_lens: Int32[Array, "S_plus_1"], total: int) -> Int32[Array, "S_plus_1"]:
     """Return prefix sums clipped to valid values: never decreasing, from 0 to `total`, the number of packed tokens.
 
-    Sequences whose sums are padded with zeros, or with any number up to the last sum, get no tokens. Tokens before the
-    first sum and after the last sum belong to no sequence.
+    A sum that is smaller than an earlier sum becomes the largest earlier sum, so that its sequence has no tokens. Sums
+    may therefore be padded with zeros. Tokens before the first sum, and from the largest sum on, belong to no sequence.
     """
     return jnp.clip(lax.cummax(cu_lens), 0, total)
 
 
 def bound_lens(lens: Int32[Array, "S"], most: Int32[Array, "#S"] | int) -> Int32[Array, "S"]:
-    """Return lengths clipped to 0 to `most`, which may exceed the range of int32."""
+    """Return lengths clipped to the range from 0 to `most`. A Python int `most` may exceed the range of int32."""
     return jnp.clip(lens, 0, min(most, INT32_RANGE.max) if isinstance(most, int) else most)
 
 
 def bound_window(window: int | HeadWindow | None) -> int | HeadWindow | None:
-    """Return the window clipped to valid values: at least one key and no negative number of sink tokens."""
+    """Clip a `HeadWindow` to windows of at least 1 and sink tokens of at least 0. Return other windows unchanged."""
     if not isinstance(window, HeadWindow):
         return window
     return HeadWindow(jnp.maximum(window.window, 1), jnp.maximum(window.sink_tokens, 0))

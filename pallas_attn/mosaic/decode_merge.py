@@ -1,10 +1,12 @@
 """Output of decode kernels, and the merge kernel for plan rows with several splits.
 
-A plan row is one KV head of one sequence. A split is a part of its keys that one CTA attends to. A CTA that attends to
-all keys of a plan row writes the output with `OutputWriter`. Otherwise it stores a partial state
-(`mosaic.partial_states`), and the merge kernel merges the partial states of the plan row and writes the output.
+A plan row is one KV head of one sequence. A query row is one of its query heads of one query token. A split is a range
+of the keys of a plan row that one CTA attends to. If a CTA attends to all keys of a plan row, it writes the output with
+`OutputWriter`. Otherwise it stores a partial state (`mosaic.partial_states`), and the merge kernel merges the partial
+states of the plan row and writes the output.
 
-Merge kernel (`_merge_kernel`; a CTA is one warpgroup, a slice is `layout.rows` output values):
+In the merge kernel (`_merge_kernel`), a CTA is one warpgroup. A slice has `layout.rows` output values of each row of a
+block of query rows:
 
     for each (plan row, query block, value slice) of this CTA that needs a merge:
         merge the partial states of its splits in order          # PartialLoader.merge; acc [values, query_rows]
@@ -43,11 +45,13 @@ OUTPUT_BYTES = 32 * 1024
 
 
 class OutputWriter(NamedTuple):
-    """Writes the output of a plan row to out [tokens, Hq, D] through a shared-memory tile, and the LSE to lse [width].
-
-    Token b·Q + i of `out` is query i of sequence b. Tokens after the queries of the last sequence are not written.
+    """Writes the output of a plan row through a tile in shared memory, and its LSE.
 
     Attributes:
+      out: [tokens, Hq, D] in global memory. Token b·Q + i is query i of sequence b. Tokens after the queries of the
+        last sequence are not written.
+      lse: float32 [width] in global memory, LSE of the query rows of a block.
+      tile: scratch of `tile_type`.
       layout: register layout of the accumulator.
     """
 
@@ -58,13 +62,16 @@ class OutputWriter(NamedTuple):
 
     @staticmethod
     def tile_type(width: int, values: int, dtype: jax.typing.DTypeLike, num_bytes: int = OUTPUT_BYTES) -> Any:
-        """Scratch type of the tile, [slices, width, values of a slice].
+        """Return the scratch type of the tile, [slices, width, values of a slice].
 
         A slice has at most 256 values, because a TMA copy takes at most 256 values per row. An output with more values
         than the tile holds is written in several rounds.
 
         Args:
-          num_bytes: maximum size of the tile, unless 64 values per column take more.
+          width: number of query rows of a block.
+          values: number of output values per query row.
+          dtype: dtype of the output.
+          num_bytes: maximum size of the tile in bytes. The tile is larger if 64 values per query row need more.
         """
         fitting = max(64, num_bytes // (width * jnp.dtype(dtype).itemsize))
         slice_values = max(n for n in range(64, min(fitting, 256) + 1, 64) if values % n == 0)
@@ -79,11 +86,15 @@ class OutputWriter(NamedTuple):
         sink: Any = None,
         first_value: Any = 0,
     ) -> None:
-        """Normalise a state and write it.
+        """Normalise an attention state, and write output and LSE. The LSE is written only if `first_value` is 0.
 
         Args:
+          packing: arrangement of query rows in blocks.
+          block: index of the block of query rows.
+          row: index of the plan row.
+          state: attention state with `acc` [values, width].
           sink: learned logits [width], or None.
-          first_value: index of the state's first value in the output.
+          first_value: index of the state's first value among the output values of a query row.
         """
         inverse = COLUMN_STATES.inverse(state.m, state.l, sink)
         tile_values = self.tile.shape[0] * self.tile.shape[2]
@@ -97,7 +108,7 @@ class OutputWriter(NamedTuple):
             self.lse[...] = lse
 
     def _copy_out(self, packing: QueryPacking, block: Any, row: Any, out: Any, first_value: Any) -> None:
-        """Write values that fit the tile to the tile, and start their copies to global memory."""
+        """Store output values to the tile, which has room for them, and start their copies to global memory."""
         out = out.astype(self.tile.dtype)
         if out.dtype == jnp.float32:  # stores can transpose 16-bit tiles only
             out = plgpu.layout_cast(out, self.layout.transposed)
@@ -132,14 +143,22 @@ def merge_splits(
     packing: QueryPacking,
     layout: RegisterLayout,
 ) -> Float[Array, "blocks rows width"]:
-    """Finish, in place, the plan rows that `out` and `lse` lack: rows with several splits, and rows that see no key.
+    """Write output and LSE of plan rows with several splits, and of plan rows that see no key, in place.
 
-    Splits are merged in their order, independent of the CTAs that computed them.
+    The attention kernel has written all other plan rows. The splits of a row are merged in order, so the result does
+    not depend on the CTAs that computed them.
 
     Args:
-      out: as in `OutputWriter`.
-      layout: register layout of the stored accumulators. `layout.rows` is the number of output values per item of the
-        merge.
+      out: see `OutputWriter`.
+      lse: LSE of each query row of each plan row.
+      partials: partial states of plan rows with several splits.
+      plan: the plan of the attention kernel.
+      sinks: learned logits, or None.
+      packing: arrangement of query rows in blocks by the attention kernel.
+      layout: register layout of the stored accumulators. `layout.rows` is the number of output values of a slice.
+
+    Returns:
+      The updated LSE.
     """
     rows, head_dim = lse.shape[1], out.shape[2]
     slices = head_dim // layout.rows

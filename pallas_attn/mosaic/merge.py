@@ -4,7 +4,7 @@ Terms:
 
     query row        one query head of one query token
     attention state  attention of query rows to some of their keys, not normalised: (m, l, acc)
-    split            a part of the keys of a query row that one CTA attends to
+    split            a range of the keys of a query row that one CTA attends to
     partial state    the attention state of one split, in global memory
 
 An attention state has these float32 values for each query row:
@@ -26,8 +26,8 @@ The kernels differ in how they load a partial state and in how they write the ou
     blackwell.mla_merge    latent decode; each thread loads its values from global memory
     prefill.split          prefill; each thread loads its values from global memory
 
-A partial state has m and l apart. One LSE per query row would be rounded: at 5e5 by up to 1/64, and the weights would
-be off by the same factor.
+A partial state stores m and l separately instead of the LSE m + log(l), which would not be accurate enough. Rounding an
+LSE of 5e5 to float32 changes it by up to 1/64, and so the weight of the split by 1.6%.
 """
 
 from __future__ import annotations
@@ -70,15 +70,16 @@ class StateForm:
     log2: bool
 
     def spread(self, per_query_row: Any, shape: tuple[int, ...]) -> Any:
-        """Broadcast a value of each query row over an accumulator, or a slice of an accumulator, of a shape."""
+        """Broadcast one value per query row to `shape`, the shape of an accumulator or of a slice of it."""
         return lax.broadcast_in_dim(per_query_row, shape, [self.query_axis])
 
     def empty(self, shape: tuple[int, int], per_query_row: Any, tile: Any) -> AttentionState:
-        """Return the state over no keys.
+        """Return the state of query rows that have seen no keys.
 
         Args:
           shape: shape of `acc`.
-          per_query_row, tile: register layouts of `m` and `l`, and of `acc`.
+          per_query_row: register layout of `m` and `l`.
+          tile: register layout of `acc`.
         """
         rows = (shape[self.query_axis],)
         return AttentionState(
@@ -96,7 +97,7 @@ class StateForm:
         return AttentionState(m, state.l * weights[0] + other.l * weights[1], state.acc * mine + other.acc * others)
 
     def output(self, state: AttentionState, sink: Any = None) -> Any:
-        """Return the normalised `acc`; 0 for query rows that see no key.
+        """Return the attention output, `acc` divided by the softmax denominator; 0 for query rows that see no key.
 
         Args:
           sink: see `inverse`.
@@ -107,8 +108,9 @@ class StateForm:
         """Return 1 / (l + exp(sink - m)), or 1 / l without sinks; 0 for query rows that see no key.
 
         Args:
-          m: not used without sinks.
-          sink: learned logit of each query row, a natural logarithm; or None.
+          m: maxima of the state; may be None without sinks.
+          l: sums of the state.
+          sink: learned logit of each query row, in natural units also if the state has units of log2; or None.
         """
         seen, denominator = l != 0, l
         if sink is not None:

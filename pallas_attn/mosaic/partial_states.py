@@ -1,12 +1,14 @@
 """Partial states in global memory: how kernels store them, and how a merge kernel loads them through shared memory.
 
-A partial state is the attention of some query rows to one split of their keys (`mosaic.merge.AttentionState`). Its
-accumulator is stored in the register order of the threads: in fragments of 64 x 8 values with four values per thread.
-A thread moves 16 bytes and a warp 512 consecutive bytes. In row-major order, a warp would access 8 bytes in each of 8
-rows; a state of 128 KB then took 9,000 clocks with 16 active CTAs.
+A query row is one query head of one query token. A split is a range of its keys that one CTA attends to. A partial
+state is the attention of a block of query rows to one split (`mosaic.merge.AttentionState`).
 
-`PartialLoader.merge` merges the states of one item of a merge kernel. A CTA is one warpgroup, and a batch is the number
-of states that fit one of two buffers:
+The accumulator of a state is stored in the register order of the threads: in fragments of 64 x 8 values with four
+values per thread. A thread moves 16 bytes and a warp 512 consecutive bytes. In row-major order, a warp would access 8
+bytes in each of 8 rows; a state of 128 KB then took 9,000 clocks with 16 active CTAs.
+
+`PartialLoader.merge` merges the partial states of one block of query rows, or a slice of them. A CTA is one warpgroup.
+A batch is a number of states that fit one of two buffers:
 
     start TMA of the first two batches
     for each batch i:
@@ -46,32 +48,44 @@ from pallas_attn.mosaic.primitives.register_tiles import RegisterLayout
 FRAGMENT = (4, 128)
 """Shape of a fragment in global memory: four warps with 128 values each, four values per thread.
 
-A fragment holds 64 x 8 values of an accumulator. If the accumulator has 128 rows (`BY_128`), a fragment holds 16 of
+A fragment holds 64 x 8 values of an accumulator: 64 consecutive rows, or, if tiles have 128 rows (`BY_128`), 16 rows of
 each 32 rows.
 """
 
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 64, 8
 
 LOADER_BYTES = 32 * 1024
-"""Maximum bytes of a batch of partial states. There are two buffers: the next batch is copied while one is merged."""
+"""Maximum size of a batch of partial states in bytes. There are two buffers: a batch is copied while another is merged.
+"""
 
 
 class PartialStates(NamedTuple):
-    """Partial states in global memory: stats [states, 2, width] (m and l), acc [states, fragments, *FRAGMENT]."""
+    """Partial states in global memory.
+
+    Attributes:
+      stats: float32 [states, 2, width], m and l of the query rows of each state.
+      acc: float32 [states, fragments, *FRAGMENT], accumulator of each state.
+    """
 
     stats: Any
     acc: Any
 
     @staticmethod
     def types(states: int, width: int, values: int) -> PartialStates:
-        """Shapes of `states` partial states with `width` query rows and `values` values per query row."""
+        """Return the types of `states` partial states with `width` query rows and `values` values per query row."""
         return PartialStates(
             jax.ShapeDtypeStruct((states, 2, width), jnp.float32),
             jax.ShapeDtypeStruct((states, num_fragments(width * values), *FRAGMENT), jnp.float32),
         )
 
     def state_index(self, block: Any, blocks: int, split: Any) -> Any:
-        """Index of a split's state for one of `blocks` blocks of query rows."""
+        """Return the index of the partial state of a split and a block of query rows.
+
+        Args:
+          block: index of the block.
+          blocks: number of blocks.
+          split: index of the split in the plan.
+        """
         return block * (self.acc.shape[0] // blocks) + split
 
     def store(self, index: Any, state: AttentionState, layout: RegisterLayout) -> None:
@@ -82,7 +96,7 @@ class PartialStates(NamedTuple):
 
 
 class PartialLoader(NamedTuple):
-    """Two buffers of partial states in shared memory: one batch of n states is read while the next is in flight.
+    """Two buffers of partial states in shared memory: one batch of n states is read while the next batch is copied.
 
     Attributes:
       stats: [2, n, 2, width].
@@ -96,9 +110,9 @@ class PartialLoader(NamedTuple):
 
     @staticmethod
     def types(partials: PartialStates, rows: int, width: int, fragments: int) -> PartialLoader:
-        """Scratch types of two buffers, each for a batch of states.
+        """Return the scratch types of two buffers, each for a batch of states.
 
-        A batch has at most the average number of splits of a block of query rows.
+        A batch has about as many states as an average block of query rows, or fewer if `LOADER_BYTES` is smaller.
 
         Args:
           rows: number of blocks of query rows with partial states.
@@ -108,7 +122,8 @@ class PartialLoader(NamedTuple):
         splits_of_a_row = -(-partials.acc.shape[0] // rows)  # upper bound of the average
         state_bytes = fragments * 4 * FRAGMENT_ROWS * FRAGMENT_COLUMNS
         batch = max(1, min(LOADER_BYTES // state_bytes, splits_of_a_row))
-        if batch * width // 8 % 2:  # copies start at multiples of 128 bytes, so the stats of a batch must be one
+        # Copies start at multiples of 128 bytes, so the size of a batch's stats must be a multiple of 128 bytes.
+        if batch * width // 8 % 2:
             batch = batch - 1 or 2
         return PartialLoader(
             plgpu.SMEM((2, batch, 2, width), jnp.float32),
@@ -130,8 +145,11 @@ class PartialLoader(NamedTuple):
         """Merge `count` partial states in order into the state `merged`, and return the result.
 
         Args:
-          form, layout: form of the states, and register layout of their accumulators.
+          form: form of the states.
+          layout: register layout of their accumulators.
+          partials: the partial states.
           first: index of the first partial state.
+          count: number of partial states.
           columns: slice of the query rows.
           fragments: slice of the fragments that hold the accumulator of `merged`.
         """
@@ -164,7 +182,7 @@ class PartialLoader(NamedTuple):
 
 
 def num_fragments(values: int) -> int:
-    """Number of fragments that hold `values` values."""
+    """Return the number of fragments that hold `values` values."""
     return values // (FRAGMENT_ROWS * FRAGMENT_COLUMNS)
 
 
@@ -213,7 +231,7 @@ def load_fragments(fragments: Ref, shape: tuple[int, int], layout: RegisterLayou
 
 
 def _pointers(fragments: ir.Value, count: int, element: ir.Type) -> list[ir.Value]:
-    """Pointers to a thread's four values in each of `count` fragments."""
+    """Return pointers to the four values of this thread in each of `count` fragments."""
     i64 = ir.IntegerType.get_signless(64)
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, ir.IntegerType.get_signless(32)))
     own = arith.muli(arith.extui(i64, thread), mgpu.c(4, i64))

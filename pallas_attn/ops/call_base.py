@@ -59,7 +59,7 @@ class AttentionCall(ScaledCall):
 
 
 class PagedAttentionCall(AttentionCall):
-    """Attention call over a K/V cache `kv`."""
+    """Attention call over a paged K/V cache `kv`."""
 
     @property
     def num_kv_heads(self: Any) -> int:
@@ -81,10 +81,10 @@ class PagedAttentionCall(AttentionCall):
     def rounded_queries(self: Any, q_scale: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return q / q_scale, rounded to the cache's float8 dtype, in q's dtype.
 
-        Queries in float8 are divided already; they are returned in float16.
+        Float8 queries have been divided by the caller; they are returned in float16.
 
         Args:
-          q_scale: broadcasts against q.
+          q_scale: scale of the queries, in a shape that broadcasts against q.
         """
         if self.q.dtype in FLOAT8:
             return self.q.astype(jnp.float16)
@@ -105,7 +105,7 @@ class PlanArguments(NamedTuple):
 
     Attributes:
       plan: a plan for the call, or None.
-      key: static facts of the call.
+      key: static properties of the call.
       kv_lens, q_lens, window: fields of the call.
     """
 
@@ -125,7 +125,7 @@ class DecodeCall(OperationCall):
 
     @property
     def plan_key(self: Any) -> PlanKey:
-        """Facts that a `DecodePlan` for this call depends on."""
+        """Static properties of the call that a `DecodePlan` for this call depends on."""
         return PlanKey(
             op=self.op,
             batch=self.batch,
@@ -143,7 +143,7 @@ class DecodeCall(OperationCall):
         return PlanArguments(self.plan, self.plan_key, self.kv_lens, self.q_lens, self.window)
 
     def bounded_lens(self: Any) -> dict[str, Any]:
-        """Return the fields `kv_lens` and `q_lens`, clipped to the capacity of the tables and to Q."""
+        """Return the fields `kv_lens`, clipped to the tokens of a full block table, and `q_lens`, clipped to Q."""
         return {
             "kv_lens": checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
             "q_lens": None if self.q_lens is None else checks.bound_lens(self.q_lens, self.num_queries),
@@ -157,7 +157,7 @@ class PackedCall(OperationCall):
     """
 
     def bounded_lens(self: Any) -> dict[str, Any]:
-        """Return the fields `cu_q_lens` and `kv_lens`, clipped to T and to the capacity of the tables."""
+        """Return the fields `cu_q_lens`, clipped to T, and `kv_lens`, clipped to the tokens of a full block table."""
         return {
             "cu_q_lens": checks.bound_sums(self.cu_q_lens, self.q.shape[0]),
             "kv_lens": checks.bound_lens(self.kv_lens, self.block_tables.shape[-1] * self.page_size),
@@ -165,7 +165,11 @@ class PackedCall(OperationCall):
 
 
 class IndexKeysCall(ScaledCall, PackedCall):
-    """Call that scores index keys `index` with packed index queries `q` [T, Hi, Di] and `weights` [T, Hi]."""
+    """Call that scores the keys of a sparse-attention indexer.
+
+    Fields: cache of index keys `index`, packed index queries `q` [T, Hi, Di], weights of the index heads `weights`
+    [T, Hi].
+    """
 
     @property
     def page_size(self: Any) -> int:

@@ -4,8 +4,8 @@ An implementation raises NotImplementedError for an unsupported call while it is
 traces candidates until one does not raise. `explain` traces them abstractly. No separate description of the supported
 calls can become outdated.
 
-An implementation that cannot be imported or lowered, for example after a JAX update, is skipped like an unsupported
-one. Dispatch also warns once with the reason, because the implementation should have run.
+An implementation that cannot be imported or lowered, for example after a JAX update, is skipped like an implementation
+that does not support the call. Dispatch also warns once with the reason, because the implementation should have run.
 
 `MODULES` lists all implementations. To add a backend or an architecture, add a file to `ops/<operation>/` with a
 function of the operation's name that takes the call object, and an entry to `MODULES`.
@@ -46,7 +46,10 @@ traced.
 """
 
 type Modules = Mapping[tuple[str, Architecture | None], str]
-"""(implementation, architecture or None for any) to the module name in the operation's package."""
+"""Map from (implementation name, architecture) to the name of the module in the operation's package.
+
+The architecture is a compute capability, such as (9, 0), or None for any device.
+"""
 
 _ANYWHERE: Modules = {("xla", None): "xla", ("reference", None): "reference"}
 _ON_SM90: Modules = {("mosaic", (9, 0)): "mosaic_sm90"}
@@ -83,7 +86,8 @@ class Explanation:
     Attributes:
       op: name of the operation.
       chosen: name of the implementation that would run; None if no candidate supports the call.
-      refused: for each candidate tried before, its name and the reason why it would not run, in order.
+      refused: for each candidate that was tried before `chosen`, its name and the reason why it would not run, in the
+        order of the attempts.
 
     Example:
       >>> print(pallas_attn.Explanation("paged_decode", "xla", {"mosaic": "needs a GPU"}))
@@ -107,12 +111,15 @@ def implementations(op: str) -> tuple[str, ...]:
 
 
 def is_named(implementation: Implementation) -> bool:
-    """Return whether the caller or the environment variable names implementations."""
+    """Return whether the caller or the environment variable selects implementations by name."""
     return implementation is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
 
 
 def candidates(op: str, implementation: Implementation) -> list[str]:
-    """Return the names to try, in order.
+    """Return the names of the implementations to try, in order.
+
+    The argument `implementation` has priority over the environment variable. Without both, these are all
+    implementations of the operation except "reference".
 
     Raises:
       ValueError: a name is unknown.
@@ -137,9 +144,9 @@ def load(op: str, name: str, *, named: bool = True) -> ModuleType:
       named: whether the caller named the implementation.
 
     Raises:
-      NotImplementedError: the operation has no implementation of this name, or none for this device; or an
-        implementation for any device is missing, or its optional dependency is missing.
-      BrokenImplementationError: the import fails for another reason, or the implementation for this device is missing.
+      NotImplementedError: the operation has no implementation of this name, or none for this device; or the module of
+        an implementation for any device, or an optional dependency of it, is not installed.
+      BrokenImplementationError: the import fails for another reason, or a module for this architecture is missing.
     """
     return find(op, name, named=named).load()
 
@@ -182,12 +189,13 @@ def _import(path: str, op: str, name: str, for_this_card: bool) -> ModuleType:
 def choose[Result](
     op: str, implementation: Implementation, attempt: Callable[[str, kernel_cache.NamedFunction], Result]
 ) -> Result:
-    """Call `attempt(name, found)` for one candidate after the other and return the first result.
+    """Call `attempt(name, function)` for one candidate after the other, and return the first result.
 
     Args:
       op: name of the operation.
       implementation: argument of the user's call.
-      attempt: raises NotImplementedError for a candidate that does not support the call.
+      attempt: function that runs the call with a candidate, given its name and its function. It raises
+        NotImplementedError if the candidate does not support the call.
 
     Raises:
       ValueError: an implementation name is unknown.
@@ -216,7 +224,7 @@ def choose[Result](
 def _try[Result](
     op: str, name: str, attempt: Callable[[str, kernel_cache.NamedFunction], Result], *, named: bool
 ) -> Result:
-    """Attempt one implementation. Unexpected exceptions of a kernel become BrokenImplementationError."""
+    """Attempt one implementation. Convert unexpected exceptions of a kernel to BrokenImplementationError."""
     found = find(op, name, named=named)
     try:
         return attempt(name, found)
@@ -233,7 +241,7 @@ def _try[Result](
 def run(call: OperationCall, implementation: Implementation) -> Any:
     """Run a call with the first candidate that supports it, under a `jax.named_scope` with the operation's name.
 
-    Implementations receive NumPy arrays as JAX arrays. Raises as `choose` does.
+    NumPy arrays are converted to JAX arrays first. Raises as `choose` does.
     """
     arrays, rest = arguments.split_arrays(call)
     arrays = arguments.refuse_gradients(call.op, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays])
@@ -247,7 +255,10 @@ def run(call: OperationCall, implementation: Implementation) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Chosen:
-    """An operation as a function of its call. Two objects are equal if they have the same implementation names."""
+    """An operation as a function of its call object.
+
+    Two objects are equal if operation and implementation names are equal, so that JAX caches traces across calls.
+    """
 
     op: str
     implementation: Implementation
@@ -255,9 +266,10 @@ class _Chosen:
     def __call__(self, call: OperationCall) -> Any:
         @functools.cache
         def bounded() -> tuple[Any, list[Any], arguments.Rest]:
-            """Return the call that implementations receive, its arrays and the rest. All candidates share them.
+            """Return the clipped call, its arrays and the rest. They are computed once for all candidates.
 
-            This follows `refuse_gradients`, because rounding has the gradient 0, which would hide the error.
+            `refuse_gradients` has to come first: clipping also rounds queries, and the gradient 0 of the rounding would
+            hide the error.
             """
             clipped = call.bounded()
             return clipped, *arguments.split_arrays(clipped)
@@ -308,10 +320,15 @@ def explain(
     *args: Any,
     **kwargs: Any,
 ) -> Explanation:
-    """Trace `function`, the public function of `op`, with each candidate, and return which candidate it would choose.
+    """Return which implementation would run a call: trace the call with one candidate after the other.
 
     Args:
-      chooser: the operation whose implementations are the candidates; differs from `op` only for compositions.
+      op: name of the operation in the result.
+      function: public function of the operation.
+      chooser: operation whose implementations are the candidates. It differs from `op` only if `function` is composed
+        of other operations.
+      implementation: argument of the user's call.
+      args, kwargs: other arguments of the user's call.
 
     Raises:
       ValueError: the call itself would raise it.

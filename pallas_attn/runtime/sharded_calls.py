@@ -1,8 +1,8 @@
 """Operations on arrays that are split over devices, outside `jax.shard_map`: each device runs its part of a call.
 
 Heads may be split, and also the sequences of decode. Results are then split in the same way, and devices exchange
-nothing. Other splits, for example of a cache's pages, raise NotImplementedError. XLA cannot partition a kernel, so it
-would copy the whole cache to each device in every step.
+nothing. Other splits, for example of a cache's pages, raise NotImplementedError. Without this module, XLA would copy
+the whole cache to each device in every step, because XLA cannot partition a kernel.
 
 If the mesh has `AxisType.Explicit` axes, the splits are part of the array types and known while a call is traced. The
 call then runs in `jax.shard_map`. Otherwise only XLA knows the splits. The call is then one
@@ -46,7 +46,8 @@ class Splittable:
 
     Attributes:
       along: symbols of the axes that may be split.
-      results: axes of each result that is an array; "|" separates alternatives of different rank.
+      results: symbols of the axes of each result; "|" separates alternatives of different rank. "" for a result that
+        is not an array; the annotations of its dataclass give the axes of its arrays.
     """
 
     along: tuple[str, ...]
@@ -75,7 +76,11 @@ OPERATIONS: dict[str, Splittable] = {
 """Splits of each operation. The sequences of a packed operation cannot be split, because they share the token axis."""
 
 ROW_IDS = ("block_tables", "page_indices", "slots")
-"""Arguments that contain row ids page · Hkv + head of the whole cache, if they have an axis of KV heads."""
+"""Arguments that contain ids of page rows or slots if they have an axis of KV heads.
+
+A page row is one page of one KV head. Its id page · Hkv + head counts all KV heads of the cache, so it is wrong on a
+device that has only some of the heads.
+"""
 
 _INSIDE: contextvars.ContextVar[AxisType | None] = contextvars.ContextVar("meshes of the split call", default=None)
 
@@ -88,19 +93,19 @@ def run(
     rest: Rest,
     annotations: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return `function(rest.join(arrays))`; each device runs its part where arrays are split over several devices.
+    """Return `function(rest.join(arrays))`. If arrays are split over several devices, each device computes a part.
 
     Args:
       mesh: from `mesh_of`.
       op: name of the operation, one of `OPERATIONS`.
-      function: hashable, and equal for equal calls.
+      function: function of the joined arguments. It must be hashable, and equal for equal calls.
       arrays: the arrays of the arguments.
       rest: the arguments without their arrays: a dataclass, or a dict by name.
       annotations: shape annotation of each name of a dict; None for a dataclass, which has annotations.
 
     Raises:
-      NotImplementedError: arrays of explicit meshes are split in a way that the operation does not support. On other
-        meshes the same message comes as a JAX error when the program is compiled.
+      NotImplementedError: the mesh is explicit, and arrays are split in a way that the operation does not support. On
+        other meshes, JAX raises an error with the same message when the program is compiled.
     """
     call = _SplitCall.of(op, function, arrays, rest, annotations)
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
@@ -109,7 +114,8 @@ def run(
 
 
 def over_devices[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate an operation that calls other operations: each device runs all of it on its part of split arrays."""
+    """Decorate an operation that calls other operations: each device runs the whole operation on its part of the
+    arrays."""
     signature = inspect.signature(function)
     annotations = {name: str(parameter.annotation) for name, parameter in signature.parameters.items()}
     on_dict = _ByName(function)
@@ -132,7 +138,7 @@ def over_devices[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 @dataclasses.dataclass(frozen=True)
 class _ByName:
-    """A function of keyword arguments as a function of a dict."""
+    """Wrapper that calls a function of keyword arguments with a dict."""
 
     function: Callable[..., Any]
 
@@ -141,7 +147,10 @@ class _ByName:
 
 
 def refuse_callbacks() -> None:
-    """Raise NotImplementedError within a `custom_partitioning` operation, where Python callbacks crash."""
+    """Raise NotImplementedError inside a `custom_partitioning` operation.
+
+    Interpreted kernels use Python callbacks, which crash there.
+    """
     if _INSIDE.get() is AxisType.Auto:
         raise NotImplementedError(
             "runs interpreted; interpreted kernels support arrays that are split over devices only inside "
@@ -153,9 +162,9 @@ def refuse_callbacks() -> None:
 
 
 def mesh_of(meshes: Sequence[AbstractMesh]) -> AbstractMesh | None:
-    """Return the first mesh of several devices, among meshes of arrays and then the mesh of the context.
+    """Return the first mesh with several devices, among the meshes of the arrays and then the mesh of the context.
 
-    Return None if each array belongs to one device, as within `jax.shard_map` and within a call that is already split.
+    Return None if there is no such mesh, inside `jax.shard_map`, and inside a call that is already split.
     """
     if _INSIDE.get():
         return None
@@ -166,7 +175,7 @@ def mesh_of(meshes: Sequence[AbstractMesh]) -> AbstractMesh | None:
 
 
 def _axes_of(mesh: AbstractMesh, *types: AxisType) -> Axes:
-    """Return the mesh axes of these types that have several devices."""
+    """Return the names of the mesh axes of these types that have several devices."""
     named = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in named if kind in types and mesh.shape[name] > 1)
 
@@ -191,7 +200,7 @@ class _Operand:
     Attributes:
       name: for example "kv.k".
       dims: symbol of each axis.
-      owner: the dataclass that has the array as a field; None if the array is an argument.
+      owner: the class whose field the array is, for example PagedKV; None if the array itself is an argument.
     """
 
     name: str
@@ -205,8 +214,11 @@ class _Operand:
 
 
 def _operands(tree: Any, annotations: Mapping[str, str]) -> list[_Operand]:
-    """Return the arrays of a pytree in order. Annotations of the names, and of the dataclasses in the tree, give their
-    axes.
+    """Return the arrays of a pytree in order.
+
+    Args:
+      tree: dict, dataclass or tuple of arrays and of dataclasses with arrays.
+      annotations: shape annotation of each top-level name. The fields of dataclasses in the tree have annotations.
     """
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -227,13 +239,16 @@ def _operands(tree: Any, annotations: Mapping[str, str]) -> list[_Operand]:
 
 
 def _dims(annotation: str, ndim: int) -> tuple[str, ...]:
-    """Return the axis symbols that an annotation quotes for this rank; "?" for each axis if the annotation has none."""
+    """Return the axis symbols of the first quoted shape of rank `ndim` in an annotation; "?" for each axis without one.
+
+    For example, "Float[Array, 'B P'] | Float[Array, 'B Hkv P']" and rank 2 give ("B", "P").
+    """
     alternatives = [quoted.split() for quoted in re.findall(r"'([^']*)'", annotation.replace('"', "'"))]
     return next((tuple(dims) for dims in alternatives if len(dims) == ndim), ("?",) * ndim)
 
 
 def _result_annotations(splits: Splittable) -> dict[str, str]:
-    """Return the annotation of each result by its index, for `_operands`."""
+    """Return the shape annotation of each result for `_operands`. The key is the index of the result as a str."""
     return {str(i): " | ".join(f'"{dims.strip()}"' for dims in one.split("|")) for i, one in enumerate(splits.results)}
 
 
@@ -247,7 +262,7 @@ class _SplitCall:
     Attributes:
       op, function: see `run`.
       rest: the arguments without their arrays.
-      operands: the arrays.
+      operands: name and axes of each array.
       vmaps: for each `jax.vmap` around the call, innermost first, which arrays are batched.
     """
 
@@ -296,14 +311,21 @@ class _SplitCall:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(call: _SplitCall, mesh: AbstractMesh, environment: str | None) -> Callable[[Sequence[Any]], Any]:
-    """Return the jitted call for concrete arrays. `environment` (default implementations) is only part of the cache
-    key.
+    """Return the jitted call for concrete arrays.
+
+    Args:
+      environment: value of the environment variable that selects implementations. It is only part of the cache key.
     """
     return jax.jit(functools.partial(call.run, mesh))
 
 
 class _Results:
-    """Flat results of a call. Their tree and axes are known after the call is traced."""
+    """Function that computes the flat results of a call.
+
+    Attributes:
+      tree: pytree structure of the results; known after `flat` was traced.
+      operands: name and axes of each flat result; known after `flat` was traced.
+    """
 
     def __init__(self, call: _SplitCall):
         self._call = call
@@ -328,7 +350,7 @@ class _Results:
 
 
 def _run_typed(call: _SplitCall, mesh: AbstractMesh, arrays: Sequence[Any]) -> Any:
-    """Run the call in `jax.shard_map`, split over the axes in the types of the arrays."""
+    """Run the call in `jax.shard_map`. The shardings in the types of the arrays determine each device's part."""
     if auto := _axes_of(mesh, AxisType.Auto):
         raise NotImplementedError(
             f"{call.op}: the mesh axes {_words(auto)} are AxisType.Auto and others are Explicit; "
@@ -406,7 +428,7 @@ def _partitioned(call: _SplitCall, mesh: AbstractMesh, results: _Results) -> Cal
 
     @batchable.def_vmap
     def _batched(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> Any:
-        del axis_size  # each device may have a part of the batch
+        del axis_size  # the size on a device differs if the batch axis is split
         more = call.batched(tuple(in_batched))
         out = _partitioned(more, mesh, _Results(more))(*arrays)
         return out, tuple(True for _ in out)
@@ -448,8 +470,10 @@ class _Split:
     def of(
         call: _SplitCall, shapes: Sequence[Sequence[int]], specs: Sequence[Sequence[Axes]], mesh: Mapping[str, int]
     ) -> _Split:
-        """Return the split of a call. Arrays that are not split follow the other arrays; pools must be split
-        themselves.
+        """Return the split of a call.
+
+        If any array is split along a symbol, all arrays with this symbol are split in the same way. Pools (arrays with
+        pages) must have this split already, because resharding would copy the cache.
 
         Raises:
           NotImplementedError: the operation does not support the split.
@@ -486,7 +510,10 @@ class _Split:
 def _match_heads(
     axes: dict[str, Axes], sizes: Mapping[str, int], mesh: Mapping[str, int], refuse: Callable[[str], None]
 ) -> None:
-    """Split query heads like KV heads, or further if each device has one KV head."""
+    """Split query heads like KV heads.
+
+    Query heads may be split over more mesh axes than KV heads if each device has only one KV head.
+    """
     of_q, of_kv = axes.get("Hq", ()), axes.get("Hkv", ())
     if of_q[: len(of_kv)] != of_kv[: len(of_q)]:
         refuse(f"query heads are split over {_words(of_q)}, KV heads over {_words(of_kv)}")
@@ -499,7 +526,7 @@ def _match_heads(
 def _check_follows(
     operand: _Operand, spec: Sequence[Axes], axes: Mapping[str, Axes], refuse: Callable[[str], None]
 ) -> None:
-    """Raise NotImplementedError for an array that a device cannot take its part of."""
+    """Raise NotImplementedError if an array cannot follow the split of the other arrays."""
     split = [dim for dim, over in axes.items() if over and not dim.startswith("V")]
     if operand.is_pool and any(axes[dim] != over for dim, over in zip(operand.dims, spec, strict=True)):
         refuse(f"{operand.name} is replicated, and other arrays are split along {', '.join(split)}")
@@ -527,7 +554,8 @@ def _sharding_rule(
 ) -> partitioning.SdyShardingRule:
     """Return the axes that arguments and results share and that may be split, for XLA's partitioner.
 
-    Each other axis has a separate factor, so the partitioner leaves its split unchanged and `_Split.of` rejects it.
+    An axis that may not be split has a separate factor. The partitioner then leaves a split of this axis unchanged, and
+    `_Split.of` rejects it.
     """
     sizes = _sizes(call, shapes)
     heads, groups = sizes.get("Hkv", 1), 1

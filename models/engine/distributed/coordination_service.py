@@ -1,4 +1,4 @@
-"""JAX's coordination service, reachable only by processes that have a shared secret.
+"""JAX's coordination service, protected so that only processes with a shared secret can connect to it.
 
 JAX's coordination service connects the processes of one engine. The service has no authentication, and one wrong
 message ends all processes. Therefore the service listens on a Unix socket in a folder that only this user can open.
@@ -19,9 +19,9 @@ Handshake of every TCP connection, one JSON object per line:
 
 After the handshake, both programs copy bytes in both directions. A nonce is a random number that is used once. A proof
 is an HMAC, with the secret as its key, of the sender's role and of all fields that were exchanged before. `start` is a
-random number that a process chooses when it starts. The listener accepts several connections with the same `start`, and
-refuses a process number that it knows with another `start`. The handshake authenticates the connection. It does not
-encrypt the bytes that follow, and it does not detect changes of these bytes.
+random number that a process chooses when it starts. The listener accepts several connections with the same `start`. It
+refuses a connection whose process number has connected before with a different `start`. The handshake authenticates the
+connection. It does not encrypt the bytes that follow, and it does not detect changes of these bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from collections.abc import Iterator
 from typing import Any
 
 NEVER_S = 10**6
-"""Value of JAX's timeouts in seconds. It is long, because `Processes` has its own timeouts."""
+"""Value in seconds for timeouts of JAX that must not expire, because `Processes` has its own timeouts."""
 
 HANDSHAKE_S = 5.0
 """Maximum duration of a handshake in seconds."""
@@ -62,12 +62,12 @@ MAX_SOCKET_PATH = 100
 
 
 NO_ANSWER = (OSError, EOFError, ValueError, RecursionError, asyncio.LimitOverrunError)
-"""Exceptions of a handshake if the other program is absent, is too slow (TimeoutError is an OSError), or does not send
-lines with JSON objects."""
+"""Exceptions that a handshake raises if the other program is absent, is too slow (TimeoutError is an OSError), or sends
+something else than JSON objects, one per line."""
 
 
 class Refused(Exception):
-    """The listener refused the connection or does not have the secret. Another attempt would fail, too."""
+    """The listener refused the connection, or has another secret. Another attempt would fail, too."""
 
 
 # --- handshake
@@ -106,7 +106,10 @@ class Listener:
         self._handshakes = 0
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one TCP connection until it ends. Connections without the secret are closed without a message."""
+        """Serve one TCP connection until it ends.
+
+        If the proof of the other program is wrong, the connection is closed without an answer to the proof.
+        """
         try:
             if self._handshakes < MAX_HANDSHAKES and await self._greet(reader, writer):
                 await _copy_both_ways((reader, writer), await asyncio.open_unix_connection(self._service_path))
@@ -137,7 +140,7 @@ class Listener:
             self._handshakes -= 1
 
     def _refusal(self, process: int, count: int, start: str) -> str | None:
-        """Return the reason to refuse a process that has the secret. If there is none, record `start`."""
+        """Return the reason to refuse a process that has proved the secret. If it is accepted, record `start`."""
         if count != self._count:
             return f"process {process} was started for {count} processes, process 0 for {self._count}"
         if process not in range(1, self._count):
@@ -156,7 +159,7 @@ async def _open(
       statement: number of this process, number of processes, and `start`.
 
     Raises:
-      Refused: the listener refused this process, or does not have the secret.
+      Refused: the listener refused this process, or has another secret.
       NO_ANSWER: no listener answered.
     """
     async with asyncio.timeout(HANDSHAKE_S):
@@ -224,7 +227,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _socket_path(name: str) -> Iterator[str]:
-    """Path for a Unix socket in a new folder with mode 0700, which is removed at the end."""
+    """Context with the path for a Unix socket in a new folder with mode 0700. The folder is removed at the end."""
     folder = tempfile.mkdtemp(prefix="pallas_attn-")
     if len(os.fsencode(folder)) + len(name) >= MAX_SOCKET_PATH:
         os.rmdir(folder)

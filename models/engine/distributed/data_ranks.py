@@ -1,4 +1,8 @@
-"""Data-parallel ranks: groups of devices that divide the requests, each with its own request slots and pages."""
+"""Data-parallel ranks: groups of devices among which requests are divided.
+
+Each rank has its own request slots and cache pages. The row of a request in a step plan consists of the tokens of the
+request that the step computes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,9 @@ class DataRanks:
     """Assigns requests to ranks; each rank has a scheduler. An engine without data parallelism has one rank.
 
     A new request goes to the rank with the fewest unfinished requests; among equals, to the rank with the longest
-    cached prefix of the prompt; among equals, to the first rank. It stays on this rank, where its pages are. The
-    assignment uses no random numbers and no measurements, so equal calls give equal assignments in all processes.
+    cached prefix of the prompt; among equals, to the first rank. It stays on this rank, which has its pages;
+    `requeue_all` assigns it again after the pages were lost. The assignment uses no random numbers and no measured
+    times, so that equal calls give equal assignments in all processes.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
@@ -36,12 +41,12 @@ class DataRanks:
 
     @property
     def looked_up_tokens(self) -> int:
-        """Prompt tokens looked up in the prefix caches at first admission."""
+        """Number of prompt tokens of all requests that have been looked up in the prefix caches at first admission."""
         return sum(scheduler.looked_up_tokens for scheduler in self.schedulers)
 
     @property
     def found_tokens(self) -> int:
-        """Number of `looked_up_tokens` that the prefix caches had."""
+        """Number of the `looked_up_tokens` that the prefix caches contained."""
         return sum(scheduler.found_tokens for scheduler in self.schedulers)
 
     def add(self, request: Request) -> None:
@@ -52,12 +57,23 @@ class DataRanks:
         chosen.add(request)
 
     def schedule(self) -> tuple[StepPlan | None, ...] | None:
-        """Plan the next step. Return one plan per rank, None for ranks without rows; None if no rank has rows."""
+        """Plan the next step.
+
+        Returns:
+          One plan per rank; the entry of a rank that computes no tokens is None. None if no rank computes tokens.
+        """
         plans = tuple(scheduler.schedule() for scheduler in self.schedulers)
         return None if all(plan is None for plan in plans) else plans
 
     def retire(self, plans: Sequence[StepPlan | None], tokens: Sequence[RowTokens]) -> list[tuple[Request, int]]:
-        """Add the sampled tokens of a step, rank by rank; arguments, result and errors as in `Scheduler.retire`."""
+        """Add the sampled tokens of a step to the requests.
+
+        Args:
+          plans: the plan of each rank.
+          tokens: sampled tokens of the rows that sample, of all ranks one after the other.
+
+        Returns and raises as `Scheduler.retire`.
+        """
         continued, begin = [], 0
         for scheduler, plan in zip(self.schedulers, plans, strict=True):
             if plan is not None:
@@ -67,8 +83,11 @@ class DataRanks:
         return continued
 
     def record_time(self, plans: Sequence[StepPlan | None], seconds: float) -> None:
-        """Record the duration of a step, from which the number of drafts of later steps is chosen. All ranks run the
-        same program: it has prompts if any rank has prompts, and the largest number of drafts of any rank."""
+        """Record the duration of a step. Schedulers choose the number of drafts of later steps from such durations.
+
+        All ranks run the same program. The program computes prompts if any rank has prompts, and as many drafts per
+        request as the rank with the most drafts.
+        """
         some = [plan for plan in plans if plan is not None]
         has_prompts, num_drafts = any(plan.prefill for plan in some), max(plan.num_drafts for plan in some)
         for scheduler, plan in zip(self.schedulers, plans, strict=True):
@@ -80,7 +99,7 @@ class DataRanks:
         return any(scheduler.abort(request_id) for scheduler in self.schedulers)
 
     def requeue_all(self, requests: Iterable[Request]) -> None:
-        """Start over as `Scheduler.requeue_all`. Requests are assigned to ranks round-robin."""
+        """Reset all ranks and queue unfinished requests again, as `Scheduler.requeue_all`; assign them round-robin."""
         in_order = list(requests)
         for rank, scheduler in enumerate(self.schedulers):
             scheduler.requeue_all(in_order[rank :: len(self.schedulers)])

@@ -1,14 +1,18 @@
-"""Several processes that run one engine, each with some devices of one mesh: start, agreement and termination.
+"""Several processes that run one engine: start, agreement and termination. Each process has some devices of one mesh.
 
 Every process has all requests, plans every step itself and reads every token. A plan depends only on requests and
 tokens, so all processes make equal plans. Therefore no data is sent before a step, and no step waits for process 0.
 Processes exchange a digest of each plan. Tokens are accepted once all digests are equal.
 
-Each process has an entry in the key-value store of jax's coordination service. A watch thread writes and reads it:
+A point is a place in the program that all processes reach in the same order, such as the launch of step n. Each process
+publishes a point when it reaches it, and confirms it: it waits until all processes have published an equal point.
+
+Each process has an entry in the key-value store of jax's coordination service. A watch thread writes its own entry and
+reads all entries:
 
  main thread    publish(n)  launch(n)  read(n - 1)  confirm(n - 1)  publish(n + 1)  ...
- watch thread        ▼ own entry: heartbeat, newest points and their digests, reason of its end
-                     ▲ entries of all processes  ->  agreed points, or a verdict
+ watch thread        ▼ own entry: heartbeat, newest points and their digests, reason for which the process ended
+                     ▲ entries of all processes  ->  newest point that all have published, or a verdict
 
 A verdict names a process that has failed: it sends no heartbeat, does not progress, published a different plan, or
 reported its end. The first verdict ends all processes.
@@ -46,22 +50,22 @@ GRACE_S = 5.0
 """Time in seconds that the main thread has to end after a verdict."""
 
 NUM_POINTS = 8
-"""Number of newest points in an entry. No process is more than two points ahead of another, because each confirms
-them."""
+"""Number of newest points in an entry. Eight suffice: no process is more than two points ahead of another, because it
+confirms point n - 1 before it publishes point n + 1."""
 
 _ENTRIES = "pallas_attn/process"
 
 
 class ProcessError(RuntimeError):
-    """A process has failed, which ends all processes; the message names it."""
+    """A process has failed, which ends all processes. The message names the failed process."""
 
 
 class _Point(NamedTuple):
-    """A point of the program that all processes reach, in the same order.
+    """A point of the program that all processes reach in the same order.
 
     Attributes:
       name: name for error messages.
-      digest: digest of this point and all earlier points.
+      digest: digest of the contents of this point and all earlier points.
       patient: whether there is no time limit for a process to reach the point.
     """
 
@@ -74,10 +78,10 @@ class _Entry(NamedTuple):
     """Entry of a process in the key-value store.
 
     Attributes:
-      beat: heartbeat; changes with every entry.
-      busy: whether the process runs a long operation on its own, such as compilation.
-      number: number of its newest point; -1 before the first.
-      digests: digests of its newest points, by number.
+      beat: heartbeat: a number that increases with every entry that the process writes.
+      busy: whether the process runs a long operation without the other processes, such as compilation.
+      number: number of the newest point that the process has published; -1 before the first.
+      digests: digests of the newest points that the process has published, by number of the point.
       ended: reason for which the process ended on its own.
       verdict: reason for which all processes must end.
     """
@@ -146,14 +150,16 @@ class Processes:
         self._verdict: str | None = None
         self._contact = now = time.monotonic()
         self._seen = [(0, now)] * count  # newest heartbeat of each process, and its time
-        self._behind: list[tuple[int | None, float]] = [(None, now)] * count  # last point of a late process, since when
+        # For each process, the newest point that it has published if this process is ahead of it, else None; and the
+        # time at which this value was seen first.
+        self._behind: list[tuple[int | None, float]] = [(None, now)] * count
         self._thread = threading.Thread(target=self._watch, name="processes", daemon=True)
         self._thread.start()
 
     # --- main thread
 
     def publish(self, name: str, *contents: bytes, patient: bool = False) -> int:
-        """Publish the next point: a digest of `contents` and of all earlier points.
+        """Publish the next point, with a digest of its name and contents and of all earlier points.
 
         Args:
           name: name for error messages.
@@ -174,7 +180,10 @@ class Processes:
             return self._number
 
     def confirm(self, number: int) -> None:
-        """Wait until all processes have published the point with equal contents.
+        """Wait until all processes have published this point with equal contents.
+
+        Args:
+          number: result of `publish`.
 
         Raises:
           ProcessError: a process has published other contents or has failed.
@@ -185,11 +194,12 @@ class Processes:
                 self._changed.wait(BEAT_S)
 
     def agree(self, name: str, *contents: bytes) -> None:
-        """Wait for all processes without a time limit, and compare contents; raises as `confirm`."""
+        """Publish a point, and wait without a time limit until all processes have published it. Raises as `confirm`."""
         self.confirm(self.publish(name, *contents, patient=True))
 
     def announce(self, name: str, *contents: bytes) -> Callable[[jax.Array], np.ndarray]:
-        """Publish a step. Return a function that reads its results after all processes have published the same step."""
+        """Publish a step. Return a function that reads an array, and returns it after all processes have published the
+        same step."""
         number = self.publish(name, *contents)
 
         def read(array: jax.Array) -> np.ndarray:
@@ -215,7 +225,10 @@ class Processes:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Context of operations that fail if another process fails: after an error, wait for a verdict and raise it."""
+        """Context for operations that fail if another process fails.
+
+        After a JAX error, wait for a verdict, and raise it as a ProcessError. Without a verdict, raise the JAX error.
+        """
         try:
             yield
         except jax.errors.JaxRuntimeError:
@@ -228,7 +241,8 @@ class Processes:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Context of long operations of this process alone, such as compilation."""
+        """Context for long operations of this process alone, such as compilation. It suspends the time limit for the
+        next point of this process."""
         self._busy = True
         try:
             yield
@@ -315,7 +329,7 @@ class Processes:
         return _Entry(beat, self._busy, self._number, digests, self._ended, self._verdict)
 
     def _judge(self, entries: Sequence[_Entry], now: float) -> str | None:
-        """Update the newest point of all processes. Return a verdict if a process has failed."""
+        """Update the newest point that all processes have published. Return a verdict if a process has failed."""
         for entry in entries:
             if entry.verdict is not None:
                 return entry.verdict

@@ -10,21 +10,21 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "PALLAS_ATTN_SECRET"
-"""Environment variable with the secret, for processes on several hosts."""
+"""Environment variable with the secret. Processes on several hosts need it, because they have no common file."""
 
 MIN_BYTES = 16
-"""Minimum length of a secret."""
+"""Minimum length of a secret in bytes."""
 
 
 class SecretError(ValueError):
-    """There is no usable secret; the message says why and how to give one."""
+    """There is no usable secret. The message gives the reason and the remedy."""
 
 
 def shared_secret() -> bytes:
-    """Return the secret of the environment variable `PALLAS_ATTN_SECRET`, or of this user's file.
+    """Return the secret in the environment variable `PALLAS_ATTN_SECRET`. If it is not set, read this user's file.
 
     The file is `pallas_attn/secret` in `$XDG_CONFIG_HOME` or `~/.config`. The first call creates it, with a random
-    secret and mode 0600. So all processes of a user on one host have the same secret.
+    secret and mode 0600. All processes of a user on one host therefore have the same secret.
 
     Raises:
       SecretError: the variable is too short, or the file cannot be created or can be read by other users.
@@ -39,7 +39,9 @@ def shared_secret() -> bytes:
         return _read(folder / "secret") or _create(folder / "secret")
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}"
-        raise SecretError(f"no secret for the processes ({reason}); set {VARIABLE} to equal values in all") from error
+        raise SecretError(
+            f"no secret for the processes ({reason}); set {VARIABLE} to the same value in all processes"
+        ) from error
 
 
 def _read(path: Path) -> bytes | None:
@@ -59,7 +61,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _create(path: Path) -> bytes:
-    """Create the file, unless another process has just created it. Return its secret."""
+    """Create the file, unless another process has just created it. Return the secret in the file."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
     try:

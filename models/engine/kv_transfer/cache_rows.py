@@ -1,8 +1,10 @@
 """Reads and writes page rows of the device's caches as NumPy arrays, the format in which engines exchange pages.
 
-A page row is one entry along the first axis of a cache array: the keys and values of one page for all KV heads, or, if
-heads have different windows, for one head. A cache group is a set of layers with equal windows; their pages have equal
-row numbers.
+A cache group is a set of layers with equal windows. A page has the same row numbers in all layers of its group.
+
+A page row is the part of a page in one cache array, for example `k` of one layer. It normally contains all KV heads,
+and its number is the page id. If the heads of a group have different windows, the group is head-wise: a page row
+contains one head, and row numbers count along the merged page and head axes of the array. Any head may use any row.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from pallas_attn import CacheSpec
 class CacheRows:
     """Copies page rows between the device and the host.
 
-    On the host, a row has all KV heads and all tokens of its page. On a mesh each device has a part of the row:
-    `SplitRows` joins the parts when rows are read, and splits rows when they are written.
+    Except in head-wise groups, a row on the host has all KV heads and all tokens of its page. On a mesh each device has
+    some of the heads or tokens. `SplitRows` joins them when rows are read, and splits rows when they are written.
     """
 
     def __init__(self, model: Decoder, config: RunnerConfig, specs: Sequence[CacheSpec]):
@@ -68,10 +70,10 @@ class CacheRows:
           caches: caches of all layers.
           group: cache group of the rows.
           rows: row numbers.
-          rank: data rank whose rows are read; 0 without a mesh.
+          rank: data-parallel rank whose devices have the rows; 0 without a mesh.
 
         Returns:
-          Contents of the rows, [n, ...], by "layer.array", for example "3.k".
+          Contents of the rows, [n, ...]. A key is the layer and the name of the array, for example "3.k".
         """
         if self._split_rows is not None:
             return self._split_rows.read(caches, group.layers, group.head_wise, rows, rank)
@@ -85,7 +87,12 @@ class CacheRows:
         contents: Mapping[str, np.ndarray],
         rank: int,
     ) -> Caches:
-        """Write page rows in place, and return the new caches. Arguments as `read`; `contents` as its result."""
+        """Write page rows in place, and return the new caches.
+
+        Args:
+          caches, group, rows, rank: see `read`.
+          contents: contents of the rows, in the format that `read` returns.
+        """
         of_rows = (caches, group.layers, group.head_wise, rows, contents)
         split = self._split_rows
         return write_rows(*of_rows) if split is None else split.write(*of_rows, rank)
@@ -98,16 +105,23 @@ class CacheRows:
         rows: Int32[np.ndarray, "n"],
         contents: Mapping[str, np.ndarray],
     ) -> Caches:
-        """Write page rows of one layer in place, on one device, and return the new caches. `contents` has [n, ...] by
-        name of the array."""
+        """Write page rows of one layer in place, and return the new caches. Not available on a mesh.
+
+        Args:
+          caches: caches of all layers.
+          group: cache group of the layer.
+          layer: index of the layer.
+          rows: row numbers.
+          contents: contents of the rows, [n, ...], by name of the array, for example "k".
+        """
         cache = write_layer(caches[layer], group.head_wise, rows, contents)
         return (*caches[:layer], cache, *caches[layer + 1 :])
 
     def cache_format(self, model: Decoder) -> dict[str, Any]:
-        """Return values by name that must be equal in two engines that exchange pages.
+        """Return the settings, by name, that must be equal in two engines that exchange pages.
 
-        These are the page size, the model's configuration, shapes and dtypes of its pages, static scales, `index_topk`,
-        and a digest of all bits of all weights. The mesh does not affect them.
+        The settings are the page size, the model's configuration, the shapes and dtypes of its pages, a digest of the
+        static scales, `index_topk`, and a digest of all bits of all weights. They do not depend on the mesh.
         """
         scales = self._config.kv_scales
         pages = functools.partial(cache_spec, self._model_config, 1, self._config.page_size, self._dtype, scales)

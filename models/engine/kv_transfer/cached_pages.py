@@ -4,8 +4,11 @@ Terms:
 
 - Page: the keys and values of `page_size` consecutive tokens, in all layers.
 - Cache group: a set of layers with equal windows. A page has the same row numbers in all layers of a group.
-- Page row: one entry along the first axis of a cache array: a page of all KV heads. If heads have different windows,
-  the group is head-wise: a page row is a page of one head, and a page has one row per head.
+- Page row: the part of a page in one cache array, for example `k` of one layer. It contains all KV heads. If heads have
+  different windows, the group is head-wise: a page row contains one head, and a page has one row per head.
+- Row number: index of a page row in its cache array: the page id. In head-wise groups, it is an index along the merged
+  page and head axes, and any head may use any row.
+- Data rank: a group of devices with its own requests and pages.
 - "layer.array": key of an array, the layer's index and the array's field name, for example "3.k".
 """
 
@@ -57,8 +60,9 @@ class CachedSequence:
     Attributes:
       tokens: token ids; their number is a multiple of the page size.
       salt: salt of the request that computed the pages.
-      rows: for each cache group, int32 [heads, pages]: the index of each page in `CachedPages.groups`. PAGE_NONE for
-        pages that no later token attends to.
+      rows: for each cache group, int32 [heads, pages]: the index of each page row along the first axis of the arrays in
+        `CachedPages.groups`. PAGE_NONE for pages that no later token attends to. `heads` is 1 unless the group is
+        head-wise.
     """
 
     tokens: tuple[int, ...]
@@ -111,7 +115,7 @@ class CachedPages:
         """Encode the pages as a safetensors file with a digest of its contents. Tokens and salts are not encrypted.
 
         Raises:
-          ValueError: there are too many sequences.
+          ValueError: the description of the sequences needs more than `_MAX_ABOUT` bytes of JSON.
         """
         tokens = [np.array(sequence.tokens, np.int64) for sequence in self.sequences]
         tensors: dict[str, np.ndarray] = {"tokens": np.concatenate([np.zeros(0, np.int64), *tokens])}
@@ -137,10 +141,16 @@ class CachedPages:
         return safetensors.numpy.save(tensors)
 
     def check(self, page_size: int, vocab_size: int, groups: Sequence[RowFormat]) -> None:
-        """Check that sequences consist of whole pages, and that rows have the given formats.
+        """Check the pages before an import.
+
+        Args:
+          page_size: tokens per page of the importing engine.
+          vocab_size: token ids must be smaller than this number.
+          groups: format of the page rows of each cache group of the importing engine.
 
         Raises:
-          ValueError: a check failed.
+          ValueError: a sequence does not consist of whole pages, a token id or a row index is out of range, or page
+            rows have another format.
         """
         if len(self.groups) != len(groups):
             raise ValueError(f"pages: expected {len(groups)} cache groups, got {len(self.groups)}")
@@ -160,7 +170,9 @@ class CachedPages:
             for group, (rows, of_group, most) in enumerate(zip(sequence.rows, groups, num_rows, strict=True)):
                 check_field(f"{name}.rows[{group}]", rows, Array("int32", (of_group.num_heads, num_pages)))
                 if rows.size and not PAGE_NONE <= rows.min() <= rows.max() < most:
-                    raise ValueError(f"pages: expected rows from {PAGE_NONE} to {most - 1}, a sequence has others")
+                    raise ValueError(
+                        f"pages: expected rows from {PAGE_NONE} to {most - 1}, got {rows.min()} to {rows.max()}"
+                    )
 
     @staticmethod
     def from_bytes(data: bytes) -> CachedPages:
@@ -222,7 +234,7 @@ def _decoded(tensors: dict[str, np.ndarray]) -> CachedPages:
 
 
 def _about(num_arrays: int) -> dict[str, Kind]:
-    """Fields of the JSON in a file with this number of arrays of page rows."""
+    """Return the expected fields of the JSON in a file that has `num_arrays` arrays with contents of page rows."""
     return {
         "format": Integer(FORMAT, FORMAT),
         "made_for": ObjectOf(),
@@ -242,7 +254,7 @@ def _decoded_groups(about: Mapping[str, Any], pages: Mapping[str, np.ndarray]) -
     groups: list[dict[str, np.ndarray]] = [{} for _ in range(about["groups"])]
     if pages.keys() != about["dtypes"].keys():
         names = shown(sorted(pages.keys() ^ about["dtypes"].keys()))
-        raise ValueError(f"about.dtypes: expected the names of the tensors with pages, different are {names}")
+        raise ValueError(f"about.dtypes: expected the names of the tensors with pages, got a difference in {names}")
     numbers = {str(number): number for number in range(len(groups))}
     for name, array in pages.items():
         group, _, array_name = name.partition(".")
@@ -259,10 +271,10 @@ def _decoded_groups(about: Mapping[str, Any], pages: Mapping[str, np.ndarray]) -
 def numbered(
     sequences: Sequence[CachedSequence], num_groups: int
 ) -> tuple[tuple[CachedSequence, ...], tuple[Int32[np.ndarray, "n"], ...]]:
-    """Replace the pools' row numbers in sequences by consecutive numbers from 0.
+    """Replace the row numbers in sequences by consecutive numbers from 0, separately for each cache group.
 
     Returns:
-      The sequences with consecutive numbers; and for each cache group the pool's row number of each consecutive number.
+      The sequences with the new numbers; and for each cache group the old row number of each new number, int32 [n].
     """
     of_groups = [numbered_rows([s.rows[group] for s in sequences]) for group in range(num_groups)]
     renumbered = (
@@ -277,8 +289,8 @@ def joined(
     """Concatenate exported pages of several data ranks.
 
     Args:
-      parts: for each data rank its sequences, and the contents of page rows of each cache group. Row numbers start at 0
-        in each part.
+      parts: for each data rank its sequences, and the contents of the page rows of each cache group. The row numbers of
+        every data rank start at 0.
 
     Returns:
       `sequences` and `groups` of a `CachedPages`, with renumbered rows.
@@ -298,10 +310,11 @@ def joined(
 def numbered_rows(
     tables: Sequence[Int32[np.ndarray, "heads pages"]],
 ) -> tuple[Int32[np.ndarray, "n"], list[Int32[np.ndarray, "heads pages"]]]:
-    """Number the page rows of one pool that appear in tables.
+    """Give consecutive numbers from 0 to the page rows that appear in tables of one pool.
 
     Returns:
-      The distinct page rows in ascending order; and the tables with indices into them, PAGE_NONE unchanged.
+      The distinct row numbers of the tables in ascending order; and the tables with each row number replaced by its
+      index in this array. PAGE_NONE stays unchanged.
     """
     held = np.unique(np.concatenate([np.zeros((0,), np.int32), *(table.ravel() for table in tables)]))
     held = held[held != PAGE_NONE].astype(np.int32)
@@ -310,8 +323,12 @@ def numbered_rows(
 
 
 def difference(made_for: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """Describe the first difference of two `made_for` in one line, with shortened values; None if they are
-    equal."""
+    """Return one line that describes the first setting in which two cache formats differ; None if they are equal.
+
+    Args:
+      made_for: cache format of the other engine or of a file (`Engine.cache_format`).
+      wanted: cache format of this engine.
+    """
     for name in dict.fromkeys([*wanted, *made_for]):
         if made_for.get(name) != wanted.get(name):
             shown_name = name if name in wanted else shown(name)
@@ -369,8 +386,12 @@ def write_rows(
     rows: Int32[np.ndarray, "n"],
     contents: Mapping[str, np.ndarray],
 ) -> Caches:
-    """Write page rows of some layers in place, and return the new caches. Arguments as `read_rows`; `contents` as its
-    result."""
+    """Write page rows of some layers in place, and return the new caches.
+
+    Args:
+      caches, layers, head_wise, rows: see `read_rows`.
+      contents: contents of the rows, in the format that `read_rows` returns.
+    """
     arrays = paged(caches, layers)
     for start, chunk in zip(range(0, len(rows), ROWS_PER_COPY), in_chunks(rows, np.iinfo(np.int32).max), strict=True):
         new = {name: padded(contents[name][start : start + ROWS_PER_COPY]) for name in arrays}
@@ -407,27 +428,29 @@ type RowCopies = list[dict[str, CopiedRows]]
 
 
 type DeviceRows = list[tuple[int, jax.Array]]
-"""Page rows on the device, in chunks: number of rows, and int32 [padded rows]."""
+"""Row numbers on the device, in chunks. A chunk is the number of rows without padding, and int32 [padded rows]."""
 
 
 def rows_on_device(rows: Int32[np.ndarray, "n"]) -> DeviceRows:
-    """Send the page rows of a cache group to the device."""
+    """Copy the row numbers of a cache group to the device."""
     chunks = list(_by_size(rows, 0))
     on_device = jax.device_put([chunk for _, chunk in chunks])
     return [(min(len(chunk), len(rows) - start), sent) for (start, chunk), sent in zip(chunks, on_device, strict=True)]
 
 
 def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[DeviceRows, bool]]) -> list[RowCopies]:
-    """Copy page rows of some layers on the device and start their transfer to the host. Later steps do not affect the
-    copies. The layers of a group are stacked in one array, because each transfer costs the host as much as a launch.
+    """Copy page rows of some layers on the device, and start the transfer of the copies to the host.
+
+    Later steps do not affect the copies. The layers of a cache group are stacked in one array, because starting a
+    transfer takes the host as long as launching a kernel.
 
     Args:
       caches: caches of the layers.
-      of_layers: for each layer (page rows of its cache group, whether the group is head-wise). All layers of a group
-        have the same list object.
+      of_layers: for each layer, the row numbers of its cache group, and whether the group is head-wise. All layers of a
+        group must have the same list object.
 
     Returns:
-      Copies by layer.
+      The copies of each layer.
     """
     copies: list[RowCopies] = [[{} for _ in rows] for rows, _ in of_layers]
     groups: dict[tuple[int, str], list[int]] = {}
@@ -445,7 +468,11 @@ def gather_layers(caches: Sequence[LayerCache], of_layers: Sequence[tuple[Device
 
 
 def _sent_to_host(array: jax.Array) -> jax.Array:
-    """Start a copy to pinned host memory, which the device writes by DMA, several times as fast as pageable memory."""
+    """Start a copy to the host and return the array that will hold it.
+
+    The copy goes to pinned host memory if the device has it: writing pinned memory by DMA is several times as fast as
+    writing pageable memory.
+    """
     kinds = {memory.kind for device in array.devices() for memory in device.addressable_memories()}
     if "pinned_host" not in kinds:
         array.copy_to_host_async()
@@ -456,7 +483,14 @@ def _sent_to_host(array: jax.Array) -> jax.Array:
 def write_layer(
     cache: LayerCache, head_wise: bool, rows: Int32[np.ndarray, "n"], contents: Mapping[str, np.ndarray]
 ) -> LayerCache:
-    """Write page rows of one layer in place, and return the new cache. `contents` has [n, ...] by name of the array."""
+    """Write page rows of one layer in place, and return the new cache.
+
+    Args:
+      cache: cache of the layer.
+      head_wise: whether a page row holds one head.
+      rows: row numbers.
+      contents: contents of the rows, [n, ...], by name of the array, for example "k".
+    """
     arrays = _paged_arrays(cache)
     for start, chunk in _by_size(rows, np.iinfo(np.int32).max):
         new = {name: padded(contents[name][start : start + len(chunk)], len(chunk)) for name in arrays}
@@ -476,7 +510,10 @@ def warm_up_rows(caches: Caches, groups: Sequence[GroupSizes], layer_ranges: Seq
 
 
 def _by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, Int32[np.ndarray, "m"]]]:
-    """Split row numbers into chunks of ROWS_PER_COPY, the last one padded to a power of two. Yield (start, chunk)."""
+    """Split row numbers into chunks of ROWS_PER_COPY. Yield the index of the first row of each chunk, and the chunk.
+
+    The last chunk is padded with `padding` to a power of two, so that few programs are compiled.
+    """
     for start in range(0, len(rows), ROWS_PER_COPY):
         chunk = rows[start : start + ROWS_PER_COPY]
         size = 1 << (len(chunk) - 1).bit_length()
@@ -484,17 +521,17 @@ def _by_size(rows: Int32[np.ndarray, "n"], padding: int) -> Iterator[tuple[int, 
 
 
 def _paged_arrays(cache: LayerCache) -> dict[str, jax.Array]:
-    """Arrays of a layer that consist of page rows, by name. Static scales do not."""
+    """Return the arrays of a layer that consist of page rows, by name. Static scales are left out."""
     return {name: array for name, array in cache_arrays(cache).items() if array.ndim > 2}
 
 
 def paged(caches: Caches, layers: Sequence[int]) -> dict[str, jax.Array]:
-    """Arrays of some layers that consist of page rows, by "layer.array"."""
+    """Return the arrays of some layers that consist of page rows, by "layer.array"."""
     return {f"{layer}.{name}": a for layer in layers for name, a in _paged_arrays(caches[layer]).items()}
 
 
 def with_paged(caches: Caches, layers: Sequence[int], arrays: Mapping[str, jax.Array]) -> Caches:
-    """Replace arrays of some layers; `arrays` as returned by `paged`."""
+    """Return the caches with the arrays of some layers replaced by `arrays`, which has the format of `paged`."""
     written = list(caches)
     for layer in layers:
         fields = {name.partition(".")[2]: array for name, array in arrays.items() if name.startswith(f"{layer}.")}
@@ -503,7 +540,7 @@ def with_paged(caches: Caches, layers: Sequence[int], arrays: Mapping[str, jax.A
 
 
 def in_chunks(rows: Int32[np.ndarray, "n"], padding: int) -> list[Int32[np.ndarray, "m"]]:
-    """Split row numbers into chunks of ROWS_PER_COPY. The last chunk is padded to this size."""
+    """Split row numbers into chunks of ROWS_PER_COPY. The last chunk is padded with `padding` to this size."""
     whole = np.pad(rows, (0, -len(rows) % ROWS_PER_COPY), constant_values=padding)
     return list(whole.reshape(-1, ROWS_PER_COPY))
 
@@ -514,7 +551,7 @@ def padded(contents: np.ndarray, size: int = ROWS_PER_COPY) -> np.ndarray:
 
 
 def _rows_of(array: jax.Array, head_wise: bool) -> jax.Array:
-    """Reshape an array so that its first axis is the page row: a page, or a page of one head."""
+    """Return a cache array with one page row per entry of the first axis. Head-wise, merge the page and head axes."""
     return array.reshape(-1, *array.shape[2:]) if head_wise else array
 
 

@@ -34,9 +34,10 @@ class EngineTransfers:
     """Transfers pages between the caches of an engine and the host.
 
     Attributes:
-      feed: reports written pages; None before `watch`.
-      incoming: pages of prompts that another engine computes, while they are open.
-      awaited: requests with incoming pages. The pages are closed once the request has been admitted or has ended.
+      feed: reports pages to a consumer as they are written; None before `watch`.
+      incoming: receivers of the pages of prompts that another engine computes. Closed receivers are removed.
+      awaited: requests, each with the receiver of its pages. The receiver is closed once the request has been admitted
+        or has ended.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class EngineTransfers:
           pools: page pools of each data rank.
           prefix_caches: prefix cache of each data rank; empty without prefix caching.
           runner: reads and writes the device's caches.
-          changing: context manager for every change of the engine. If an exception ends the block, the next change
-            clears all caches, so arguments are checked before the block.
+          changing: bound method that returns a context manager for a change of the engine. If an exception ends the
+            block, the next change first clears all caches. Arguments are therefore checked before the block.
         """
         self._config, self._groups, self._pools = config, tuple(groups), tuple(pools)
         self._prefix_caches, self._runner = tuple(prefix_caches), runner
@@ -70,7 +71,7 @@ class EngineTransfers:
     def _changing(self) -> contextlib.AbstractContextManager[None]:
         changing = self._weak_changing()
         if changing is None:
-            raise RuntimeError("engine: it was deleted")
+            raise RuntimeError("engine: expected an engine that exists, but it was deleted")
         return changing()
 
     @functools.cached_property
@@ -82,7 +83,7 @@ class EngineTransfers:
     # --- export and import
 
     def intact_prefix_caches(self) -> tuple[PrefixCache, ...]:
-        """Return the prefix caches. They are empty if an interrupted call lost the contents of pages.
+        """Return the prefix caches of all data ranks. If an interrupted call lost the contents of pages, clear them.
 
         Raises:
           ValueError: the engine was made without a prefix cache.
@@ -188,16 +189,16 @@ class EngineTransfers:
         return incoming
 
     def remove_closed(self) -> None:
-        """Forget incoming pages that are closed."""
+        """Remove closed receivers from `incoming`."""
         self.incoming = [incoming for incoming in self.incoming if incoming.is_open]
 
     def give_up_incoming(self) -> None:
-        """Release the page rows of all incoming pages."""
+        """Release the page rows of all receivers in `incoming`."""
         for incoming in self.incoming:
             incoming.lose()
 
     def close_found(self) -> None:
-        """Close the incoming pages of requests that have been admitted or have ended."""
+        """Close the receivers of requests that have been admitted or have ended."""
         found = [one for one in self.awaited if one[0].request.num_cached is not None or one[0].finish_reason]
         if found:
             self.awaited = [one for one in self.awaited if one not in found]
@@ -240,11 +241,16 @@ class EngineTransfers:
         if self._config.speculate is not None:
             raise NotImplementedError("speculate: proposers need whole steps, not steps launched layer by layer")
         if self._config.batch_invariant:
-            raise NotImplementedError("batch_invariant: steps launched layer by layer are different programs")
+            raise NotImplementedError(
+                "batch_invariant: steps launched layer by layer are different programs, which may round differently"
+            )
 
     def launch(self, plans: Sequence[StepPlan | None], capture_logits: bool) -> StepResult:
-        """Launch a step. If it completes pages and a feed is open, launch it layer by layer with copies of the
-        pages."""
+        """Launch a step.
+
+        If a feed is open and has pages of this step to report, launch the step as several programs, and copy the pages
+        after each program.
+        """
         feed = self.feed
         step = None if feed is None else feed.plan(plans[0])
         if feed is None or step is None:
@@ -255,7 +261,10 @@ class EngineTransfers:
         return result
 
     def start_over(self) -> None:
-        """Discard what depended on the lost caches. The call may be interrupted and repeated."""
+        """Close all receivers, and report all pages again, because the caches were lost.
+
+        An exception may interrupt this method at any point. It may then be called again.
+        """
         if self.feed is not None:
             self.feed.start_over()
         for incoming in self.incoming:

@@ -23,8 +23,8 @@ DTYPES = {
         *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
     )
 }
-"""Dtypes that messages and files may name. NumPy's own parser of dtype names accepts a language with tuples, records
-and Python objects."""
+"""Dtypes that messages and files may name. Names are looked up in this table, because `numpy.dtype(name)` also accepts
+records and Python objects."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class OneOf:
 
 @dataclasses.dataclass(frozen=True)
 class ListOf:
-    """A list with `least` to `most` items of one kind."""
+    """A list with `least` to `most` items. Every item must fulfil the expectation `item`."""
 
     item: Kind
     most: int
@@ -75,7 +75,7 @@ class ListOf:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectOf:
-    """A JSON object with any str as names. `item` is the kind of the values; None accepts every value."""
+    """A JSON object with arbitrary names. Every value must fulfil the expectation `item`; None accepts every value."""
 
     item: Kind | None = None
 
@@ -106,16 +106,16 @@ exactly these fields."""
 
 
 def check_field(name: str, value: Any, kind: Kind) -> None:
-    """Check a value, and everything in it.
+    """Check a value, and all values inside it.
 
     Args:
-      name: name of the value in messages, for example "prompt.number".
+      name: name of the value in error messages, for example "prompt.number".
       value: the value.
       kind: the expectation.
 
     Raises:
-      ValueError: the value, or a value in it, is of another kind. The message has the name of this value, the
-        expectation, and the value.
+      ValueError: the value, or a value inside it, does not fulfil the expectation. The message contains the name, the
+        expectation, and the unexpected value.
     """
     if not _fits(value, kind):
         raise ValueError(f"{name}: expected {_expectation(kind)}, got {_described(value)}")

@@ -23,8 +23,8 @@ class _Chunk:
     Attributes:
       step: number of the other engine's step.
       first_page, end_page: range of pages.
-      rows: for each cache group, the row numbers int32 [heads, pages] allocated in this engine's pool; None before the
-        first layer of the group arrives.
+      rows: for each cache group (layers with equal windows), the row numbers int32 [heads, pages] that were allocated
+        in this engine's pool; None before the first layer of the group arrives.
       next_layer: number of layers that have arrived.
     """
 
@@ -39,10 +39,12 @@ class IncomingPages:
     """Writes the first pages of a prompt into an engine's cache, layer by layer; made by `Engine.receive_pages`.
 
     A page row is the part of a page in one cache array: all KV heads, or one head if heads have different windows. Rows
-    are allocated as pages arrive. They are held until `close`, or until no later token attends to them: held rows are
-    not given to requests. The prefix cache contains a page once all its layers are written. If requests cannot progress
-    because of held rows, or the engine clears its caches after an exception, all rows are released. Then `is_lost` is
-    True, and further pages are ignored. A request computes all pages that are missing.
+    are allocated as pages arrive. The object holds its rows until `close`, or until no later token attends to them:
+    requests do not get held rows. The prefix cache contains a page once all layers of the page are written.
+
+    The engine releases all held rows early if they prevent requests from running, or if it clears its caches after an
+    exception. Then `is_lost` is True, and pages that arrive later are ignored. The prompt's request computes all pages
+    that are missing.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class IncomingPages:
         self._rows = [np.full((group.num_heads, num_pages), PAGE_NONE, np.int32) for group in groups]
         self._num_pages = 0
         self._chunk: _Chunk | None = None
-        self._last_step = -1  # newest step of which a layer arrived
+        self._last_step = -1  # newest step from which a layer has arrived
         self._open, self._lost = True, False
 
     @property
@@ -102,12 +104,13 @@ class IncomingPages:
           step: number of the step; ascending.
           layer: number of the layer; layers come in order.
           first_page: index of the first page in the prompt.
-          rows: index of each page in the rows of `contents`; PAGE_NONE for pages that were not sent.
-          contents: [rows, ...] by array.
+          rows: for each head and page, the index of the page row along the first axis of the arrays in `contents`;
+            PAGE_NONE for page rows that were not sent. `heads` is 1 unless heads have different windows.
+          contents: contents of the sent page rows, [sent rows, ...], by name of the array.
 
         Raises:
-          ValueError: pages outside the prompt or with a gap before them, a layer or a step out of order, or an argument
-            of another type or format. Nothing is written.
+          ValueError: the pages are outside the prompt, or earlier pages are missing; a layer or a step is out of order;
+            or an argument has another type or format. Nothing is written.
         """
         self.check(step, layer, first_page, rows, contents)
         if not self._open:
@@ -140,7 +143,11 @@ class IncomingPages:
                     self._lost = False
 
     def lose(self, *, dropping: bool = True) -> None:
-        """Release the page rows on behalf of the engine. With `dropping` False the pools have been reset already."""
+        """Release the held page rows early; the engine calls this method.
+
+        Args:
+          dropping: whether to return the rows to the pools. False if the pools have been reset already.
+        """
         if self._open and dropping:
             self._drop_chunk()
             for pool, rows in zip(self._pools.pools, self._rows, strict=True):
@@ -162,8 +169,10 @@ class IncomingPages:
         rows: Int32[np.ndarray, "heads pages"],
         contents: Mapping[str, np.ndarray],
     ) -> None:
-        """Raise the ValueError that `write` would raise. The order of steps and layers is checked while pages are
-        written, and not after `close`."""
+        """Raise the ValueError that `write` with these arguments would raise.
+
+        The order of steps and layers is checked only while `is_open` is True.
+        """
         check_field("step", step, Integer())
         check_field("layer", layer, Integer(0, len(self._of_layer) - 1))
         check_field("first_page", first_page, Integer(0, self._rows[0].shape[1]))
@@ -214,8 +223,11 @@ class IncomingPages:
             raise ValueError(f"rows: layer {layer} lacks pages that other layers of its cache group have")
 
     def _take(self, chunk: _Chunk, layer: int, rows: np.ndarray) -> np.ndarray | None:
-        """Return the row numbers of a chunk in the cache group of a layer; None if too few rows are free. They are
-        allocated when the first layer of the group arrives."""
+        """Return the row numbers of a chunk in the cache group of a layer, int32 [heads, pages].
+
+        The rows are allocated when the first layer of the group arrives. PAGE_NONE marks pages that are not written.
+        Return None if too few rows are free.
+        """
         group = self._of_layer[layer]
         own = chunk.rows[group]
         if own is None:
@@ -231,7 +243,7 @@ class IncomingPages:
         return own
 
     def _publish(self, chunk: _Chunk) -> None:
-        """Publish the pages of a complete chunk in the prefix cache. Release rows that no later token attends to."""
+        """Add the pages of a complete chunk to the prefix cache. Release rows that no later token attends to."""
         for held, own in zip(self._rows, chunk.rows, strict=True):
             if own is not None:
                 before = held[:, chunk.first_page : chunk.end_page]

@@ -1,11 +1,12 @@
-"""Disaggregated prefill: one engine computes prompts, another decodes, and pages are sent layer by layer.
+"""Disaggregated prefill: one engine computes prompts and sends their KV-cache pages layer by layer to another engine,
+which decodes.
 
 prefill process                                    decode process
 serve_prefill(engine, transport)                   RemotePrefill(engine, transport)
                             <-> hello, proof, format   both must have the same secret and cache format
                              <- prompt                 add_request
   step: layer 0 written      -> layer                  poll: written to held page rows
-        layer 1 written      -> layer                  poll: written; published after the last layer
+        layer 1 written      -> layer                  poll: written; after the last layer, pages enter the prefix cache
   prompt computed            -> done                   poll: request added to the engine, finds its pages
                                                        step: tokens after the last full page, then decoding
                              <- bye                    close
@@ -48,11 +49,11 @@ MAX_PROMPTS = 256
 `serve_prefill` refuses them."""
 
 _MAX_MESSAGES = 256
-"""Maximum number of received messages that wait for the engine. Then the receiving thread pauses, and the sender
-blocks."""
+"""Maximum number of received messages that wait for the engine. With more, the receiving thread pauses, and the sender
+blocks once the socket's buffers are full."""
 
 _INBOX_BYTES = 2**28
-"""Default size of received messages in bytes that may wait for the engine."""
+"""Default maximum for the total size of received messages that wait for the engine, in bytes."""
 
 _MESSAGES_PER_CALL = 64
 """Maximum number of messages handled between two steps of an engine."""
@@ -86,8 +87,12 @@ _TO_DECODE: dict[str, dict[str, Kind]] = _GREETING | {
     "done": {"number": _NUMBER},
     "refused": {"number": _NUMBER, "reason": TextUpTo(2**12)},
 }
-"""Fields of messages to the decode process, by kind. A layer has for each chunk (number of a prompt, first page) an
-array `rows.<index of the chunk>` (int32 [heads, pages]), and arrays `pages.<name>` with the contents of page rows."""
+"""Fields of messages to the decode process, by kind.
+
+A chunk of a `layer` message is a pair (number of the prompt, index of the first page). The message has an array
+`rows.<index of the chunk>` (int32 [heads, pages]) for each chunk, and arrays `pages.<name>` with the contents of the
+page rows; see `WrittenLayer`.
+"""
 
 type _Message = tuple[dict[str, Any], dict[str, np.ndarray]]
 
@@ -101,10 +106,17 @@ HandOverError = TransferError
 
 
 def _check_message(header: Any, arrays: Mapping[str, np.ndarray], kinds: Mapping[str, Mapping[str, Kind]]) -> None:
-    """Check that a message is of one of these kinds and has exactly the fields and arrays of its kind.
+    """Check that `kinds` contains the kind of a message, and that the message has exactly the fields and arrays of its
+    kind.
+
+    Args:
+      header: header of the message.
+      arrays: arrays of the message.
+      kinds: expected fields by kind, for example `_TO_PREFILL`.
 
     Raises:
-      ValueError: it is not. The message names the field, the expectation and the value.
+      ValueError: the message is of another kind, or has other fields or arrays. The text of the error contains the name
+        of the field, the expectation and the value.
     """
     check_field("message", header, ObjectOf())
     check_field("kind", header.get("kind"), OneOf(tuple(kinds)))
@@ -120,7 +132,7 @@ def _check_message(header: Any, arrays: Mapping[str, np.ndarray], kinds: Mapping
 
 
 def _num_bytes(value: Any) -> int:
-    """Memory of a message's header or arrays in bytes."""
+    """Return the memory that a message's header, or its arrays, take in bytes."""
     match value:
         case dict():
             return sys.getsizeof(value) + sum(_num_bytes(k) + _num_bytes(v) for k, v in value.items())
@@ -133,7 +145,7 @@ def _num_bytes(value: Any) -> int:
 
 
 class _Inbox:
-    """Messages of a transport, received on a separate thread, so that the sender does not wait for a step to end.
+    """Messages of a transport. A separate thread receives them, so that the sender need not wait for a step to end.
 
     The thread checks each message with `_check_message`. It pauses while `_MAX_MESSAGES` messages or more than
     `max_bytes` bytes wait in the inbox; an inbox without messages takes a message of any size.
@@ -168,7 +180,7 @@ class _Inbox:
             raise TransferError(f"transport: {kind}{self._error}") from self._error
 
     def close(self) -> None:
-        """Drop all messages, and end the thread once the transport is closed."""
+        """Drop all messages. The thread ends once the transport is closed, too."""
         with self._changed:
             self._closed = True
             self._messages.clear()
@@ -220,11 +232,16 @@ def _greet(
     """Check that the other process has the other role, the same secret and the same cache format.
 
     Each process sends a random nonce, and proves with an HMAC of both nonces and its role that it has the secret. The
-    role prevents that a process's own proof is sent back to it. A process sends its cache format only after the other
-    process's proof.
+    HMAC includes the role, so that an attacker cannot authenticate by sending a process its own proof. A process sends
+    its cache format only after it has checked the proof of the other process.
+
+    Args:
+      timeout_s: time limit of the greeting in seconds.
+      secret: shared secret; None if neither process has one.
+      role: role of this process, "prefill" or "decode".
 
     Raises:
-      TransferError: the other process ended, does not answer in time, or is not accepted.
+      TransferError: the other process ended, does not answer in time, or has the same role or another secret.
       ValueError: the cache formats differ.
     """
     deadline_s = time.monotonic() + timeout_s
@@ -249,7 +266,11 @@ def _greet(
 
 
 def _greeting(inbox: _Inbox, kind: str, deadline_s: float, timeout_s: float) -> dict[str, Any]:
-    """Return the header of the next message, which must be of this kind."""
+    """Return the header of the next message, which must be of this kind.
+
+    Raises:
+      TransferError: no message arrives before `deadline_s`, or the message is of another kind.
+    """
     message = inbox.next(max(deadline_s - time.monotonic(), 1e-3))
     if message is None:
         raise TransferError(f"transport: no greeting within {timeout_s:g} s")
@@ -260,7 +281,7 @@ def _greeting(inbox: _Inbox, kind: str, deadline_s: float, timeout_s: float) -> 
 
 
 def _proof(secret: bytes | None, role: str, nonces: Mapping[str, str]) -> str:
-    """Authentication code with which a process of a role proves that it has the secret; empty without a secret."""
+    """Return the HMAC with which a process of this role proves that it has the secret; "" without a secret."""
     if secret is None:
         return ""
     text = json.dumps(["pallas_attn KV-cache transfer", VERSION, role, nonces["prefill"], nonces["decode"]])
@@ -278,7 +299,7 @@ def _send(transport: Transport, header: dict[str, Any], arrays: Mapping[str, np.
 
 
 def _remove(engine: Engine, requests: Sequence[TrackedRequest]) -> None:
-    """Abort unfinished requests, and delete the records of all."""
+    """Abort the unfinished requests among `requests`, and delete the engine's records of all of them."""
     for tracked in requests:
         request_id = tracked.request.request_id
         if engine.knows(request_id):
@@ -303,8 +324,9 @@ def serve_prefill(
     Args:
       engine: engine with a prefix cache. Other threads must not use it during this call.
       transport: connection to the other process; closed at the end.
-      timeout_s: maximum time in seconds that pages may wait to be sent, and of the greeting.
-      max_bytes: backlog of unsent pages in bytes above which no step is launched.
+      timeout_s: time limit in seconds: of the greeting, and of each wait for the backlog of unsent pages to shrink to
+        `max_bytes`.
+      max_bytes: no step is launched while the backlog of unsent pages is larger than this number of bytes.
       secret: at least 16 bytes. Only a process with the same secret is served. None serves every process that has no
         secret.
 
@@ -312,8 +334,9 @@ def serve_prefill(
       Number of computed prompts.
 
     Raises:
-      TransferError: the other process ended, does not receive, sent an invalid message, or has another secret. All its
-        prompts have been aborted, so no page is held. Computed pages stay in the prefix cache.
+      TransferError: the other process ended, does not receive, sent an invalid message, or has another secret. The
+        prompts of the other process have been aborted, so that they hold no pages. Computed pages stay in the prefix
+        cache.
       ValueError: the engines have different cache formats; the secret is too short; or as `Engine.watch_written`.
       NotImplementedError: as `Engine.watch_written`.
     """
@@ -349,7 +372,7 @@ class _PrefillServer:
                     self._finish_prompts(feed)
                     self._take(inbox)
             except ConsumerError as error:
-                if not self._said_bye(inbox):  # otherwise the other process closed regularly
+                if not self._said_bye(inbox):  # after `bye`, a lost connection is no error
                     raise TransferError(f"transport: {error}") from error
             finally:
                 feed.close()
@@ -382,9 +405,9 @@ class _PrefillServer:
                     raise TransferError(f"transport: kind: expected prompt or bye, got {kind}")
 
     def _said_bye(self, inbox: _Inbox) -> bool:
-        """Whether one of the last messages of the other process, whose connection is lost, is `bye`."""
+        """Read the remaining messages after the connection was lost, for up to 1 s. Return whether one is `bye`."""
         deadline_s = time.monotonic() + 1.0
-        with contextlib.suppress(TransferError):  # all messages have been read
+        with contextlib.suppress(TransferError):  # raised after the last message
             while (message := inbox.next(max(deadline_s - time.monotonic(), 0))) is not None:
                 if message[0]["kind"] == "bye":
                     return True
@@ -393,7 +416,7 @@ class _PrefillServer:
         return False
 
     def _add(self, number: int, tokens: list[int], salt: str) -> None:
-        """Queue a prompt, or refuse it."""
+        """Add a prompt to the engine. If there are too many prompts or the engine rejects it, send `refused`."""
         if len(self._numbers) >= MAX_PROMPTS:
             self._refuse(number, f"expected at most {MAX_PROMPTS} unfinished prompts")
             return
@@ -413,7 +436,7 @@ class _PrefillServer:
         _send(self._transport, {"kind": "refused", "number": number, "reason": reason[:1000]})
 
     def _finish_prompts(self, feed: WrittenFeed) -> None:
-        """Report prompts that were computed, after their last layers."""
+        """For each computed prompt, queue a `done` message that is sent after the prompt's last layer."""
         for tracked in [t for t in self._prompts if t.finish_reason is not None]:
             self._prompts.remove(tracked)
             self._engine.forget(tracked.request.request_id)
@@ -421,12 +444,15 @@ class _PrefillServer:
             feed.afterwards(functools.partial(self._done, tracked.request.request_id))
 
     def _done(self, request_id: RequestId) -> None:
-        """Report that all layers of a prompt were sent. Runs on the feed's thread."""
+        """Send `done` for a prompt whose layers were all sent. Runs on the feed's thread."""
         number = self._numbers.pop(request_id)
         _send(self._transport, {"kind": "done", "number": number})
 
     def _send_layer(self, written: WrittenLayer) -> None:
-        """Send a layer of the other process's prompts. The engine may have other requests. Called by the feed."""
+        """Send a layer of the prompts of the other process. Called on the feed's thread.
+
+        The layer may also have pages of other requests of the engine. The header does not list them.
+        """
         of_prompts = [chunk for chunk in written.chunks if chunk.request_id in self._numbers]
         if not of_prompts:
             return
@@ -447,8 +473,8 @@ class _Prompt:
     Attributes:
       tokens, params, request_id, salt, on_token: arguments of `Engine.add_request`.
       incoming: receiver of the pages.
-      own: list of the engine's records, for `generate`; None for other prompts.
-      progress: last page and layer that arrived so far.
+      own: list to which the engine appends its record of the request, for `generate`; None for `add_request`.
+      progress: the newest pages that arrived: index after the last page, and index of their newest layer.
     """
 
     tokens: tuple[int, ...]
@@ -465,7 +491,8 @@ class RemotePrefill:
     """Sends prompts to a prefill process and writes their pages into an engine's cache as they arrive.
 
     This object and the engine must be used from one thread. A prompt becomes a request of the engine once all its pages
-    have arrived. The engine itself computes pages that did not fit or that it released for other requests.
+    have arrived. If pages did not fit the cache, or the engine released them for other requests, the engine computes
+    these pages itself.
 
     Example:
       remote = RemotePrefill(engine, SocketTransport(connection))
@@ -490,9 +517,11 @@ class RemotePrefill:
         Args:
           engine: engine with a prefix cache, which continues the prompts.
           transport: connection to a process in `serve_prefill`.
-          timeout_s: time in seconds after which the prefill process counts as failed, if prompts are pending and
-            neither a prompt nor a layer of its next pages is completed. Also the time limit of the greeting.
-          max_bytes: received messages in bytes that may wait for `poll`. Above it, the prefill process has to wait.
+          timeout_s: time limit in seconds. The prefill process counts as failed if it has unfinished prompts, and for
+            this time neither finishes a prompt nor sends a layer of new pages. It is also the time limit of the
+            greeting.
+          max_bytes: maximum size in bytes of received messages that wait for `poll`. With more, the prefill process
+            has to wait.
           secret: the shared secret of both processes, at least 16 bytes; None if neither process has one.
 
         Raises:
@@ -565,10 +594,10 @@ class RemotePrefill:
         return _Prompt(ids, params, request_id, salt, on_token, incoming, own)
 
     def _send(self, prompts: Sequence[_Prompt]) -> None:
-        """Add prompts, and send them as far as the prefill process takes them.
+        """Add prompts to the pending prompts, and send them until `MAX_PROMPTS` are unfinished in the prefill process.
 
         Raises:
-          TransferError: the prefill process ended. The prompts are pending.
+          TransferError: the prefill process ended. The prompts stay pending.
         """
         for prompt in prompts:
             self._prompts[self._next] = prompt
@@ -585,7 +614,7 @@ class RemotePrefill:
         while self._unsent and len(self._sent) < MAX_PROMPTS:
             number = self._unsent.popleft()
             if (prompt := self._prompts.get(number)) is None:
-                continue  # it was computed here
+                continue  # `compute_here` or `generate` has removed the prompt
             if not self._sent:
                 self._last_progress_s = time.monotonic()
             self._sent[number] = prompt
@@ -593,18 +622,20 @@ class RemotePrefill:
             _send(self._transport, header, {"tokens": np.array(prompt.tokens, np.int32)})
 
     def poll(self, timeout_s: float = 0.0) -> list[RequestId]:
-        """Process messages that have arrived. One call processes a limited number of messages.
+        """Process messages that have arrived, and add prompts whose pages are complete to the engine.
+
+        One call processes a limited number of messages.
 
         Args:
-          timeout_s: maximum time to wait for the first message.
+          timeout_s: maximum time to wait for the first message, in seconds.
 
         Returns:
           Ids of requests that were added to the engine, in order.
 
         Raises:
           TransferError: the prefill process ended, does not answer, or sent an invalid message. Complete pages stay in
-            the prefix cache. `compute_here` adds the pending prompts to the engine; it and `close` release incomplete
-            pages.
+            the prefix cache. Call `compute_here` to add the pending prompts to the engine, or `close` to drop them.
+            Both release incomplete pages.
           ValueError: the engine has another request with the id of a prompt whose pages have arrived. The prompt stays
             pending until the engine forgets that request.
         """
@@ -647,12 +678,14 @@ class RemotePrefill:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams = SamplingParams()
     ) -> list[RequestOutput]:
-        """Run prompts to their ends and forget them, as `Engine.generate`.
+        """Generate the outputs of prompts, as `Engine.generate`. The engine keeps no records of the requests.
+
+        After an exception of any kind, none of the prompts stays queued. Pages that arrived completely stay in the
+        prefix cache.
 
         Raises:
           TransferError: as `poll`.
-          ValueError: as `add_request`. If this or anything else is raised, none of the prompts stays queued. Pages that
-            arrived completely stay in the prefix cache.
+          ValueError: as `add_request`.
         """
         self._check()
         own: list[TrackedRequest] = []
@@ -692,7 +725,7 @@ class RemotePrefill:
             raise TransferError(str(self._error)) from self._error
 
     def _fail(self, error: TransferError) -> None:
-        """Record that the prefill process has failed. Pages are held until `compute_here` or `close`."""
+        """Record that the prefill process has failed. Page rows stay held until `compute_here` or `close`."""
         self._error = error
         self._transport.close()
         self._inbox.close()
@@ -713,7 +746,8 @@ class RemotePrefill:
                     del self._sent[number]
                     self._last_progress_s = time.monotonic()
                     if number in self._prompts:
-                        self._ready.append(number)  # the engine computes a refused prompt, or refuses it, too
+                        # This engine computes a refused prompt itself, or rejects it for the same reason.
+                        self._ready.append(number)
                 case kind:
                     raise ValueError(f"kind: expected layer, done or refused, got {kind}")
         except ValueError as error:
@@ -742,8 +776,8 @@ class RemotePrefill:
         self._last_layer = step, layer
         for prompt, first_page, rows in written:
             prompt.incoming.write(step, layer, first_page, rows, contents)
-            # Only layers of new pages count as progress. Their number is limited, so no process can send layers of the
-            # same pages forever.
+            # Only layers of new pages count as progress. A prompt has a limited number of them, so that a prefill
+            # process that sends the same pages again and again runs into the timeout.
             if (progress := (first_page + rows.shape[1], layer)) > prompt.progress:
                 prompt.progress = progress
                 self._last_progress_s = time.monotonic()
@@ -754,8 +788,12 @@ class RemotePrefill:
         return self._sent[number]
 
     def _add_to_engine(self, numbers: Sequence[int]) -> tuple[list[RequestId], list[RequestId]]:
-        """Add prompts to the engine, with their pages. Return the ids of these prompts, and the ids of prompts that
-        were not added, because the engine has a request with this id."""
+        """Add prompts to the engine, with the receivers of their pages.
+
+        Returns:
+          Ids of the added prompts; and ids of prompts that were not added, because the engine already has a request
+          with this id.
+        """
         added, in_use = [], []
         for number in numbers:
             prompt = self._prompts.get(number)

@@ -1,16 +1,16 @@
-"""Page rows of caches on a mesh, converted to and from the format of one device.
+"""Conversion of page rows between the format of a mesh and the format of one device.
 
-A page row is one entry along the first axis of a cache array: a page of all KV heads, or of one head if heads have
-different windows.
+A page row is the part of a page in one cache array. It contains all KV heads of the page, or one head if the heads of
+the layer have different windows (a head-wise group). A data rank is a group of devices with its own requests and pages.
 
  mesh axis          page row on a device                          page row on the host
- tensor             the device's KV heads of a page               all KV heads, each once
- context            the device's tokens of a page                 all tokens
- data               pages of the device's rank                    pages of one rank
+ tensor             the KV heads that the device has              all KV heads, each once
+ context            the tokens of the page that the device has    all tokens of the page
+ data               a page of the device's data rank              a page of one data rank
 
-Therefore an engine on a mesh can exchange pages with an engine on other devices. The exception is a cache group whose
-heads have different windows. There a page row holds one head, a different head on each device, and the row on the host
-holds the heads of all devices. Engines can then exchange pages only if they have the same number of heads per device.
+Two engines with different meshes can therefore exchange pages. Head-wise groups are an exception: a page row on a
+device contains one head, which is a different head on each device, and the row on the host contains the heads of all
+devices. Engines with head-wise groups can exchange pages only if they have the same number of heads per device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SplitRows:
           mesh: devices with the caches.
         """
         self._mesh, self._ranks, self._contexts = mesh, mesh.shape[DATA], mesh.shape[CONTEXT]
-        self._heads = None  # a latent serves all heads, and devices along `HEADS` have equal latents
+        self._heads = None  # for latents, which have no head axis: devices along `HEADS` have equal copies
         if isinstance(config, GQAConfig):
             devices = num_devices(mesh, HEADS)
             self._heads = parallel.head_split(config.num_attention_heads, config.num_key_value_heads, devices)
@@ -74,7 +74,7 @@ class SplitRows:
     def read(
         self, caches: Caches, layers: Sequence[int], head_wise: bool, rows: Int32[np.ndarray, "n"], rank: int
     ) -> dict[str, np.ndarray]:
-        """Copy page rows of a data rank to the host, as `cached_pages.read_rows`."""
+        """Copy page rows of a data rank to the host. Arguments and result are as in `cached_pages.read_rows`."""
         arrays = paged(caches, layers)
         chunks = in_chunks(rows, 0) or [np.zeros(ROWS_PER_COPY, np.int32)]
         gather = self._over_devices(gather_rows, arrays, head_wise)
@@ -91,7 +91,7 @@ class SplitRows:
         contents: Mapping[str, np.ndarray],
         rank: int,
     ) -> Caches:
-        """Write page rows of a data rank in place, as `cached_pages.write_rows`."""
+        """Write page rows of a data rank in place. Arguments and result are as in `cached_pages.write_rows`."""
         arrays, none = paged(caches, layers), np.iinfo(np.int32).max
         scatter = self._over_devices(scatter_rows, arrays, head_wise)
         for number, chunk in enumerate(in_chunks(rows, none)):
@@ -106,8 +106,10 @@ class SplitRows:
     def _over_devices(
         self, function: Callable[..., Any], arrays: Mapping[str, jax.Array], head_wise: bool
     ) -> Callable[..., Any]:
-        """Make a function that applies `gather_rows` or `scatter_rows` on every device. The contents of all devices are
-        concatenated along the first axis."""
+        """Return a jitted function that applies `gather_rows` or `scatter_rows` on every device.
+
+        Contents of page rows are concatenated along the first axis, device after device.
+        """
         key = function, tuple(arrays), head_wise
         if key not in self._functions:
             specs = specs_of(arrays)
@@ -132,7 +134,7 @@ class SplitRows:
         ).item()
 
     def _joined(self, of_devices: jax.Array, head_wise: bool, rank: int) -> np.ndarray:
-        """Join the page rows of all devices on the host."""
+        """Join the page rows of the devices of one data rank on the host."""
         devices = [*self._mesh.devices.flat]
         shards = {devices.index(shard.device): shard.data for shard in of_devices.addressable_shards}
         wanted = [[shards[self._number(rank, head, c)] for c in range(self._contexts)] for head in self._owners]
@@ -145,7 +147,10 @@ class SplitRows:
         return np.stack(heads, axis=1) if head_wise else np.concatenate(heads, axis=1)
 
     def _cut(self, rows: np.ndarray, head_wise: bool, rank: int) -> jax.Array:
-        """Split page rows on the host into the rows of all devices. Devices of other data ranks get zeros."""
+        """Split page rows on the host into the rows of the devices of one data rank, and copy them to the devices.
+
+        Devices of other data ranks receive zeros, which they do not write.
+        """
         owners, devices = len(self._owners), num_devices(self._mesh, HEADS)
         heads = np.split(rows, owners, axis=1) if owners > 1 else [rows]
         if head_wise and owners > 1:

@@ -1,4 +1,4 @@
-"""Messages between two processes, on one host or two: a JSON header, arrays, and a checksum of both."""
+"""Messages between two processes on one or two hosts. A message has a JSON header, arrays, and a checksum of both."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ LEAST_RATE = 2**20
 size divided by this rate."""
 
 _FRAME = struct.Struct(">4sIQI")
-"""Frame: magic number, header bytes, array bytes, CRC-32. A cryptographic digest would be slower than the socket."""
+"""First bytes of a message: magic number, size of the header in bytes, size of all arrays in bytes, CRC-32 of header
+and arrays. The checksum is a CRC-32, because a cryptographic digest would be slower than the socket."""
 
 _BYTES_PER_CALL = 2**17
-"""Maximum number of bytes per call of `send`. The operating system applies the timeout of a socket to each part of a
-call, so a call with a large message could last many times the timeout."""
+"""Maximum number of bytes per call of `socket.send`. The operating system restarts the timeout of a socket whenever it
+has sent some of the bytes, so that a call with more bytes could last many times the timeout."""
 
 _MARK = b"pgs1"
 
 _ARRAYS = ListOf((TextUpTo(200), OneOf(tuple(DTYPES)), ListOf(Integer(0, 2**40), most=8)), most=4096)
-"""Field `arrays` of a header: name, dtype and shape of each array. Their bytes follow the header in this order."""
+"""Field `arrays` of a header: name, dtype and shape of each array. The bytes of the arrays follow the header in the
+order of this list."""
 
 
 class TransportError(RuntimeError):
@@ -43,10 +45,10 @@ class TransportError(RuntimeError):
 
 
 class Transport(Protocol):
-    """Sends and receives messages completely and in order. One thread may send while another receives."""
+    """Sends and receives messages completely and in order. Threads may send while another thread receives."""
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = {}) -> None:
-        """Send a message. Several threads may send.
+        """Send a message. Several threads may call this method at the same time.
 
         Raises:
           TransportError: the connection is closed, or the other process does not receive within the timeout.
@@ -71,8 +73,9 @@ class SocketTransport:
 
         Args:
           connection: the socket.
-          timeout_s: time in seconds after which a send that does not progress, or a message received in part, fails. A
-            message that progresses fails after this time plus 1 s per `LEAST_RATE` bytes.
+          timeout_s: time limit in seconds. Sending fails if no byte is sent for this time. Receiving fails if no byte
+            arrives for this time after the first byte of a message. A whole message fails after this time plus 1 s per
+            `LEAST_RATE` bytes.
           max_bytes: maximum size of a message's arrays in bytes.
 
         Raises:
@@ -137,11 +140,15 @@ class SocketTransport:
         self._socket.close()
 
     def _deadline_s(self, num_bytes: int) -> float:
-        """Time on the monotonic clock until which `num_bytes` must have been transferred."""
+        """Return the time of the monotonic clock by which `num_bytes` must have been transferred."""
         return time.monotonic() + self._timeout_s + num_bytes / LEAST_RATE
 
     def _write(self, data: memoryview, deadline_s: float) -> None:
-        """Send bytes. A single call waits up to the socket's timeout, and all calls together until the deadline."""
+        """Send bytes with several calls of `socket.send`. Each call waits up to the socket's timeout.
+
+        Raises:
+          TransportError: a call timed out or failed, or the deadline has passed.
+        """
         while data:
             if time.monotonic() > deadline_s:
                 raise TransportError("the other process receives too slowly")
@@ -153,8 +160,14 @@ class SocketTransport:
                 raise TransportError(f"the other process closed the connection: {error}") from error
 
     def _read(self, count: int, deadline_s: float) -> np.ndarray:
-        """Read bytes within a message, uint8 [count]."""
-        data = np.empty(count, np.uint8)  # memory is committed as bytes arrive, because nothing is written before
+        """Receive `count` bytes of a message, uint8 [count].
+
+        Raises:
+          TransportError: the bytes did not arrive in time, or the connection is closed.
+        """
+        # `empty` does not touch the memory. The operating system allocates it only as bytes arrive, so the size in a
+        # frame alone cannot exhaust the memory.
+        data = np.empty(count, np.uint8)
         view, read = memoryview(data), 0
         while read < count:
             if time.monotonic() > deadline_s:

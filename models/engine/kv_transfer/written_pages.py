@@ -1,12 +1,12 @@
-"""Report pages of prompts as they are written: a consumer gets each layer while later layers compute.
+"""Report pages of prompts as they are written: a consumer receives each layer while later layers compute.
 
  engine's thread     launch 0, copy  launch 1, copy  launch 2 ...    launches the programs of a step, waits for none
  device              [program 0][c][program 1][c][program 2]...      a program computes consecutive layers
  DMA to the host                    [ pages 0 ]   [ pages 1 ]        overlaps with computation
  feed's thread                                consumer(0)  consumer(1)...  one call per layer
 
-The copies hold the pages as the step wrote them. Later changes of the pages (release, reuse, overwriting) do not affect
-them.
+[c] is a copy of the new pages on the device. It holds the pages as the step wrote them. Later changes of the pages
+(release, reuse, overwriting) do not affect the copy.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class WrittenChunk:
     Attributes:
       request_id: id of the request.
       salt: salt of the request.
-      first_page: index of the first page in the request.
+      first_page: index of the first of these pages in the request.
       tokens: token ids in these pages.
-      rows: int32 [heads, pages], index of each page in the rows of the layer's contents; PAGE_NONE for pages that no
-        later token attends to.
+      rows: int32 [heads, pages], for each head and page the index along the first axis of `WrittenLayer.contents`;
+        PAGE_NONE for pages that no later token attends to. `heads` is 1 unless heads have different windows.
     """
 
     request_id: RequestId
@@ -53,16 +53,17 @@ class WrittenChunk:
 class WrittenLayer:
     """Pages of one layer that a step completed.
 
-    The layers of a step come in ascending order, each once. If a step fails, its later layers do not come, and its
-    requests are computed again: layers of a step without its last layer are invalid.
+    The layers of a step are reported in ascending order, each once. If a step fails, its later layers are not reported,
+    and its requests are computed again. The layers of a step are therefore valid only if its last layer is reported.
 
     Attributes:
       step: number of the step; ascending.
       layer: number of the layer, from 0.
       num_layers: number of layers of every step.
       chunks: pages of each request.
-      contents: [rows, ...] by array. These are views of a buffer of several layers; a consumer that stores them should
-        copy them.
+      contents: contents of the pages, [rows, ...], by name of the array, for example "k". The arrays are views of a
+        buffer with several layers. A consumer that keeps an array should copy it, because a view keeps the whole
+        buffer.
     """
 
     step: int
@@ -87,7 +88,7 @@ class WrittenStep:
     Attributes:
       number: number of the step.
       chunks: for each cache group, the pages of each request.
-      rows: for each cache group, int32 page rows to copy. `WrittenChunk.rows` are indices into them.
+      rows: for each cache group, the numbers of the page rows to copy. `WrittenChunk.rows` are indices into this array.
       ends: number of complete pages of each request after the step.
     """
 
@@ -115,7 +116,7 @@ class WrittenFeed:
         self._consumer, self._layer_groups, self._pools = consumer, tuple(layer_groups), pools
         self._row_bytes, self._max_bytes = tuple(row_bytes), max_bytes
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Callable[[], None], int]] = deque()  # calls, and the bytes of pages each has
+        self._queue: deque[tuple[Callable[[], None], int]] = deque()  # functions to call, and bytes of their pages
         self._backlog, self._busy, self._closed = 0, False, False
         self._error: ConsumerError | None = None
         self._broken = -1  # number of a step whose copies could not be read
@@ -146,7 +147,7 @@ class WrittenFeed:
             self._drop_all()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the consumer has processed all pages launched so far.
+        """Wait until the consumer has processed the pages of all steps launched so far, or the feed is closed.
 
         Raises:
           ConsumerError: the feed has failed.
@@ -159,8 +160,10 @@ class WrittenFeed:
                 raise self._error
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Call a function on the feed's thread after the consumer has got all pages launched so far. It is not called
-        if the feed ends before. An exception in it ends the feed."""
+        """Call a function on the feed's thread after the consumer has processed the pages of all steps launched so far.
+
+        The function is not called if the feed ends earlier. If it raises an exception, the feed ends.
+        """
         with self._changed:
             if self.is_open:
                 self._queue.append((call, 0))
@@ -174,13 +177,18 @@ class WrittenFeed:
     # --- the engine's side
 
     def plan(self, plan: StepPlan | None) -> WrittenStep | None:
-        """Return the pages that a step completes, together with earlier pages of the same requests that were not
-        reported. Return None if the step completes no page or the feed has ended."""
+        """Return the pages that the prompt chunks of a step complete.
+
+        Earlier pages of the same requests are included if they were not reported. Pages that decode steps complete are
+        not reported. Return None if there are no pages to report, or the feed has ended. End the feed if the backlog
+        would exceed `max_bytes`.
+        """
         if not self.is_open or plan is None:
             return None
         page_size = self._pools.page_size
         ends: dict[Request, int] = {}
-        pages: list[tuple[int, int, int]] = []  # row of the plan, first page and end
+        # Index of the request in the plan's arrays, index of the first page, and index after the last page.
+        pages: list[tuple[int, int, int]] = []
         for i, row in enumerate(plan.prefill, len(plan.decode)):
             end = (row.start + row.num_tokens) // page_size
             if end > (first := self._reported.get(row.request, 0)):
@@ -218,7 +226,7 @@ class WrittenFeed:
         return WrittenStep(self._num_steps - 1, tuple(chunks), tuple(rows), ends)
 
     def add(self, step: WrittenStep, layer: int, copies: RowCopies) -> None:
-        """Queue the copies of a layer. The device may not have made them yet; the feed's thread waits for them."""
+        """Queue the copies of a layer. The device may still be copying; the feed's thread waits for the copies."""
         num_bytes = sum(copied.num_bytes for arrays in copies for copied in arrays.values())
         with self._changed:
             if self.is_open:

@@ -1,14 +1,16 @@
-"""All-expert GEMM on Hopper, for decode steps in which nearly every routed expert has a row.
+"""All-expert GEMM on Hopper, for decode steps in which nearly every routed expert is selected by some row.
+
+A row is the hidden vector of one token. A pair is a row and a routed expert that the router selected for it.
 
     GEMM1: hidden[expert, row] = silu(X[row] @ gate columns) · (X[row] @ up columns)    for all experts and all rows
     GEMM2: Y[pair]             = hidden[expert of pair, row of pair] @ W[expert]        for each selected pair
            Y[shared, row]      = hidden[shared, row] @ W[shared]                        for shared experts and all rows
 
 GEMM1 does not depend on the router, so the router runs concurrently with it. Reading weights takes most of the time;
-the kernel reads them once for all rows. GEMM1 computes all (expert, row) pairs; pairs that the router did not select
-are ignored. A shared expert that is S times as wide as a routed expert is computed as S more experts.
+the kernel reads them once for all rows. Both GEMMs multiply every row with every expert. GEMM2 stores only the results
+of pairs. A shared expert that is S times as wide as a routed expert is computed as S more experts.
 
-Operands are swapped, so that few rows suffice: weight columns fill the 64 rows of a wgmma.
+The operands are swapped. Weight columns fill the 64 rows of a wgmma, so that few rows of X waste no tensor-core time:
 
     (W[:, 64 columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows]
 
@@ -18,8 +20,8 @@ A work item is one expert and two blocks of 64 weight columns; in GEMM1 a gate b
         for k in range(K / DEPTH):
             producer: x[rows, k], W[expert, k, block] for each block  ->  stage
             consumer: accumulator[block] += W[expert, k, block]ᵀ @ x[rows, k]ᵀ
-        consumer:     GEMM1, shared experts: store the transposed tile by TMA
-                      GEMM2: for each pair of the expert: store its column of each accumulator as a row of Y
+        consumer:     GEMM1, and shared experts in GEMM2: store the transposed tile by TMA
+                      routed experts in GEMM2: for each pair of the expert: store its column as a row of Y
 
     barrier         arrives                        waits                                       arrivals per phase
     full[stage]     the TMA copies of the stage    consumer                                    1 + BLOCKS
@@ -65,10 +67,12 @@ STAGES = 4
 
 
 class Chains(NamedTuple):
-    """(row, expert) pairs as one linked list per expert. Pairs whose expert is E, one past the last, are in no list.
+    """(row, expert) pairs as one linked list per expert.
+
+    E is the number of routed experts, P the number of pairs. A pair with expert E selects no expert, and is in no list.
 
     Attributes:
-      first: first pair of each expert; P, the number of pairs, for an expert without pairs.
+      first: first pair of each expert; P for an expert without pairs.
       next: next pair with the same expert; P at the end of a list.
     """
 
@@ -89,10 +93,10 @@ class AllExpertGemm(NamedTuple):
 
     Attributes:
       x: 16-bit dtype. GEMM1: the rows of the step, padded to `num_rows`. GEMM2: the output of GEMM1.
-      weights: weights of each routed expert. In GEMM1 the gates are the first half of the columns. K is a multiple of
-        64, the columns are a multiple of 128.
-      shared: joined weights of the shared experts; None if the layer has none. GEMM1: experts side by side, all gates
-        in the first half of the columns. GEMM2: experts one below the other.
+      weights: weights of each routed expert. In GEMM1 the first half of the columns are gate columns. K is a multiple
+        of 64, N is a multiple of 128.
+      shared: weights of all shared experts in one array; None if the layer has none. GEMM1: the columns of the experts
+        are next to each other, all gate columns in the first half. GEMM2: the rows of the experts follow each other.
       num_rows: number of rows that each expert multiplies: the rows of the step, rounded up to a multiple of 8.
       chains: pairs of each expert in GEMM2; None in GEMM1.
       pairs_per_row: number of pairs of each row, used in GEMM2.
@@ -114,7 +118,7 @@ class AllExpertGemm(NamedTuple):
 
 
 def supports(gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"]) -> bool:
-    """Return whether the columns of both weights are a multiple of a work item's 128."""
+    """Return whether the kernel supports these weights: their numbers of columns must be multiples of 128."""
     return gate_up.shape[2] % (BLOCKS * COLUMNS) == 0 and down.shape[2] % (BLOCKS * COLUMNS) == 0
 
 
@@ -123,8 +127,8 @@ def all_expert_gemm(call: AllExpertGemm) -> Float[Array, "results N_out"]:
 
     Returns:
       Results in the dtype of `call.x`. GEMM1: all rows of each routed expert, then all rows of each shared expert.
-      GEMM2: one row per pair, padded to a multiple of 8 rows, then all rows of each shared expert, which the caller
-      adds up. Padding rows, and rows of pairs without an expert, are undefined.
+      GEMM2: one row per pair, padded to a multiple of 8 rows, then all rows of each shared expert. The caller adds up
+      the results of each token. Padding rows, and rows of pairs without an expert, are undefined.
     """
     x, weights, columns, second = call.x, call.weights, call.weights.shape[2], call.chains is not None
     num_shared = call.num_experts - weights.shape[0]

@@ -1,4 +1,6 @@
-"""Gather GEMM on Hopper, for decode steps with few rows: each (row, expert) pair without sorting pairs by expert.
+"""Gather GEMM on Hopper, for decode steps with few rows: computes (row, expert) pairs without sorting them by expert.
+
+A row is the hidden vector of one token. A pair is a row and an expert that the router selected for it.
 
     Y[pair] = X[row of pair] @ W[expert of pair]                                        plain
     Y[pair] = silu(X[row] @ gate columns of W[expert]) · (X[row] @ up columns)          gated
@@ -12,13 +14,13 @@ of GEMM1. If there are few pairs, these results are stored per pair [pairs, N], 
 expert by the results of all pairs. Otherwise they are stored per expert [E, rows, N], and GEMM2 multiplies the weights
 of an expert by the results of this expert. Results of rows that GEMM1 did not write are ignored.
 
-Operands are swapped, so that few rows suffice: weight columns fill the 64 rows of a wgmma.
+The operands are swapped. Weight columns fill the 64 rows of a wgmma, so that few rows of X waste no tensor-core time:
 
-    (W[:, 64 columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows], of which a pair stores one column
+    (W[:, 64 columns])ᵀ  [64, K]   @   Xᵀ  [K, rows]   ->   [64, rows]; a pair stores one of these columns
 
-A work item is one expert and one or two blocks of 64 columns, or with split-K one block and half of K:
+A work item is one expert and one or two blocks of 64 columns. With split-K, it is one expert, one block and half of K:
 
-    for (expert, columns, part of K) in the work items of this CTA:
+    for (expert, columns, half of K) in the work items of this CTA:
         for k in range(steps):
             producer: x[rows, k], W[expert, k, block] for each block  ->  stage
             consumer: accumulator[block] += W[expert, k, block]ᵀ @ x[rows, k]ᵀ
@@ -70,14 +72,15 @@ MAX_STAGES, OPERAND_BYTES = 8, 200 * 1024
 
 
 class Pairs(NamedTuple):
-    """(row, expert) pairs as one linked list per expert. Pairs whose expert is E, one past the last, are in no list.
+    """(row, expert) pairs as one linked list per expert.
 
-    `next`, `first` and `count` are None if no two pairs have the same expert.
+    E is the number of experts. A pair with expert E selects no expert, and is in no list. `next`, `first` and `count`
+    are None if no two pairs have the same expert.
 
     Attributes:
       expert: expert of each pair.
       next: next pair with the same expert; P, the number of pairs, at the end of a list.
-      first: first pair of each expert that has pairs, in the order of the pairs.
+      first: first pair of each expert that has pairs, in ascending order. Entries from `count` on are unused.
       count: number of experts that have pairs, in an array of one element.
     """
 
@@ -133,10 +136,10 @@ class GatherGemm(NamedTuple):
 
 
 def column_blocks(columns: int, *, gated: bool) -> int:
-    """Number of blocks of 64 columns in a work item.
+    """Return the number of blocks of 64 columns in a work item.
 
     Raises:
-      NotImplementedError: the columns are not a multiple of a work item's.
+      NotImplementedError: `columns` is not a multiple of 128 if gated, or of 64 otherwise.
     """
     if columns % (2 * COLUMNS) == 0:
         return 2

@@ -1,11 +1,14 @@
 """Grouped GEMM on Hopper, for many rows per expert: each group of rows is multiplied with its own weight matrix.
 
+A row is the hidden vector of one token, and a group consists of the rows of one expert.
+
     Y[rows of group g] = X[rows of group g] @ W[g]                                      plain
     Y[rows of group g] = silu(X @ gate columns of W[g]) · (X @ up columns of W[g])      gated
 
-A work item is a tile of 128 rows of one group and up to three blocks of columns, two blocks of 128 if the number of
-columns permits. In the gated form the two blocks are gate columns and the corresponding up columns, so that the
-activation is computed in the epilogue. Two consumer warpgroups multiply 64 rows each:
+A work item is a tile of 128 rows of one group and one to three blocks of columns. If the number of columns is a
+multiple of 256, there are two blocks of 128 columns; otherwise blocks have 64 columns. In the gated form, the two
+blocks are gate columns and the corresponding up columns, so that the activation is computed in the epilogue. Two
+consumer warpgroups multiply 64 rows each:
 
     for (row tile, column blocks) in the work items of this CTA:
         for k in range(K / DEPTH):
@@ -20,8 +23,8 @@ activation is computed in the epilogue. Two consumer warpgroups multiply 64 rows
 Deadlock freedom: as for every kernel of `pipeline.py`. A consumer without rows in a tile waits for the stages of the
 tile and releases them without multiplying.
 
-jax's ragged dot on Mosaic uses one warpgroup per CTA, multiplies a tile once for every group that it touches, and has
-no activation.
+This kernel is used instead of the ragged dot of jax's Mosaic GPU kernels, which uses one warpgroup per CTA, multiplies
+a tile once for every group with rows in the tile, and computes no activation.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ CONSUMERS, CONSUMER_ROWS = 2, 64
 
 
 def column_blocks(columns: int, *, gated: bool) -> tuple[int, int]:
-    """Number of column blocks of a work item, and columns of a block.
+    """Return the number of column blocks of a work item, and the number of columns of a block.
 
     Raises:
       NotImplementedError: no supported block size divides the columns.
@@ -117,8 +120,8 @@ class _Tile(NamedTuple):
 
     Attributes:
       rows: index of the row tile.
-      columns: first column in the weights of each column block.
-      out_columns: first column in the output of each stored block; one block if gated.
+      columns: for each column block, its first column in the weights.
+      out_columns: for each block that is stored, its first column in the output; one block if gated.
     """
 
     rows: Any
@@ -134,7 +137,11 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
     ring = Ring(scratch.full, scratch.empty, STAGES, steps)
 
     def tile_of(number: Any) -> _Tile:
-        """Neighbouring CTAs compute the columns of one row tile, then the tiles of one group: both stay in L2."""
+        """Return the tile of a work item.
+
+        Consecutive work items, which run concurrently, are the column blocks of one row tile, then of the next row tile
+        of the group. The rows of X and the weights of the group are therefore read from L2.
+        """
         index = items.global_index(number)
         rows, first = lax.div(index, column_tiles), lax.rem(index, column_tiles) * width
         if gated:

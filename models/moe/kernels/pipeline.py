@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn import capability
 
 DEPTH = 64
-"""Columns of x and rows of the weights in one pipeline stage: the part of K that a step multiplies."""
+"""Columns of x, and rows of the weights, in one pipeline stage. A step multiplies this many of the K columns of x."""
 
 ROW_ALIGNMENT = 8
 """The row ranges of TMA copies start at a multiple of this number: a swizzled tile of shared memory has 8 rows."""
@@ -146,7 +146,7 @@ class Items(NamedTuple):
 
     @staticmethod
     def of_cta(total: Any) -> Items:
-        """Share `total` work items among the CTAs of the grid. Call it inside the kernel."""
+        """Return the work items of this CTA, if `total` items are divided among the CTAs. Call it inside the kernel."""
         cta, stride = lax.axis_index("cta"), lax.axis_size("cta")
         return Items(cta, stride, lax.div(jnp.maximum(total - cta + (stride - 1), 0), stride))
 
@@ -190,7 +190,7 @@ class Ring(NamedTuple):
     def wait_until_empty(self, num_items: Any) -> None:
         """Producer: wait, after `num_items` work items, until consumers have released every stage.
 
-        A warpgroup that waits on a barrier has to observe all of its phases, including the last one.
+        A warpgroup that waits on a Pallas barrier has to wait for every phase of the barrier, including the last one.
         """
         for stage in range(self.num_stages):
 
@@ -222,8 +222,8 @@ class Ring(NamedTuple):
         """Consumer: accumulate the products of all steps of a work item, one accumulator per weight tile.
 
         Args:
-          number: the work item.
-          shape: shape of an accumulator.
+          number: number of the work item.
+          shape: shape of an accumulator; see `plgpu.ACC`.
           num_tiles: number of weight tiles per stage that this consumer multiplies.
           start: `start(accumulator, stage, tile)` starts the wgmma of one weight tile.
 
@@ -263,8 +263,9 @@ def run_warpgroups(
     Args:
       ring: the pipeline stages.
       items: work items of this CTA.
-      copies: takes the number of a work item, returns `copy(stage, step)`, which starts the TMA copies of one step.
-      compute: computes and stores the work item with this number.
+      copies: function that takes the number of a work item and returns a function `copy(stage, step)`. This function
+        starts the TMA copies of one step.
+      compute: function that takes the number of a work item, and computes and stores the item.
       is_consumer: whether this warpgroup is a consumer; the last warpgroup is the producer.
       num_consumers: number of consumer warpgroups.
       stores_by_tma: whether `compute` stores by TMA, so that the stores have to complete before the kernel ends.
@@ -287,7 +288,7 @@ def run_warpgroups(
 
 
 def wgmma_swap_ab(accumulator: Any, weights: Any, x: Any) -> None:
-    """Start accumulator += weightsᵀ @ xᵀ: the weight columns fill the 64 rows of a wgmma, the rows of x its width."""
+    """Start accumulator += weightsᵀ @ xᵀ. The 64 weight columns are M of the wgmma, and the rows of x are N."""
     plgpu.wgmma(accumulator, weights.transpose((1, 0)), x.transpose((1, 0)))
 
 
@@ -312,9 +313,10 @@ def write_out_tile(tile: Any, values: Any) -> None:
 
 
 def store_rows(tile: Any, out: Any, start: Any, rows: Any) -> None:
-    """Store the first `rows` rows of an output tile, a multiple of `ROW_ALIGNMENT`, to `out` at row `start`.
+    """Store the first `rows` rows of an output tile to rows `start` to `start + rows` of `out`.
 
-    The size of a TMA copy is a compile-time constant, so a partial tile is stored by copies of power-of-two sizes.
+    `start` and `rows` are multiples of `ROW_ALIGNMENT`. The size of a TMA copy is a compile-time constant, so a partial
+    tile is stored by several copies, each of a power of two of rows.
     """
     tile_rows = tile.shape[0]
 

@@ -1,4 +1,4 @@
-"""Row tiles of the grouped GEMMs: where the rows of each group (expert) start, and the tiles that cover them."""
+"""Row tiles of the grouped GEMMs: where the rows of each group (expert) start, and which tiles contain them."""
 
 from __future__ import annotations
 
@@ -69,5 +69,6 @@ def sums_before(sizes: Int32[Array, "groups"]) -> Int32[Array, "groups"]:
 
 
 def padded_rows(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """Number of rows to allocate: the padded groups, and one tile, because the last copy may read past the end."""
+    """Return the number of rows to allocate: the padded groups, and one tile, because the copy of the last tile may
+    read past the last group."""
     return num_rows // ROW_ALIGNMENT * ROW_ALIGNMENT + num_groups * ROW_ALIGNMENT + tile_rows

@@ -1,5 +1,7 @@
 """Grouped GEMM on Hopper with swapped operands (swap AB), for up to 64 rows per expert on average.
 
+A row is the hidden vector of one token, and a group consists of the rows of one expert.
+
     Y[rows of group g] = X[rows of group g] @ W[g]                                      plain
     Y[rows of group g] = silu(X @ gate columns of W[g]) · (X @ up columns of W[g])      gated
 
@@ -64,12 +66,13 @@ MAX_TILE_ROWS = 128
 
 
 def tile_rows_of(num_rows: int, num_groups: int) -> int:
-    """Rows of a tile: 1.5 times the average group, so that most groups fit in one tile; 64 to `MAX_TILE_ROWS`."""
+    """Return the number of rows of a tile, 64 to `MAX_TILE_ROWS`: 1.5 times the average group, rounded up to a multiple
+    of 32, so that most groups fit in one tile."""
     return min(max(-(-3 * num_rows // (64 * num_groups)) * 32, 64), MAX_TILE_ROWS)
 
 
 def column_split(columns: int, *, gated: bool) -> tuple[int, int]:
-    """Number of consumers, and of column blocks per consumer; if gated, a gate block and an up block.
+    """Return the number of consumers, and of column blocks per consumer. If gated, these are a gate and an up block.
 
     Raises:
       NotImplementedError: no supported split divides the columns.
@@ -143,7 +146,8 @@ def _kernel(gated: bool, steps: int, x: Any, weights: Any, tiles: RowTiles, out:
     def tile_of(number: Any) -> tuple[Any, Any]:
         """Row tile and first output column of a work item.
 
-        Neighbouring CTAs compute the columns of one row tile, then the tiles of one group: both stay in L2.
+        Consecutive work items, which run concurrently, are the columns of one row tile, then of the next row tile of
+        the group. The rows of X and the weights of the group are therefore read from L2.
         """
         index = items.global_index(number)
         return lax.div(index, column_tiles), lax.rem(index, column_tiles) * (consumers * own_width)

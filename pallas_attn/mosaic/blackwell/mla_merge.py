@@ -1,8 +1,9 @@
 """Experimental: has never run on a card. Merge of the partial states of `mosaic.blackwell.mla_decode`.
 
-A split is a range of pages of a sequence that one CTA processes. If a sequence has several splits, each split leaves a
-partial state: unnormalised output O, maximum m and sum l of its query rows. The kernel uses no barriers: each thread
-loads its values of a partial state from global memory.
+A query row is one head of one query token. A split is a range of pages of a sequence that one CTA processes. If a
+sequence has several splits, the attention kernel stores a partial state for each split: unnormalised output O, maximum
+m and sum l of the query rows. The kernel uses no barriers: each thread loads its values of a partial state from global
+memory.
 
     for each (sequence, block of query rows, slice of O) of this CTA that needs a merge:
         merge the partial states of the splits in order          # merge_in_order; acc [128, slice columns]
@@ -40,7 +41,7 @@ from pallas_attn.types import DecodePlan
 def merge_splits(
     results: TcgenResults, static: TcgenStatic, plan: DecodePlan
 ) -> tuple[Float[Array, "B rows L"], Float[Array, "blocks B ROWS"]]:
-    """Write, in place, output and LSE of the sequences that have several splits or see no key.
+    """Write output and LSE of the sequences that have several splits or see no key, in place.
 
     The attention kernel has written all other sequences.
     """
@@ -58,7 +59,7 @@ def merge_splits(
 
 
 def _slices(static: TcgenStatic) -> int:
-    """Slices of O of a block of query rows."""
+    """Return the number of slices of O of a block of query rows."""
     return static.halves * (static.state_columns // static.slice_columns)
 
 

@@ -1,8 +1,8 @@
 """Gather rows of a pool into swizzled tiles in shared memory, with `cp.async` copies of a warpgroup's threads.
 
-A pool row is the cached latent of one token, and a tile is 64 rows in shared memory. TMA on Hopper cannot gather a list
-of rows. Each `cp.async` copies 16 bytes. Eight threads copy 128 bytes of a row at a time, so that they access all
-shared-memory banks.
+A pool row is the cached latent of one token, and a tile is 64 rows in shared memory. These functions use `cp.async`,
+because TMA on Hopper cannot gather a list of rows. Each `cp.async` copies 16 bytes. Eight threads copy 128 bytes of a
+row at a time, so that they access all shared-memory banks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ THREADS = 8
 """Threads that copy one row together."""
 
 ROWS, WARP_ROWS = WARPGROUP // THREADS, WARP // THREADS
-"""Rows that a warpgroup, and a warp, copies at the same time."""
+"""Number of rows that a warpgroup copies at the same time, and number of rows that a warp copies at the same time."""
 
 TOKENS = 64
 """Rows of a tile."""
@@ -48,7 +48,7 @@ PER_THREAD = RowLayout(1, 1).per_row
 
 
 def tile_row() -> jax.Array:
-    """Return the tile row for which each thread looks up the pool row, int32 [WARPGROUP] in layout `PER_THREAD`.
+    """Return the row of a tile for which each thread looks up the pool row, int32 [WARPGROUP] in layout `PER_THREAD`.
 
     A warp copies 16 rows of a tile. Its 32 lanes hold the indices of the 16 pool rows, each index in two lanes.
     """
@@ -59,14 +59,25 @@ def tile_row() -> jax.Array:
 
 
 def _by_row(per_thread: jax.Array) -> jax.Array:
-    """Reorder values from the order of `tile_row` to tile rows [TOKENS], in the interpreter."""
+    """Reorder values for the interpreter.
+
+    Args:
+      per_thread: one value per thread [WARPGROUP], in the order of `tile_row`.
+
+    Returns:
+      One value per tile row [TOKENS].
+    """
     row = jnp.arange(TOKENS, dtype=jnp.int32)
     warp, within = row % ROWS // WARP_ROWS, row // ROWS * WARP_ROWS + row % WARP_ROWS
     return per_thread[warp * WARP + within]
 
 
 def _of_rows(values: Any) -> list[ir.Value]:
-    """Return the values of the rows that this thread copies, read by shuffles from the order of `tile_row`."""
+    """Return one value for each tile row that this thread copies. Shuffles read the values from other threads.
+
+    Args:
+      values: one value per thread, in the order of `tile_row`.
+    """
     _, lane = warp_and_lane()
     (register,) = values.registers.flat
     number, first = vector.extract(register, [], [0]), shifted(lane, THREADS.bit_length() - 1)
@@ -76,8 +87,9 @@ def _of_rows(values: Any) -> list[ir.Value]:
 def gather_rows_async(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
     """Start asynchronous copies of ref[row[i], column : column + to.shape[1]] to row i of a swizzled tile.
 
-    Where row[i] is negative, the tile row is filled with zeros without a read from global memory. The barrier of
-    `CopyBarriers.arrive` completes when the copies are done. Tensor cores see the data after `see_copies`.
+    If row[i] is negative, the tile row is filled with zeros, and nothing is read from global memory. A call of
+    `CopyBarriers.arrive` after this function completes the barrier's phase when the copies are done. Tensor cores see
+    the data after `see_copies`.
 
     Args:
       ref: [pool rows, columns] in global memory, 16-bit or 8-bit elements.
@@ -111,9 +123,9 @@ def gather_rows_async(ref: Ref, row: jax.Array, column: int, to: Ref) -> None:
 
 
 def gather_scales_async(ref: Ref, row: jax.Array, to: Ref) -> None:
-    """Start asynchronous copies of scale factors, ref[row[i]], to consecutive places in shared memory.
+    """Start asynchronous copies of the scale factors ref[row[i]] to consecutive places in shared memory.
 
-    Negative rows and completion are handled as in `gather_rows_async`.
+    As in `gather_rows_async`, negative rows give zeros, and `CopyBarriers.arrive` reports the completion.
 
     Args:
       ref: float32 [pool rows, groups] in global memory.
@@ -150,11 +162,13 @@ def _copy_16_bytes(
     """Start copies of 16-byte chunks of a row; store zeros if the row is negative.
 
     Args:
-      place: pointer to shared memory.
-      ref, row: array in global memory, and index of its row.
-      row_bytes: bytes of a row.
+      place: pointer to the destination of the first chunk in shared memory.
+      ref: array in global memory.
+      row: index of the row in `ref`.
+      row_bytes: size of a row in bytes.
       chunk: index of the first chunk in the row.
-      steps: for each copy, the offsets in bytes from `place` and from the first chunk.
+      steps: for each copy, the offset of the destination from `place`, and the offset of the source from the first
+        chunk, in bytes.
     """
     none: Any = mgpu.c(0, i32())
     address, place = _address(ref, arith.maxsi(row, none), row_bytes, chunk), llvm.ptrtoint(i32(), place)
@@ -166,7 +180,7 @@ def _copy_16_bytes(
 
 
 def store_none(row: jax.Array, is_none: Ref, all_given: Ref) -> None:
-    """Store to shared memory which rows are negative, without synchronisation of the threads.
+    """Store to shared memory which pool rows are negative. The function does not synchronise the threads.
 
     Args:
       row: int32 [WARPGROUP] in the order of `tile_row`.

@@ -1,7 +1,8 @@
-"""Blocks of 64 query rows of latent attention: column halves, forms of attention states, and the merge of splits.
+"""Functions for latent attention in blocks of 64 query rows: roles of warpgroups, query copies, and merge of splits.
 
-The kernels of `mla_decode` and `mla_sparse` for many query rows share these functions. A split is a part of the keys of
-a query row that one CTA attends to. It leaves a partial state in global memory (`mosaic.partial_states`).
+The Hopper kernels of `mla_decode` and `mla_sparse` with query rows in blocks share these functions. A query row is one
+head of one query token. A split is a range of the keys of a query row that one CTA attends to. If a query row has
+several splits, the CTAs store partial states in global memory (`mosaic.partial_states`).
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ LOG2_COLUMN_STATES = StateForm(query_axis=1, log2=True)
 """Form of states in the registers of the fp8 attention kernels: acc [latent columns, ROWS], m in units of log2."""
 
 ROW_STATES = StateForm(query_axis=0, log2=False)
-"""Form of partial states: acc [ROWS, latent columns], m in the units of the scaled scores."""
+"""Form of partial states in global memory: acc [ROWS, latent columns], m in units of the scaled scores (not log2)."""
 
 MERGE_COLUMNS = 64
 """Maximum number of latent columns that one work item of the merge kernel covers."""
 
 
 def halves(latent_dim: int) -> tuple[int, int]:
-    """Latent columns that each warpgroup accumulates, multiples of 64. The left half is the larger one."""
+    """Return the numbers of latent columns that consumer warpgroups 0 (left half) and 1 (right half) accumulate.
+
+    Both are multiples of 64. If 64 divides L an odd number of times, the left half has 64 more columns.
+    """
     left = -(-latent_dim // 128) * 64
     return left, latent_dim - left
 
@@ -91,7 +95,9 @@ def copy_query(q_latent: Ref, q_rope: Ref, halves: tuple[Ref, Ref], rope: Ref, f
 
 
 def merge_columns(blocks: int, latent_dim: int) -> int:
-    """Latent columns of a work item of the merge: fewer than `MERGE_COLUMNS` where that employs more SMs.
+    """Return the number of latent columns of a work item of the merge kernel.
+
+    It is `MERGE_COLUMNS`, or less if there would be fewer work items than half of the SMs.
 
     Args:
       blocks: number of blocks of query rows to merge.
@@ -103,10 +109,10 @@ def merge_columns(blocks: int, latent_dim: int) -> int:
 
 
 def merge_scratch_types(partials: PartialStates, blocks: int, columns: int, tile: Any) -> list[Any]:
-    """Scratch types of a kernel that calls `merge_slice`.
+    """Return the scratch types of a kernel that calls `merge_slice`.
 
     Args:
-      blocks: upper bound of the blocks of query rows with partial states.
+      blocks: upper bound of the number of blocks of query rows with partial states.
       columns: latent columns of a slice.
       tile: scratch type of the output slice, [ROWS, columns].
     """
@@ -128,7 +134,8 @@ def merge_slice(
     The copy of the output is not complete when this function returns.
 
     Args:
-      first, count: index of the block's first partial state, and number of states. They are merged in this order.
+      first, count: index of the block's first partial state, and number of states. States are merged in ascending order
+        of their index.
       column_slice: index of the slice.
       tile: [ROWS, columns of a slice] in shared memory.
       out: [rows, L] in global memory, the output of the block, which has at most ROWS rows.

@@ -1,7 +1,8 @@
 """Split-KV in prefill: several CTAs share the keys of a block when there are fewer blocks than multiprocessors.
 
-A block is up to 64 query rows per consumer warpgroup. The keys of every block are cut into the same number of splits.
-One split of one block is a work tile: a CTA attends with the rows of the block to the keys of the split, and stores a
+A query row is one query head of one token. A block is the query rows that a CTA processes together, for example 64 per
+consumer warpgroup on Hopper. The keys of every block are divided into the same number of splits, in tiles of keys. One
+split of one block is a work tile: a CTA attends with the rows of the block to the keys of the split, and stores a
 partial state (`RowState`), which is attention that is not normalised. A second kernel, `merge_splits`, merges the
 partial states.
 
@@ -10,7 +11,7 @@ partial states.
   from the number of blocks and their tiles of keys.
 - With one split, the attention kernel stores finished rows, and the merge does nothing.
 
-A partial state has maximum and sum apart (see `mosaic/merge.py`). One LSE per row would not be accurate enough:
+A partial state stores maximum and sum separately (see `mosaic/merge.py`). One LSE per row would not be accurate enough:
 rounding an LSE of 5e5 to float32 changes the weight of a split by up to 1.6%.
 """
 
@@ -35,10 +36,11 @@ from pallas_attn.mosaic.primitives.block_scan import Lanes
 from pallas_attn.mosaic.primitives.row_io import RowLayout
 
 WORK_TILE_OVERHEAD = 2
-"""Fixed time of a work tile, in tiles of keys: its first scores, which overlap nothing, and its output."""
+"""Fixed time of a work tile, in units of the time of a tile of keys: the computation of the first scores, which does
+not overlap with other work, and the store of the output."""
 
 MERGE_OVERHEAD = 4
-"""Fixed time of a merge, in tiles of keys. This and `WORK_TILE_OVERHEAD` are estimates."""
+"""Fixed time of a merge, in units of the time of a tile of keys. Both fixed times are estimates."""
 
 PARTIALS_PER_CTA = 8
 """Largest number of work tiles per CTA after splitting. It bounds the memory for partial states."""
@@ -54,12 +56,12 @@ class KvSplits:
     """Bounds of the number of splits, and the cost model that chooses it.
 
     Attributes:
-      most: largest number of splits; 1 if keys are never split.
+      most: maximum number of splits; 1 if keys are never split.
       heads: number of heads, or of sets of heads that share a block.
       most_tiles: largest number of tiles of keys that a block can see.
       num_ctas: CTAs that run at the same time.
       rows: rows of the output.
-      rows_of_a_tile: rows whose partial states are written and read in the time that a tile of keys takes.
+      rows_of_a_tile: number of rows whose partial states are written and read in the time of a tile of keys.
     """
 
     most: int
@@ -73,11 +75,11 @@ class KvSplits:
     def of(
         *, heads: int, num_blocks: tuple[int, int], most_tiles: int, rows: int = 0, rows_of_a_tile: int = 1
     ) -> KvSplits:
-        """Return bounds that include the best number of splits for all lengths.
+        """Return bounds that include the best number of splits for all possible lengths of sequences.
 
         Args:
           heads, most_tiles, rows, rows_of_a_tile: see the class.
-          num_blocks: smallest and largest number of blocks of a head.
+          num_blocks: smallest and largest possible number of blocks of a head.
         """
         num_ctas = basics.multiprocessors()
         fewest, largest = (n * heads for n in num_blocks)
@@ -90,7 +92,7 @@ class KvSplits:
         return dataclasses.replace(limits, most=most)
 
     def time(self, work_tiles: Any, splits: Any, kv_tiles: Any, xp: Any = jnp) -> Any:
-        """Estimate the time of a call, in tiles of keys.
+        """Estimate the time of a call, in units of the time of a tile of keys.
 
         Args:
           work_tiles: number of work tiles before splitting.
@@ -109,6 +111,7 @@ class KvSplits:
         Runs in the kernel that lists the blocks (`schedule.list_blocks`). Thread i estimates the time of i + 1 splits.
 
         Args:
+          lanes: operations on one value per thread.
           num_blocks: blocks of a head.
           kv_tiles: largest number of tiles of keys that a block sees.
         """
@@ -135,8 +138,8 @@ class RowState(NamedTuple):
     Attributes:
       o: [n, Dv] float32, sum of values weighted with 2**(score - m). It may hold NaN in rows that see no key: 0 times
         an infinite value.
-      m: [n] float32, reference of the exponents, in units of log2: the largest score times log2(e), or up to the
-        rescaling threshold of the kernel less; -inf for rows that see no key.
+      m: [n] float32, reference of the exponents, in units of log2; -inf for rows that see no key. It is the largest
+        score times log2(e). In kernels that rescale lazily, it may be smaller by up to their rescaling threshold.
       l: [n] float32, sum of 2**(score - m).
     """
 
@@ -187,7 +190,8 @@ class OutputRows(NamedTuple):
 # --- merging
 
 MERGED_ROWS = 16
-"""Query rows that a CTA of the merge kernel merges. With Dv 128, a thread loads 4 times 16 bytes per split."""
+"""Number of query rows that a CTA of the merge kernel merges. With Dv = 128, a thread loads 4 times 16 bytes per split.
+"""
 
 
 def merge_splits(
@@ -196,9 +200,11 @@ def merge_splits(
     """Merge the partial states of n rows into the finished rows, in place. With one split, do nothing.
 
     Args:
-      partials: [splits · n, ...], split by split. Splits from `counts[2]` on were not written.
-      finished: rows that the attention kernel stored; valid with one split only.
-      counts: from the `WorkList`.
+      partials: [splits · n, ...], the states of all rows for the first split, then for the second, and so on. States
+        of splits from `counts[2]` on were not written.
+      finished: rows that the attention kernel stored. They are valid if there is one split, and are overwritten
+        otherwise.
+      counts: array of the `WorkList`; `counts[2]` is the number of splits.
       sinks: sink logits [Hq], or None. Row i belongs to head i modulo Hq.
     """
     out, lse = (None if x is None else basics.alias_in_place(x) for x in finished)

@@ -1,9 +1,9 @@
 """Gather and scatter of rows in Mosaic GPU kernels, between global memory and the registers of a warpgroup.
 
-A row is one row of an array [rows, columns] in global memory, for example the cached latent of one token. The row of
-each token is arbitrary, but Pallas copies blocks of consecutive rows. Every thread of these functions therefore
-computes its own addresses and moves up to 32 bytes, without shared memory. Adjacent threads hold adjacent columns of a
-row, so that a warp's accesses fill whole sectors.
+A row is one row of an array [rows, columns] in global memory, for example the cached latent of one token. Tokens may be
+in any row, but Pallas copies blocks of consecutive rows. In these functions, every thread therefore computes its own
+addresses and moves up to 32 bytes at a time, without shared memory. Adjacent threads hold adjacent columns of a row, so
+that the accesses of a warp fill whole sectors (32 bytes).
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ ACCESS_BYTES = 16
 """Maximum bytes that a thread of `copy_indexed_rows` moves with one instruction."""
 
 HELD_BYTES = 320
-"""Maximum bytes of a row that a thread of `copy_indexed_rows` holds at a time. A row of DeepSeek's latents, also in
-float32, is loaded at once.
+"""Maximum number of bytes that a thread of `copy_indexed_rows` holds at a time. It is large enough to load a whole row
+of DeepSeek's latents (576 columns), also in float32, before the row is stored.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Layout of tiles [a multiple of `rows`, a multiple of `columns`] in the registers of a warpgroup.
+    """Layout of 2D tiles in the registers of a warpgroup.
+
+    The shape of a tile is [a multiple of `self.rows`, a multiple of `self.columns`].
 
     Attributes:
-      threads: threads that share a row; a power of two, at most 32.
-      vector: adjacent columns that a thread holds at a time.
+      threads: number of threads that share a row; a power of two, at most 32.
+      vector: number of adjacent columns that a thread holds in one vector register.
     """
 
     threads: int
@@ -51,8 +53,9 @@ class RowLayout:
 
     @staticmethod
     def for_copies(width: int, dtype: Any) -> RowLayout:
-        """Layout with which `copy_indexed_rows` copies rows of `width` elements: the widest accesses that divide a row
-        evenly, then the most threads per row.
+        """Return the layout with which `copy_indexed_rows` copies rows of `width` elements.
+
+        It has the widest accesses of up to `ACCESS_BYTES` that divide a row evenly, then the most threads per row.
         """
         even = width & -width
         vector = min(ACCESS_BYTES // jnp.dtype(dtype).itemsize, even)
@@ -76,11 +79,11 @@ class RowLayout:
 
     @functools.cached_property
     def per_row(self) -> Any:
-        """Layout of an array with a value per row, which all threads of the row hold."""
+        """Layout of an array with one value per row. All threads that share a row hold its value."""
         return self.tile.reduce(1)
 
     def iota(self, rows: int) -> jax.Array:
-        """Index of each row, int32 [rows]."""
+        """Return the index of each row, int32 [rows], with layout `per_row`."""
         return plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=self.per_row)
 
     def spread(self, per_row: jax.Array, columns: int) -> jax.Array:
@@ -136,7 +139,7 @@ class RowLayout:
     def take(self, ref: Ref, index: jax.Array, layout: Any = None) -> jax.Array:
         """Load elements of a reference by their flat index, which must be in range.
 
-        Global memory must not be written by a running kernel.
+        No running kernel may write the elements at the same time.
 
         Args:
           layout: layout of the indices and of the result; None for `per_row`.
@@ -222,8 +225,8 @@ def copy_indexed_rows(
 ) -> None:
     """Copy source[source_row[i]] to target[target_row[i]] for each i, bit for bit.
 
-    Nothing is written if the target row is negative, and zeros are written if the source row is negative. References
-    may have more than 2**32 elements.
+    If target_row[i] is negative, nothing is written. Otherwise, if source_row[i] is negative, zeros are written. Source
+    and target may have more than 2**32 elements.
     """
     width = source.shape[1]
     held = layout.columns * max(1, HELD_BYTES // (layout.vector * jnp.dtype(source.dtype).itemsize))
@@ -239,11 +242,12 @@ def store_results(tile: Any, ref: Ref, row: jax.Array, column: int, values: jax.
     """Store values[i] to ref[row[i], column : column + columns] for each i with row[i] >= 0, 64 bytes of a row at a
     time.
 
-    Each of the four threads of a row holds two of every 8 columns. Direct stores would write 16 bytes of a row at a
-    time, half a sector. The four threads therefore exchange columns first, until each thread has 8 adjacent columns.
+    In the result of a wgmma, four threads share a row, and each thread holds two of every 8 columns. Direct stores
+    would write 16 bytes of a row at a time, half a sector. The four threads therefore exchange columns first, so that
+    each thread has 8 adjacent columns.
 
     Args:
-      tile: layout of wgmma's results.
+      tile: register layout of the results of a wgmma.
       row: [64 · n], with layout `tile.reduce(1)`.
       values: 16-bit [64 · n, a multiple of 32], with layout `tile`.
     """
@@ -289,7 +293,7 @@ def _exchanged(words: list[ir.Value], thread: ir.Value) -> list[ir.Value]:
 
 
 def _interpreted_load(ref: Ref, row: jax.Array, columns: Any, shape: tuple[int, int]) -> jax.Array:
-    """Load row by row, and only the requested rows: other threads may be writing the others."""
+    """Load the requested rows one by one. Other rows are not read, because other CTAs may be writing them."""
 
     def load(i: jax.Array, loaded: jax.Array) -> jax.Array:
         return lax.cond(row[i] >= 0, lambda: loaded.at[i].set(ref[row[i], columns]), lambda: loaded)
@@ -316,7 +320,7 @@ def load_element(ref: ir.Value, index: ir.Value) -> ir.Value:
 
 
 def _accesses(ref: ir.Value, row: Any, column: int) -> Any:
-    """For each register of a tile, yield its index, whether its row is accessed, and a pointer to its first column.
+    """For each register of a tile, yield its index, whether its row is not negative, and a pointer to its first column.
 
     Offsets have 64 bits, because a cache may have more than 2**32 elements.
     """
@@ -347,7 +351,7 @@ def _pointer(ref: ir.Value, offset: ir.Value, element: ir.Type) -> ir.Value:
 
 
 def _words(loaded: ir.VectorType) -> ir.VectorType:
-    """Vector type with which a vector is moved: words of 32 bits, or one smaller word."""
+    """Return the vector type with which a vector is loaded or stored: words of 32 bits, or one smaller word."""
     bits = mgpu.utils.bitwidth(loaded)
     word = min(bits, 32)
     return ir.VectorType.get((bits // word,), ir.IntegerType.get_signless(word))
@@ -372,8 +376,9 @@ def _store_if(is_given: ir.Value, values: ir.Value, pointer: ir.Value) -> None:
 
 
 def _store_words(is_given: ir.Value, words: list[ir.Value], pointer: ir.Value) -> None:
-    """Store 4 words to global memory if a condition holds. A predicated instruction is used, because the assembler
-    moves nothing past a branch.
+    """Store 4 words to global memory if a condition holds.
+
+    The store is a predicated instruction instead of a branch, because the assembler moves no instruction past a branch.
     """
     address = llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
     text = "@$0 st.global.v4.b32 [$1], {$2, $3, $4, $5};"

@@ -1,7 +1,8 @@
 """Work of a CTA in a decode plan: its work tiles in the attention kernel, and its items in the merge kernel.
 
-A plan row is one KV head of one sequence. A split is a range of visible pages of a plan row that one CTA attends to.
-Each split of a plan row with several splits leaves a partial state. A merge kernel merges the partial states.
+A plan row is one KV head of one sequence. A split, also called work tile, is a range of visible pages of a plan row
+that one CTA attends to. If a plan row has several splits, the attention kernel stores a partial state for each split,
+and a merge kernel merges them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pallas_attn.mosaic.primitives import basics
 from pallas_attn.types import DecodePlan
 
 ABSENT = 2**30
-"""Position of the tokens of an absent page; larger than the position of every query."""
+"""Position of the tokens of an absent page (table entry outside the pool). It is larger than the position of every
+query, so that causality hides the tokens."""
 
 MERGE_PROGRAMS = 3
-"""CTAs of a merge kernel per multiprocessor. Each has up to 64 KB of partial states in flight. If outputs are so wide
-that fewer CTAs fit, the other CTAs wait.
+"""Number of CTAs of a merge kernel per multiprocessor. Each CTA has up to 64 KB of partial states in flight. If outputs
+are so wide that fewer CTAs fit a multiprocessor, the other CTAs run later.
 """
 
 
@@ -28,10 +30,10 @@ class WorkTile(NamedTuple):
     """Consecutive visible pages of a plan row, for one CTA.
 
     Attributes:
-      row: plan row: KV head h of sequence b, b·Hkv + h.
-      plan_index: index of the row in the plan's order.
-      start, stop: first page and one past the last, in the plan's numbering of the visible pages of the row.
-      split: index of the partial state, if the row has several splits.
+      row: index of the plan row: b·Hkv + h for KV head h of sequence b.
+      plan_index: index of the row in `plan.row_order`.
+      start, stop: first page, and one past the last page. The plan numbers the visible pages of a row from 0.
+      split: index of the split in the plan, and of its partial state if the row has several splits.
       is_whole_row: whether the work tile contains all pages of the row.
     """
 
@@ -46,11 +48,13 @@ class WorkTile(NamedTuple):
 def for_each_work_tile(
     plan: DecodePlan, work: Callable[[WorkTile, Any], Any], carry: Any = (), *, counted: bool = False
 ) -> Any:
-    """Call carry = work(tile, carry) for each work tile of this CTA, whose index is on axis "program". Return the last
-    carry.
+    """Call carry = work(tile, carry) for each work tile of this CTA, and return the last carry.
+
+    The index of the CTA on the grid axis "program" is its index in the plan.
 
     Args:
-      counted: whether to take the number of iterations from the plan. A single warp cannot run a `while` loop.
+      counted: whether to run a loop whose number of iterations is read from the plan, instead of a `while` loop. A
+        single warp cannot run a `while` loop.
     """
     program = lax.axis_index("program")
     end_index, end_page = plan.cta_row[program + 1], plan.cta_page[program + 1]
@@ -79,8 +83,10 @@ def for_each_work_tile(
 
 
 def merge_programs(items: int) -> int:
-    """Number of CTAs that merge up to `items` slices of plan rows: about the number that run at the same time, because
-    each CTA has a start-up cost even if nothing is to be merged.
+    """Return the number of CTAs of a merge kernel for up to `items` slices of plan rows.
+
+    It is at most about the number of CTAs that run at the same time, because each CTA has a start-up cost even if it
+    has nothing to merge.
     """
     return min(items, MERGE_PROGRAMS * basics.multiprocessors())
 
@@ -89,8 +95,8 @@ class MergeItem(NamedTuple):
     """One slice of the output of a plan row, which one CTA of a merge kernel merges.
 
     Attributes:
-      row: plan row.
-      first_split: index of the row's first partial state, in the plan's numbering.
+      row: index of the plan row.
+      first_split: index of the row's first split in the plan.
       splits: number of the row's partial states; 0 if the row sees no key.
       slice: index of the output slice.
     """
@@ -102,9 +108,10 @@ class MergeItem(NamedTuple):
 
 
 def for_each_merged(plan: DecodePlan, slices: int, work: Callable[[MergeItem], None]) -> None:
-    """Call work(item) for this CTA's share of the plan rows that do not have exactly one split.
+    """Call work(item) for each merge item of this CTA.
 
-    The CTA's index is on axis "program". The output of each row is merged in `slices` slices.
+    Plan rows that do not have exactly one split are merged; each has `slices` items. The items are distributed
+    cyclically to the CTAs on the grid axis "program".
     """
     rows, programs = plan.row_order.shape[0], lax.axis_size("program")
 

@@ -1,14 +1,15 @@
-"""TMA copies to shared memory that the warps of a warpgroup share and announce to a barrier with one arrival.
+"""Sets of TMA copies to shared memory with one arrival at a barrier for the whole set.
 
 `plgpu.copy_gmem_to_smem` synchronizes all threads of a warpgroup and arrives at the barrier once per copy, which takes
-140 ns on an H100. A tile of 128 keys in pages of 16 tokens has 16 copies (K and V). Here each thread arrives once, with
-its share of the bytes, and one thread of each warp starts every fourth copy. The lanes of a warp look up the pages, one
-page per lane.
+140 ns on an H100. A tile of 128 keys in pages of 16 tokens has 16 copies (K and V). With the functions of this module,
+each thread arrives once for the whole set of copies, and announces 1/128 of the bytes of the set. The four warps of the
+warpgroup start the copies: one thread of each warp starts every fourth copy. Each lane of a warp looks up one page.
 
-Rows past the end of an array are copied as zeros, so arrays need no padding. TMA clips to the exact number of rows if
-the array is given as rows, and to a multiple of 8 rows if it is given as groups of 8, the arrangement of tiles in
-shared memory. A tile that contains rows of the incomplete last group is therefore copied group by group. A tile in
-which a sequence ends is also copied group by group, without the groups that contain none of its rows.
+Rows past the end of an array are copied as zeros, so arrays need no padding. If the shape of the TMA descriptor has an
+axis of rows, TMA clips copies to the exact number of rows. Tiles in shared memory consist of groups of 8 rows. To copy
+a whole tile at once, the descriptor must have an axis of groups, and TMA clips copies to complete groups. A tile with
+rows of an incomplete last group is therefore copied group by group, with rows. A tile in which a sequence ends is also
+copied group by group: groups without a row of the sequence are not copied.
 
 In interpret mode every copy arrives separately (`arrivals`), and arrays are padded (`zero_rows_past_end`).
 """
@@ -37,34 +38,34 @@ from pallas_attn.mosaic.primitives.register_tiles import ROW_BYTES
 from pallas_attn.mosaic.primitives.row_io import THREADS, RowLayout
 
 GROUP = 8
-"""Number of rows after which the swizzle pattern repeats."""
+"""Number of rows of a group, after which the swizzle pattern of shared memory repeats."""
 
 WARP, WARPS = 32, 4
-"""Threads of a warp, and warps of a warpgroup."""
+"""Number of threads of a warp, and number of warps of a warpgroup."""
 
 LANES = RowLayout(threads=1, vector=1)
-"""Layout of arrays [128] with a number for each thread of a warpgroup."""
+"""Register layout of arrays [128] with one number per thread of a warpgroup."""
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 BARRIER_BYTES = 8
 
 LEAST_CUT = 32
-"""Minimum rows of a page for which unneeded groups of 8 are skipped. With fewer rows, separate copies per group take
-longer than the saved bytes.
+"""Minimum number of rows copied per page for which unneeded groups of 8 rows are skipped. For fewer rows, starting one
+copy per group takes longer than copying the unneeded bytes.
 """
 
 
 def arrivals(copies: int) -> int:
-    """Number of arrivals that announce `copies` copies started together."""
+    """Return the number of arrivals that a barrier must expect for a set of `copies` copies."""
     return copies if interpreted() else 1
 
 
 def zero_rows_past_end(x: Float[Array, "n H D"], most: int) -> Float[Array, "m H D"]:
-    """Pad x for `tma_load_rows` and `tma_load_row_groups` of up to `most` rows.
+    """Pad an array for `tma_load_rows` and `tma_load_row_groups` with tiles of up to `most` rows.
 
-    In interpret mode, append zeros that rows past the end are copied from. Otherwise only ensure that x has at least
-    the rows of one group.
+    In interpret mode, append rows of zeros, from which rows past the end are copied. In compiled kernels, only ensure
+    that x has at least the 8 rows of a group.
     """
     rows = x.shape[0]
     padded = -(-rows // GROUP) * GROUP + most if interpreted() else max(rows, GROUP)
@@ -75,17 +76,18 @@ def zero_rows_past_end(x: Float[Array, "n H D"], most: int) -> Float[Array, "m H
 
 
 def lane_iota() -> jax.Array:
-    """Lane of each thread in its warp, int32 [128] with layout `LANES`. It is the index of the page that the thread
-    looks up.
+    """Return the lane of each thread in its warp, int32 [128] with layout `LANES`.
+
+    The lane is the index of the page that the thread looks up.
     """
     return LANES.iota(THREADS) & (WARP - 1)
 
 
 def present_pages(row: jax.Array) -> jax.Array:
-    """Bit mask of the lanes whose pool row is not negative, int32.
+    """Return the bit mask of the lanes whose pool row is not negative, int32. These are the present pages.
 
     Args:
-      row: int32 [128], the same in all warps.
+      row: int32 [128] in layout `LANES`, with equal values in all warps.
     """
     if interpreted():
         return jnp.where(row[:WARP] >= 0, jnp.int32(1) << jnp.arange(WARP, dtype=jnp.int32), 0).sum(dtype=jnp.int32)
@@ -104,14 +106,15 @@ def tma_load_pages(
 
     Args:
       pool: [N, rows of a page, columns] in global memory.
-      row: int32 [128], the same in all warps: pool rows of the first `pages` lanes. Other lanes and absent pages have
-        negative rows. The tile's rows of an absent page stay unchanged.
-      first: first row copied of each page, a multiple of 8.
+      row: int32 [128] in layout `LANES`, with equal values in all warps. Lane i < `pages` has the index in `pool` of
+        page i of the tile, or a negative number if the page is absent; other lanes have negative numbers. The rows of
+        an absent page in the tile stay unchanged.
+      first: first row that is copied of each page, a multiple of 8.
       tile: `register_tiles.operand` [pages · rows copied per page, columns].
-      barrier: barrier with `arrivals(pages)` arrivals for these copies.
-      needed: number of rows of the tile that are needed, from its first row on. Groups of 8 rows after them are not
-        copied, and their part of the tile stays unchanged. Pages without a needed row must be absent. None if all rows
-        are needed.
+      barrier: barrier that expects `arrivals(pages)` arrivals for these copies.
+      needed: number of rows of the tile that are needed, from its first row on; None if all rows are needed. Groups of
+        8 rows after the needed rows may be skipped, and their part of the tile then stays unchanged. Pages without a
+        needed row must be absent.
     """
     _require_arrivals(barrier, pages)
     rows = tile.shape[0] // pages
@@ -163,10 +166,11 @@ def tma_load_pages(
 
 
 def _last_page(needed: Any, pages: int, groups: int) -> tuple[Any, Any]:
-    """Return the index of the first page of a tile that is not completely needed, and the number of groups of 8 rows
-    of this page that are needed.
+    """Find the first page of a tile that is not completely needed.
 
-    If the number is 0, the page is absent or past the last page of the tile.
+    Returns:
+      The index of the page, and the number of its groups of 8 rows that are needed. If the number is 0, the page is
+      absent or past the last page of the tile.
     """
     all_needed = jnp.clip(lax.div(needed + (GROUP - 1), GROUP), 0, pages * groups)
     last = lax.div(all_needed, groups)
@@ -182,12 +186,13 @@ def tma_load_rows(source: Ref, first: Any, head: Any, tile: Ref, barrier: Ref, e
     Rows past the end of the array are copied as zeros.
 
     Args:
-      source: [T, H, D] in global memory, result of `zero_rows_past_end`.
+      source: [T, H, D] in global memory, result of `zero_rows_past_end`. A row is an index along T.
       first: the first row, a multiple of 8.
+      head: the head.
       tile: `register_tiles.operand` [n, D].
-      barrier: barrier with one arrival for this copy.
-      end: one past the last needed row. Groups of 8 rows that begin at `end` or later may be skipped, and their part of
-        the tile may stay unchanged. None if all rows are needed.
+      barrier: barrier that expects one arrival for these copies.
+      end: one past the last needed row; None if all rows are needed. Groups of 8 rows that begin at `end` or later may
+        be skipped, and their part of the tile then stays unchanged.
     """
     count, rows = tile.shape[0], source.shape[0]
     if interpreted():
@@ -238,9 +243,10 @@ def tma_load_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped:
     Args:
       source: [T, H, D] in global memory, result of `zero_rows_past_end`.
       first, head: the first row, a multiple of 8, and the first head.
-      skipped: number of groups that precede the tile.
+      heads: number of heads whose groups alternate.
+      skipped: number of groups in this order that precede the first group of the tile.
       tile: `register_tiles.operand` [8 · groups, D].
-      barrier: barrier with `arrivals(groups)` arrivals for these copies.
+      barrier: barrier that expects `arrivals(groups)` arrivals for these copies.
     """
     groups = tile.shape[0] // GROUP
     if interpreted():
@@ -267,7 +273,7 @@ def tma_load_row_groups(source: Ref, first: Any, head: Any, heads: int, skipped:
 
 
 def _in_padding(first: Any, rows: int, count: int) -> Any:
-    """Start row of an interpreted copy, clipped so that rows past the end are read from the padding."""
+    """Return the start row of a copy in interpret mode, clipped so that the copy does not read past the padding."""
     return pl.multiple_of(jnp.minimum(first, rows - count), GROUP)
 
 
@@ -277,7 +283,7 @@ def _in_padding(first: Any, rows: int, count: int) -> Any:
 def _require_arrivals(barrier: Ref, copies: int) -> None:
     """Raise ValueError unless a barrier expects the arrivals of `copies` copies.
 
-    The interpreter counts arrivals differently from a card, where a wrong number of arrivals deadlocks.
+    A wrong number of arrivals deadlocks a kernel on the GPU. The number differs in interpret mode; see `arrivals`.
     """
     counted = jax.typeof(getattr(barrier, "ref", barrier)).inner_aval.dtype.num_arrivals
     if counted != arrivals(copies):
@@ -298,7 +304,7 @@ def _lower_barrier_address(_: Any, barrier: Any) -> ir.Value:
 
 
 def _address(barrier: Ref) -> jax.Array:
-    """Address in shared memory of a barrier, which may be an element of a barrier array."""
+    """Return the address of a barrier in shared memory. The barrier may be an element of a barrier array."""
     transforms = getattr(barrier, "transforms", ())
     first: jax.Array = _barrier_address_p.bind(barrier.ref if transforms else barrier)
     for indexer in transforms:
@@ -311,7 +317,7 @@ def _address(barrier: Ref) -> jax.Array:
 
 
 class _Copies:
-    """Copies whose bytes a barrier counts, started by one thread of each warp."""
+    """A set of copies whose bytes a barrier counts. One thread of each warp starts copies of the set."""
 
     def __init__(self, ctx: Any, barrier: Any) -> None:
         self._ctx, self._barrier = ctx, barrier
@@ -322,7 +328,12 @@ class _Copies:
 
     @staticmethod
     def announced(ctx: Any, address: Any, share: ir.Value) -> _Copies:
-        """Arrive at a barrier from each thread, with the thread's share of the copies' bytes."""
+        """Arrive at a barrier from each thread, announce the bytes of the copies, and return the set of copies.
+
+        Args:
+          address: address of the barrier.
+          share: number of bytes that each thread announces: 1/128 of the bytes of all copies.
+        """
         number = address.registers.item()
         text = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
         # The arrival makes earlier stores visible to other threads, so nothing may be moved past it.
@@ -332,8 +343,9 @@ class _Copies:
         return _Copies(ctx, mgpu.utils.BarrierRef(pointer, _number(0), none, 1))
 
     def shared_by_warps(self, count: int) -> Iterator[ir.Value]:
-        """Yield the indices of the copies that a warp starts, out of `count`. The code emitted for each index runs in
-        all warps.
+        """Yield the indices, out of `count`, of the copies that a warp starts: its own index, then every fourth index.
+
+        The code that is emitted for an index runs in all warps, each with another value of the index.
         """
         for i in range(0, count, WARPS):
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, self._warp, _number(count - i))):
@@ -367,9 +379,9 @@ class _Copies:
 
 
 def _operand(source: Any) -> tuple[ir.Value, list[Any]]:
-    """Return the kernel operand that a reference points into, and indices of the operand's leading axes.
+    """Return the kernel operand of which a reference is a part, and the indices of the operand's leading axes.
 
-    Leading axes exist if the kernel is mapped over a batch. TMA descriptors are made of whole operands.
+    An operand has leading axes if the kernel is mapped over a batch. TMA descriptors describe whole operands.
     """
     while isinstance(source, ir.BlockArgument):
         source = source.owner.owner.operands[source.arg_number]
@@ -387,42 +399,42 @@ def _operand(source: Any) -> tuple[ir.Value, list[Any]]:
 
 
 def _tile_ref(tile: Ref) -> Any:
-    """Type of a reference to a `register_tiles.operand`."""
+    """Return the type of a reference to a `register_tiles.operand`."""
     columns = ROW_BYTES // jnp.dtype(tile.dtype).itemsize
     return plgpu.RefType((plgpu.TilingTransform((GROUP, columns)), plgpu.SwizzleTransform(ROW_BYTES)))
 
 
 def _whole_groups(source: ir.Value) -> Any:
-    """Transform that splits an array into groups of rows and drops an incomplete last group."""
+    """Return the TMA transform that splits an array into groups of 8 rows and drops an incomplete last group."""
     rounding = launch_context.Rounding.DOWN
     return launch_context.TileTransform((GROUP, _swizzled(source)), rounding=rounding)
 
 
 def _swizzled(source: ir.Value) -> int:
-    """Elements of a swizzled row."""
+    """Return the number of elements of a row of a swizzled tile."""
     return ROW_BYTES * 8 // mgpu.utils.bitwidth(ir.MemRefType(source.type).element_type)
 
 
 def _row_bytes(source: ir.Value) -> int:
-    """Bytes of the last axis of an array."""
+    """Return the number of bytes of the last axis of an array."""
     kind = ir.MemRefType(source.type)
     return kind.shape[-1] * mgpu.utils.bitwidth(kind.element_type) // 8
 
 
 def _own(x: Any) -> ir.Value:
-    """The thread's number in an array with layout `LANES`."""
+    """Return the number of this thread in an array with layout `LANES`."""
     (register,) = x.registers.flat
     return vector.extract(register, [], [0])
 
 
 def _of_lane(own: ir.Value, lane: ir.Value) -> ir.Value:
-    """The number of another lane of the warp."""
+    """Return the number that another lane of the warp holds."""
     all_lanes: Any = mgpu.c(0xFFFFFFFF, i32())
     return nvvm.shfl_sync(all_lanes, own, lane, _number(WARP - 1), nvvm.ShflKind.idx)
 
 
 def _present(own: ir.Value) -> ir.Value:
-    """Bit mask of the lanes of a warp whose number is not negative."""
+    """Return the bit mask of the lanes of a warp whose number is not negative."""
     there = arith.cmpi(arith.CmpIPredicate.sge, own, _number(0))
     text = "vote.sync.ballot.b32 $0, $1, 0xffffffff;"
     present: Any = llvm.inline_asm(i32(), [there], text, "=r,b", has_side_effects=True)
@@ -430,8 +442,10 @@ def _present(own: ir.Value) -> ir.Value:
 
 
 def _here(number: ir.Value) -> ir.Value:
-    """Return the number through an assembly barrier, so that nothing computed from it is hoisted out of a loop or a
-    branch into registers.
+    """Return the number through an inline assembly instruction, whose result the compiler does not move.
+
+    Values that are computed from the result are therefore not hoisted out of a loop or a branch, where they would take
+    registers.
     """
     here: Any = llvm.inline_asm(i32(), [number], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
     return here

@@ -1,4 +1,4 @@
-"""Gather the cached and new latents of each sequence into one ragged array."""
+"""Gather the cached and new latents of all sequences into one packed array."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def gather_latent(
     length: int,
     implementation: Implementation = None,
 ) -> Float[Array, "length LR"]:
-    """Gather the cached latents of each sequence, followed by its new latents, sequence after sequence.
+    """Copy the latents of all sequences to one array, sequence after sequence.
 
-    Sequence s has cu_q_lens[s + 1] - cu_q_lens[s] new tokens in `latent_new`. Its earlier tokens, kv_lens[s] minus the
-    number of new tokens, are in its pages. Sequence s starts at row sum(kv_lens[:s]) of the result.
+    For each sequence, the result has the cached latents, followed by the new latents. Sequence s has
+    cu_q_lens[s + 1] - cu_q_lens[s] new tokens in `latent_new`. Its other kv_lens[s] - (number of new tokens) tokens are
+    in its pages. Sequence s starts at row sum(kv_lens[:s]) of the result.
 
-    Values are copied without change. Cached tokens of a quantised cache are dequantised, and new tokens are rounded to
-    the values that the cache would return for them.
+    Values of a cache without scales are copied without change. Cached tokens of a quantised cache are dequantised, and
+    new tokens are rounded to the values that would be read from the cache after they were written.
 
     Args:
-      cache: of any dtype.
+      cache: the latents and rotated keys; see `PagedLatent`. 8-bit latents must have scales.
       latent_new: packed new tokens, in the cache's dtype, or in any 16-bit or 32-bit dtype for a quantised cache. The
         result has this dtype. T may be 0 if no sequence has new tokens.
       block_tables: page ids. Entries after the cached tokens are ignored. Tokens in absent pages, or in pages outside

@@ -17,7 +17,10 @@ from pallas_attn.types import PagedLatent
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GatherLatentCall(OperationCall):
-    """Validated arguments of `gather_latent`. `latent_new` holds the values that a read from the cache would return."""
+    """Validated arguments of `gather_latent`.
+
+    Implementations receive `latent_new` rounded to the values that would be read from the cache after a write.
+    """
 
     op: ClassVar[str] = "gather_latent"
 

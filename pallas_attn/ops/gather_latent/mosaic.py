@@ -1,14 +1,14 @@
 """`gather_latent` on Hopper and data-center Blackwell.
 
-A CTA is one warpgroup. Groups of its threads each copy one row of the result, 16 bytes per access:
+A CTA is one warpgroup. Each group of threads copies one row of the result, up to 16 bytes per thread and access:
 
     sequence, position = position of the result row, from one pass over the lengths of all sequences
     cached rows: pool row from the block table -> registers -> result
     new rows:    row of the new latents        -> registers -> result
 
-The pass over the lengths is cheaper than a separate kernel for their prefix sums. A CTA runs both copies. Most CTAs
-have rows of one kind only, and the other copy moves no data. CTAs do not wait for one another, and there are no
-barriers.
+The pass over the lengths is cheaper than a separate kernel for their prefix sums. Every CTA runs both copies, each for
+its rows of this kind. Most CTAs have only cached or only new rows, so that one of the copies moves no data. CTAs do not
+wait for one another, and there are no barriers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GatherLatentInputs(NamedTuple):
     """Operands of the kernel: arrays, or references to them inside the kernel.
 
     Attributes:
-      rows: rows of the pool, [N·ps, L + R].
+      rows: latents of the cache, [N·ps, L + R]; row page·ps + offset.
       new: [T, L + R]; None without new tokens.
       block_tables: [S·P].
       cu_q_lens, kv_lens: arguments of the operation.

@@ -31,7 +31,7 @@ TILE_ELEMENTS = 2048
 """Elements of a block: 16 for each of 128 threads, two 16-byte accesses for a 16-bit dtype."""
 
 MAX_ROWS = 32
-"""Maximum number of rows of a program. Comparisons of rows with the ends of sequences are in registers."""
+"""Maximum number of rows of a program. A program compares its rows with `SEQUENCES` ends of sequences in registers."""
 
 SEQUENCES = 32
 """Number of sequences whose lengths a program reads at a time."""

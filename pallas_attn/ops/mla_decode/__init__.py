@@ -33,18 +33,19 @@ def mla_decode(
     Every head reads the same [L + R] key, whose first L columns are also the value. The caller absorbs the
     up-projections: W_UK into `q_latent`, and W_UV after this call into the output.
 
-    Query i of row b has position kv_lens[b] - q_lens[b] + i. It sees the latents up to its own position that the window
-    shows. The latents of the new tokens must already be in the pages.
+    Query i of sequence b has position kv_lens[b] - q_lens[b] + i. It sees the latents up to its own position that are
+    in the window. The latents of the new tokens must already be in the pages.
 
     Args:
       q_latent: queries for the latent columns, with W_UK absorbed.
       q_rope: rotated queries for the rotated key columns, in the same dtype.
-      cache: in any dtype.
+      cache: the latents and rotated keys; see `PagedLatent`. All its dtypes are supported.
       block_tables: page ids. Tokens of PAGE_NONE and of ids outside the pool are invisible. Entries without a visible
         token may have any value.
-      kv_lens: tokens per sequence, including the new tokens; 0 for an idle row.
-      sm_scale: multiplies the scores. Required, because it depends on the width before absorption.
-      q_lens: real queries per row, at most Q; None for Q each.
+      kv_lens: tokens per sequence, including the new tokens; 0 for an idle sequence.
+      sm_scale: factor of the scores. It is required, because it depends on the head width before the absorption of
+        W_UK, which the arguments do not have.
+      q_lens: number of real queries per sequence, at most Q; None if every sequence has Q queries.
       window: number of newest latents that every head sees; None for all.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       draft_mask: True where query i sees draft key j, at position kv_len - q_len + j; replaces causality among draft
@@ -55,9 +56,9 @@ def mla_decode(
       implementation: None, a name, or names to try in order.
 
     Returns:
-      Output in the latent space; exactly 0 for queries that see nothing (idle rows, past q_len, before position 0).
-      With `return_lse` also the float32 natural LSE of the scaled, capped, masked scores; -inf for queries that see
-      nothing.
+      Output in the latent space; exactly 0 for queries that see no latent: queries of idle sequences, queries from
+      q_len on, and queries with a negative position. With `return_lse` also the float32 natural-log LSE of the scaled,
+      capped, masked scores; -inf for queries that see no latent.
 
     Raises:
       ValueError: the arguments do not fit each other.

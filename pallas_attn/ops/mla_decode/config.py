@@ -30,11 +30,11 @@ TILE_TOKENS = 64
 
 
 def max_columns(out_dtype: jax.typing.DTypeLike, *, quantised: bool = False, masked: bool = False) -> int:
-    """Return the maximum number of query rows of the swap-AB kernel.
+    """Return the maximum number of query rows of the swap-AB kernel, in which query rows are the columns of a tile.
 
-    The registers of a warpgroup at L 512 limit the number. Float32 outputs, conversion of quantised latents, and draft
-    masks over quantised latents need registers, too. With more query rows, the kernels with query rows as rows of tiles
-    are faster.
+    A query row is one head of one query token. The registers of a warpgroup at L = 512 limit the number. Float32
+    outputs, conversion of quantised latents, and draft masks over quantised latents need registers, too. With more
+    query rows, the two-warpgroup kernels, in which query rows are the rows of a tile, are faster.
     """
     if quantised:
         return 16 if masked else 24
@@ -71,7 +71,7 @@ def swap_ab_config(key: SwapAbKey) -> DecodeConfig:
 def _swap_ab_heuristic(key: SwapAbKey) -> DecodeConfig:
     """Maximise the number of CTAs per SM within registers and shared memory, with at least two tiles per CTA.
 
-    Over quantised latents, one tile per CTA is enough.
+    For quantised latents, CTAs may have a single tile.
     """
     # Imported here because the portable implementation must work without Mosaic.
     from pallas_attn.mosaic.primitives.query_packing import QueryPacking
@@ -146,7 +146,8 @@ class TwoWarpgroupConfig:
 
     Attributes:
       pairs: pairs of tiles of 64 latents in shared memory.
-      cluster: CTAs of a cluster, which share copies: 1 or 2. With an odd number of blocks of rows the kernel uses 1.
+      cluster: number of CTAs of a cluster, which share copies: 1 or 2. The kernel uses 1 if the number of blocks of 64
+        query rows is odd.
     """
 
     pairs: int
@@ -154,9 +155,9 @@ class TwoWarpgroupConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.pairs <= 5:
-            raise ValueError(f"{self.pairs=} must be from 1 to 5")
+            raise ValueError(f"pairs: expected an int from 1 to 5, got {self.pairs}")
         if self.cluster not in (1, 2):
-            raise ValueError(f"{self.cluster=} must be 1 or 2")
+            raise ValueError(f"cluster: expected 1 or 2, got {self.cluster}")
 
 
 def two_warpgroup_config(latent_dim: int, rope_dim: int, page_size: int) -> TwoWarpgroupConfig:

@@ -1,4 +1,8 @@
-"""Inputs of the `mla_decode` kernels for many query rows, on Hopper and Blackwell: blocks of query rows, and tiles."""
+"""Inputs of the `mla_decode` kernels for many query rows on Hopper, and of the kernel on Blackwell.
+
+A query row is one head of one query token of a sequence. The kernels process query rows in blocks. A draft key is the
+key of one of the Q newest tokens, which other queries of the sequence may not see.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +70,10 @@ def out_of_blocks(
 def visible_bits(
     q_lens: Int32[Array, "B"], num_queries: int, draft_mask: Bool[Array, "B Q Q"] | None
 ) -> Int32[Array, "B Q"]:
-    """Pack the visibility of each query into bits: bit j for draft key j, bit `OLDER_BIT` for all older keys."""
+    """Pack the keys that each query sees into bits: bit j for draft key j, bit `OLDER_BIT` for all older keys.
+
+    Queries from q_len on are padding, and see no key.
+    """
     index = jnp.arange(num_queries, dtype=jnp.int32)
     if draft_mask is None:
         draft_mask = (index[:, None] >= index[None])[None]

@@ -1,7 +1,7 @@
 """Experimental: has never run on a card. `mla_decode` on data-center Blackwell (B200).
 
-`mosaic.blackwell.mla_decode` has the kernel and its main loop. Query rows are columns of O if they are few, and rows of
-O if they are many.
+`mosaic.blackwell.mla_decode` has the kernel and its main loop. A query row is one head of one query token. Few query
+rows are the columns of the accumulator O; many query rows are its rows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Number of CTAs in plans for this call. Each takes a multiprocessor per block of query rows and half of the
-    latent.
+    """Return the number of CTAs of a plan for this call.
+
+    The kernel runs each CTA of the plan once per block of query rows and half of the latent columns. The number is
+    therefore the number of multiprocessors divided by the number of these combinations.
 
     Raises:
       NotImplementedError: the device is not Blackwell, or the kernel does not support the dtypes, widths, page size or

@@ -1,7 +1,10 @@
 """`mla_decode` on Hopper (H100, H200): chooses a kernel by the number of query rows and the dtype of the latents.
 
-`mosaic_swap_ab`: few query rows, which are the columns of a tile. `mosaic_two_warpgroup_bf16`: many query rows over
-16-bit latents. `mosaic_two_warpgroup_fp8`: many query rows over quantised latents.
+A query row is one head of one query token of a sequence.
+
+    mosaic_swap_ab               few query rows, which are the columns of a tile
+    mosaic_two_warpgroup_bf16    many query rows, 16-bit latents
+    mosaic_two_warpgroup_fp8     many query rows, quantised latents
 """
 
 from __future__ import annotations
@@ -30,7 +33,11 @@ def num_programs(call: MlaDecodeCall) -> int:
 
 
 def _kernel(call: MlaDecodeCall) -> ModuleType:
-    """Return the kernel's module. Over quantised latents the number of heads decides, else heads times queries."""
+    """Return the module of the kernel.
+
+    For 16-bit latents, the number of query rows of a sequence (heads times queries) decides. For quantised latents, the
+    number of heads decides.
+    """
     unsupported.require_plain_scores(call.window, call.soft_cap)
     unsupported.require_scales_of_latents(call.cache)
     quantised, is_masked = call.cache.is_quantised, call.draft_mask is not None

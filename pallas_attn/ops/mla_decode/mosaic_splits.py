@@ -1,11 +1,14 @@
-"""Splits of sequences, for Hopper's `mla_decode` kernels with many query rows: pages, visibility, results, merge.
+"""Functions on splits of sequences for Hopper's `mla_decode` kernels with many query rows.
 
-The kernels for bf16 and fp8 latents share this file. Terms:
+They iterate over splits, look up pages, compute which tokens a query row sees, and merge partial states. The kernels
+for bf16 and fp8 latents share them. Terms:
 
     query row       one head of one query of a sequence; 64 query rows form a block
     split           a range of consecutive pages of a sequence, which one CTA processes (`LatentSplit`)
     tile, pair      a tile is 64 cached tokens of a split; the CTA processes tiles in pairs
-    draft key       a key at or after the position of the oldest query, which other queries of the sequence may not see
+    oldest query    the first of the queries of a sequence, which has the smallest position
+    draft key       a key at or after the position of the oldest query; some queries of the sequence may not see it
+    absent page     a page outside the range of the split, or a table entry outside the pool; its tokens are invisible
     partial state   result of one split of a sequence with several splits; `merge_splits` merges partial states
 """
 
@@ -44,9 +47,9 @@ class SplitResults(NamedTuple):
     """Results in global memory.
 
     Attributes:
-      out: [B, blocks·ROWS, L], for sequences in one split.
-      lse: float32 [blocks, B, ROWS], for sequences in one split.
-      partials: partial states, for sequences in several splits.
+      out: [B, blocks·ROWS, L], output of sequences that have one split.
+      lse: float32 [blocks, B, ROWS], LSE of sequences that have one split.
+      partials: partial states of sequences that have several splits.
     """
 
     out: Any
@@ -55,7 +58,7 @@ class SplitResults(NamedTuple):
 
     @staticmethod
     def types(x: RowInputs, out_dtype: jax.typing.DTypeLike) -> SplitResults:
-        """Types of the results of a kernel with these inputs."""
+        """Return the types of the results of a kernel with these inputs."""
         batch, rows, latent_dim = x.q_latent.shape
         blocks = rows // ROWS
         return SplitResults(
@@ -71,9 +74,10 @@ class LatentSplit(NamedTuple):
     Attributes:
       row: index of the sequence.
       start, stop: range of entries of the sequence's block table.
-      state: index of the partial state, if the sequence has several splits.
+      state: index of the split among all splits of the plan, from which `PartialStates.state_index` computes the index
+        of the partial state. Unused if the sequence has one split.
       is_whole_row: whether the sequence has one split.
-      pair: number of pairs of tiles that the CTA processed before.
+      pair: number of pairs of tiles that the CTA processed before this split.
     """
 
     row: Any
@@ -84,15 +88,15 @@ class LatentSplit(NamedTuple):
     pair: Any
 
     def queries(self, static: LatentTiles, x: RowInputs) -> Any:
-        """Number of queries of the sequence."""
+        """Return the number of queries of the sequence."""
         return static.queries if x.q_lens is None else x.q_lens[self.row]
 
     def oldest_query(self, static: LatentTiles, x: RowInputs) -> Any:
-        """Position of the first query."""
+        """Return the position of the oldest query."""
         return x.kv_lens[self.row] - self.queries(static, x)
 
     def num_pairs(self, static: LatentTiles) -> Any:
-        """Number of pairs of tiles."""
+        """Return the number of pairs of tiles of the split."""
         num_tiles = pl.cdiv(self.stop - self.start, static.pages) * static.tiles_per_page
         return pl.cdiv(num_tiles, 2)
 
@@ -112,10 +116,10 @@ def for_each_split(static: LatentTiles, plan: DecodePlan, attend: Callable[[Late
 
 
 def token_positions(static: LatentTiles, meta: Ref, token: Any) -> Any:
-    """Return the positions of tokens of a tile, relative to the `origin` of `PageLookup.store_meta`.
+    """Return the positions of tokens of a tile, minus the `origin` that was passed to `PageLookup.store_meta`.
 
     Args:
-      meta: metadata of the tile, of `PageLookup.store_meta`.
+      meta: metadata of the tile, as stored by `PageLookup.store_meta`.
       token: int32, indices of tokens in the tile.
     """
     position = token + meta[1]
@@ -126,7 +130,7 @@ def token_positions(static: LatentTiles, meta: Ref, token: Any) -> Any:
 
 
 def bit_index(draft: Any) -> Any:
-    """Return the index of the bit of `RowInputs.seen` that says whether a row sees a token.
+    """Return the index of the bit of `RowInputs.seen` that is 1 if a query row sees a token.
 
     Args:
       draft: int32, position of the token minus the position of the oldest query.
@@ -135,11 +139,11 @@ def bit_index(draft: Any) -> Any:
 
 
 def live_tokens(static: LatentTiles, x: RowInputs, row: Any, bit: Any) -> Any:
-    """Return whether some query row of a sequence sees each token of a tile.
+    """Return for each token of a tile whether any query row of a sequence sees it, bool [TOKENS].
 
     Args:
       row: index of the sequence.
-      bit: int32 [TOKENS], of `bit_index`.
+      bit: int32 [TOKENS], result of `bit_index` for each token.
     """
     every = jnp.int32(static.draft_bits - 2**OLDER_BIT)
     any_row = every if x.seen_by_any is None else x.seen_by_any[row]
@@ -147,11 +151,12 @@ def live_tokens(static: LatentTiles, x: RowInputs, row: Any, bit: Any) -> Any:
 
 
 def seen_bits(static: LatentTiles, x: RowInputs, split: LatentSplit, row: Any, block: Any, layout: Any) -> Any:
-    """Return the visibility bits [ROWS] of the query rows of a block, in a register layout.
+    """Return the visibility bits of the query rows of a block, int32 [ROWS]; see `bit_index`.
 
     Args:
       row: int32 [ROWS], indices of the query rows in the sequence.
       block: index of the block.
+      layout: register layout of the result.
     """
     if x.seen is not None:
         return basics.load(x.seen.at[split.row, pl.ds(block * ROWS, ROWS)], layout)
@@ -205,7 +210,7 @@ class PageLookup:
         """Call copy_page(j, page, tile_of_page) for each page j of a tile.
 
         Args:
-          first: of `first_page`, loaded before the caller's last wait.
+          first: result of `first_page`. The caller loads it before its last wait, so that the wait hides the latency.
         """
         ids, (page, tile_of_page) = self.ids(split, i, tile), first
 
@@ -220,12 +225,14 @@ class PageLookup:
     ) -> None:
         """Store the metadata of a tile for the consumers, before the tile's last copies start.
 
-        All query rows see tokens older than the oldest query. Under a causal mask all rows also see the oldest query,
-        and the newest query sees every token.
+        All query rows see tokens before the oldest query. Under a causal mask, all rows also see the token of the
+        oldest query, and the newest query sees every token of the sequence.
 
         Args:
-          meta: int32 [1 + pages]: visibility (FULL, PARTIAL or DEAD), then the position of each page's first token
-            minus `origin`, or ABSENT.
+          meta: int32 [1 + pages], receives the metadata: the visibility of the tile (FULL, PARTIAL or DEAD), then for
+            each page the position of its first token minus `origin`, or ABSENT.
+          oldest_query: position of the oldest query.
+          origin: number that is subtracted from positions.
         """
         static, ids = self.static, self.ids(split, i, tile)
         first, tile_of_page = static.first_page(2 * i + tile)
@@ -249,10 +256,12 @@ def copy_splits(
 ) -> None:
     """Start the copies of all splits of this CTA.
 
-    The memory of the first pair of a split becomes free before the memory of its query, so the query is copied after
-    the first pair. The query of the CTA's first split is copied at once.
+    At the end of a split, consumers release the memory of its last tiles before the memory of its query. The query of
+    the next split is therefore copied after the first pair of tiles. The query of the CTA's first split is copied
+    first.
 
     Args:
+      pages: page ids of tiles.
       copy_query: (split) -> None. Wait until the query's memory is free, then start the copies of a split's query.
       copy_pair: (split, i, oldest_query) -> None. Start the copies of a split's i-th pair as its memory becomes free.
     """
@@ -281,10 +290,10 @@ def merge_splits(
     partials: PartialStates,
     plan: DecodePlan,
 ) -> tuple[Float[Array, "B rows L"], Float[Array, "blocks B ROWS"]]:
-    """Write, in place, output and LSE of sequences in several splits, and of sequences without visible keys.
+    """Write output and LSE of sequences with several splits, and of sequences without visible keys, in place.
 
-    The attention kernel has written all other sequences. Splits are merged in order, so the result does not depend on
-    the CTAs that computed them.
+    The attention kernel has written all other sequences. The splits of a sequence are merged in order, so the result
+    does not depend on the CTAs that computed them.
     """
     (blocks, batch, _), latent_dim = lse.shape, out.shape[2]
     columns = merge_columns(blocks * batch, latent_dim)
@@ -301,7 +310,7 @@ def merge_splits(
 
 
 def _merged_tile(columns: int, dtype: Any) -> Any:
-    """Scratch type of an output slice [ROWS, columns], swizzled if a row has at least 32 bytes."""
+    """Return the scratch type of an output slice [ROWS, columns]. It is swizzled if a row has at least 32 bytes."""
     row_bytes = min(register_tiles.ROW_BYTES, columns * jnp.dtype(dtype).itemsize)
     shape = (ROWS, columns)
     return plgpu.SMEM(shape, dtype) if row_bytes < 32 else register_tiles.operand(shape, dtype, row_bytes=row_bytes)

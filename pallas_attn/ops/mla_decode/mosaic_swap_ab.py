@@ -1,19 +1,20 @@
 """`mla_decode` on Hopper (H100, H200) for few query rows, with swapped operands (swap-AB). Memory bandwidth limits it.
 
-Every query head reads the same key. The first L columns of the key are the value. All query rows of a sequence are the
-columns of a tile, and 64 tokens are its rows:
+Every query head reads the same key. The first L columns of the key are the value. A query row is one head of one query
+token. All query rows of a sequence are the columns of a tile, and 64 tokens are its rows:
 
     S [64 tokens, columns] = C qᵀ      O [L, columns] += C[:, :L]ᵀ P      m, l [columns]
 
 A tile C [64 tokens, L + R] is read once from global memory, and both products read it from the same shared memory. The
-M = 64 of wgmma is tokens in the first product and latent columns in the second, so few query rows do not waste it. The
-latent and the rotated columns of a tile are separate arrays, because the second product reads only the latent columns.
+64 rows (M) of a wgmma are tokens in the first product, and latent columns in the second. Few query rows therefore leave
+no rows of the tensor core unused. The latent and the rotated columns of a tile are separate arrays, because the second
+product reads only the latent columns.
 
 The main loop is `decode_attention` in `pallas_attn/mosaic/decode.py`, the kernel of `paged_decode`, with one KV head
 and without separate values.
 
-The size of O limits the number of columns: at L 512, 32 columns take half of a CTA's registers. More query rows are
-split into blocks, and each block reads the cache.
+The size of O limits the number of columns: at L = 512, 32 columns take half of a CTA's registers. More query rows are
+split into blocks, and each block reads the cache again.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Return the number of CTAs that a plan for this call should have: all run concurrently on the GPU.
+    """Return the number of CTAs of a plan for this call: the number of CTAs that run concurrently on the GPU.
 
     Raises:
       NotImplementedError: unsupported architecture, dtype, width, page size, number of heads or draft mask.

@@ -1,7 +1,9 @@
 """`mla_decode` on Hopper (H100, H200) for many query rows over 16-bit latents: pages, masks and results.
 
-The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_bf16`. A CTA holds 64 query
-rows of a sequence (the M of wgmma; rows are ordered by query, then by head) and processes the splits of its plan:
+The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_bf16`. A query row is one
+head of one query token; a split is a range of pages of a sequence. A CTA holds 64 query rows of a sequence (the M of a
+wgmma; rows are ordered by query, then by head) and processes the splits that the plan assigns to it. A tile of 64
+latents has three parts: the left and the right half of the latent columns, and the rotated columns.
 
     for split in plan:                             warpgroup 2, producer
         for pair of tiles:
@@ -13,13 +15,13 @@ rows of a sequence (the M of wgmma; rows are ordered by query, then by head) and
         write the output, or a partial state if the sequence has several splits
 
 Two CTAs with neighbouring blocks of the same sequence form a cluster if the number of blocks is even. Each CTA copies
-one half of every tile part into the shared memory of both (TMA multicast). A half is free when both CTAs have released
-it. Both CTAs have the same plan and pages, hence the same order of copies.
+one half of the bytes of every tile part into the shared memory of both CTAs (TMA multicast). A half tile is free when
+both CTAs have released it. Both CTAs process the same splits and pages, so they start copies in the same order.
 
-An absent page is not copied. The producer arrives at `full` instead. The producer stores each tile's visibility: a
-tile that all rows see is not masked. Latents that no row sees, e.g. after a sequence's end, are set to 0 before they
-are used as values, because 0 · NaN is NaN. The metadata has 2 · pairs slots for pairs, because the warpgroups may be
-one pair apart.
+An absent page is not copied: the producer arrives at `full` instead. The producer stores for each tile which of its
+tokens are visible. A tile whose tokens all rows see is not masked. Latents that no row sees, for example after the end
+of a sequence, are set to 0 before they are used as values, because 0 · NaN is NaN. This metadata has room for 2 · pairs
+pairs of tiles, because the two consumer warpgroups may be one pair apart.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Return the number of CTAs that a plan for this call should have, per block of 64 query rows.
+    """Return the number of CTAs of a plan for this call. The kernel runs each of them once per block of 64 query rows.
 
     Raises:
       NotImplementedError: unsupported architecture, dtype, width, page size or number of queries.
@@ -120,7 +122,10 @@ class DecodeBf16Static(LatentTiles):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of a consumer and of the producer. Three warpgroups share 504 per thread position."""
+        """Registers per thread of a consumer and of the producer.
+
+        The registers of two consumers and the producer, 2 · consumer + producer, must not exceed 504.
+        """
         return (232, 40) if self.loop.widths[0] > 128 else (192, 120)
 
     def columns(self, part: int) -> Any:
@@ -129,7 +134,7 @@ class DecodeBf16Static(LatentTiles):
         return pl.ds((0, left, self.latent_dim)[part], (left, right, self.rope_dim)[part])
 
     def scratch_types(self, dtype: jax.typing.DTypeLike) -> Bf16Scratch:
-        """Bf16Scratch types of the kernel, for queries and latents of a dtype."""
+        """Return the scratch types of the kernel, for queries and latents of a dtype."""
         slots = 2 * self.pairs
         return Bf16Scratch.types(
             self.loop,
@@ -147,8 +152,8 @@ class PageScratch(NamedTuple):
     """Shared memory for pages and masks.
 
     Attributes:
-      tile_meta: int32 [2 · pairs, 2, 1 + pages], metadata of each tile of a pair, of `PageLookup.store_meta`.
-      page_ids: int32 [pairs + 1, 2, pages], of `PageLookup`.
+      tile_meta: int32 [2 · pairs, 2, 1 + pages], metadata of each tile of a pair, stored by `PageLookup.store_meta`.
+      page_ids: int32 [pairs + 1, 2, pages], the array `PageLookup.ref`.
     """
 
     tile_meta: Any
@@ -222,10 +227,11 @@ def _produce(static: DecodeBf16Static, x: RowInputs, mem: Bf16Scratch, block: An
                 plgpu.barrier_arrive(barrier)
 
     def copy_pair(split: LatentSplit, i: Any, oldest_query: Any) -> None:
-        """Copy each half of a pair when it becomes free.
+        """Copy each half of the tiles of a pair when its memory becomes free.
 
-        The rotated keys are copied with the half that is released after the last read of the probabilities stored over
-        them. Work that needs no free memory is done before the wait, or after the copies have started.
+        Consumers store probabilities over the rotated keys of a tile. The next rotated keys are therefore copied with
+        the half that is released after the last read of these probabilities. Work that needs no free memory is done
+        before the wait, or after the copies have started.
         """
         for tile, half in HALVES:
             slot = static.loop.slot(split.pair + i, tile) + basics.opaque_zero()

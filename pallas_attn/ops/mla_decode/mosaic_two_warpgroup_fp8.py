@@ -1,7 +1,8 @@
 """`mla_decode` on Hopper (H100, H200) for many query rows over fp8 latents: pages, masks and results.
 
-The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_fp8`. A CTA holds 64 query
-rows of a sequence and processes the splits of its plan:
+The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_fp8`. A query row is one
+head of one query token; a split is a range of pages of a sequence. A CTA holds 64 query rows of a sequence, and
+processes the splits that the plan assigns to it in tiles of 64 latents:
 
     for split in plan:                             warpgroup 2, producer
         for tile in split:                         up to three tiles ahead of the consumers
@@ -14,8 +15,8 @@ rows of a sequence and processes the splits of its plan:
         write the output, or a partial state if the sequence has several splits
 
 Barrier `full[slot]` has three arrivals per page: one for each copy, or three by the producer if the page is absent.
-Consumers fence their reads (`see_copies`) before they release a tile, because threads read latents through the generic
-proxy and TMA overwrites them through the async proxy.
+Consumers execute a proxy fence (`see_copies`) before they release a tile, because threads read latents through the
+generic proxy and TMA overwrites them through the async proxy.
 
 Splits, visibility and partial states are shared with the 16-bit kernel (`mosaic_splits`).
 """
@@ -67,7 +68,8 @@ REGISTERS = 240, 24
 """Registers per thread of a consumer, and of the producer."""
 
 PAIRS = 2
-"""Pairs of tiles that copies are ahead of the consumers, at most. Shared memory holds three tiles."""
+"""Maximum number of pairs of tiles, rounded up, by which copies are ahead of the consumers. Shared memory holds three
+tiles."""
 
 
 def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq L"], Float[Array, "B Q Hq"]]:
@@ -80,10 +82,10 @@ def decode(call: MlaDecodeCall, plan: DecodePlan) -> tuple[Float[Array, "B Q Hq 
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Return the number of CTAs that a plan for this call should have, per block of 64 query rows.
+    """Return the number of CTAs of a plan for this call. The kernel runs each of them once per block of 64 query rows.
 
     Raises:
-      NotImplementedError: unsupported by `mosaic_two_warpgroup_bf16.num_programs`; or queries are not bfloat16, or do
+      NotImplementedError: `mosaic_two_warpgroup_bf16.num_programs` raises it, the queries are not bfloat16, or they do
         not have 64 rotated columns.
     """
     programs = mosaic_two_warpgroup_bf16.num_programs(call)
@@ -113,10 +115,10 @@ class DecodeFp8Scratch(NamedTuple):
 
     Attributes:
       loop: scratch of the main loop.
-      tile_meta: int32 [SLOTS, 1 + pages], metadata of each tile, of `PageLookup.store_meta`. Positions are relative to
-        the oldest query.
-      page_ids: int32 [PAIRS + 1, 2, pages], of `PageLookup`.
-      full: [SLOTS] barriers, a tile is full.
+      tile_meta: int32 [SLOTS, 1 + pages], metadata of each tile, stored by `PageLookup.store_meta`. Positions are
+        relative to the position of the oldest query of the sequence.
+      page_ids: int32 [PAIRS + 1, 2, pages], the array `PageLookup.ref`.
+      full: [SLOTS] barriers; a phase ends when the copies of a tile are complete.
     """
 
     loop: Fp8Scratch
@@ -260,7 +262,7 @@ def _seen(static: DecodeFp8Static, x: RowInputs, split: LatentSplit, block: Any)
         row = block * ROWS + jnp.arange(ROWS, dtype=jnp.int32) if x.seen is None else None
         return seen_bits(static, x, split, row, block, PER_COLUMN)
 
-    # Pallas finds no register layout for the division of an iota over columns.
+    # Written in MLIR, because Pallas finds no register layout for the division of an iota over columns.
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WG_SPLAT(()),),
         return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, layout=PER_COLUMN),

@@ -1,7 +1,7 @@
 """`mla_decode` in Triton, for cards from Ampere (sm80) on.
 
-The query rows of a sequence are all heads of all its queries, and attend to the same latents. A program follows the
-plan for a block of query rows:
+A query row is one head of one query token. All query rows of a sequence attend to the same latents. The plan assigns
+splits, which are ranges of pages of sequences, to programs. A program computes a block of query rows of each split:
 
     for split in the program's splits:
         for step in the split's tokens:
@@ -9,7 +9,7 @@ plan for a block of query rows:
             s = q_latent c^T + q_rope r^T                            # [query_rows, tokens]
             top, total, weights = softmax_step(s)
             acc = acc * keep + weights c                             # [query_rows, latent columns]
-        store the output if the split covers all keys of the row, otherwise a partial state
+        store the output if the split covers all keys of the sequence, otherwise a partial state
     merge_splits                                                     # second kernel, `triton.split_states`
 
 Programs do not wait for one another. No two programs write the same split or output row. The merge is a second kernel.
@@ -86,7 +86,7 @@ def mla_decode(call: MlaDecodeCall) -> tuple[Float[Array, "B Q Hq L"], Float[Arr
 
 
 def num_programs(call: MlaDecodeCall) -> int:
-    """Number of programs of a plan for this call: the number that run at the same time on the card."""
+    """Return the number of programs of a plan for this call: the number that run at the same time on the GPU."""
     caches.require_latents(call.q_latent, call.cache, call.rope_dim)
     card, tile = _card_and_tile(call)
     return tile.concurrent_programs(card, call.query_rows)

@@ -26,23 +26,24 @@ def mla_sparse(
     """Compute attention of every token to the latents in its selected slots. `mla_decode` attends to all latents
     instead.
 
-    Decode rows and tokens of a chunk are treated alike. A token sees exactly the slots that it names; the selection
-    must respect causality.
+    A slot is the place of one token in the cache. Tokens of decode requests and of prompt chunks are treated alike.
+    Token t sees exactly the slots in `slots[t]`; causality is not applied, so the selection must respect it.
 
     Args:
       q_latent: queries for the latent columns, with W_UK absorbed.
       q_rope: rotated queries for the rotated key columns, in the same dtype.
-      cache: in any dtype.
-      slots: page · ps + offset of the latents that each token attends to, from `token_slots`, each at most once. -1 and
-        slots outside the pool are ignored.
-      sm_scale: multiplies the scores. Required, because it depends on the width before absorption.
+      cache: the latents and rotated keys; see `PagedLatent`. 8-bit latents must have scales.
+      slots: page · ps + offset of the latents that each token attends to, from `token_slots`. A token must not name a
+        slot twice. -1 and slots outside the pool are ignored.
+      sm_scale: factor of the scores. It is required, because it depends on the head width before the absorption of
+        W_UK, which the arguments do not have.
       return_lse: also return the LSE.
       out_dtype: dtype of the output; None for the dtype of q_latent.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      Output in the latent space; exactly 0 for tokens without a slot. With `return_lse` also the float32 natural LSE of
-      the scaled scores; -inf for tokens without a slot.
+      Output in the latent space; exactly 0 for tokens without a slot in the pool. With `return_lse` also the float32
+      natural-log LSE of the scaled scores; -inf for tokens without a slot in the pool.
 
     Raises:
       ValueError: the arguments do not fit each other.

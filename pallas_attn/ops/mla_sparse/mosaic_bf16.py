@@ -1,6 +1,7 @@
 """`mla_sparse` on Hopper over 16-bit latents: gathered tiles, masks and results.
 
-The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_bf16`. One CTA per SM:
+The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_bf16`. A work item is a
+block of heads of a token and a range of the token's slots (`SparseItem`). One CTA per SM:
 
     for item in items of this CTA:                 warpgroup 2, producer
         for pair of tiles:
@@ -11,12 +12,12 @@ The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic
         wait q_full; mla_bf16.attend(pairs of the item)
         write the output, or a partial state if a token has several splits
 
-`full` has two kinds of barriers: one for each half of a tile and one for its rotated keys (`CopyBarriers`). All threads
-of the producer arrive when their asynchronous copies are done.
+`full` has two kinds of barriers (`CopyBarriers`): one for each half of the latent columns of a tile, and one for its
+rotated keys. All threads of the producer arrive when their asynchronous copies are done.
 
-A token without a latent, i.e. slot -1, is filled with zeros and its scores are masked. A tile without such tokens is
-not masked. The producer stores the mask of a tile after free of the half that the scoring warpgroup releases. That
-warpgroup reads the mask before it releases the half.
+A row of a tile whose slot is absent (-1, or outside the split) is filled with zeros, and its scores are masked. A tile
+without absent slots is not masked. The producer stores the mask of a tile after it has waited for the half that the
+scoring warpgroup releases. The scoring warpgroup reads the mask before it releases this half.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class GatherBarriers(NamedTuple):
     """Barriers `full` of gathered tiles.
 
     Attributes:
-      halves: of `CopyBarriers.types`, [2 tiles · 2 halves].
-      rope: of `CopyBarriers.types`, [2 tiles].
+      halves: array of `CopyBarriers`, one per half of each of the two tiles [4].
+      rope: array of `CopyBarriers`, one per tile [2].
     """
 
     halves: Any
@@ -82,7 +83,7 @@ def scratch_types(static: SparseStatic, dtype: jax.typing.DTypeLike) -> Bf16Scra
 
 
 def attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLike) -> Any:
-    """Run the kernel. Return `SparseResults` for one split per token, else `PartialStates`."""
+    """Run the kernel. Return `SparseResults` if tokens have one split, else `PartialStates`."""
     return launch(
         functools.partial(_kernel, static),
         x,
@@ -119,9 +120,10 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch) -> None:
         copy_query(x.q_latent.at[token, heads], x.q_rope.at[token, heads], halves, rope, mem.q_full)
 
     def gather_pair(pair: Any, slots: tuple[jax.Array, ...]) -> None:
-        """Gather each half of a pair when it becomes free.
+        """Gather each half of the tiles of a pair when its memory becomes free.
 
-        The rotated keys come with the half that is released after the last read of the probabilities stored over them.
+        Consumers store probabilities over the rotated keys of a tile. The next rotated keys are therefore gathered with
+        the half that is released after the last read of these probabilities.
         """
         for tile, half in HALVES:
             plgpu.barrier_wait(mem.free.at[2 * tile + half])

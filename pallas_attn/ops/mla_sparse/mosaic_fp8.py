@@ -1,6 +1,7 @@
 """`mla_sparse` on Hopper over fp8 latents: gathered tiles, masks and results.
 
-The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_fp8`. One CTA per SM:
+The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic.hopper.mla_fp8`. A work item is a block
+of heads of a token and a range of the token's slots (`SparseItem`). One CTA per SM:
 
     for item in items of this CTA:                 warpgroup 2, producer
         for pair of tiles:
@@ -11,9 +12,9 @@ The main loop, its barriers and the deadlock argument are in `pallas_attn.mosaic
         mla_fp8.attend(pairs of the item)
         write the output, or a partial state if a token has several splits
 
-All threads of the producer arrive at `full[slot]` (`CopyBarriers`) when their asynchronous copies are done. A token
-without a latent, i.e. slot -1, is filled with zeros and its scores are masked. A tile without such tokens is not
-masked.
+Here `slot` in brackets is a place for one tile in shared memory. All threads of the producer arrive at `full[slot]`
+(`CopyBarriers`) when their asynchronous copies are done. A row of a tile whose pool slot is absent (-1, or outside the
+split) is filled with zeros, and its scores are masked. A tile without absent pool slots is not masked.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class SparseFp8Scratch(NamedTuple):
     Attributes:
       loop: scratch of the main loop.
       chosen: masks of the tiles.
-      full: of `CopyBarriers.types`, [SLOTS], a tile is full.
+      full: array of `CopyBarriers` [SLOTS]; a phase ends when a tile has been gathered.
     """
 
     loop: Fp8Scratch
@@ -78,7 +79,7 @@ class SparseFp8Scratch(NamedTuple):
 
 
 def attend(x: SparseInputs, static: SparseStatic, out_dtype: jax.typing.DTypeLike) -> Any:
-    """Run the kernel. Return `SparseResults` for one split per token, else `PartialStates`."""
+    """Run the kernel. Return `SparseResults` if tokens have one split, else `PartialStates`."""
     return launch(
         functools.partial(_kernel, static),
         x,
@@ -154,7 +155,7 @@ def _tile_access(mem: SparseFp8Scratch) -> Fp8TileAccess:
         return jnp.where(over_tokens(is_none, s.shape) == 0, s, -jnp.inf)
 
     def before_release() -> None:
-        """Do nothing: the next copies are writes of threads, like these reads through the generic proxy."""
+        """Do nothing: cp.async writes and these reads both use the generic proxy, so no proxy fence is needed."""
 
     return Fp8TileAccess(await_keys, await_values, mem.chosen.is_full, mask, before_release)
 

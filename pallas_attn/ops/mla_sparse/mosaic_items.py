@@ -1,8 +1,8 @@
-"""Work items of `mla_sparse` on Hopper, shared by its kernels: inputs, lookup of chosen latents, results, merge.
+"""Work items of `mla_sparse` on Hopper: inputs, lookup of selected latents, results and merge. Both kernels use them.
 
 Terms:
 
-    slot            index of a latent in the pool; each token names the slots that it attends to
+    slot            index of a latent in the pool (page · ps + offset); each token names the slots that it attends to
     query row       one head of one token; up to 64 query rows form a block
     split           a range of a token's slots; all tokens have the same number of splits
     item            a block of a token and one split of the token's slots, which one CTA processes (`SparseItem`)
@@ -56,7 +56,7 @@ class SparseStatic:
 
     @property
     def rows(self) -> int:
-        """Query rows of a block, including padding. A block has fewer than ROWS rows if it is the only one."""
+        """Query rows of a block, including padding: ROWS, or `heads` if the token has a single smaller block."""
         return min(self.heads, ROWS)
 
     @property
@@ -73,8 +73,8 @@ class SparseInputs(NamedTuple):
       latents: [pool slots, L + R]; fp8 [pool slots, L].
       scale: float32 [pool slots, L / LATENT_GROUP] for fp8 latents, else None.
       rope: [pool slots, R] for fp8 latents, else None.
-      slots: int32 [T·K].
-      ends: int32 [T], one plus the index of each token's last valid slot; 0 if it has none.
+      slots: int32 [T·K], the slots of all tokens.
+      ends: int32 [T], for each token one plus the index of its last slot in the pool; 0 if it has none.
     """
 
     q_latent: Any
@@ -118,10 +118,10 @@ class SparseResults(NamedTuple):
 
 
 def results_of(static: SparseStatic, num_tokens: int, out_dtype: jax.typing.DTypeLike) -> SparseResults | PartialStates:
-    """Return the output types of a kernel: results for one split per token, else partial states."""
+    """Return the output types of an attention kernel: final results if tokens have one split, else partial states."""
     if static.splits == 1:
         return SparseResults.types(static, num_tokens, out_dtype)
-    # `PartialLoader` may read up to one item's states beyond the last one.
+    # `PartialLoader` copies batches of up to `splits` states, and the last batch may extend past the last state.
     return PartialStates.types((num_tokens * static.blocks + 1) * static.splits, ROWS, static.latent_dim)
 
 
@@ -138,11 +138,11 @@ def launch(
     """Run an attention kernel of three warpgroups on all items.
 
     Args:
-      kernel: kernel(kind, x, *refs). `kind` is the class of the returned results, which makes an object of the first
-        two references.
+      kernel: function kernel(kind, x, *refs). `kind` is the class of the results, `SparseResults` or `PartialStates`;
+        `kind(*refs[:2])` has the references of the results. The other references are the scratch memory.
 
     Returns:
-      Results for one split per token, else partial states.
+      Final results if tokens have one split, else partial states.
     """
     num_tokens = x.q_latent.shape[0]
     items, results = num_tokens * static.blocks, results_of(static, num_tokens, out_dtype)
@@ -168,8 +168,8 @@ class SparseItem(NamedTuple):
     Attributes:
       index: index of the item. Items of a token are adjacent, because they read the same latents.
       start, stop: range of the split in `SparseInputs.slots`.
-      count: number of pairs of tiles, at least one.
-      pair: number of pairs that the CTA processed before.
+      count: number of pairs of tiles of the split, at least one.
+      pair: number of pairs of tiles that the CTA processed before this item.
     """
 
     index: Any
@@ -220,7 +220,12 @@ def for_each_item(static: SparseStatic, x: SparseInputs, attend: Callable[[Spars
 
 
 def pool_slots(x: SparseInputs, item: SparseItem, i: Any, tile: int) -> jax.Array:
-    """Look up the pool slots of a tile of an item's i-th pair, in the order of `gather.tile_row`; -1 for no latent."""
+    """Look up the slots of a tile of an item's i-th pair of tiles.
+
+    Returns:
+      int32 [128], one slot per thread in the order of `gather.tile_row`; -1 for places outside the split and for slots
+      outside the pool.
+    """
     first = item.start + lax.optimization_barrier(i) * PAIR_TOKENS + tile * TOKENS  # recomputed for each tile
     place = first + gather.tile_row()
     slot = RowLayout(1, 1).take(x.slots, jnp.minimum(place, x.slots.shape[0] - 1))
@@ -233,14 +238,15 @@ def gather_items(
     copy_query: Callable[[SparseItem], None],
     gather_pair: Callable[[Any, tuple[jax.Array, ...]], None],
 ) -> None:
-    """Gather the latents of all items of this CTA. The caller has copied the first item's query.
+    """Gather the latents of all items of this CTA. The caller has started the copy of the first item's query.
 
-    The memory of the first pair of an item becomes free before the memory of its query, so the query of a later item is
-    copied after the first pair.
+    At the end of an item, consumers release the memory of its last tiles before the memory of its query. The query of
+    the next item is therefore copied after the first pair of tiles.
 
     Args:
       copy_query: (item) -> None. Wait until the query's memory is free, then start the copies of an item's query.
-      gather_pair: (pair, slots of both tiles) -> None. Start the copies of a pair as its memory becomes free.
+      gather_pair: (pair, slots of both tiles) -> None. Start the copies of a pair as its memory becomes free. `pair`
+        counts the pairs of tiles of the CTA.
     """
 
     def gather_item(item: SparseItem) -> None:
@@ -256,11 +262,11 @@ def gather_items(
 
 
 class ChosenScratch(NamedTuple):
-    """Shared memory for masks of the tiles in the pipeline, n tiles at a time.
+    """Masks of the n tiles in shared memory.
 
     Attributes:
-      is_none: int32 [n, TOKENS], 1 for tokens of a tile without a latent.
-      all_given: int32 [n, 4], for each tile and each gathering warp, 1 if all of the warp's tokens have a latent.
+      is_none: int32 [n, TOKENS], 1 for rows of a tile whose slot is absent, else 0.
+      all_given: int32 [n, 4], for each tile and each of the four gathering warps, 1 if no row of the warp is absent.
     """
 
     is_none: Any
@@ -272,7 +278,7 @@ class ChosenScratch(NamedTuple):
         return ChosenScratch(plgpu.SMEM((num_tiles, TOKENS), jnp.int32), plgpu.SMEM((num_tiles, 4), jnp.int32))
 
     def is_full(self, tile: Any) -> Any:
-        """Whether all tokens of a tile have a latent."""
+        """Return whether no row of a tile is absent."""
         given = self.all_given.at[tile]
         return (given[0] & given[1] & given[2] & given[3]) == 1
 
@@ -283,7 +289,7 @@ class ChosenScratch(NamedTuple):
 def merge_splits(
     partials: PartialStates, static: SparseStatic, num_tokens: int, out_dtype: jax.typing.DTypeLike
 ) -> SparseResults:
-    """Merge the states of the splits of each token, in the order of the splits."""
+    """Merge the partial states of each block of each token, in the order of the splits."""
     items = num_tokens * static.blocks
     columns = merge_columns(items, static.latent_dim)
     return plgpu.kernel(

@@ -1,8 +1,9 @@
 """`mla_sparse` on Hopper (H100, H200): splits a token's slots into work items, runs a kernel, and merges the splits.
 
 An item is a block of up to 64 heads of a token and one split of the token's slots. The number of splits depends on
-shapes only. Each split has an equal share of the tiles up to the token's last valid slot. CTAs, one per SM, process
-items in a static order. `mosaic_bf16` is the kernel for 16-bit latents, `mosaic_fp8` the kernel for fp8 latents.
+shapes only. The slots of a token up to its last slot in the pool are divided evenly, in units of 128 slots. CTAs, one
+per SM, process items in a static order. `mosaic_bf16` is the kernel for 16-bit latents, `mosaic_fp8` the kernel for fp8
+latents.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from pallas_attn.ops.mla_sparse.call import MlaSparseCall
 from pallas_attn.ops.mla_sparse.mosaic_items import PAIR_TOKENS, SparseInputs, SparseStatic, merge_splits
 
 EIGHT_ROWS = 8
-"""A block's number of rows is a multiple of this: swizzled tiles in shared memory consist of groups of 8 rows."""
+"""The number of heads of a block is padded to a multiple of 8, because a swizzled tile in shared memory has 8 rows."""
 
 
 def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array, "T Hq"]]:
     _require_supported(call)
     (num_tokens, num_heads, latent_dim), top_k = call.q_latent.shape, call.slots.shape[1]
     blocks, pairs, quantised = -(-num_heads // ROWS), -(-top_k // PAIR_TOKENS), call.cache.is_quantised
-    any_rows = quantised or call.output_dtype == call.q_latent.dtype  # else outputs are stored as full blocks
+    # In the other cases the kernel can only store the output of 64 rows at a time.
+    any_rows = quantised or call.output_dtype == call.q_latent.dtype
     unit = EIGHT_ROWS if blocks == 1 and any_rows else ROWS
     static = SparseStatic(
         latent_dim=latent_dim,

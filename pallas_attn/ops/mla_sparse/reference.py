@@ -1,4 +1,7 @@
-"""Definition of `mla_sparse`: every token gathers its latents. There is one KV head, whose values are the latents."""
+"""Definition of `mla_sparse`: gather the latents of every token, then attend with one KV head.
+
+The keys are the latent and rotated columns, and the values are the latent columns.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`mla_sparse` in Triton, for cards from Ampere (sm80) on.
 
-A program attends from a block of heads of one token to the latents in the token's slots, or to one split of the slots:
+A program computes a block of heads of one token over one split of the token's slots:
 
     for step in the split's slots:
         c, r = latents and rotated keys, gathered from the slots     # loaded once, used as key and value
@@ -10,8 +10,8 @@ A program attends from a block of heads of one token to the latents in the token
     store the output, or with several splits a partial state
     merge_splits                                                     # second kernel, only with several splits
 
-The slots are split if one program per token would leave multiprocessors idle. The number of splits depends on shapes
-only. Programs do not wait for one another, and no two programs write the same split or output row.
+The slots of a token have several splits if fewer programs would leave multiprocessors idle. The number of splits
+depends on shapes only. Programs do not wait for one another, and no two programs write the same split or output row.
 
 8-bit latents have a scale for each token and group of 128 columns. Each group (chunk of columns) is converted to 16
 bits exactly. The scales multiply the group's part of the scores, and the weights of the group's values. Scaled
@@ -91,7 +91,15 @@ def mla_sparse(call: MlaSparseCall) -> tuple[Float[Array, "T Hq L"], Float[Array
 
 
 def _num_splits(programs: int, steps: int) -> int:
-    """Number of splits of a token's slots: one per available program, each with at least `MIN_STEPS` steps."""
+    """Return the number of splits of a token's slots.
+
+    It is the number of programs per token that run concurrently, limited so that a split has at least `MIN_STEPS`
+    steps.
+
+    Args:
+      programs: number of programs per block and token that run concurrently.
+      steps: number of steps over all slots of a token.
+    """
     wanted = max(1, min(programs, steps // MIN_STEPS))
     return -(-steps // -(-steps // wanted))  # no split is empty
 
@@ -188,7 +196,10 @@ def _attend(
 
 @kernel
 def _end_of_chosen(chosen_ptr, first, end, pool_slots):
-    """End of the slots from `first` to `end`, without the trailing slots outside the pool, which are common."""
+    """Return the end of the slots from `first` to `end` without trailing slots outside the pool.
+
+    Many tokens have trailing slots of -1, because fewer keys than TOP_K are visible.
+    """
     last = first
     for start in range(first, end, 1024):
         place = start + tl.arange(0, 1024)

@@ -40,14 +40,15 @@ def paged_decode(
       q: queries in bfloat16, float16 or float32; with `q_scale` also in the cache's float8 dtype, already divided by
         `q_scale`.
       kv: the cache; see `PagedKV`.
-      block_tables: page ids [B, P], or head-wise tables [B, Hkv, P] with row ids page·Hkv + head of any head's pages.
-        Entry j holds tokens [j·ps, (j + 1)·ps). The tokens of PAGE_NONE, and of ids outside the pool, are invisible.
+      block_tables: page ids [B, P], or head-wise tables [B, Hkv, P]. The entries of head-wise tables are page rows: the
+        page of one KV head has the row id page·Hkv + head, and every head may use any row. Entry j is the page of the
+        tokens at positions j·ps to (j + 1)·ps - 1. The tokens of PAGE_NONE, and of ids outside the pool, are invisible.
         Entries without a visible token may hold any value.
-      kv_lens: tokens of each sequence, including the new tokens; 0 for an idle row.
-      q_lens: real queries of each sequence, at most Q; None for Q each.
+      kv_lens: tokens of each sequence, including the new tokens; 0 for an idle sequence.
+      q_lens: number of real queries of each sequence, at most Q; None if every sequence has Q queries.
       sm_scale: factor of the scores; None for D**-0.5.
       window: None, the number of newest keys that every head sees, or a `HeadWindow`.
-      sinks: float32 learned logits that enter each head's softmax denominator, unscaled and uncapped.
+      sinks: one learned logit per head (float32) that enters the head's softmax denominator, unscaled and uncapped.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
       draft_mask: True where query i sees draft key j, at position kv_len - q_len + j. It replaces causality among the
         draft keys.
@@ -64,9 +65,9 @@ def paged_decode(
       implementation: None, a name, or names in order of preference.
 
     Returns:
-      The output, or the updated `out`. The output is exactly 0 for queries that see no key (idle rows, queries past
-        q_len, positions before 0). With `return_lse` also the float32 natural-log LSE of the scaled, capped, masked
-        scores without the learned sinks; -inf for queries that see no key.
+      The output, or the updated `out`. The output is exactly 0 for queries that see no key: queries of idle sequences,
+        queries from q_len on, and queries with a negative position. With `return_lse` also the float32 natural-log LSE
+        of the scaled, capped, masked scores without the learned sinks; -inf for queries that see no key.
 
     Raises:
       ValueError: inconsistent arguments.

@@ -20,8 +20,9 @@ def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
     """Return tile and group sizes of the portable implementation.
 
     Args:
-      rows: number of rows that read pages.
-      heads: KV heads per row.
+      rows: number of units that read pages separately: sequences, or (sequence, KV head) pairs if heads have their own
+        windows or tables.
+      heads: KV heads per unit.
       head_dim: D.
     """
     key = {"rows": rows, "heads": heads, "head_dim": head_dim}
@@ -31,7 +32,8 @@ def xla_config(rows: int, heads: int, head_dim: int) -> XlaConfig:
 def max_columns(head_dim: int, cache_bytes: int, *, capped: bool = False) -> int:
     """Return the largest number of tile columns for which the registers of a warpgroup suffice.
 
-    Dequantisation and a soft cap need registers, too.
+    The columns of a tile are the query rows (query heads times queries) of a KV head. Dequantisation and a soft cap
+    need registers, too.
 
     Args:
       cache_bytes: bytes per cached value.
@@ -42,24 +44,24 @@ def max_columns(head_dim: int, cache_bytes: int, *, capped: bool = False) -> int
 
 
 def packs_queries(cache_bytes: int, columns: int) -> bool:
-    """Return whether the kernel packs queries itself.
+    """Return whether the attention kernel itself arranges queries as the columns of a tile.
 
-    Packing in the kernel saves a separate kernel, unless queries must be converted anyway. It needs shared memory,
-    which wide tiles use better.
+    Otherwise a separate kernel arranges them. 8-bit caches need the separate kernel anyway, because it converts the
+    queries. Packing in the attention kernel takes shared memory, which wide tiles need for keys and values.
     """
     return cache_bytes == 2 and columns == 8
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedDecodeKey:
-    """Facts of a call that determine the best sizes of the Mosaic kernel.
+    """Properties of a call that determine the best sizes of the Mosaic kernel.
 
     Attributes:
       head_dim: D.
       cache_bytes: bytes per cached value.
-      token_scales: whether the cache has dynamic scales.
+      token_scales: whether the cache has a scale per token or group of tokens.
       columns: query rows of a KV head per CTA, including padding.
-      terms: number of 16-bit parts whose sum is a query; 2 for channel scales.
+      terms: number of 16-bit parts whose sum is a query; 2 if the cache has a scale per channel, else 1.
       out_bytes: bytes per output value.
       page_size: ps.
     """
@@ -79,9 +81,11 @@ def mosaic_config(key: PagedDecodeKey) -> DecodeConfig:
 
 
 ENOUGH_BYTES = 96 * 1024
-"""Maximum size of the tiles of a multiprocessor: three times the bytes in flight that keep its share of the memory
-busy. With 8-bit caches, larger tiles were 2 to 5% slower (pages of 16: 266 us with 96 KB, 280 us with 192 KB). In 16
-bits, two tiles per CTA have 192 KB in any case.
+"""Size of all tiles of a multiprocessor from which no more pipeline stages are added, in bytes.
+
+It is three times the number of bytes in flight per multiprocessor that saturates the memory. With 8-bit caches, more
+bytes were 2 to 5% slower (pages of 16 tokens: 266 us with 96 KB, 280 us with 192 KB). With 16-bit caches, the minimum
+of two tiles per CTA may already take 192 KB.
 """
 
 
@@ -106,8 +110,9 @@ def _mosaic_heuristic(key: PagedDecodeKey) -> DecodeConfig:
 
 
 def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
-    """Return the tile of the kernel for a key. Of the calls with this key, it is for the call with the most shared
-    memory.
+    """Return a tile with which the shared memory of the kernel is computed.
+
+    Several calls have the same key. The tile belongs to the call that needs the most shared memory.
     """
     # Imported here because the portable implementation must run without Mosaic.
     from pallas_attn.mosaic.hopper.decode_products import WgmmaProducts
@@ -118,11 +123,11 @@ def mosaic_tile(key: PagedDecodeKey, tile_tokens: int) -> DecodeTile:
 # --- data-center Blackwell
 
 MAX_COLUMNS_SM100 = 32
-"""Number of columns of a tile of 128 tokens that the registers of a warpgroup can hold."""
+"""Maximum number of columns of a tile of 128 tokens, limited by the registers of a warpgroup."""
 
 
 def column_step_sm100(head_dim: int, cache_bytes: int, *, fp8_products: bool = False) -> int:
-    """Return a divisor of the number of tile columns."""
+    """Return the granularity of tile columns: the number of tile columns must be a multiple of the result."""
     from pallas_attn.mosaic.blackwell.decode_products import column_step
 
     return column_step(_tile_tokens_sm100(head_dim, cache_bytes, fp8_products=fp8_products), head_dim)
@@ -131,8 +136,9 @@ def column_step_sm100(head_dim: int, cache_bytes: int, *, fp8_products: bool = F
 def _tile_tokens_sm100(head_dim: int, cache_bytes: int, *, fp8_products: bool) -> int:
     """Return the number of tokens per tile: 128, the rows of the tensor core, or 64.
 
-    It is 64 if float16 tiles are so large that no second CTA, or in 16 bits no second tile, would fit. fp8 products
-    always use 128 tokens, because 64 rows would need 64 columns.
+    64 tokens are used if float16 tiles of 128 tokens are so large that shared memory has no room for a second CTA
+    (8-bit caches) or for a second tile (16-bit caches). fp8 products always use 128 tokens: with 64 rows, the tensor
+    core would need 64 columns.
     """
     return 128 if fp8_products or head_dim * 2 <= 128 * cache_bytes else 64
 
@@ -149,9 +155,10 @@ def mosaic_sm100_config(key: PagedDecodeKey, *, fp8_products: bool = False) -> D
 
 
 def _mosaic_sm100_heuristic(key: PagedDecodeKey, *, fp8_products: bool) -> DecodeConfig:
-    """Run two CTAs per multiprocessor, which registers permit, if shared memory has at least two tiles for each.
+    """Run two CTAs per multiprocessor if shared memory has room for two tiles of each, else one CTA.
 
-    Converting an 8-bit tile takes longer than loading it, and the other CTA must work meanwhile.
+    Registers permit two CTAs. Converting an 8-bit tile takes longer than loading it, so a second CTA has to keep the
+    memory busy meanwhile.
     """
     tile_tokens = _tile_tokens_sm100(key.head_dim, key.cache_bytes, fp8_products=fp8_products)
     tile = mosaic_sm100_tile(key, tile_tokens)

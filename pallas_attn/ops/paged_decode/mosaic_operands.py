@@ -22,11 +22,12 @@ def operands(
     query_parts: list[Array],
     query_scale: float,
 ) -> tuple[DecodeInputs, DecodeStatic]:
-    """Kernel operands and compile-time parameters of a call.
+    """Return the kernel operands and compile-time parameters of a call.
 
     Args:
-      stages: tiles in shared memory.
-      query_parts: [B, Q, Hq, D] each; their sum is the queries times `query_scale`.
+      stages: number of tiles in shared memory.
+      query_parts: one or two arrays [B, Q, Hq, D], whose sum is the queries times `query_scale`.
+      query_scale: factor that the kernel removes from the scores.
     """
     kv, draft_mask, sinks, window, packing = call.kv, call.draft_mask, call.sinks, call.window, tile.packing
     q_scale = call.q_scale
@@ -65,7 +66,7 @@ def require_supported(call: PagedDecodeCall, architecture: Architecture, limit: 
     """Raise NotImplementedError for calls that the kernel does not support.
 
     Args:
-      limit: maximum columns of a tile.
+      limit: maximum number of columns of a tile. The columns are query rows of one KV head.
     """
     basics.require_capability(architecture)
     unsupported.require_apart(call.kv)
@@ -96,7 +97,10 @@ def config_key(call: PagedDecodeCall, columns: int) -> PagedDecodeKey:
 
 
 def _one_axis(scale: Float[Array, "..."] | None) -> Float[Array, "..."] | None:
-    """Flatten scales per token or token group, and pad them so that no copy of the kernel reads past the end."""
+    """Flatten scales per token or group of tokens, and pad them so that no copy of the kernel reads past the end.
+
+    Return other scales unchanged.
+    """
     if scale is None or scale.ndim != 3:
         return scale
     scale = scale.reshape(-1)

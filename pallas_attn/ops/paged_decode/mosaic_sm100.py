@@ -45,16 +45,16 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
 
 
 def multiplies_fp8(call: PagedDecodeCall) -> bool:
-    """Whether keys are multiplied as cached, with fp8 queries.
+    """Return whether the tensor core multiplies fp8 keys by fp8 queries, without conversion of the keys.
 
-    This requires D = 128, because tiles of other widths have another layout in shared memory or do not fit. Channel
-    scales would have to be multiplied into the queries.
+    This requires D = 128, because tiles of other widths have another layout in shared memory or do not fit. It excludes
+    channel scales, which would have to be multiplied into the fp8 queries.
     """
     return call.q_scale is not None and call.head_dim == 128 and scale_layout(call.kv) != "channel"
 
 
 def num_programs(call: PagedDecodeCall) -> int:
-    """Number of CTAs in plans for this call: the number that runs at the same time on the card."""
+    """Return the number of CTAs of a plan for this call: the number of CTAs that run at the same time on the GPU."""
     require_supported(call, (10, 0), config.MAX_COLUMNS_SM100)
     _, settings = _sizes(call)
     return settings.programs_per_multiprocessor * basics.multiprocessors()

@@ -1,14 +1,17 @@
 """`paged_decode` on Hopper (H100, H200).
 
-`mosaic.decode` has the kernel and its main loop. The query rows of a KV head are the columns of a tile; 64 or 128
-tokens are its rows:
+`mosaic.decode` has the kernel and its main loop. A query row is one query head of one query token. The query rows of a
+KV head are the columns of a tile; 64 or 128 tokens are its rows:
 
     S [tokens, query_rows] = K qᵀ      O [D, query_rows] += Vᵀ P      m, l [query_rows]
 
-Tokens fill M = 64 of wgmma for every group size, and N is as narrow as the group. K and V of 16-bit caches are
-multiplied from shared memory. K and V of 8-bit caches are converted to 16-bit registers (`hopper.dequantize`). Only P
-is written to shared memory. Scales that all tokens share multiply the scores, or the finished sums. Token scales
-multiply a row of S, and P by an addition to its exponent.
+Tokens fill the 64 rows (M) of a wgmma, and query rows its columns (N), which may be few. K and V of 16-bit caches are
+multiplied from shared memory. K and V of 8-bit caches are converted to 16-bit values in registers
+(`hopper.dequantize`), and only P is written to shared memory.
+
+Scales per head or channel of K multiply the scores or the queries, and scales of V multiply the finished output. Scales
+per token of K multiply the rows of S. Scales per token of V multiply the rows of P: their logarithm is added to the
+exponent of P.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
 
 
 def num_programs(call: PagedDecodeCall) -> int:
-    """Number of CTAs in plans for this call: the number that runs at the same time on the card."""
+    """Return the number of CTAs of a plan for this call: the number of CTAs that run at the same time on the GPU."""
     require_supported(call, (9, 0), _limit(call))
     _, settings = _sizes(call)
     return settings.programs_per_multiprocessor * basics.multiprocessors()
@@ -66,5 +69,5 @@ def _sizes(call: PagedDecodeCall) -> tuple[QueryPacking, DecodeConfig]:
 
 
 def _limit(call: PagedDecodeCall) -> int:
-    """Maximum columns of a tile, limited by the registers of a CTA."""
+    """Return the maximum number of columns of a tile, limited by the registers of a CTA."""
     return config.max_columns(call.head_dim, call.kv.k.dtype.itemsize, capped=call.soft_cap is not None)

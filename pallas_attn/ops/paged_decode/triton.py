@@ -1,7 +1,8 @@
 """`paged_decode` in Triton, for cards from Ampere (sm80) on.
 
-The query rows of a plan row (a sequence and KV head) are the heads of the KV head's group times the queries. A program
-follows the plan for a block of query rows, so that a page is read once for the whole group:
+A plan row is one KV head of one sequence. Its query rows are the (query, query head) pairs that read this KV head. The
+plan assigns splits, which are ranges of visible pages of plan rows, to programs. A program computes a block of query
+rows of each of its splits, so that a page is read once for the whole block:
 
     for split in the program's splits:
         for step in the tokens of the split's visible pages:
@@ -9,15 +10,18 @@ follows the plan for a block of query rows, so that a page is read once for the 
             s = q k^T                                                # [query_rows, tokens]
             top, total, weights = softmax_step(s)
             acc = acc * keep + weights v                             # [query_rows, value columns]
-        store the output if the split covers all pages of the row, otherwise a partial state
-    merge_splits            # second kernel, `triton.split_states`; also writes 0 for rows without visible keys
+        store the output if the split covers all pages of the plan row, otherwise a partial state
+    merge_splits            # second kernel, `triton.split_states`; also writes 0 for plan rows without visible keys
 
 Programs do not wait for one another. No two programs write the same split or output row. The merge is a second kernel.
 
-A step can span pages of any size. 8-bit k and v are converted to 16 bits exactly. Scales per head multiply scores and
-accumulator. Scales per channel multiply the accumulator and the query, which becomes the sum of two bfloat16 numbers.
-Scales per token multiply scores and weights, which become the sum of two bfloat16 numbers. Other weights over 8-bit
-values are float16, which is more accurate than bfloat16 but would lose weights with small scales.
+A step can span several pages, or be a part of one page. 8-bit k and v are converted to 16 bits exactly:
+
+- Scales per head multiply the scores and the accumulator.
+- Scales per channel multiply the query and the accumulator. The scaled query is the sum of two bfloat16 numbers.
+- Scales per token multiply the scores and the weights. A scaled weight is the sum of two bfloat16 numbers.
+- Without token scales, weights over 8-bit values are float16, which is more accurate than bfloat16. Float16 would
+  underflow for weights times small token scales.
 """
 
 from __future__ import annotations
@@ -100,7 +104,7 @@ def paged_decode(call: PagedDecodeCall) -> tuple[DecodeOutput, Float[Array, "B Q
 
 
 def num_programs(call: PagedDecodeCall) -> int:
-    """Number of programs of a plan for this call: the number that run at the same time on the card."""
+    """Return the number of programs of a plan for this call: the number that run at the same time on the GPU."""
     caches.require_supported(call.q, call.kv)
     caches.require_head_dim(call.value_dim)
     card, tile = _card_and_tile(call)

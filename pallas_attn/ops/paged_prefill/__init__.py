@@ -36,11 +36,12 @@ def paged_prefill(
     pages must already hold the keys and values of the new tokens.
 
     Args:
-      q: packed queries in bfloat16, float16 or float32; with `q_scale` also in the float8 dtype of the cache. Rows
+      q: packed queries in bfloat16, float16 or float32; with `q_scale` also in the float8 dtype of the cache. Tokens
         before cu_q_lens[0] and from the largest entry of cu_q_lens on are padding.
       kv: the cache; see `PagedKV`.
-      block_tables: page ids [S, P], or per-head row ids page·Hkv + head [S, Hkv, P]. Tokens of PAGE_NONE, and of ids
-        outside the pool, are invisible. Entries without a visible token may have any value.
+      block_tables: page ids [S, P], or head-wise tables [S, Hkv, P]. The entries of head-wise tables are page rows: the
+        page of one KV head has the row id page·Hkv + head, and every head may use any row. Tokens of PAGE_NONE, and of
+        ids outside the pool, are invisible. Entries without a visible token may have any value.
       cu_q_lens: prefix sums of the numbers of new tokens. An entry less than an earlier one, such as a 0 at the end,
         counts as the largest earlier entry.
       kv_lens: tokens of each sequence, including the new ones.
@@ -50,19 +51,19 @@ def paged_prefill(
       window: number of newest keys that every head sees, a `HeadWindow`, or None for all. A window needs `causal`.
       sinks: float32 logits, one per head, that are added to the softmax denominator, unscaled and uncapped.
       soft_cap: if given, scores become soft_cap · tanh(score / soft_cap).
-      draft_mask: replaces causality among the new tokens, for trees of draft tokens or images. Entry [t, j] is whether
-        token t sees new token j of its own sequence, at position kv_len - number of new tokens + j. New tokens from M
-        on are invisible. Cached tokens are visible, and windows count positions.
-      q_scale: quantises the queries for a float8 cache. q is divided by q_scale (IEEE), clipped to the range of the
-        dtype of the cache and rounded to it (half to even), unless q has this dtype already. Scores are multiplied by
-        q_scale. None for unquantised queries.
+      draft_mask: replaces causality among the new tokens, for trees of draft tokens or images. Entry [t, j] is True if
+        token t sees new token j of its own sequence, which has position kv_len - number of new tokens + j. New tokens
+        from the M-th on are invisible. Cached tokens are visible. Windows depend on positions as without a mask.
+      q_scale: scale with which the queries are quantised for a float8 cache. q is divided by q_scale (IEEE division),
+        clipped to the range of the dtype of the cache and rounded to it (half to even), unless q has this dtype
+        already. Scores are multiplied by q_scale. None for unquantised queries.
       return_lse: also return the LSE.
       out_dtype: dtype of the output; None for the dtype of q, which then must not be float8.
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The output, exactly 0 for padding rows. With `return_lse` also the float32 natural-log LSE of the scaled, capped,
-      masked scores without the sinks, -inf for padding rows.
+      The output, exactly 0 for padding tokens and for queries that see no key. With `return_lse` also the float32
+      natural-log LSE of the scaled, capped, masked scores without the sinks; -inf for the same tokens.
 
     Raises:
       ValueError: arguments do not match each other.

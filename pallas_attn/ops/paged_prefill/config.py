@@ -18,7 +18,7 @@ def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> X
     Args:
       num_tokens: T, packed queries.
       num_sequences: S.
-      rows_per_sequence: number of KV heads that read pages separately.
+      rows_per_sequence: number of KV heads that read pages separately; 1 if all heads read the same pages.
     """
 
     def heuristic() -> XlaConfig:
@@ -32,14 +32,14 @@ def xla_config(num_tokens: int, num_sequences: int, rows_per_sequence: int) -> X
 
 @dataclasses.dataclass(frozen=True)
 class PagedPrefillKey:
-    """Facts of a call that determine the best sizes of the Mosaic kernel.
+    """Properties of a call that determine the best sizes of the Mosaic kernel.
 
     Attributes:
       head_dim: D.
       page_size: ps.
       cache_bytes: bytes per cached value.
-      token_scales: whether the cache has dynamic scales.
-      terms: number of 16-bit parts whose sum is a query.
+      token_scales: whether the cache has a scale per token or group of tokens.
+      terms: number of 16-bit parts whose sum is a query; 2 if the cache has a scale per channel, else 1.
       capped: whether the call has a soft cap.
     """
 
@@ -59,8 +59,8 @@ def mosaic_config(key: PagedPrefillKey) -> FlashConfig:
 def _heuristic(key: PagedPrefillKey) -> FlashConfig:
     """Return the largest tile whose scores, probabilities and output fit the registers of two consumer warpgroups.
 
-    The widest heads of 8-bit caches have one consumer: the staging buffers leave too little shared memory for two
-    consumers, or a soft cap leaves too few registers.
+    8-bit caches with heads of width 256 have one consumer if the call has scales per token or channel, or a soft cap.
+    Then shared memory (with staging buffers) or registers do not suffice for two consumers.
     """
     tile_keys = 128 if key.head_dim <= 128 else 64
     stages = 2 if tile_keys * key.head_dim > 8192 else 4
@@ -74,10 +74,10 @@ def sm100_config(key: PagedPrefillKey) -> FlashConfig:
 
 
 def _sm100_heuristic(key: PagedPrefillKey) -> FlashConfig:
-    """Maximize rows, then keys, then stages within shared memory, including staging buffers for 8-bit caches, and TMEM.
+    """Maximize the rows of a block, then the keys of a tile, then the stages, within shared memory and TMEM.
 
-    Pages of 16 tokens have small tiles, as on Hopper. No size fits 8-bit heads of width 256 with scales per channel or
-    token.
+    Shared memory also has the staging buffers of 8-bit caches. Pages of 16 tokens have tiles of 64 keys. No size fits
+    8-bit heads of width 256 with scales per channel or token.
     """
     narrow, quantised = key.head_dim == 64, key.cache_bytes == 1
     large = key.page_size > 16 and not key.token_scales  # token scales need the registers of a large tile
@@ -87,8 +87,12 @@ def _sm100_heuristic(key: PagedPrefillKey) -> FlashConfig:
 
 
 def triton_tile(card: Device, rows: int, head_dim: int, *, demanding: bool) -> FlashTile:
-    """Return the sizes of the Triton kernel by the average number of query rows that share keys, and D; see
-    `flash_tile`.
+    """Return the sizes of the Triton kernel; see `flash_tile`.
+
+    Args:
+      rows: average number of query rows (heads times tokens) per sequence and KV head, which read the same keys.
+      head_dim: D.
+      demanding: whether scales, a soft cap or a draft mask need registers.
     """
     key = {"head_dim": head_dim, "rows": min(MOST_ROWS, power_of_two(rows)), "demanding": demanding}
     make = functools.partial(flash_tile, card, rows, head_dim, demanding=demanding)

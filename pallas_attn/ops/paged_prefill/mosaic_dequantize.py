@@ -1,31 +1,34 @@
 """int8 and fp8 caches in `paged_prefill`: the producer converts tiles to float16 for the tensor cores.
 
-Float16 represents all values of e4m3 and int8 exactly. All query rows of a block use a tile, so it is converted once:
-the producer copies a tile as cached to a staging buffer (one for K, one for V) and writes it as float16 to the rings:
+Float16 represents all values of e4m3 and int8 exactly. A tile is converted once for all query rows of a block. The
+producer copies the 8-bit tile to a staging buffer (one for K, one for V), and writes it as float16 to the rings, the
+pipeline stages from which consumers read. Ki and Vi are the keys and values of tile i:
 
-    producer     K0 V0 copied ·convert K0· K1 copied ·convert K1· K2 copied ·convert V0· V1 copied ·convert K2· ···
+    producer     start K0, V0; convert K0; start K1; convert K1; start K2; convert V0; start V1; convert K2; ...
 
-A tile is copied to its staging buffer as soon as the previous tile in the buffer is converted. It arrives while a tile
-of the other buffer is converted. Scales are applied outside the tiles:
+The copy of a tile to its staging buffer starts as soon as the previous tile in the buffer is converted. It completes
+while a tile of the other buffer is converted. Scales are applied outside the tiles:
 
 - per head: k_scale multiplies the scores, v_scale the output.
-- per channel: k_scale is part of the queries, as a sum of two float16 parts. v_scale multiplies the output.
-- per token: the producer stores the scales of a tile in shared memory with its keys. k_scale multiplies the columns of
-  the scores. log2(v_scale) is added to the exponents of the probabilities, and the row sums use its inverse.
+- per channel: k_scale multiplies the queries; each scaled query is the sum of two float16 parts. v_scale multiplies the
+  output.
+- per token: the producer stores the scales of a tile in shared memory. k_scale multiplies the columns of the scores.
+  log2(v_scale) is added to the exponents of the probabilities; 1 / v_scale removes v_scale from the row sums.
 
 Barriers, in addition to the barriers of `mosaic/prefill/pipeline.py`:
 
     barrier                    arrivals                      waits
-    staged.full[0], [1]        copies of a tile of K, of V   producer, before it converts the tile
+    staged.full[0] (K), [1] (V) copies of a tile             producer, before it converts the tile
     k_full[slot], v_full[slot] producer                      consumers
 
 Deadlock freedom. The producer waits for copies that it started itself, one tile of K and one of V at a time, and fills
 the rings in the same order as with a 16-bit cache.
 
-Reuse of buffers. Scales of tokens replace the scales of `stages` + 1 tiles before, after all consumers have multiplied
-the keys of the tile after that one and so have read its scales. On Blackwell, where the tensor core may be one tile
-ahead of a consumer, they replace the scales of `stages` + 2 tiles before. A copy to a staging buffer starts after
-`plgpu.commit_smem`, when all threads of the producer have read the previous tile.
+Reuse of buffers. Token scales have `stages` + 1 slots, so that the scales of tile i replace the scales of tile
+i - stages - 1. The producer stores them after all consumers have multiplied the keys of tile i - stages. By then, they
+have read the scales of the tile before. On Blackwell there are `stages` + 2 slots, because the tensor core may be one
+tile ahead of a consumer. A copy to a staging buffer starts after `plgpu.commit_smem`, when all threads of the producer
+have read the previous tile.
 """
 
 from __future__ import annotations
@@ -51,9 +54,9 @@ class StagedQuant(NamedTuple):
     """Staging buffers of a CTA.
 
     Attributes:
-      k, v: a tile as cached, [tile_keys, D], or with several tokens per row (`dequantize.tokens_per_smem_row`).
-      full: two barriers, for k and v.
-      token_scales: [slots, 3, tile_keys] float32: k_scale, log2(v_scale) and 1 / v_scale of each token. None if scales
+      k, v: an 8-bit tile, [tile_keys, D]; with r = `dequantize.tokens_per_smem_row` > 1, [tile_keys / r, r · D].
+      full: two barriers, at which copies to k and v arrive.
+      token_scales: float32 [slots, 3, tile_keys]: k_scale, log2(v_scale) and 1 / v_scale of each token. None if scales
         are not per token.
     """
 
@@ -87,7 +90,12 @@ class Dequantizer:
     staged: StagedQuant
 
     def dequantize_keys(self, kv_tile: Any, store_meta: Callable[[], None]) -> None:
-        """Convert a tile of keys. store_meta() stores its metadata and scales."""
+        """Convert a tile of keys to float16.
+
+        Args:
+          kv_tile: number of the tile, counted over all work tiles of the CTA.
+          store_meta: function that stores the metadata and the token scales of the tile.
+        """
         slot = ring_slot(kv_tile, self.static.stages)
         plgpu.barrier_wait(self.staged.full.at[0])
         wait_if(kv_tile >= self.static.stages, self.rings.k_empty.at[slot])
@@ -97,11 +105,13 @@ class Dequantizer:
         plgpu.barrier_arrive(self.rings.k_full.at[slot])
 
     def dequantize_values(self, kv_tile: Any, whole: Any, live_mask: Callable[[jax.Array], jax.Array]) -> None:
-        """Convert a tile of values, and zero masked values, which may be NaN in fp8.
+        """Convert a tile of values to float16. Set masked fp8 values to 0, because they may be NaN.
 
         Args:
+          kv_tile: number of the tile, counted over all work tiles of the CTA.
           whole: whether no value of the tile is masked.
-          live_mask: live_mask(tokens of the tile [n]) returns which values are not masked, bool [n].
+          live_mask: function that takes indices of tokens in the tile, int32 [n], and returns which of the tokens are
+            not masked, bool [n].
         """
         slot = ring_slot(kv_tile, self.static.stages)
         plgpu.barrier_wait(self.staged.full.at[1])
@@ -119,7 +129,7 @@ class Dequantizer:
         plgpu.barrier_arrive(self.rings.v_full.at[slot])
 
     def store_token_scales(self, kv_tile: Any, k_scale: jax.Array, v_scale: jax.Array) -> None:
-        """Store the scales of the tokens of a tile, [tile_keys] each. The scale of a masked value must be 1."""
+        """Store the scales of the tokens of a tile, [tile_keys] each. `v_scale` must be 1 for masked tokens."""
         v_scale = jnp.maximum(v_scale, dequantize.SMALLEST_SCALE)
         target = self.staged.token_scales.at[ring_slot(kv_tile, self.staged.token_scales.shape[0])]
         for i, factor in enumerate((k_scale, jnp.log2(v_scale), 1 / v_scale)):
@@ -132,7 +142,7 @@ class CacheScales(NamedTuple):
     Attributes:
       layout: layout of the scales.
       k, v: references to k_scale (None if q includes it) and v_scale.
-      token_scales: from `StagedQuant`.
+      token_scales: see `StagedQuant`.
     """
 
     layout: ScaleLayout
@@ -141,7 +151,11 @@ class CacheScales(NamedTuple):
     token_scales: Any
 
     def transform(self, transform: ScoreTransform, kv_head: Any, kv_tile: Any) -> ScoreTransform:
-        """Add the scales to a `ScoreTransform`. `kv_tile` is the number of the first tile of the work tile."""
+        """Return a `ScoreTransform` that also applies the scales.
+
+        Args:
+          kv_tile: number of the first tile of the work tile, counted over all work tiles of the CTA.
+        """
         if self.layout == "head":
             return transform._replace(key_scale=self.k[kv_head])
         if self.token_scales is None:
@@ -150,7 +164,7 @@ class CacheScales(NamedTuple):
         return transform._replace(token_scales=lambda i: self.token_scales.at[ring_slot(kv_tile + i, slots)])
 
     def output_scale(self, kv_head: Any) -> Callable[[Any, int, Any], Any] | None:
-        """Return a function that applies v_scale to the output, or None if v_scale is per token. See `RowOptions`."""
+        """Return the function for `RowOptions` that applies v_scale to the output; None if v_scale is per token."""
         if self.layout == "head":
             return lambda o, *_: o * self.v[kv_head]
         if self.layout == "channel":

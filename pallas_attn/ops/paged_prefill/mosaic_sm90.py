@@ -13,15 +13,18 @@ producer copies (`PagedTile.load`) and which keys each query row sees (`PagedTil
         zero masked values of tile i
         i == 0: copy the queries
 
+- A work tile is a block of query rows of one sequence and one KV head, with a range of its keys. A query row is one
+  query head of one token.
 - A tile is a range of `tile_keys` positions: several pages, or a part of one page. Only tiles with a visible key are
   processed. Tiles with sink tokens come first.
-- Pages that no row of the block sees, and absent pages, are not copied. Their scores are masked, and their values are
-  set to 0.
+- A page is absent if its table entry is outside the pool. Absent pages, and pages that no row of the block sees, are
+  not copied. Their scores are masked, and their values are set to 0.
 - For each tile the producer stores metadata in shared memory: the position of the tile, which of its pages are present,
   and whether all rows see all of its keys. Computing this in every consumer would take registers.
 - On Hopper, consumers wait for the keys of a tile, which the producer copies after it stored the metadata. On Blackwell
   consumers wait for products instead, so the metadata has a barrier (`tile_meta_full`).
-- With an int8 or fp8 cache, tiles are converted by `mosaic_dequantize.py` on their way to the rings.
+- Rings are the pipeline stages in shared memory from which consumers read keys and values. With an int8 or fp8 cache,
+  `mosaic_dequantize.py` converts tiles to float16 before they are stored to the rings.
 """
 
 from __future__ import annotations
@@ -79,20 +82,21 @@ from pallas_attn.portable.visibility import PageWalk
 from pallas_attn.types import HeadWindow, ScaleLayout
 
 FULL_TILE = -1
-"""Metadata of a tile whose pages are all present and whose keys all rows of the block see."""
+"""Metadata of a tile whose pages are all present, and whose keys are visible to all rows of the block."""
 
 
 class PrefillInputs(NamedTuple):
     """Operands of the kernel; arrays, or references to them.
 
     Attributes:
-      q: parts of `dequantize.split_queries`, [T, Hq, D] each, padded by `zero_rows_past_end`. There are two float16
-        parts with channel scales, else one. Their sum is the queries times a factor, and times k_scale per channel.
+      q: results of `dequantize.split_queries`, [T, Hq, D] each, padded by `zero_rows_past_end`. With scales per
+        channel, there are two float16 arrays, whose sum is the queries times k_scale times a factor. Otherwise there is
+        one array.
       k, v: [N · Hkv, ps, D]; with r = `dequantize.tokens_per_smem_row` > 1 tokens per row [N · Hkv, ps / r, r · D].
       k_scale, v_scale: [Hkv] per head; [Hkv, D] per channel, where k_scale is None because q includes it;
         [N · Hkv · g] for g groups of tokens per page; None without scales.
       block_tables: [S, P] or [S, Hkv, P].
-      blocks, counts: from the `WorkList`.
+      blocks, counts: arrays of the `WorkList`.
       window: a `HeadWindow`, or None.
       sinks: [Hq], or None.
     """
@@ -240,7 +244,7 @@ class PagedLoader(PackedLoader):
         kv, head_dim, page_size = call.kv, call.head_dim, call.page_size
         if settings.tile_keys % page_size and page_size % settings.tile_keys:
             got = f"{settings.tile_keys} keys of pages of {page_size}"
-            raise NotImplementedError(f"takes tiles of whole pages, or of a part of one, got {got}")
+            raise NotImplementedError(f"takes tiles of whole pages, or of a part of one page, got {got}")
         scales = dequantize.scale_layout(kv)
         static = FlashStatic(
             head_dim,
@@ -277,7 +281,7 @@ class PagedLoader(PackedLoader):
 
     @property
     def l2_head_group(self) -> int:
-        """Number of sets of heads of one KV head."""
+        """Number of sets of query heads of one KV head. The heads of a set share a block."""
         return self.group // self.static.block_heads
 
     @property
@@ -306,13 +310,13 @@ class PagedTile(NamedTuple):
 
     Attributes:
       kv_head: KV head of the work tile.
-      position_offset: position of a query minus its row in q.
-      first, end: position of the first query of the block, and position after its last query. Without causality the
-        only position is the last one of the sequence, from which all keys are visible.
+      position_offset: position of a query minus the index of its token in q.
+      first, end: position of the first query of the block, and position after its last query. Without causality, all
+        queries have the last position of the sequence, from which all keys are visible.
       window: window of the head, or None.
       sink_tokens: sink tokens of the head.
-      walk: visible tiles of the block, with a tile in the role of a page.
-      first_tile, kv_tiles: range of `walk` that belongs to this work tile.
+      walk: order of the visible tiles of the block. A `PageWalk` usually orders pages; here each entry is a tile.
+      first_tile, kv_tiles: start and length of the range of `walk` that this work tile processes.
     """
 
     loader: PagedLoader
@@ -420,7 +424,7 @@ class PagedTile(NamedTuple):
     def dequantize_tiles(
         self, dequantizer: Dequantizer, kv_tile: Any, load_later_queries: Callable[[Any], None]
     ) -> None:
-        """Copy keys and values of an int8 or fp8 cache to staging buffers, and convert them to float16 in the rings."""
+        """Copy keys and values of an int8 or fp8 cache to staging buffers, and write them as float16 to the rings."""
         x, staged = self.x, dequantizer.staged
 
         def store_meta(i: Any, pages: jax.Array, scales: list[jax.Array]) -> None:
@@ -465,8 +469,8 @@ class PagedTile(NamedTuple):
         """Look up the pages of the i-th tile, one per lane of a warp.
 
         Returns:
-          int32 [128] in layout `LANES`, row of the pool of each page. Lanes without a page have -1, and so have pages
-          that are absent or that no row of the block sees.
+          int32 [128] in layout `LANES`, equal in all warps: the pool row of each page. It is -1 for lanes without a
+          page, for absent pages, and for pages that no row of the block sees.
         """
         lane = lane_iota()
         position = self.first_position(i) + jnp.minimum(lane, self.static.copies - 1) * self.part_tokens
@@ -478,7 +482,7 @@ class PagedTile(NamedTuple):
         return jnp.where(seen, row, -1)
 
     def look_up(self, position: jax.Array, layout: RowLayout) -> tuple[jax.Array, jax.Array]:
-        """Return the rows of the pool of the pages at positions [n], and whether the pages are present."""
+        """Return the pool rows of the pages that contain positions [n], and whether these pages are present."""
         tables, pool_rows, loader = self.x.block_tables, self.x.k.shape[0], self.loader
         entry = jnp.minimum(lax.div(position, jnp.int32(loader.page_size)), tables.shape[-1] - 1)
         if len(tables.shape) == 3:
@@ -493,7 +497,16 @@ class PagedTile(NamedTuple):
         return self.block.end_key - self.first_position(i)
 
     def copy_pages(self, pool: Ref, i: Any, pages: jax.Array, slot: Ref, full: Ref, needed: Any = None) -> None:
-        """Start the copies of the i-th tile, or of its first `needed` tokens."""
+        """Start the copies of the i-th tile from the pool of keys or values; see `tma_load_pages`.
+
+        Args:
+          pool: keys or values in global memory.
+          i: index of the tile in this work tile.
+          pages: result of `locate`.
+          slot: destination in shared memory.
+          full: barrier at which the copies arrive.
+          needed: number of tokens of the tile that are needed, from its first token on; None for all.
+        """
         first = jnp.int32(0)
         if self.loader.page_size > self.part_tokens:
             first = lax.div(lax.rem(self.first_position(i), self.loader.page_size), self.loader.tokens_per_smem_row)
@@ -524,7 +537,9 @@ class PagedTile(NamedTuple):
         return (1 << self.static.copies) - 1
 
     def is_whole(self, i: Any, pages: jax.Array) -> Any:
-        """Return whether every token of the i-th tile is present and visible to the first query or a later one."""
+        """Return whether every token of the i-th tile is present, and visible to the first query of the block or to a
+        later query of the sequence.
+        """
         start = self.first_position(i)
         end = start + self.static.tile_keys
         whole = (present_pages(pages) == self.all_pages) & (end <= self.block.end_key)
@@ -533,7 +548,12 @@ class PagedTile(NamedTuple):
         return whole
 
     def live_mask(self, i: Any, pages: jax.Array, token: jax.Array) -> jax.Array:
-        """Return which tokens of the i-th tile are present and visible to the first query or a later one, bool [n]."""
+        """Return which tokens of the i-th tile are present, and visible to the first query of the block or to a later
+        query of the sequence, bool [n].
+
+        Args:
+          token: indices of the tokens in the tile, int32 [n].
+        """
         position = self.first_position(i) + token
         present = lax.shift_right_logical(
             TOKENS.filled(present_pages(pages), token.shape[0]), lax.div(token, self.part_tokens)
@@ -546,7 +566,7 @@ class PagedTile(NamedTuple):
     def token_scales(self, i: Any, pages: jax.Array) -> list[jax.Array]:
         """Load the scales of keys and values of the i-th tile, [tile_keys] each.
 
-        The scale of a masked value is 1. The list is empty if scales are not per token.
+        The scale of the value of a masked token is 1. The list is empty if scales are not per token.
         """
         groups, page_size = self.loader.scale_groups, self.loader.page_size
         if not groups:
@@ -565,11 +585,11 @@ class PagedTile(NamedTuple):
         if staged is not None:
             scales = CacheScales(self.loader.scales, self.x.k_scale, self.x.v_scale, staged.token_scales)
         number = consumer.number
-        if self.static.dequantizes:  # saves registers: nothing below is computed before the loop over work tiles
+        if self.static.dequantizes:  # saves registers: the compiler does not move work out of the loop over work tiles
             number += basics.opaque_zero()
         query = self.rows.queries(number)
         position, row = self.position(query), self.rows.output_row(query, number)
-        if self.work.split is not None:  # saves registers: both are computed before the loop over tiles
+        if self.work.split is not None:  # saves registers: both are computed once, before the loop over tiles
             position, row = lax.optimization_barrier((position, row))
         transform = ScoreTransform(functools.partial(self.limits, position, kv_tile))
         if scales is not None:

@@ -19,7 +19,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Floa
     num_tokens, _, head_dim = call.q.shape
     rows = call.group * -(-num_tokens // call.num_sequences)
     demanding = call.kv.k_scale is not None or call.soft_cap is not None or call.draft_mask is not None
-    # A draft mask needs registers. The tile for the widest heads has enough.
+    # A draft mask needs registers. Tiles are smaller for wider heads, so the tile for the widest heads is used.
     width = max(head_dim, call.value_dim) if call.draft_mask is None else caches.MAX_HEAD_DIM
     return flash.attend(
         call.q,

@@ -24,7 +24,7 @@ def paged_prefill(call: PagedPrefillCall) -> tuple[Float[Array, "T Hq Dv"], Floa
         position = jnp.broadcast_to(call.kv_lens[queries.sequence][:, None] - 1, queries.index.shape)
     mask = call.draft_mask
     real = queries.real & (position >= 0) if mask is None else queries.real
-    # A tile's queries are consecutive, so its first and last position bound the visible keys.
+    # The queries of a tile are consecutive tokens, so the first and the last position bound the visible keys.
     position = jnp.where(real, jnp.maximum(position, 0), 0)
     pages = PageTiles(
         call.block_tables,

@@ -30,9 +30,9 @@ def ragged_attention(
     """Attention within each of S packed sequences.
 
     Args:
-      q: packed queries. Sequence s has rows cu_q_lens[s] to cu_q_lens[s + 1]; other rows are padding.
-      k, v: packed keys and values in the dtype of q. Sequence s has rows cu_kv_lens[s] to cu_kv_lens[s + 1]. Rows of no
-        sequence may have any value.
+      q: packed queries. Sequence s has the tokens cu_q_lens[s] to cu_q_lens[s + 1] - 1; other tokens are padding.
+      k, v: packed keys and values in the dtype of q. Sequence s has the tokens cu_kv_lens[s] to cu_kv_lens[s + 1] - 1.
+        Other tokens may have any value.
       cu_q_lens, cu_kv_lens: prefix sums of the lengths. A sequence may have no queries, no keys, or neither. An entry
         less than an earlier one, such as a 0 at the end, counts as the largest earlier entry.
       causal: whether the last query sees all keys, the query before it all keys but one, and so on.
@@ -46,8 +46,8 @@ def ragged_attention(
       implementation: None, a name, or names to try in order.
 
     Returns:
-      The output, exactly 0 for padding rows and queries that see no key. With `return_lse` also the float32 natural-log
-      LSE of the scaled, capped, masked scores without the sinks, -inf where the output is 0 for these reasons.
+      The output, exactly 0 for padding tokens and queries that see no key. With `return_lse` also the float32
+      natural-log LSE of the scaled, capped, masked scores without the sinks; -inf for the same tokens.
 
     Raises:
       ValueError: arguments do not match each other.

@@ -69,7 +69,7 @@ class RaggedAttentionCall(AttentionCall):
     def bounded(self) -> RaggedAttentionCall:
         """Return the call that implementations receive: lengths are clipped to the sizes of the arrays.
 
-        A window that hides no key becomes None.
+        A window of at least U keys, which hides no key, becomes None.
         """
         hides = self.window is not None and self.window < self.num_keys
         return dataclasses.replace(

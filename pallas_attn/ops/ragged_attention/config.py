@@ -25,7 +25,7 @@ def xla_config(num_tokens: int, num_sequences: int) -> XlaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedAttentionKey:
-    """Facts of a call that determine the best sizes of the Mosaic kernel.
+    """Properties of a call that determine the best sizes of the Mosaic kernel.
 
     Attributes:
       key_dim, value_dim: Dk and Dv.
@@ -38,7 +38,8 @@ class RaggedAttentionKey:
 
 
 LONG = 512
-"""Number of queries per sequence from which blocks of three consumer warpgroups have few empty rows."""
+"""Minimum of the average number of queries per sequence for blocks with more consumer warpgroups. Larger blocks would
+have many empty rows if sequences are shorter."""
 
 
 def mosaic_config(key: RaggedAttentionKey) -> FlashConfig:
@@ -49,7 +50,7 @@ def mosaic_config(key: RaggedAttentionKey) -> FlashConfig:
 def _heuristic(key: RaggedAttentionKey) -> FlashConfig:
     """Return the largest tile whose scores, probabilities and output fit the registers of the consumer warpgroups.
 
-    There are two consumers, or three if heads are narrow.
+    There are three consumers if Dk is 64 and sequences are long, else two.
     """
     tile_keys = 128 if key.value_dim <= 128 else 64
     return FlashConfig(tile_keys, stages=2, consumers=3 if key.key_dim == 64 and key.long else 2)
@@ -61,9 +62,10 @@ def sm100_config(key: RaggedAttentionKey) -> FlashConfig:
 
 
 def _sm100_heuristic(key: RaggedAttentionKey) -> FlashConfig:
-    """Maximize rows, then keys, then stages within shared memory and TMEM.
+    """Maximize the rows of a block, then the keys of a tile, then the stages, within shared memory and TMEM.
 
-    There is one consumer if heads are wide, or if the blocks of two consumers would be half empty.
+    There is one consumer if values are wider than 128, or if sequences are short, because the blocks of two consumers
+    would have many empty rows.
     """
     if key.value_dim > 128:
         return FlashConfig(tile_keys=64, stages=2, consumers=1)
@@ -75,8 +77,12 @@ def _sm100_heuristic(key: RaggedAttentionKey) -> FlashConfig:
 
 
 def triton_tile(card: Device, rows: int, key_dim: int, value_dim: int, *, capped: bool) -> tiles.FlashTile:
-    """Return the sizes of the Triton kernel by the average number of query rows that share keys, and Dk and Dv; see
-    `flash_tile`.
+    """Return the sizes of the Triton kernel; see `flash_tile`.
+
+    Args:
+      rows: average number of query rows (heads times tokens) per sequence and KV head, which read the same keys.
+      key_dim, value_dim: Dk and Dv.
+      capped: whether scores have a soft cap.
     """
     rows = min(tiles.MOST_ROWS, tiles.power_of_two(rows))
     key = {"key_dim": key_dim, "value_dim": value_dim, "rows": rows, "demanding": capped}
@@ -85,11 +91,11 @@ def triton_tile(card: Device, rows: int, key_dim: int, value_dim: int, *, capped
 
 
 CACHE_BYTES = 32 * 2**20
-"""Maximum bytes of keys and values that concurrent CTAs share in an L2 cache of 50 MB."""
+"""Maximum bytes of keys and values that concurrent CTAs should read, so that an L2 cache of 50 MB keeps them."""
 
 
 def l2_head_group(num_heads: int, num_kv_heads: int, kv_bytes: int) -> int:
-    """Return the number of query heads whose blocks alternate: the query heads of the KV heads that fit the L2 cache.
+    """Return the number of query heads whose blocks are processed together: the heads of the KV heads that fit in L2.
 
     Args:
       num_heads: query heads, or sets of query heads that share a block.

@@ -11,10 +11,13 @@ the same loader for Blackwell.
         zero values of other sequences in tile i
         i == 0: copy the queries
 
-Copies start at multiples of 8 rows, while a sequence may start at any row. So the first and last rows of a block of
-queries, or of a tile of keys, may belong to neighbouring sequences and hold any values, NaN included. The output of
-queries of a neighbouring sequence is not stored. Keys of a neighbouring sequence are masked, and their values are set
-to 0. Rows past the end of the arrays are copied as zeros.
+A work tile is a block of query rows of one sequence and one KV head, with a range of its keys. A query row is one query
+head of one token. Array rows are tokens of q, or of k and v.
+
+Copies start at multiples of 8 array rows, while a sequence may start at any row. The first and last rows of a block of
+queries, or of a tile of keys, may therefore belong to neighbouring sequences and hold any values, NaN included. The
+output of queries of a neighbouring sequence is not stored. Keys of a neighbouring sequence are masked, and their values
+are set to 0. Rows past the end of the arrays are copied as zeros.
 """
 
 from __future__ import annotations
@@ -65,8 +68,8 @@ class RaggedInputs(NamedTuple):
     """Operands of the kernel; arrays, or references to them.
 
     Attributes:
-      q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], from `zero_rows_past_end`.
-      blocks, counts: from the `WorkList`.
+      q, k, v: [T, Hq, Dk], [U, Hkv, Dk], [U, Hkv, Dv], padded by `zero_rows_past_end`.
+      blocks, counts: arrays of the `WorkList`.
       sinks: [Hq], or None.
     """
 
@@ -158,9 +161,9 @@ class RaggedTile(NamedTuple):
     """The `OperandTile` of packed keys and values: one KV head of one sequence.
 
     Attributes:
-      oldest_key: first key that a row of the block sees.
-      first_tile, kv_tiles: first tile and number of tiles, counted from the first key of the sequence rounded down to a
-        multiple of 8.
+      oldest_key: index in k of the first key that any row of the block sees.
+      first_tile, kv_tiles: index of the first tile and number of tiles of this work tile. Tile 0 starts at the first
+        key of the sequence, rounded down to a multiple of 8.
     """
 
     loader: RaggedLoader
@@ -195,7 +198,7 @@ class RaggedTile(NamedTuple):
         return self.loader.rows(self.work)
 
     def first_row(self, i: Any) -> Any:
-        """Return the first row of the i-th tile."""
+        """Return the index in k of the first key of the i-th tile of this work tile."""
         return align_down(self.block.first_key) + (self.first_tile + i) * self.static.tile_keys
 
     # Producer
@@ -232,14 +235,14 @@ class RaggedTile(NamedTuple):
     def attend(self, consumer: BlockConsumer, kv_tile: Any, result: Results) -> None:
         transform = ScoreTransform(functools.partial(self.limits, consumer.number))
         state = consumer.attend(kv_tile, self.kv_tiles, transform, self.rows.any_of(consumer.number))
-        number = consumer.number + basics.opaque_zero()  # saves registers: rows are computed after attention
+        number = consumer.number + basics.opaque_zero()  # saves registers: `row` is computed after attention
         row = self.rows.output_row(self.rows.queries(number), number)
         consumer.store(result, row, state, RowOptions(self.rows.sinks(self.x.sinks, row), self.work.is_whole))
 
     def limits(self, number: Any, i: Any) -> tuple[Any, Callable[[], Limits]]:
-        """Return the limits of the i-th tile for the query rows of a consumer. See `ScoreTransform`.
+        """Return the limits of the i-th tile for the query rows of consumer `number`. See `ScoreTransform`.
 
-        They hide keys of neighbouring sequences, keys after a causal query, and keys older than the window.
+        The limits hide keys of neighbouring sequences, keys after a causal query, and keys older than the window.
         """
         static, causal, window, block = self.static, self.loader.causal, self.loader.window, self.block
         start, rows = self.first_row(i), self.rows

@@ -30,7 +30,8 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     def attend(
         query: tuple[Float[Array, "Hq Dk"], Bool[Array, "U"]],
     ) -> tuple[Float[Array, "Hq Dv"], Float[Array, "Hq"]]:
-        """Compute one query separately, so that NaN in keys that only other queries see does not affect it."""
+        """Compute one query. Queries are computed separately, so that NaN in keys that a query does not see cannot
+        affect its output."""
         q, visible = query
         out, lse = oracle.attention(
             q[None, None],

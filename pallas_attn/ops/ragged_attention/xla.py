@@ -22,7 +22,7 @@ def ragged_attention(call: RaggedAttentionCall) -> tuple[Float[Array, "T Hq Dv"]
     newer = jnp.diff(call.cu_q_lens)[tiles.sequence][:, None] - 1 - tiles.index
     hidden = newer if call.causal else jnp.zeros_like(newer)
     num_visible = jnp.where(tiles.real, jnp.maximum(num_kv[tiles.sequence][:, None] - hidden, 0), 0)
-    # A tile's queries are consecutive, so its first query sees the oldest key.
+    # The queries of a tile are consecutive tokens, so the first query sees the oldest key of all queries of the tile.
     oldest = jnp.zeros_like(num_visible[:, 0])
     if call.window is not None:
         oldest = jnp.maximum(num_visible[:, 0] - call.window, 0)

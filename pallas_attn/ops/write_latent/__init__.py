@@ -21,14 +21,17 @@ def write_latent(
 ) -> PagedLatent:
     """Write each token's latent into its slot; in place if the cache is donated.
 
-    A quantised cache stores, for each group of 128 latent columns of a token, the scale amax / 448 (1 for zeros) and
-    the quotients as float8_e4m3fn. Rotated keys are cast to the dtype of the cache's `rope`. For an 8-bit cache without
-    scales latents are cast. Numbers outside its range become NaN or infinite.
+    A quantised cache (8 bits with scales) stores, for each group of 128 latent columns of a token, a scale and the
+    quotients by this scale as float8_e4m3fn. The scale is amax / 448, or 1 if all values are 0. Rotated keys are cast
+    to the dtype of the cache's `rope`.
+
+    For other caches, latents and rotated keys are cast to the dtype of the cache. For an 8-bit cache without scales,
+    numbers outside the range of the dtype become NaN or infinite.
 
     Args:
-      cache: of any dtype.
-      latent: normed latents and rotated keys. They are cast to the cache's dtype. For a quantised cache, any 16-bit or
-        32-bit dtype.
+      cache: the latents and rotated keys; see `PagedLatent`. All its dtypes are supported.
+      latent: latents after their norm and rotated keys, in any 16-bit or 32-bit dtype. An 8-bit cache without scales
+        also accepts its own dtype.
       slots: page · ps + offset of each token. PAGE_NONE and other slots outside the pool write nothing. All other slots
         must be distinct.
       implementation: None, a name, or names to try in order.

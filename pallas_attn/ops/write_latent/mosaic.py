@@ -1,12 +1,14 @@
 """`write_latent` on Hopper and data-center Blackwell.
 
-A slot is a row of the pool. A CTA is one warpgroup. Groups of its threads each copy one token, 16 bytes per access:
+A slot is the place of one token in the cache, here a row of the array [N·ps, L + R] (`rows`). A CTA is one warpgroup.
+Each group of threads copies one token, up to 16 bytes per thread and access:
 
     slot = slots[token]
     latent[token] -> registers -> rows[slot]
 
-Tokens without a slot are not read. Slots are distinct, so no two CTAs write the same bytes, and there are no barriers.
-Five or more CTAs fit on a multiprocessor, which hides the memory latency.
+Tokens whose slot is outside the pool, such as -1, are not read. All other slots are distinct, so no two CTAs write the
+same bytes, and there are no barriers. At least five CTAs run concurrently on a multiprocessor, which hides the memory
+latency.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`write_latent` in Triton, for cards from Ampere (sm80) on.
 
-16-bit latents are copied. 8-bit latents are quantised in groups of 128 columns, and a second launch copies the rotated
-keys.
+Latents of caches without scales are copied. For caches with scales, latents are quantised in groups of 128 columns, and
+a second launch copies the rotated keys.
 """
 
 from __future__ import annotations
