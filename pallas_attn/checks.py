@@ -270,7 +270,11 @@ def check_kv(kv: PagedKV, dims: Dims) -> None:
         return
     k_layout, v_layout = ((s.ndim, s.shape[2:]) for s in (kv.k_scale, kv.v_scale))  # pyrefly: ignore[missing-attribute]
     if k_layout != v_layout:
-        raise ValueError("kv.v_scale: expected the layout of kv.k_scale")
+        k_shape, v_shape = (list(s.shape) for s in (kv.k_scale, kv.v_scale))  # pyrefly: ignore[missing-attribute]
+        raise ValueError(
+            "kv.v_scale: expected the layout of kv.k_scale (one scale per head, per head and column, or per group of"
+            f" tokens), got shape {v_shape} with a kv.k_scale of shape {k_shape}"
+        )
 
 
 def query_scale(q_scale: Any, q: Any) -> Any:

@@ -199,7 +199,8 @@ def view_fused(
     checks.check_dtype("pages", pages, (*checks.PLAIN, *QMAX))
     if pages.ndim < 4 or not pages.size:
         raise ValueError(
-            f"pages: expected shape [N, ps, 2·Hkv, W] or with other axes after ps, got {list(pages.shape)}"
+            "pages: expected a nonempty array [N, ps, 2·Hkv, W], or [N, ps, ...] with more axes whose product is"
+            f" 2·Hkv·W, got shape {list(pages.shape)}"
         )
     num_pages, page_size, *rest = pages.shape
     columns, left = divmod(math.prod(rest), num_kv_heads)

@@ -369,7 +369,9 @@ def test_hit_has_the_rows_that_the_first_new_token_sees(window, sink_tokens, pag
 
 def test_longer_prefix_may_hit_where_shorter_misses():
     case, _ = windowed((5, 0), num_rows=17)
-    case.room(4)  # allocates the unused row, and the least recently freed row, which has page 6 of the windowed head
+    # Allocates two page rows (a page row is one page of one KV head): the row that was never used, and the row that was
+    # released first, which has page 6 of the KV head with a window.
+    case.room(4)
     assert hit(case, [*LONG, 1]) == [list(range(8)), [7]]
     assert hit(case, LONG[:29]) == [list(range(6)), [5]], "the next needs page 6"
     case.check()

@@ -36,7 +36,7 @@ class RaggedCase:
 
     Attributes:
       q_lens, kv_lens: numbers of queries and keys of each sequence.
-      tokens, keys: T and U, padding included.
+      tokens, keys: numbers of packed queries and of packed keys, including padding after the last sequence.
       dtype: dtype of the arrays, or None for `Backend.dtype`.
       exact: whether inputs are integers with exact dot products, near +5e5 in some sequences and near -5e5 in others.
       sinks: whether there are learned sinks: ordinary size, +40 and -inf, mixed.

@@ -393,7 +393,10 @@ def _operand(source: Any) -> tuple[ir.Value, list[Any]]:
     more = ir.MemRefType(array.type).rank - ir.MemRefType(source.type).rank
     indices = [next(offsets) if offset == dynamic else offset for offset in slicing.static_offsets]
     if any(isinstance(index, ir.Value) or index for index in indices[more:]):
-        raise NotImplementedError(f"copies from whole arrays of a batch, got the slice {slicing}")
+        raise NotImplementedError(
+            "the source of a TMA copy: expected a whole array, or one entry of its leading axes; got the slice"
+            f" {slicing}"
+        )
     array, before = _operand(array)
     return array, [*before, *indices[:more]]
 
