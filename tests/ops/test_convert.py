@@ -267,7 +267,7 @@ BAD_CALLS = {
     "a fused view of nothing behind tokens": (
         view_fused,
         {"pages": jnp.zeros((4, 8, 4)), "num_kv_heads": 1},
-        "pages: expected shape",
+        "pages: expected a nonempty array",
     ),
     "a view without scales": (view_nhd, nhd(k_scale=None, v_scale=jnp.ones(2)), "kv.k_scale"),
     "pages of no tokens": (token_tables, {"block_tables": [[1]], "page_size": 0}, "page_size: expected at least 1"),

@@ -23,10 +23,10 @@ the other warpgroup:
     m0 = max(m, S0);  P0 = exp(S0 - m0)            wait ready[0];  rescale(m, m0)
     store P0, m0;  arrive ready[0]                 start O += P0 right(C0)
     rescale(m, m0)                                 wait S1;  m1 = max(m0, S1);  P1 = exp(S1 - m1)
-    O += P0 left(C0);  arrive free[C0, left]       store P1, m1
-    wait ready[1];  rescale(m0, m1)                wait O;  arrive free[C0, right];  arrive ready[1]
-    O += P1 left(C1);  arrive free[C1, left]       rescale(m0, m1)
-    start S0 of the next pair; wait for it         O += P1 right(C1);  arrive free[C1, right]
+    O += P0 left(C0);  arrive empty[C0, left]      store P1, m1
+    wait ready[1];  rescale(m0, m1)                wait O;  arrive empty[C0, right];  arrive ready[1]
+    O += P1 left(C1);  arrive empty[C1, left]      rescale(m0, m1)
+    start S0 of the next pair; wait for it         O += P1 right(C1);  arrive empty[C1, right]
     m = m1                                         m = m1
 
 The scheme is FlashMLA's "seesaw" (deep dive of April 2025) with one difference: in FlashMLA, warpgroup 1 receives P0
@@ -47,16 +47,16 @@ Barriers (arrivals are per phase):
 |---|---|---|---|
 | `q_full` | a split | copies of the three parts of Q | both warpgroups, before the first scores |
 | `full` (one per part) | use of a slot | producer's copies of a part of a tile | the warpgroup that scores the tile |
-| `free[slot, half]` | use of a slot | warpgroup `half` (of every CTA of the cluster) | producer |
+| `empty[slot, half]` | use of a slot | warpgroup `half` (of every CTA of the cluster) | producer |
 | `ready[tile]` | a pair | the warpgroup that scores the tile | the other warpgroup |
 | `joint[SUMS]` | a split | both warpgroups | both warpgroups |
 | `joint[Q_FREE]` | a split | both warpgroups | producer, before it copies the next query |
 
 Deadlock freedom. Each wait below is for an event that does not depend on the waiting warpgroup's later steps.
 
-- full: the producer starts each copy after it has waited for free. Only the warpgroup that scores a tile waits for
+- full: the producer starts each copy after it has waited for empty. Only the warpgroup that scores a tile waits for
   full, for all three parts. The other warpgroup reads the tile after ready, which implies full.
-- free: warpgroup `half` arrives once at the start and once after each use of its half of a slot. The producer waits for
+- empty: warpgroup `half` arrives once at the start and once after each use of its half of a slot. The producer waits for
   one phase before it copies a half. It waits in the order left(C0), right(C0), right(C1), left(C1) (`HALVES`). Both
   warpgroups free these four halves before they wait for anything of the next pair. Before it ends, the producer waits
   for the last phase, so that no CTA of a cluster exits while another CTA still arrives at its barriers.
@@ -162,7 +162,7 @@ class Bf16Scratch(NamedTuple):
       p: [2, ROWS, TOKENS], probabilities of each tile of a pair; None if they overwrite `k.rope`.
       stats: float32 [4, ROWS]: m0, m1, and at the end of a split the sums l of warpgroup 0 and of warpgroup 1.
       producer: shared memory of the calling kernel.
-      q_full, full, free, ready, joint: barriers. The calling kernel defines the type of `full`.
+      q_full, full, empty, ready, joint: barriers. The calling kernel defines the type of `full`.
     """
 
     q: LatentParts
@@ -172,7 +172,7 @@ class Bf16Scratch(NamedTuple):
     producer: Any
     q_full: Any
     full: Any
-    free: Any
+    empty: Any
     ready: Any
     joint: Any
 
@@ -192,9 +192,9 @@ class Bf16Scratch(NamedTuple):
         operand = functools.partial(register_tiles.operand, dtype=dtype, row_bytes=config.row_bytes)
         columns = LatentParts(*config.widths, config.rope_dim)
         if cluster is None:
-            free = plgpu.Barrier(num_barriers=2 * slots)
+            empty = plgpu.Barrier(num_barriers=2 * slots)
         else:
-            free = plgpu.ClusterBarrier(collective_axes=(cluster,), num_barriers=2 * slots)
+            empty = plgpu.ClusterBarrier(collective_axes=(cluster,), num_barriers=2 * slots)
         return Bf16Scratch(
             q=LatentParts(*(operand((1, ROWS, n)) for n in columns)),
             k=LatentParts(*(operand((slots, TOKENS, n)) for n in columns)),
@@ -203,7 +203,7 @@ class Bf16Scratch(NamedTuple):
             producer=producer,
             q_full=plgpu.Barrier(num_arrivals=3),
             full=full,
-            free=free,
+            empty=empty,
             ready=plgpu.Barrier(num_barriers=2),
             joint=plgpu.Barrier(num_barriers=2, num_arrivals=2),
         )
@@ -379,7 +379,7 @@ def attend(
 
 
 def begin(config: Bf16LoopConfig, mem: Bf16Scratch, half: int) -> None:
-    """Make the first arrivals at free and joint[Q_FREE], so that the producer's first waits end. Call it once, before
+    """Make the first arrivals at empty and joint[Q_FREE], so that the producer's first waits end. Call it once, before
     the first split.
     """
     release_query(mem)
@@ -388,8 +388,8 @@ def begin(config: Bf16LoopConfig, mem: Bf16Scratch, half: int) -> None:
 
 
 def release(mem: Bf16Scratch, slot: Any, half: int) -> None:
-    """Arrive at free[slot, half]: this warpgroup has finished reading its half of the slot."""
-    plgpu.barrier_arrive(mem.free.at[2 * slot + half])
+    """Arrive at empty[slot, half]: this warpgroup has finished reading its half of the slot."""
+    plgpu.barrier_arrive(mem.empty.at[2 * slot + half])
 
 
 def release_query(mem: Bf16Scratch) -> None:

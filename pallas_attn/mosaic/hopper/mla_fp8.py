@@ -54,14 +54,14 @@ Barriers (arrivals are per phase; `full` belongs to the calling kernel):
 | `q_converted` | a split | both warpgroups, after each has converted half of the queries to float16 | both warpgroups |
 | `q_free` | a split | both warpgroups | producer, before it copies the next queries |
 | `full[slot]` | use of a slot | producer's copies of a tile | both warpgroups |
-| `free[slot]` | use of a slot | both warpgroups | producer, before it refills the slot |
+| `empty[slot]` | use of a slot | both warpgroups | producer, before it refills the slot |
 | `ready[w]` | a pair | warpgroup w: its P, ratios and factors are stored | the other warpgroup |
 | `taken[w]` | a pair | the other warpgroup, after reading P, ratios and factors of w | warpgroup w, before stores |
 | `sums` | a split | both warpgroups | both warpgroups |
 
 Deadlock freedom. Each wait below is for an event that does not depend on the waiting warpgroup's later steps.
 
-- free: both warpgroups arrive once at the start and once after each use of a slot. The producer waits for one phase
+- empty: both warpgroups arrive once at the start and once after each use of a slot. The producer waits for one phase
   before it copies each tile, and for the last phase before it ends.
 - ready[w]: warpgroup w arrives after it has stored the probabilities of tile t. Before, it has waited for full of tile
   t, for ready of tile t - 1, and for taken[w]. The copy of tile t waits until tile t - 3 is released. This release
@@ -157,7 +157,7 @@ class Fp8Scratch(NamedTuple):
         for reductions over its warps.
       weights: partial sums of l of each warpgroup, of type `mla_fp8_softmax.sums_type`.
       changed: int32 [2], 1 if tile 0 or 1 of a pair has changed m, else 0.
-      q_full, free, ready, taken, sums, q_converted, q_free: barriers.
+      q_full, empty, ready, taken, sums, q_converted, q_free: barriers.
     """
 
     q: Any
@@ -171,7 +171,7 @@ class Fp8Scratch(NamedTuple):
     weights: Any
     changed: Any
     q_full: Any
-    free: Any
+    empty: Any
     ready: Any
     taken: Any
     sums: Any
@@ -199,7 +199,7 @@ class Fp8Scratch(NamedTuple):
             weights=mla_fp8_softmax.sums_type(rows),
             changed=plgpu.SMEM((2,), jnp.int32),
             q_full=plgpu.Barrier(num_arrivals=3),
-            free=plgpu.Barrier(num_barriers=SLOTS, num_arrivals=2),
+            empty=plgpu.Barrier(num_barriers=SLOTS, num_arrivals=2),
             ready=plgpu.Barrier(num_barriers=2),
             taken=plgpu.Barrier(num_barriers=2),
             sums=plgpu.Barrier(num_arrivals=2),
@@ -304,7 +304,7 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
         column, p = half * config.widths[0], mem.p.at[tile + basics.opaque_zero()]
         acc = mla_fp8_products.add_values(acc, mem.k.at[slot], column, p, mem.ratios.at[tile])
         tiles.before_release()
-        plgpu.barrier_arrive(mem.free.at[slot])
+        plgpu.barrier_arrive(mem.empty.at[slot])
         return acc
 
     def add_other_tile(pair: Any, acc: Any) -> Any:
@@ -346,12 +346,12 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
 
 
 def begin(mem: Fp8Scratch, half: int) -> None:
-    """Make the first arrivals at q_free, free and taken, so that the first waits for them end. Call it once, before the
+    """Make the first arrivals at q_free, empty and taken, so that the first waits for them end. Call it once, before the
     first split.
     """
     plgpu.barrier_arrive(mem.q_free)
     for slot in range(SLOTS):
-        plgpu.barrier_arrive(mem.free.at[slot])
+        plgpu.barrier_arrive(mem.empty.at[slot])
     plgpu.barrier_arrive(mem.taken.at[1 - half])
 
 

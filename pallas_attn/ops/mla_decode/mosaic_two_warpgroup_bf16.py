@@ -7,7 +7,7 @@ latents has three parts: the left and the right half of the latent columns, and 
 
     for split in plan:                             warpgroup 2, producer
         for pair of tiles:
-            for tile, half in HALVES:              wait free[tile, half]; start TMA copies of the half from each page
+            for tile, half in HALVES:              wait empty[tile, half]; start TMA copies of the half from each page
             look up the pages of the next pair
             after the first pair: wait joint[Q_FREE]; copy the query
     for split in plan:                             warpgroups 0 and 1
@@ -237,7 +237,7 @@ def _produce(static: DecodeBf16Static, x: RowInputs, mem: Bf16Scratch, block: An
             slot = static.loop.slot(split.pair + i, tile) + basics.opaque_zero()
             parts = (half,) if tile == half else (half, ROPE)
             first = pages.first_page(split, i, tile)
-            plgpu.barrier_wait(mem.free.at[2 * slot + half])
+            plgpu.barrier_wait(mem.empty.at[2 * slot + half])
             pages.copy_tile(split, i, tile, first, functools.partial(copy_page, slot, parts))
             if tile == half:
                 meta = _tile_meta(static, mem, split.pair + i, tile)
@@ -246,7 +246,7 @@ def _produce(static: DecodeBf16Static, x: RowInputs, mem: Bf16Scratch, block: An
     copy_splits(pages, copy_split_query, copy_pair)
     plgpu.barrier_wait(mem.joint.at[Q_FREE])
     for i in range(4 * static.pairs):
-        plgpu.barrier_wait(mem.free.at[i])
+        plgpu.barrier_wait(mem.empty.at[i])
 
 
 def _consume(

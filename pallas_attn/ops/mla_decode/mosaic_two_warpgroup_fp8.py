@@ -6,7 +6,7 @@ processes the splits that the plan assigns to it in tiles of 64 latents:
 
     for split in plan:                             warpgroup 2, producer
         for tile in split:                         up to three tiles ahead of the consumers
-            wait free[slot]; store the tile's metadata
+            wait empty[slot]; store the tile's metadata
             start TMA copies of latents, scale factors and rotated keys from each page
             after each pair: look up the pages of the next pair
             after the first pair: wait q_free; copy the query
@@ -201,7 +201,7 @@ def _produce(static: DecodeFp8Static, x: RowInputs, mem: DecodeFp8Scratch, block
         for tile in range(2):
             slot, _ = slot_of(split.pair + i, tile)
             first = pages.first_page(split, i, tile)
-            plgpu.barrier_wait(loop.free.at[slot])
+            plgpu.barrier_wait(loop.empty.at[slot])
             meta = mem.tile_meta.at[slot_of(split.pair + i, tile)[0]]
             pages.store_meta(split, i, tile, meta, oldest_query, origin=oldest_query)  # saves consumers a register
             pages.copy_tile(split, i, tile, first, functools.partial(copy_page, slot))
@@ -209,7 +209,7 @@ def _produce(static: DecodeFp8Static, x: RowInputs, mem: DecodeFp8Scratch, block
     copy_splits(pages, copy_split_query, copy_pair)
     plgpu.barrier_wait(loop.q_free)
     for i in range(SLOTS):
-        plgpu.barrier_wait(loop.free.at[i])
+        plgpu.barrier_wait(loop.empty.at[i])
 
 
 def _consume(

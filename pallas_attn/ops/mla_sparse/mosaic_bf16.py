@@ -6,7 +6,7 @@ block of heads of a token and a range of the token's slots (`SparseItem`). One C
     for item in items of this CTA:                 warpgroup 2, producer
         for pair of tiles:
             look up the pool slots of the next pair
-            for tile, half in HALVES:              wait free[tile, half]; gather the half with cp.async
+            for tile, half in HALVES:              wait empty[tile, half]; gather the half with cp.async
             after the first pair: wait joint[Q_FREE]; copy the query with TMA
     for item in items of this CTA:                 warpgroups 0 and 1
         wait q_full; mla_bf16.attend(pairs of the item)
@@ -126,7 +126,7 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch) -> None:
         the half that is released after the last read of these probabilities.
         """
         for tile, half in HALVES:
-            plgpu.barrier_wait(mem.free.at[2 * tile + half])
+            plgpu.barrier_wait(mem.empty.at[2 * tile + half])
             if tile == half:
                 gather.store_none(slots[tile], mem.producer.is_none.at[tile], mem.producer.all_given.at[tile])
             gather.gather_rows_async(x.latents, slots[tile], half * widths[0], mem.k[half].at[tile])
@@ -141,7 +141,7 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch) -> None:
     gather_items(static, x, copy_item_query, gather_pair)
     plgpu.barrier_wait(mem.joint.at[Q_FREE])
     for i in range(4):
-        plgpu.barrier_wait(mem.free.at[i])
+        plgpu.barrier_wait(mem.empty.at[i])
 
 
 def _consume(static: SparseStatic, x: SparseInputs, mem: Bf16Scratch, half: int, results: Any) -> None:

@@ -6,7 +6,7 @@ of heads of a token and a range of the token's slots (`SparseItem`). One CTA per
     for item in items of this CTA:                 warpgroup 2, producer
         for pair of tiles:
             look up the pool slots of the next pair
-            for tile in pair:                      wait free[slot]; gather latents, rotated keys and scales (cp.async)
+            for tile in pair:                      wait empty[slot]; gather latents, rotated keys and scales (cp.async)
             after the first pair: wait q_free; copy the query with TMA
     for item in items of this CTA:                 warpgroups 0 and 1
         mla_fp8.attend(pairs of the item)
@@ -113,7 +113,7 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: SparseFp8Scratch) -> No
         """Gather each tile of a pair as soon as its slot is free."""
         for tile in range(2):
             slot, _ = slot_of(pair, tile)
-            plgpu.barrier_wait(loop.free.at[slot])
+            plgpu.barrier_wait(loop.empty.at[slot])
             gather.store_none(slots[tile], mem.chosen.is_none.at[slot], mem.chosen.all_given.at[slot])
             gather.gather_rows_async(x.latents, slots[tile], 0, loop.k.at[slot])
             gather.gather_rows_async(x.rope, slots[tile], 0, loop.rope.at[slot])
@@ -124,7 +124,7 @@ def _produce(static: SparseStatic, x: SparseInputs, mem: SparseFp8Scratch) -> No
     gather_items(static, x, copy_item_query, gather_pair)
     plgpu.barrier_wait(loop.q_free)
     for i in range(SLOTS):
-        plgpu.barrier_wait(loop.free.at[i])
+        plgpu.barrier_wait(loop.empty.at[i])
 
 
 def _consume(static: SparseStatic, x: SparseInputs, mem: SparseFp8Scratch, half: int, results: Any) -> None:
