@@ -156,9 +156,9 @@ def test_models_without_windows_raise():
     with pytest.raises(NotImplementedError, match="layer_types 'chunked_attention'"):
         read(layer_types=["chunked_attention"] * 3)
     latent = PRESETS["v3-tiny"]
-    with pytest.raises(NotImplementedError, match="head_windows: heads of latent attention share one latent"):
+    with pytest.raises(NotImplementedError, match="head_windows: all heads of latent attention share one latent"):
         type(latent).from_hf({**latent.to_hf(), "head_windows": ENTRIES})
-    with pytest.raises(NotImplementedError, match="head_windows: heads of latent attention share one latent"):
+    with pytest.raises(NotImplementedError, match="head_windows: all heads of latent attention share one latent"):
         with_windows(latent, (None, None, None))
 
 

@@ -196,7 +196,9 @@ WRITES = re.compile(r"""\.write_text\(|\.write_bytes\(|\bopen\([^)]*["'][wax]b?[
 
 def test_every_command_writes_files_with_output_file() -> None:
     """The exceptions in `own` are the implementation, and tools that create new folders."""
-    tools = {f"scripts/tools/{name}.py" for name in ("make_goldens", "tokenizer_layouts", "wide_latents")}
+    tools = {
+        f"scripts/tools/{name}.py" for name in ("make_goldens", "rope_goldens", "tokenizer_layouts", "wide_latents")
+    }
     own = {"scripts/cli/output_files.py", *tools}
     files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "scripts").rglob("*.py")}
     assert own == {name for name, source in files.items() if WRITES.search(source)}

@@ -187,7 +187,7 @@ class TestRefusals:
             ("qwen3-tiny", [None, 0, 8], "windows.json: head_windows of layer 1: expected null, a window from 1"),
             ("qwen3-tiny", [None, 8], "--head-windows: head_windows: expected one for each of 3 layers, got 2"),
             ("qwen3-tiny", [8, 8, {"window": [8]}], "layer 2: expected one for each of 2 KV heads, got 1"),
-            ("v3-tiny", [None, 8, 8], "--head-windows: head_windows: heads of latent attention share one latent"),
+            ("v3-tiny", [None, 8, 8], "--head-windows: head_windows: all heads of latent attention share one latent"),
         ],
     )
     def test_wrong_windows_are_errors(self, usage_error, tmp_path, model, content, message):

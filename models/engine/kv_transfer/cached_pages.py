@@ -256,9 +256,9 @@ def _decoded_groups(about: Mapping[str, Any], pages: Mapping[str, np.ndarray]) -
         names = shown(sorted(pages.keys() ^ about["dtypes"].keys()))
         raise ValueError(f"about.dtypes: expected the names of the tensors with pages, got a difference in {names}")
     numbers = {str(number): number for number in range(len(groups))}
-    for name, array in pages.items():
+    for name, dtype_name in about["dtypes"].items():  # in the order of the exporting engine
         group, _, array_name = name.partition(".")
-        dtype = DTYPES[about["dtypes"][name]]
+        array, dtype = pages[name], DTYPES[dtype_name]
         if group not in numbers:
             raise ValueError(f"pages.{shown(name)}: expected a cache group from 0 to {len(groups) - 1}")
         if array.dtype != np.uint8 or array.ndim < 2 or array.shape[-1] % dtype.itemsize:

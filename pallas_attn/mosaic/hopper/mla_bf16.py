@@ -56,8 +56,8 @@ Deadlock freedom. Each wait below is for an event that does not depend on the wa
 
 - full: the producer starts each copy after it has waited for empty. Only the warpgroup that scores a tile waits for
   full, for all three parts. The other warpgroup reads the tile after ready, which implies full.
-- empty: warpgroup `half` arrives once at the start and once after each use of its half of a slot. The producer waits for
-  one phase before it copies a half. It waits in the order left(C0), right(C0), right(C1), left(C1) (`HALVES`). Both
+- empty: warpgroup `half` arrives once at the start and once after each use of its half of a slot. The producer waits
+  for one phase before it copies a half. It waits in the order left(C0), right(C0), right(C1), left(C1) (`HALVES`). Both
   warpgroups free these four halves before they wait for anything of the next pair. Before it ends, the producer waits
   for the last phase, so that no CTA of a cluster exits while another CTA still arrives at its barriers.
 - ready[0]: warpgroup 0 arrives after its scores, which depend on copies only. ready[1]: warpgroup 1 arrives after its

@@ -346,8 +346,8 @@ def attend(config: Fp8LoopConfig, mem: Fp8Scratch, half: int, tiles: Fp8TileAcce
 
 
 def begin(mem: Fp8Scratch, half: int) -> None:
-    """Make the first arrivals at q_free, empty and taken, so that the first waits for them end. Call it once, before the
-    first split.
+    """Make the first arrivals at q_free, empty and taken, so that the first waits for them end. Call it once, before
+    the first split.
     """
     plgpu.barrier_arrive(mem.q_free)
     for slot in range(SLOTS):
